@@ -1,0 +1,87 @@
+# libstrobe: strobe (shared) and strobe_static from one set of objects.
+
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+# Headers only: Debian ships Highway's library part as a shared object, and libstrobe should need none.
+find_path(STROBE_HIGHWAY_INCLUDE_DIR hwy/highway.h)
+if(NOT STROBE_HIGHWAY_INCLUDE_DIR)
+  message(FATAL_ERROR "hwy/highway.h not found: install Google Highway (Debian: apt install libhwy-dev), "
+                      "or run scripts/setup.sh")
+endif()
+
+strobe_sources(sources
+  src/core/capi.cpp
+  src/core/kernel_table.cpp
+  src/core/kernel_table.cpp
+  src/core/machine.cpp
+  src/core/plan.cpp
+  src/core/validate.cpp
+  src/cpu/dispatch.cpp
+  src/cpu/launch.cpp)
+add_library(strobe_objects OBJECT ${sources})
+
+# strobe_isa(NAME FILE FLAG...): one instruction set's kernels. They stand in a file of their own with their own flags,
+# and dispatch.cpp learns of them through STROBE_HAVE_<NAME>. tests/build checks that no function that other files
+# share is emitted there: the linker might pick that copy, and an older CPU would stop at it.
+function(strobe_isa name file)
+  strobe_sources(found ${file})
+  if(found)
+    target_sources(strobe_objects PRIVATE ${found})
+    set_source_files_properties(${found} PROPERTIES COMPILE_OPTIONS "${ARGN}")
+    string(TOUPPER ${name} upper)
+    target_compile_definitions(strobe_objects PRIVATE STROBE_HAVE_${upper}=1)
+  endif()
+endfunction()
+
+# What hwy/detect_targets.h wants for HWY_AVX2 and HWY_AVX3, and what core/machine.cpp asks the CPU for: the same list.
+set(avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2 -DHWY_DISABLE_PCLMUL_AES)
+set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512)
+strobe_isa(portable src/cpu/kernels_portable.cpp)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+  strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2})
+  strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512})
+  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  # Highway's HWY_NEON includes AES on 64-bit Arm.
+  strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto)
+endif()
+
+target_include_directories(strobe_objects
+  PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+  PRIVATE "${PROJECT_SOURCE_DIR}/src")
+target_include_directories(strobe_objects SYSTEM PRIVATE "${STROBE_HIGHWAY_INCLUDE_DIR}")
+target_link_libraries(strobe_objects PRIVATE strobe_flags OpenMP::OpenMP_CXX)
+if(STROBE_BREAK_KERNEL)
+  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
+  target_compile_definitions(strobe_objects PRIVATE STROBE_BREAK_KERNEL_${defect}=1)
+endif()
+
+# The libraries besides libstrobe that a static link needs; cmake/cuda.cmake adds to them.
+set(STROBE_STATIC_LIBS ${OpenMP_CXX_LIB_NAMES})
+
+add_library(strobe SHARED $<TARGET_OBJECTS:strobe_objects>)
+add_library(strobe_static STATIC $<TARGET_OBJECTS:strobe_objects>)
+add_library(strobe::strobe ALIAS strobe)
+add_library(strobe::strobe_static ALIAS strobe_static)
+foreach(target strobe strobe_static)
+  set_target_properties(${target} PROPERTIES OUTPUT_NAME strobe LINKER_LANGUAGE CXX)
+  target_include_directories(${target} INTERFACE
+    "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  target_compile_features(${target} INTERFACE c_std_99)
+endforeach()
+
+set(exports "${PROJECT_SOURCE_DIR}/cmake/exports.map")
+set_target_properties(strobe PROPERTIES
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS "${exports}")
+target_link_options(strobe PRIVATE "LINKER:--version-script=${exports}")
+if(NOT STROBE_SANITIZE)
+  target_link_options(strobe PRIVATE LINKER:--no-undefined)  # sanitizers leave symbols for the program to bring
+endif()
+target_link_libraries(strobe PRIVATE OpenMP::OpenMP_CXX)
+# By name when installed: the consumer's machine has its own paths.
+target_link_libraries(strobe_static PRIVATE
+  "$<BUILD_INTERFACE:OpenMP::OpenMP_CXX>" "$<INSTALL_INTERFACE:${STROBE_STATIC_LIBS}>")
+
+# The CUDA kernels add their objects and libraries to these targets.
+if(EXISTS "${PROJECT_SOURCE_DIR}/src/cuda/CMakeLists.txt")
+  include(cuda)
+endif()

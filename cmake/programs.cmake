@@ -1,0 +1,33 @@
+# The command line tool and the examples. They link the static library, so that they run from wherever they are put.
+
+find_package(CLI11 REQUIRED)
+find_package(fmt REQUIRED)
+find_package(nlohmann_json REQUIRED)
+
+# What the tool shares with the demo, the tests and the fuzz targets: safetensors, tables, the float64 reference.
+file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
+list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp")
+add_library(strobe_tool STATIC ${sources})
+target_include_directories(strobe_tool PUBLIC "${PROJECT_SOURCE_DIR}/src")
+target_link_libraries(strobe_tool
+  PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json OpenMP::OpenMP_CXX
+  PRIVATE strobe_flags)
+
+# strobe_program(TARGET NAME SOURCE): bin/NAME in the build tree, if SOURCE is there.
+function(strobe_program target name)
+  strobe_sources(sources ${ARGN})
+  if(sources)
+    add_executable(${target} ${sources})
+    set_target_properties(${target} PROPERTIES
+      OUTPUT_NAME ${name} RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
+    target_link_libraries(${target} PRIVATE strobe_flags strobe_tool)
+  endif()
+endfunction()
+
+if(STROBE_BUILD_CLI)
+  strobe_program(strobe_cli strobe src/cli/main.cpp)
+endif()
+if(STROBE_BUILD_EXAMPLES)
+  strobe_program(strobe_demo strobe_demo examples/demo.cpp)
+  strobe_program(strobe_quickstart quickstart examples/quickstart.cpp)
+endif()

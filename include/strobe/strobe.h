@@ -1,0 +1,266 @@
+/* Strobe: exact attention, forward and backward, in O(seqlen) memory. C ABI.
+ *
+ *     strobe_problem p;                          describe what you want
+ *     strobe_problem_init(&p, sizeof p);
+ *     p.dtype = STROBE_BFLOAT16; p.batch = 1; p.seqlen_q = p.seqlen_k = 4096; ...
+ *     strobe_plan plan;                          ask how it will be done
+ *     plan.struct_size = sizeof plan;
+ *     strobe_plan_make(&p, &plan);
+ *     strobe_forward(&plan, &args);              do it, as often as you like
+ *
+ * Conventions
+ *  - No function prints, aborts, exits or throws. Each returns a status; strobe_last_error() has
+ * the text of the calling thread's latest failure, which names the argument, what was got and what
+ * was wanted.
+ *  - Bad input is refused before anything is written.
+ *  - Shapes are written [batch, seqlen_q, heads, head_dim]; strides are in elements, in that same
+ * order.
+ *  - lse is the natural logarithm of the sum of exponentials of the scores of a row, float32.
+ *  - All functions are thread-safe and re-entrant. A plan is plain data: copy it, share it, keep
+ * it.
+ *
+ * Algorithm: T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+ * Partitioning", arXiv:2307.08691, algorithms 1 (forward) and 2 (backward).
+ */
+#ifndef STROBE_STROBE_H_
+#define STROBE_STROBE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define STROBE_VERSION_MAJOR 0
+#define STROBE_VERSION_MINOR 1
+#define STROBE_VERSION_PATCH 0
+
+#if defined(_WIN32)
+#define STROBE_API
+#else
+#define STROBE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+#define STROBE_NOEXCEPT noexcept
+extern "C" {
+#else
+#define STROBE_NOEXCEPT
+#endif
+
+typedef enum strobe_status {
+  STROBE_OK = 0,
+  STROBE_INVALID_ARGUMENT = 1, /* the request contradicts itself or breaks a documented rule */
+  STROBE_UNSUPPORTED =
+      2, /* well-formed, but no kernel takes it: strobe_why() lists each one's reason */
+  STROBE_OUT_OF_MEMORY = 3, /* the library's own workspace could not be allocated */
+  STROBE_DEVICE_ERROR = 4,  /* the device or its driver reported a failure */
+  STROBE_INTERNAL_ERROR = 5 /* a fault in Strobe: please report it */
+} strobe_status;
+
+typedef enum strobe_dtype {
+  STROBE_FLOAT32 = 0,
+  STROBE_BFLOAT16 = 1,
+  STROBE_FLOAT16 = 2
+} strobe_dtype;
+typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
+typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
+
+/* Which ALiBi slopes the launch arguments carry. */
+typedef enum strobe_alibi {
+  STROBE_ALIBI_NONE = 0,
+  STROBE_ALIBI_PER_HEAD = 1,      /* slopes [heads] */
+  STROBE_ALIBI_PER_BATCH_HEAD = 2 /* slopes [batch, heads] */
+} strobe_alibi;
+
+/* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
+ * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
+ * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast); outputs must not
+ * overlap. */
+typedef struct strobe_strides {
+  int64_t batch, seqlen, head, dim;
+} strobe_strides;
+
+/* What the caller wants. Plain data; fill with strobe_problem_init first, then set what differs. */
+typedef struct strobe_problem {
+  size_t
+      struct_size; /* sizeof(strobe_problem) of the caller's header: set by strobe_problem_init */
+
+  int32_t direction; /* strobe_direction */
+  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients; sums are float32 */
+  int32_t device;    /* strobe_device */
+  int32_t device_index;
+
+  int64_t batch;      /* >= 1 */
+  int64_t seqlen_q;   /* with varlen: the longest query sequence (an upper bound will do) */
+  int64_t seqlen_k;   /* with varlen: the longest key sequence (an upper bound will do) */
+  int64_t heads;      /* query heads */
+  int64_t heads_kv;   /* key and value heads; divides heads. 0 (default): as many as heads */
+  int64_t head_dim;   /* of q and k, 1 to 256 */
+  int64_t head_dim_v; /* of v and out, 1 to 256. 0 (default): head_dim */
+
+  int32_t varlen;  /* 1: sequences are packed end to end and the arguments carry cu_seqlens_q and
+                      cu_seqlens_k */
+  int32_t causal;  /* 1: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned) */
+  int64_t total_q; /* varlen: rows of q, all sequences together */
+  int64_t total_k; /* varlen: rows of k and v, all sequences together */
+
+  /* Sliding window: query i sees keys in [i + seqlen_k - seqlen_q - window_left, i + seqlen_k -
+   * seqlen_q + window_right]. -1: no limit. causal and window combine: causal makes window_right 0
+   * at most. */
+  int64_t window_left, window_right;
+
+  float scale;   /* multiplies q.k; NaN (default): 1 / sqrt(head_dim) */
+  float softcap; /* c > 0: the scaled score s becomes c * tanh(s / c), before ALiBi and the mask; 0:
+                    off */
+  float dropout_p; /* probability in [0, 1) of dropping a weight; kept ones scale by 1 / (1 - p) */
+  int32_t alibi;   /* strobe_alibi; adds -slope * |i + seqlen_k - seqlen_q - j| to the score */
+
+  int32_t deterministic; /* backward: the same bits for every thread count (they always repeat at a
+                            fixed one) */
+  int32_t has_dlse;      /* backward: the arguments carry dlse, a gradient of lse */
+  int32_t threads;  /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
+  int32_t reserved; /* 0 */
+
+  strobe_strides q, k, v, out;     /* both directions */
+  strobe_strides dout, dq, dk, dv; /* backward */
+} strobe_problem;
+
+/* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
+ * not written. */
+typedef struct strobe_plan {
+  size_t
+      struct_size; /* sizeof(strobe_plan) of the caller's header: set it before strobe_plan_make */
+  strobe_problem problem;   /* with every default resolved */
+  const char* kernel;       /* name of the kernel, e.g. "cpu_avx512"; static storage */
+  size_t workspace_bytes;   /* what a launch needs; 64-byte alignment */
+  int32_t kernel_index;     /* row of the kernel table, for strobe_kernel_name */
+  int32_t threads;          /* CPU: threads that the launch will use */
+  int64_t tile_q, tile_k;   /* queries and keys of one score tile */
+  int64_t block_q, block_k; /* queries (forward) or keys (backward) that one work item owns; 0: not
+                               split that way */
+  int64_t work_items;       /* independent pieces of work */
+  int32_t grid[3];          /* CUDA: thread blocks */
+  int32_t block_threads;    /* CUDA: threads of a block */
+  int64_t shared_bytes;     /* CUDA: dynamic shared memory of a block */
+  int64_t reserved[6];
+} strobe_plan;
+
+/* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has
+ * no elements. */
+typedef struct strobe_forward_args {
+  size_t struct_size;
+  const void* q; /* [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] */
+  const void* k; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...] */
+  const void* v; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
+  void* out;     /* [batch, seqlen_q, heads, head_dim_v], or [total_q, ...] */
+  float* lse;    /* [batch, heads, seqlen_q], or [heads, total_q]; contiguous. NULL: not wanted */
+  const int32_t* cu_seqlens_q; /* varlen: [batch + 1], from 0 to total_q, not decreasing */
+  const int32_t* cu_seqlens_k; /* varlen: [batch + 1] */
+  const float* alibi_slopes;   /* [heads] or [batch, heads], when the problem has ALiBi */
+  uint64_t dropout_seed, dropout_offset; /* of the Philox generator, when dropout_p > 0 */
+  void* workspace; /* at least workspace_bytes, 64-byte aligned. NULL: the library allocates its own
+                    */
+  size_t workspace_bytes;
+  void* stream; /* CUDA: cudaStream_t */
+} strobe_forward_args;
+
+/* Tensors of a backward launch. */
+typedef struct strobe_backward_args {
+  size_t struct_size;
+  const void *q, *k, *v; /* as in forward */
+  const void* out;       /* what forward gave */
+  const float* lse;      /* what forward gave */
+  const void* dout;      /* gradient of out, its shape */
+  const float* dlse;     /* gradient of lse, its shape, contiguous, when the problem has_dlse */
+  void* dq;              /* [batch, seqlen_q, heads, head_dim], or [total_q, ...] */
+  void* dk; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...]: summed over the group */
+  void* dv; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
+  const int32_t* cu_seqlens_q; /* as in forward */
+  const int32_t* cu_seqlens_k;
+  const float* alibi_slopes;
+  uint64_t dropout_seed, dropout_offset; /* those of the forward launch */
+  void* workspace;
+  size_t workspace_bytes;
+  void* stream;
+} strobe_backward_args;
+
+/* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */
+STROBE_API strobe_status strobe_problem_init(strobe_problem* problem,
+                                             size_t struct_size) STROBE_NOEXCEPT;
+
+/* Checks the problem and decides how to run it. On failure *plan is left as it was. Reads no
+ * tensor. */
+STROBE_API strobe_status strobe_plan_make(const strobe_problem* problem,
+                                          strobe_plan* plan) STROBE_NOEXCEPT;
+
+/* The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it
+ * declined. Writes at most capacity bytes, always ending in NUL where capacity > 0; returns the
+ * length of the whole text. */
+STROBE_API size_t strobe_plan_text(const strobe_plan* plan, char* text,
+                                   size_t capacity) STROBE_NOEXCEPT;
+
+/* STROBE_OK when some kernel takes the problem. */
+STROBE_API strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT;
+
+/* One line a kernel: takes it, or why it declines, and a hint; or what is invalid. Lengths as
+ * strobe_plan_text. */
+STROBE_API size_t strobe_why(const strobe_problem* problem, char* text,
+                             size_t capacity) STROBE_NOEXCEPT;
+
+/* Runs a plan. Returns when the result is there (CPU) or enqueued (CUDA).
+ * With a workspace of the caller's: no allocation, no environment look-up, no synchronisation. */
+STROBE_API strobe_status strobe_forward(const strobe_plan* plan,
+                                        const strobe_forward_args* args) STROBE_NOEXCEPT;
+STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
+                                         const strobe_backward_args* args) STROBE_NOEXCEPT;
+
+/* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:
+ * for tests and for frameworks that show it. mask: [batch, heads, seqlen_q, seqlen_k] bytes,
+ * contiguous, host memory. */
+STROBE_API strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q,
+                                             int64_t seqlen_k, float dropout_p, uint64_t seed,
+                                             uint64_t offset, uint8_t* mask) STROBE_NOEXCEPT;
+
+/* Text of the calling thread's latest failure; "" when there was none. Valid until its next failing
+ * call. */
+STROBE_API const char* strobe_last_error(void) STROBE_NOEXCEPT;
+STROBE_API const char* strobe_status_name(strobe_status status)
+    STROBE_NOEXCEPT;                                         /* "STROBE_OK", ... */
+STROBE_API const char* strobe_version(void) STROBE_NOEXCEPT; /* "0.1.0" */
+
+/* The kernel table, in the order in which the plan asks them. NULL past the end. */
+STROBE_API const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT;
+/* NULL when the kernel can run on this machine, else why not ("this CPU has no AVX-512", "no CUDA
+ * driver found"). */
+STROBE_API const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT;
+
+/* What the library found on this machine. */
+typedef struct strobe_machine {
+  size_t struct_size; /* set before the call */
+  char cpu_name[64];  /* "" when unknown */
+  char cpu_isa[16]; /* widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable" */
+  char cpu_isas[64];     /* all that can be forced with STROBE_CPU_ISA, separated by spaces, widest
+                            first */
+  int32_t cpu_threads;   /* OpenMP's number */
+  int32_t cuda_devices;  /* 0: none, or no driver */
+  char cuda_reason[128]; /* why there are none; "" when there are */
+  char compiler[64];     /* that built the library */
+} strobe_machine;
+
+STROBE_API strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT;
+
+/* One CUDA device. STROBE_INVALID_ARGUMENT past the end. */
+typedef struct strobe_cuda_device {
+  size_t struct_size;
+  char name[128];
+  int32_t compute_capability; /* 90 for 9.0 */
+  int32_t multiprocessors;
+  int64_t memory_bytes;
+} strobe_cuda_device;
+
+STROBE_API strobe_status strobe_cuda_device_info(int32_t index,
+                                                 strobe_cuda_device* device) STROBE_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* STROBE_STROBE_H_ */

@@ -1,0 +1,379 @@
+// Strobe: exact attention, forward and backward, in O(seqlen) memory. C++20 wrapper over strobe.h, header only.
+//
+//   std::vector<float> q(1024 * 8 * 64), k(q), v(q), out(q);  // [batch, seqlen, heads, head_dim]
+//   strobe::Plan plan({.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, .head_dim = 64});
+//   plan.forward({.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data()});
+//
+// A Problem says what is wanted, a Plan how it will be done; Plan::forward and Plan::backward do it, as often as you
+// like. What can fail comes in two forms: the plain one throws strobe::Error; the try_ form returns a Status, never
+// throws, and leaves the text in last_error(). strobe.h has the exact rules of every field: they are the same here.
+#ifndef STROBE_STROBE_HPP_
+#define STROBE_STROBE_HPP_
+
+#include <strobe/strobe.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace strobe {
+// Names the interface in the linker's symbols, so that nothing here can be mistaken for the library's own insides.
+inline namespace v0 {
+
+enum class Status : int {
+  kOk = STROBE_OK,
+  kInvalidArgument = STROBE_INVALID_ARGUMENT,  // contradicts itself or breaks a documented rule
+  kUnsupported = STROBE_UNSUPPORTED,           // well-formed, but no kernel takes it: why() has the reasons
+  kOutOfMemory = STROBE_OUT_OF_MEMORY,         // the library's own workspace could not be allocated
+  kDeviceError = STROBE_DEVICE_ERROR,          // the device or its driver reported a failure
+  kInternalError = STROBE_INTERNAL_ERROR,      // a fault in Strobe: please report it
+};
+enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
+enum class DType : int32_t {
+  kFloat32 = STROBE_FLOAT32,
+  kBFloat16 = STROBE_BFLOAT16,
+  kFloat16 = STROBE_FLOAT16,
+};
+enum class Device : int32_t { kCpu = STROBE_CPU, kCuda = STROBE_CUDA };
+enum class Alibi : int32_t {
+  kNone = STROBE_ALIBI_NONE,
+  kPerHead = STROBE_ALIBI_PER_HEAD,            // slopes [heads]
+  kPerBatchHead = STROBE_ALIBI_PER_BATCH_HEAD  // slopes [batch, heads]
+};
+
+// {batch, seqlen, head, dim} in elements; dim must be 1. All zero: contiguous [batch, seqlen, heads, head_dim].
+// [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim, seqlen * head_dim, 1}.
+using Strides = strobe_strides;
+
+// "STROBE_UNSUPPORTED"
+[[nodiscard]] inline const char* name(Status status) noexcept {
+  return strobe_status_name(static_cast<strobe_status>(status));
+}
+
+// Text of the calling thread's latest failure: the argument, what was got and what was wanted.
+[[nodiscard]] inline std::string last_error() { return strobe_last_error(); }
+
+// "0.1.0"
+[[nodiscard]] inline std::string version() { return strobe_version(); }
+
+// What the throwing forms throw. what() is the library's text.
+class Error : public std::runtime_error {
+ public:
+  Error(Status status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  [[nodiscard]] Status status() const noexcept { return status_; }
+
+ private:
+  Status status_;
+};
+
+// What the caller wants. Set what differs from the default, in this order:
+//   strobe::Problem{.dtype = strobe::DType::kBFloat16, .batch = 2, .seqlen_q = 4096, ...}
+struct Problem {
+  Direction direction = Direction::kForward;
+  DType dtype = DType::kFloat32;  // of q, k, v, out and their gradients; sums are float32
+  Device device = Device::kCpu;
+  int32_t device_index = 0;
+
+  int64_t batch = 1;
+  int64_t seqlen_q = 0;    // tokens; with varlen the longest query sequence
+  int64_t seqlen_k = 0;    // tokens; with varlen the longest key sequence
+  int64_t heads = 1;       // query heads
+  int64_t heads_kv = 0;    // key and value heads, divides heads; 0: as many as heads
+  int64_t head_dim = 0;    // of q and k, 1 to 256
+  int64_t head_dim_v = 0;  // of v and out, 1 to 256; 0: head_dim
+
+  bool varlen = false;  // sequences are packed end to end; the arguments carry cu_seqlens_q and cu_seqlens_k
+  bool causal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
+  int64_t total_q = 0;  // varlen: rows of q
+  int64_t total_k = 0;  // varlen: rows of k and v
+
+  // Query i sees keys i + seqlen_k - seqlen_q + [-window_left, window_right]; -1: no limit.
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+
+  float scale = std::numeric_limits<float>::quiet_NaN();  // of q.k; NaN: 1 / sqrt(head_dim)
+  float softcap = 0;                                      // c > 0: score s becomes c * tanh(s / c)
+  float dropout_p = 0;                                    // probability, in [0, 1)
+  Alibi alibi = Alibi::kNone;
+
+  bool deterministic = false;  // backward: the same bits for every number of threads
+  bool has_dlse = false;       // backward: the arguments carry a gradient of lse
+  int32_t threads = 0;         // at most; 0: OpenMP's number
+
+  Strides q = {}, k = {}, v = {}, out = {};
+  Strides dout = {}, dq = {}, dk = {}, dv = {};
+
+  // The same problem for the C interface.
+  [[nodiscard]] strobe_problem c() const noexcept {
+    strobe_problem p;
+    strobe_problem_init(&p, sizeof p);
+    p.direction = static_cast<int32_t>(direction);
+    p.dtype = static_cast<int32_t>(dtype);
+    p.device = static_cast<int32_t>(device);
+    p.device_index = device_index;
+    p.batch = batch;
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.heads = heads;
+    p.heads_kv = heads_kv;
+    p.head_dim = head_dim;
+    p.head_dim_v = head_dim_v;
+    p.varlen = varlen;
+    p.causal = causal;
+    p.total_q = total_q;
+    p.total_k = total_k;
+    p.window_left = window_left;
+    p.window_right = window_right;
+    p.scale = scale;
+    p.softcap = softcap;
+    p.dropout_p = dropout_p;
+    p.alibi = static_cast<int32_t>(alibi);
+    p.deterministic = deterministic;
+    p.has_dlse = has_dlse;
+    p.threads = threads;
+    p.q = q;
+    p.k = k;
+    p.v = v;
+    p.out = out;
+    p.dout = dout;
+    p.dq = dq;
+    p.dk = dk;
+    p.dv = dv;
+    return p;
+  }
+};
+
+// Tensors of a forward launch: host pointers for Device::kCpu, device pointers for Device::kCuda. The shapes are those
+// without varlen; with it, [batch, seqlen] becomes [total].
+struct ForwardArgs {
+  const void* q = nullptr;                 // [batch, seqlen_q, heads, head_dim]
+  const void* k = nullptr;                 // [batch, seqlen_k, heads_kv, head_dim]
+  const void* v = nullptr;                 // [batch, seqlen_k, heads_kv, head_dim_v]
+  void* out = nullptr;                     // [batch, seqlen_q, heads, head_dim_v]
+  float* lse = nullptr;                    // [batch, heads, seqlen_q], varlen [heads, total_q]; null: not wanted
+  const int32_t* cu_seqlens_q = nullptr;   // varlen: [batch + 1]
+  const int32_t* cu_seqlens_k = nullptr;   // varlen: [batch + 1]
+  const float* alibi_slopes = nullptr;     // [heads] or [batch, heads]
+  uint64_t dropout_seed = 0;
+  uint64_t dropout_offset = 0;
+  std::span<std::byte> workspace = {};     // plan.workspace_bytes(), 64-byte aligned; empty: the library's own
+  void* stream = nullptr;                  // CUDA: cudaStream_t
+
+  [[nodiscard]] strobe_forward_args c() const noexcept {
+    strobe_forward_args a = {};
+    a.struct_size = sizeof a;
+    a.q = q;
+    a.k = k;
+    a.v = v;
+    a.out = out;
+    a.lse = lse;
+    a.cu_seqlens_q = cu_seqlens_q;
+    a.cu_seqlens_k = cu_seqlens_k;
+    a.alibi_slopes = alibi_slopes;
+    a.dropout_seed = dropout_seed;
+    a.dropout_offset = dropout_offset;
+    a.workspace = workspace.data();
+    a.workspace_bytes = workspace.size();
+    a.stream = stream;
+    return a;
+  }
+};
+
+// Tensors of a backward launch.
+struct BackwardArgs {
+  const void* q = nullptr;                 // as in forward
+  const void* k = nullptr;
+  const void* v = nullptr;
+  const void* out = nullptr;               // what forward gave
+  const float* lse = nullptr;              // what forward gave
+  const void* dout = nullptr;              // gradient of out, its shape
+  const float* dlse = nullptr;             // gradient of lse, its shape, when the problem has_dlse
+  void* dq = nullptr;                      // [batch, seqlen_q, heads, head_dim]
+  void* dk = nullptr;                      // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
+  void* dv = nullptr;                      // [batch, seqlen_k, heads_kv, head_dim_v]
+  const int32_t* cu_seqlens_q = nullptr;   // as in forward
+  const int32_t* cu_seqlens_k = nullptr;
+  const float* alibi_slopes = nullptr;
+  uint64_t dropout_seed = 0;               // those of the forward launch
+  uint64_t dropout_offset = 0;
+  std::span<std::byte> workspace = {};
+  void* stream = nullptr;
+
+  [[nodiscard]] strobe_backward_args c() const noexcept {
+    strobe_backward_args a = {};
+    a.struct_size = sizeof a;
+    a.q = q;
+    a.k = k;
+    a.v = v;
+    a.out = out;
+    a.lse = lse;
+    a.dout = dout;
+    a.dlse = dlse;
+    a.dq = dq;
+    a.dk = dk;
+    a.dv = dv;
+    a.cu_seqlens_q = cu_seqlens_q;
+    a.cu_seqlens_k = cu_seqlens_k;
+    a.alibi_slopes = alibi_slopes;
+    a.dropout_seed = dropout_seed;
+    a.dropout_offset = dropout_offset;
+    a.workspace = workspace.data();
+    a.workspace_bytes = workspace.size();
+    a.stream = stream;
+    return a;
+  }
+};
+
+namespace internal {
+
+inline void throw_unless_ok(Status status) {
+  if (status != Status::kOk) throw Error(status, last_error());
+}
+
+// Calls a function of the C interface that fills text and returns its length, as often as it takes to get all of it.
+template <typename Fill>
+[[nodiscard]] std::string all_text(Fill fill) {
+  std::string text(1024, '\0');
+  for (;;) {
+    const size_t length = fill(text.data(), text.size());
+    const bool complete = length < text.size();
+    text.resize(length + (complete ? 0 : 1));
+    if (complete) return text;
+  }
+}
+
+}  // namespace internal
+
+// How a problem will be done: back end, kernel, tiles, threads or grid, workspace. Plain data: copy it, keep it, use it
+// from several threads at once.
+class Plan {
+ public:
+  // An empty plan, for try_make to fill. Launching it fails with kInvalidArgument.
+  Plan() noexcept : plan_() { plan_.struct_size = sizeof plan_; }
+
+  // Throws Error: kInvalidArgument names the argument, kUnsupported lists why each kernel declines.
+  explicit Plan(const Problem& problem) : Plan() {
+    internal::throw_unless_ok(try_make(problem, *this));
+  }
+
+  // On failure `plan` is left as it was.
+  [[nodiscard]] static Status try_make(const Problem& problem, Plan& plan) noexcept {
+    const strobe_problem p = problem.c();
+    return static_cast<Status>(strobe_plan_make(&p, &plan.plan_));
+  }
+
+  // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are refused before anything
+  // is written.
+  void forward(const ForwardArgs& args) const { internal::throw_unless_ok(try_forward(args)); }
+  void backward(const BackwardArgs& args) const { internal::throw_unless_ok(try_backward(args)); }
+
+  [[nodiscard]] Status try_forward(const ForwardArgs& args) const noexcept {
+    const strobe_forward_args a = args.c();
+    return static_cast<Status>(strobe_forward(&plan_, &a));
+  }
+  [[nodiscard]] Status try_backward(const BackwardArgs& args) const noexcept {
+    const strobe_backward_args a = args.c();
+    return static_cast<Status>(strobe_backward(&plan_, &a));
+  }
+
+  // The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it declined.
+  [[nodiscard]] std::string text() const {
+    return internal::all_text(
+        [this](char* text, size_t capacity) { return strobe_plan_text(&plan_, text, capacity); });
+  }
+
+  [[nodiscard]] const char* kernel() const noexcept { return plan_.kernel ? plan_.kernel : ""; }
+  [[nodiscard]] size_t workspace_bytes() const noexcept { return plan_.workspace_bytes; }
+  [[nodiscard]] int threads() const noexcept { return plan_.threads; }
+  [[nodiscard]] const strobe_plan& c() const noexcept { return plan_; }  // every field, defaults resolved
+
+ private:
+  strobe_plan plan_;
+};
+
+// Whether some kernel takes the problem.
+[[nodiscard]] inline bool supports(const Problem& problem) noexcept {
+  const strobe_problem p = problem.c();
+  return strobe_supports(&p) == STROBE_OK;
+}
+
+// One line a kernel: that it takes the problem, or why it declines and a hint; or what is invalid.
+[[nodiscard]] inline std::string why(const Problem& problem) {
+  const strobe_problem p = problem.c();
+  return internal::all_text(
+      [&p](char* text, size_t capacity) { return strobe_why(&p, text, capacity); });
+}
+
+// A row of the kernel table.
+struct Kernel {
+  std::string name;         // "cpu_avx512"
+  std::string unavailable;  // why it cannot run on this machine; "" when it can
+};
+
+struct CudaDevice {
+  std::string name;
+  int32_t compute_capability = 0;  // 90 for 9.0
+  int32_t multiprocessors = 0;
+  int64_t memory_bytes = 0;
+};
+
+// What the library found on this machine.
+struct Machine {
+  std::string cpu_name;      // "" when unknown
+  std::string cpu_isa;       // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
+  std::string cpu_isas;      // all that STROBE_CPU_ISA can force, separated by spaces, widest first
+  int32_t cpu_threads = 0;   // OpenMP's number
+  std::vector<CudaDevice> cuda_devices;
+  std::string cuda_reason;   // why there are none; "" when there are
+  std::string compiler;      // that built the library
+  std::vector<Kernel> kernels;  // in the order in which a plan asks them
+};
+
+// Throws Error.
+[[nodiscard]] inline Machine machine() {
+  strobe_machine m = {};
+  m.struct_size = sizeof m;
+  internal::throw_unless_ok(static_cast<Status>(strobe_machine_info(&m)));
+  Machine machine = {.cpu_name = m.cpu_name,
+                     .cpu_isa = m.cpu_isa,
+                     .cpu_isas = m.cpu_isas,
+                     .cpu_threads = m.cpu_threads,
+                     .cuda_devices = {},
+                     .cuda_reason = m.cuda_reason,
+                     .compiler = m.compiler,
+                     .kernels = {}};
+  for (int32_t i = 0; i < m.cuda_devices; ++i) {
+    strobe_cuda_device d = {};
+    d.struct_size = sizeof d;
+    internal::throw_unless_ok(static_cast<Status>(strobe_cuda_device_info(i, &d)));
+    machine.cuda_devices.push_back({.name = d.name,
+                                    .compute_capability = d.compute_capability,
+                                    .multiprocessors = d.multiprocessors,
+                                    .memory_bytes = d.memory_bytes});
+  }
+  for (int32_t i = 0; const char* kernel = strobe_kernel_name(i); ++i) {
+    const char* reason = strobe_kernel_unavailable(i);
+    machine.kernels.push_back({.name = kernel, .unavailable = reason ? reason : ""});
+  }
+  return machine;
+}
+
+// The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it; each is one byte of
+// [batch, heads, seqlen_q, seqlen_k]. For tests and for frameworks that show it. Throws Error.
+[[nodiscard]] inline std::vector<uint8_t> dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                                                       float dropout_p, uint64_t seed, uint64_t offset = 0) {
+  const bool valid = batch >= 0 && heads >= 0 && seqlen_q >= 0 && seqlen_k >= 0;  // else it is refused below
+  std::vector<uint8_t> mask(valid ? static_cast<size_t>(batch * heads * seqlen_q * seqlen_k) : 0);
+  internal::throw_unless_ok(static_cast<Status>(
+      strobe_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, mask.data())));
+  return mask;
+}
+
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_STROBE_HPP_

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci]
+#   demo  compiler, CMake and the header libraries: builds the library, the tool and the demo
+#   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv
+#   ci    and Clang: formatter, fuzzer
+# Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+part=${1:-test}
+
+packages=(g++ cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev nlohmann-json3-dev)
+case $part in
+  demo) why="to build the library and the demo" ;;
+  test) why="to build and run the tests" ;;
+  ci) why="for formatting, fuzzing and tests" ;;
+  *) echo "setup: got part '$part', expected demo, test or ci" >&2; exit 2 ;;
+esac
+if [ "$part" != demo ]; then
+  packages+=(gcc libgtest-dev libbenchmark-dev g++-aarch64-linux-gnu python3 python3-venv)
+fi
+if [ "$part" = ci ]; then
+  packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14)
+fi
+
+if ! command -v apt-get >/dev/null; then
+  echo "setup: this is not Debian (no apt-get), so nothing was installed." \
+    "Strobe needs what Debian calls: ${packages[*]}" >&2
+  exit 2
+fi
+
+installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' 2>/dev/null | sed -n 's/^installed //p')
+missing=()
+for package in "${packages[@]}"; do
+  grep -qxF "$package" <<<"$installed" || missing+=("$package")
+done
+
+mkdir -p build
+if [ ${#missing[@]} -gt 0 ]; then
+  sudo=()
+  if [ "$(id -u)" != 0 ]; then
+    if ! command -v sudo >/dev/null; then
+      echo "setup: neither root nor sudo. Have root run: apt-get install ${missing[*]}" >&2
+      exit 2
+    fi
+    sudo=(sudo)
+  fi
+  echo "setup: installing ${#missing[@]} Debian packages $why (a minute or two): ${missing[*]}"
+  log=build/setup.log
+  apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -y -q -o Dpkg::Use-Pty=0 "$@"; }
+  if ! { apt update && apt install --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 </dev/null; then
+    tail -n 15 "$log" >&2
+    echo "setup: apt-get failed; the whole of its output is in $log" >&2
+    exit 1
+  fi
+  echo "setup: Debian packages installed in $SECONDS s"
+fi
+
+if [ "$part" != demo ]; then
+  requirements=python/requirements-test.txt
+  # The copy beside the venv says what is in it.
+  if ! cmp -s "$requirements" build/venv/requirements.txt; then
+    echo "setup: installing the Python packages of $requirements into build/venv for the tests"
+    python3 -m venv build/venv
+    build/venv/bin/pip install --quiet --disable-pip-version-check -r "$requirements"
+    cp "$requirements" build/venv/requirements.txt
+  fi
+fi

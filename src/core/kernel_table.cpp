@@ -1,0 +1,18 @@
+// All kernels of this build, in the order in which a plan asks them.
+#include <vector>
+
+#include "core/plan.h"
+#include "cpu/dispatch.h"
+
+namespace strobe {
+
+std::span<const Kernel> kernel_table() {
+  static const std::vector<Kernel> table = [] {
+    std::vector<Kernel> all;
+    for (const Kernel& kernel : cpu::kernels()) all.push_back(kernel);
+    return all;
+  }();
+  return table;
+}
+
+}  // namespace strobe

@@ -1,0 +1,19 @@
+// What this machine is. Looked up once per process.
+#ifndef STROBE_CORE_MACHINE_H_
+#define STROBE_CORE_MACHINE_H_
+
+namespace strobe {
+
+struct CpuFeatures {
+  bool avx2 = false;    // AVX2, FMA, F16C, BMI1/2
+  bool avx512 = false;  // F, BW, CD, DQ, VL
+  bool amx = false;     // AMX tiles and bf16, AVX-512 bf16, and the kernel's leave to use them
+  bool neon = false;
+  char name[64] = {};
+};
+
+const CpuFeatures& cpu_features();
+
+}  // namespace strobe
+
+#endif  // STROBE_CORE_MACHINE_H_

@@ -1,0 +1,151 @@
+// The CPU's rows of the kernel table, widest instruction set first, and the choice among them.
+#include "cpu/dispatch.h"
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/machine.h"
+#include "cpu/launch.h"
+
+namespace strobe::cpu {
+
+#if STROBE_HAVE_AMX
+extern const InstructionSet kAmx;
+#endif
+#if STROBE_HAVE_AVX512
+extern const InstructionSet kAvx512;
+#endif
+#if STROBE_HAVE_AVX2
+extern const InstructionSet kAvx2;
+#endif
+#if STROBE_HAVE_NEON
+extern const InstructionSet kNeon;
+#endif
+extern const InstructionSet kPortable;
+
+namespace {
+
+struct Row {
+  const char* kernel;  // name in the kernel table, with the back end in front
+  const InstructionSet* isa;
+  bool CpuFeatures::*needs;  // null: every CPU
+  const char* missing;
+};
+
+constexpr Row kRows[] = {
+#if STROBE_HAVE_AMX
+    {"cpu_amx", &kAmx, &CpuFeatures::amx, "this CPU (or its operating system) has no AMX bf16"},
+#endif
+#if STROBE_HAVE_AVX512
+    {"cpu_avx512", &kAvx512, &CpuFeatures::avx512, "this CPU has no AVX-512 (F, BW, CD, DQ, VL)"},
+#endif
+#if STROBE_HAVE_AVX2
+    {"cpu_avx2", &kAvx2, &CpuFeatures::avx2, "this CPU has no AVX2 with FMA and F16C"},
+#endif
+#if STROBE_HAVE_NEON
+    {"cpu_neon", &kNeon, &CpuFeatures::neon, "this CPU has no NEON"},
+#endif
+    {"cpu_portable", &kPortable, nullptr, nullptr},
+};
+constexpr size_t kRowCount = sizeof kRows / sizeof kRows[0];
+
+bool has(const Row& row) { return !row.needs || cpu_features().*row.needs; }
+
+// STROBE_CPU_ISA names the widest instruction set to use. Read once, so that no launch looks at the
+// environment.
+struct Forced {
+  size_t row = 0;  // first row that may be used
+  const char* error = nullptr;
+  char text[160] = {};
+
+  Forced() {
+    const char* const name = std::getenv("STROBE_CPU_ISA");
+    if (!name || !*name) return;
+    for (row = 0; row < kRowCount && std::strcmp(kRows[row].isa->name, name) != 0;) ++row;
+    if (row < kRowCount && has(kRows[row])) return;
+    std::string known;
+    for (const Row& r : kRows) {
+      if (has(r)) known += std::string(known.empty() ? "" : ", ") + r.isa->name;
+    }
+    error = text;
+    std::snprintf(text, sizeof text,
+                  "STROBE_CPU_ISA = %.24s, expected one that this CPU and build have: %s", name,
+                  known.c_str());
+  }
+};
+
+const Forced& forced() {
+  static const Forced f;
+  return f;
+}
+
+template <size_t kRow>
+const char* unavailable() {
+  if (forced().error) return forced().error;
+  if (!has(kRows[kRow])) return kRows[kRow].missing;
+  if (kRow < forced().row) return "STROBE_CPU_ISA asks for a narrower instruction set";
+  return nullptr;
+}
+
+template <size_t kRow>
+std::string declines(const AttentionProblem& problem) {
+#if STROBE_HAVE_AMX
+  if (kRows[kRow].isa == &kAmx && problem.dtype != STROBE_BFLOAT16) {
+    return format("dtype = %s, expected bf16 (AMX multiplies bf16)", dtype_name(problem.dtype));
+  }
+#endif
+  (void)problem;
+  return {};
+}
+
+template <size_t kRow>
+void fill(Plan& plan) {
+  fill_plan(*kRows[kRow].isa, plan);
+}
+template <size_t kRow>
+Status run_forward(const Plan& plan, const ForwardArgs& args) {
+  return forward(*kRows[kRow].isa, plan, args);
+}
+template <size_t kRow>
+Status run_backward(const Plan& plan, const BackwardArgs& args) {
+  return backward(*kRows[kRow].isa, plan, args);
+}
+
+template <size_t... kRow>
+constexpr auto make_kernels(std::index_sequence<kRow...>) {
+  return std::array<Kernel, sizeof...(kRow)>{Kernel{kRows[kRow].kernel, STROBE_CPU,
+                                                    unavailable<kRow>, declines<kRow>, fill<kRow>,
+                                                    run_forward<kRow>, run_backward<kRow>}...};
+}
+
+constexpr std::array kKernels = make_kernels(std::make_index_sequence<kRowCount>());
+
+}  // namespace
+
+std::span<const Kernel> kernels() { return kKernels; }
+
+std::span<const InstructionSet* const> instruction_sets() {
+  static const std::vector<const InstructionSet*> found = [] {
+    std::vector<const InstructionSet*> all;
+    for (const Row& row : kRows) {
+      if (has(row)) all.push_back(row.isa);
+    }
+    return all;
+  }();
+  return found;
+}
+
+const char* widest_in_use() {
+  if (forced().error) return "none";
+  for (size_t row = forced().row; row < kRowCount; ++row) {
+    if (has(kRows[row])) return kRows[row].isa->name;
+  }
+  return "none";
+}
+
+}  // namespace strobe::cpu

@@ -1,0 +1,24 @@
+// The CPU's part of the kernel table.
+#ifndef STROBE_CPU_DISPATCH_H_
+#define STROBE_CPU_DISPATCH_H_
+
+#include <span>
+
+#include "core/plan.h"
+#include "cpu/kernels.h"
+
+namespace strobe::cpu {
+
+/// Widest instruction set first; each that the CPU lacks, or that STROBE_CPU_ISA rules out,
+/// declines.
+std::span<const Kernel> kernels();
+
+/// Those that this CPU has, widest first, whatever STROBE_CPU_ISA says: for tests.
+std::span<const InstructionSet* const> instruction_sets();
+
+/// Name of the widest one that plans may use.
+const char* widest_in_use();
+
+}  // namespace strobe::cpu
+
+#endif  // STROBE_CPU_DISPATCH_H_

@@ -1,0 +1,351 @@
+// FlashAttention-2's forward pass in float32, for one instruction set (arXiv:2307.08691, algorithm
+// 1).
+//
+// Layout. Everything is transposed: queries lie along the vector lanes. For a tile of 64 queries
+// and a block of keys
+//
+//     S^T [keys][queries]  = K  [keys][head_dim]    Q^T [head_dim][queries]
+//     O^T [dim_v][queries] += V^T [dim_v][keys]     P^T [keys][queries]
+//
+// so that maximum, sum and rescaling of a row of the softmax are plain vertical vector operations,
+// one query to a lane; K and V are read as they lie in memory, an element at a time, and only Q and
+// O are ever transposed, once per item.
+//
+// An item owns block_q queries of one head: several tiles, over which the conversion of a K and V
+// block is shared.
+namespace strobe::cpu::STROBE_ISA {
+
+constexpr int64_t kForwardTileQ = 64;  // S^T's row: four AVX-512 vectors
+constexpr int64_t kForwardTileK =
+    96;  // S^T takes 24 KB: it stays in a 32 KB L1; a multiple of the micro-kernel's rows
+constexpr int64_t kForwardBlock = 384;
+
+static Tiles forward_tiles(const AttentionProblem& p) {
+  // O^T and Q^T of all tiles of an item live in L2 with the K and V blocks: 384 KB at head_dim 128.
+  const int64_t block = p.head_dim + p.head_dim_v > 256 ? kForwardBlock / 2 : kForwardBlock;
+  return {kForwardTileQ, kForwardTileK, block};
+}
+
+/// Running state of one tile's softmax: arrays of tile_q floats.
+struct ForwardTile {
+  float *qt, *ot;  // [head_dim][tile_q], [head_dim_v][tile_q]
+  float *max, *sum;
+  int32_t *before, *end;  // each query sees the keys j with before < j < end
+  Range queries;
+  Range keys, full_keys;
+  int64_t vectors;  // that hold queries
+};
+
+struct ForwardScratch {
+  ForwardTile* tiles;
+  float *k, *v, *pt, *alpha, *row;
+};
+
+STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
+  const AttentionProblem& p = c.problem;
+  const int64_t tiles = ceil_div(c.block_q, kForwardTileQ);
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  ForwardScratch s;
+  s.tiles = arena.take<ForwardTile>(tiles);
+  s.k = arena.take<float>(kForwardTileK * d);
+  s.v = arena.take<float>(kForwardTileK * dv);
+  s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
+  s.alpha = arena.take<float>(kForwardTileQ);
+  s.row = arena.take<float>(4 * (d > dv ? d : dv));
+  for (int64_t t = 0; t < tiles; ++t) {
+    ForwardTile tile;
+    tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
+    tile.ot = arena.take<float>(p.head_dim_v * kForwardTileQ);
+    tile.max = arena.take<float>(kForwardTileQ);
+    tile.sum = arena.take<float>(kForwardTileQ);
+    tile.before = arena.take<int32_t>(kForwardTileQ);
+    tile.end = arena.take<int32_t>(kForwardTileQ);
+    if (s.tiles) s.tiles[t] = tile;
+  }
+  return s;
+}
+
+static size_t forward_scratch(const ForwardContext& context) {
+  Arena arena;
+  carve_forward(arena, context);
+  return arena.used();
+}
+
+/// What happens to a score between q.k and the softmax. Scores are in units of log 2 after it.
+struct ScoreRule {
+  bool plain;     // scale only, and that is folded into Q (or K): nothing to do
+  float fold;     // the factor that is folded in
+  float softcap;  // 0: none
+  float slope;    // ALiBi
+  bool dropout;
+};
+
+STROBE_SIMD ScoreRule score_rule(const Context& c, int64_t batch, int64_t head) {
+  const AttentionProblem& p = c.problem;
+  ScoreRule rule;
+  rule.plain = p.softcap == 0 && !c.alibi_slopes;
+  rule.fold = rule.plain ? p.scale * kLog2e : p.scale;
+  rule.softcap = p.softcap;
+  rule.slope = c.alibi_slope(batch, head);
+  rule.dropout = c.dropout.enabled();
+  return rule;
+}
+
+/// softcap and ALiBi. `distance`: |key - position of the query|. Also gives tanh(s / c), which
+/// backward needs.
+STROBE_SIMD VF apply_rule(const ScoreRule& rule, VF s, VF distance, VF& tanh) {
+  if (rule.softcap > 0) {
+    tanh = hn::Tanh(f32, hn::Mul(s, set(1 / rule.softcap)));
+    s = hn::Mul(tanh, set(rule.softcap));
+  }
+  s = hn::NegMulAdd(set(rule.slope), distance, s);
+  return hn::Mul(s, set(kLog2e));
+}
+
+STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
+                            const ForwardItem& item, const ScoreRule& rule, int64_t q_begin,
+                            float* rows, ForwardTile& tile) {
+  const AttentionProblem& p = c.problem;
+  const int64_t d_padded = round_up(p.head_dim, kLanes);
+  tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};
+  tile.keys = sequence.mask.kv_range(tile.queries);
+  tile.full_keys = sequence.mask.full_range(tile.queries);
+  const int64_t n = tile.queries.size();
+  tile.vectors = ceil_div(n, kLanes);
+  for (int64_t r = 0; r < kForwardTileQ; r += 4) {
+    const int64_t some = n - r < 0 ? 0 : n - r < 4 ? n - r : 4;
+    if (some < 4) __builtin_memset(rows, 0, static_cast<size_t>(4 * d_padded) * sizeof(float));
+    load_rows(c.q, p.dtype, item.batch, item.head, sequence.q_row + q_begin + r, some, p.head_dim,
+              rows, d_padded);
+    transpose_4_rows(rows, d_padded, p.head_dim, rule.fold, tile.qt + r, kForwardTileQ);
+  }
+  for (int64_t r = 0; r < kForwardTileQ; ++r) {
+    const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
+    tile.before[r] = static_cast<int32_t>(seen.begin - 1);
+    tile.end[r] = static_cast<int32_t>(seen.end);
+    tile.max[r] = -kInfinity;
+    tile.sum[r] = 0;
+  }
+  __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
+}
+
+/// Which lanes' queries see the key.
+STROBE_SIMD hn::Mask<F> sees(VI before, VI end, int64_t key) {
+  const VI k = hn::Set(i32, static_cast<int32_t>(key));
+  return hn::RebindMask(f32, hn::And(hn::Gt(k, before), hn::Gt(end, k)));
+}
+
+/// Softmax of S^T's columns [column, column + kVectors): scores become weights, the running maximum
+/// and sum move on, and alpha is what the old ones (and O) have to be multiplied by. Returns
+/// whether any alpha differs from 1.
+template <int kVectors, bool kPlain, bool kMasked>
+static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const ForwardTile& tile,
+                          const Sequence& sequence, const ForwardItem& item, Range keys,
+                          int64_t column, float* pt, float* alpha) {
+  VF max[kVectors], old[kVectors];
+  VI before[kVectors], end[kVectors];
+  VF position[kVectors];
+  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes;
+    max[v] = old[v] = load(tile.max + at);
+    if constexpr (kMasked) {
+      before[v] = hn::Load(i32, tile.before + at);
+      end[v] = hn::Load(i32, tile.end + at);
+    }
+    if constexpr (!kPlain) {
+      const VF query = hn::Iota(f32, static_cast<float>(at));
+      position[v] = hn::Add(
+          query, set(static_cast<float>(sequence.mask.position(tile.queries.begin) - keys.begin)));
+    }
+  }
+  const int64_t n = keys.size();
+  for (int64_t j = 0; j < n; ++j) {
+    float* const row = pt + j * kForwardTileQ + column;
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+      VF s = load(row + v * kLanes);
+      if constexpr (!kPlain) {
+        VF tanh;
+        s = apply_rule(rule, s, hn::Abs(hn::Sub(position[v], set(static_cast<float>(j)))), tanh);
+      }
+      if constexpr (kMasked) {
+        s = hn::IfThenElse(sees(before[v], end[v], keys.begin + j), s, set(-kInfinity));
+      }
+      if constexpr (!kPlain || kMasked) store(s, row + v * kLanes);
+      max[v] =
+          hn::Max(s, max[v]);  // the second operand where s is NaN: a NaN score shows in the sum
+    }
+  }
+  VF sum[kVectors], reference[kVectors];
+  bool changed = false;
+  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes;
+    // A query that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
+    reference[v] = hn::IfThenZeroElse(hn::Eq(max[v], set(-kInfinity)), max[v]);
+    const VF a = exp2<true>(hn::Sub(old[v], reference[v]));
+    changed |= !hn::AllTrue(f32, hn::Eq(old[v], max[v]));
+    store(a, alpha + at);
+    store(max[v], tile.max + at);
+    sum[v] = hn::Mul(load(tile.sum + at), a);
+  }
+  for (int64_t j = 0; j < n; ++j) {
+    float* const row = pt + j * kForwardTileQ + column;
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+      const VF p = exp2<true>(hn::Sub(load(row + v * kLanes), reference[v]));
+      sum[v] = hn::Add(sum[v], p);
+      store(p, row + v * kLanes);
+    }
+  }
+  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) store(sum[v], tile.sum + column + v * kLanes);
+
+  if (rule.dropout) {
+    // The sum stays that of all weights: dropout comes after the softmax.
+    const Dropout& dropout = c.dropout;
+    const VU batch_head =
+        hn::Set(u32, static_cast<uint32_t>(item.batch * c.problem.heads + item.head));
+    const VF scale = set(dropout.keep_scale);
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = column + v * kLanes;
+      const VU query = hn::Iota(u32, static_cast<uint32_t>(tile.queries.begin + at));
+      VPhilox bits{};
+      int64_t group = -1;
+      for (int64_t j = 0; j < n; ++j) {
+        const int64_t key = keys.begin + j;
+        if (key / 8 != group) {
+          group = key / 8;
+          bits = philox(dropout, batch_head, query, hn::Set(u32, static_cast<uint32_t>(group)));
+        }
+        const VU word = bits.word[key / 2 % 4];
+        const VU half = key % 2 ? hn::ShiftRight<16>(word) : hn::And(word, hn::Set(u32, 0xFFFF));
+        float* const p = pt + j * kForwardTileQ + at;
+        store(hn::IfThenElseZero(keep_lanes(dropout, half), hn::Mul(load(p), scale)), p);
+      }
+    }
+  }
+  return changed;
+}
+
+template <bool kPlain, bool kMasked>
+static bool softmax(const ForwardContext& c, const ScoreRule& rule, const ForwardTile& tile,
+                    const Sequence& sequence, const ForwardItem& item, Range keys, float* pt,
+                    float* alpha) {
+  bool changed = false;
+  int64_t v = 0;
+  for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
+    changed |= softmax_panel<kMicroVectors, kPlain, kMasked>(c, rule, tile, sequence, item, keys,
+                                                             v * kLanes, pt, alpha);
+  }
+  for (; v < tile.vectors; ++v) {
+    changed |= softmax_panel<1, kPlain, kMasked>(c, rule, tile, sequence, item, keys, v * kLanes,
+                                                 pt, alpha);
+  }
+  return changed;
+}
+
+/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: 0 *
+/// NaN must not reach a query that does not see the key.
+static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t dim_v, const float* v,
+                                 int64_t v_stride, const float* pt, const float* alpha) {
+  for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
+    const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
+    const VF a = load(alpha + at);
+    for (int64_t e = 0; e < dim_v; ++e) {
+      VF sum = hn::Mul(load(tile.ot + e * kForwardTileQ + at), a);
+      for (int64_t j = 0; j < keys.size(); ++j) {
+        const VF more =
+            hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
+        sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
+      }
+      store(sum, tile.ot + e * kForwardTileQ + at);
+    }
+  }
+}
+
+/// One tile of queries against one block of keys, k and v pointing at the block's first row: the
+/// step of the algorithm.
+STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
+                              const Sequence& sequence, const ForwardItem& item,
+                              const ForwardTile& tile, Range block, bool v_nonfinite,
+                              const ForwardScratch& s) {
+  const AttentionProblem& p = c.problem;
+  const Range keys = intersect(block, tile.keys);
+  if (keys.empty()) return;
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const float* const k = s.k + (keys.begin - block.begin) * d;
+  const float* const v = s.v + (keys.begin - block.begin) * dv;
+  const bool masked = !tile.full_keys.contains(keys);
+
+  gemm<Old::kDrop>({k, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ}, keys.size(),
+                   tile.vectors, p.head_dim);
+  const auto run = rule.plain ? (masked ? softmax<true, true> : softmax<true, false>)
+                              : (masked ? softmax<false, true> : softmax<false, false>);
+  const bool rescale = run(c, rule, tile, sequence, item, keys, s.pt, s.alpha);
+  if (masked && v_nonfinite) {
+    accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
+    return;
+  }
+  const Gemm product{v, 1, dv, s.pt, kForwardTileQ, tile.ot, kForwardTileQ, s.alpha};
+#if STROBE_BREAK_KERNEL_SCALE
+  if (false) {
+#else
+  if (rescale) {
+#endif
+    gemm<Old::kScale>(product, p.head_dim_v, tile.vectors, keys.size());
+  } else {
+    gemm<Old::kKeep>(product, p.head_dim_v, tile.vectors, keys.size());
+  }
+}
+
+/// O = O^T / sum and lse = max + log(sum) of a tile's queries.
+STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
+                             const ForwardItem& item, const ForwardTile& tile, float* rows) {
+  const AttentionProblem& p = c.problem;
+  const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  float* const lse =
+      c.lse ? c.lse + sequence.lse_row + item.head * sequence.lse_head + tile.queries.begin
+            : nullptr;
+  for (int64_t r = 0; r < n; ++r) {
+    if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
+    const bool empty = tile.end[r] <= tile.before[r] + 1;
+    // Seen scores that are all -inf leave a sum of 0: 0 / 0 gives the NaN that plain attention
+    // gives.
+    const float sum = tile.sum[r];
+    float factor = 1 / sum;
+    if (empty) factor = 0;
+    if (sum == 0 && !empty) factor = __builtin_nanf("");
+    store_row(c.out, p.dtype, item.batch, item.head, sequence.q_row + tile.queries.begin + r,
+              p.head_dim_v, rows + r % 4 * dv, factor);
+    if (lse)
+      lse[r] = empty      ? -kInfinity
+               : sum == 0 ? __builtin_nanf("")
+                          : tile.max[r] * kLn2 + __builtin_logf(sum);
+  }
+}
+
+static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  const AttentionProblem& p = c.problem;
+  Arena arena(scratch);
+  const ForwardScratch s = carve_forward(arena, c);
+  const Sequence sequence = c.sequence(item.batch);
+  const ScoreRule rule = score_rule(c, item.batch, item.head);
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t head_kv = item.head / (p.heads / p.heads_kv);
+
+  const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
+  for (int64_t t = 0; t < tiles; ++t) {
+    start_tile(c, sequence, item, rule, item.q_begin + t * kForwardTileQ, s.row, s.tiles[t]);
+  }
+  const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
+  for (int64_t k_begin = keys.begin; k_begin < keys.end; k_begin += kForwardTileK) {
+    const Range block{k_begin, min64(k_begin + kForwardTileK, keys.end)};
+    load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
+              p.head_dim, s.k, d);
+    load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
+              p.head_dim_v, s.v, dv);
+    const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
+    for (int64_t t = 0; t < tiles; ++t)
+      forward_step(c, rule, sequence, item, s.tiles[t], block, v_nonfinite, s);
+  }
+  for (int64_t t = 0; t < tiles; ++t) finish_tile(c, sequence, item, s.tiles[t], s.row);
+}
+
+}  // namespace strobe::cpu::STROBE_ISA

@@ -1,0 +1,275 @@
+#include "cpu/launch.h"
+
+#include <omp.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "core/workspace.h"
+
+namespace strobe::cpu {
+
+namespace {
+
+// Forking a process that has an OpenMP thread pool leaves the child without the threads but with
+// the pool's records of them, and GNU's OpenMP then waits for ever. The child works on one thread
+// instead.
+std::atomic<bool> pool_lost_in_fork{false};
+
+void watch_for_fork() {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { pool_lost_in_fork.store(true); });
+  (void)registered;
+}
+
+// Calls work(thread) on `threads` threads.
+template <typename Work>
+void parallel(int threads, const Work& work) {
+  if (threads <= 1 || pool_lost_in_fork.load(std::memory_order_relaxed)) {
+    work(0);
+    return;
+  }
+  watch_for_fork();
+#pragma omp parallel num_threads(threads)
+  work(omp_get_thread_num());
+}
+
+// Hands out 0 .. count - 1 in ascending order.
+class Counter {
+ public:
+  explicit Counter(int64_t count) : count_(count) {}
+  template <typename Work>
+  void drain(const Work& work) {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work(i);
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  const int64_t count_;
+};
+
+// Items that make a launch worth one more thread: below about a million FLOP a thread costs more to
+// wake than it saves.
+constexpr double kFlopPerThread = 1e6;
+// Work is cut finer until each thread has about this many items, so that the last to finish is not
+// far behind.
+constexpr int64_t kItemsPerThread = 4;
+// Work items that a deterministic backward is cut into at least, whatever the number of threads.
+constexpr int64_t kDeterministicItems = 128;
+
+double flop(const AttentionProblem& p) {
+  const double scores =
+      static_cast<double>(p.heads) *
+      (p.varlen ? static_cast<double>(p.total_q) * static_cast<double>(p.seqlen_k)
+                : static_cast<double>(p.batch * p.seqlen_q) * static_cast<double>(p.seqlen_k));
+  return scores * 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) *
+         (p.direction == STROBE_FORWARD ? 1.0 : 2.5);
+}
+
+// The largest multiple of tile, at most max_block, that cuts `length` into enough blocks for
+// `wanted` items.
+int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t others,
+                     int64_t wanted) {
+  int64_t block = max_block;
+  while (block > tile && others * ceil_div(length, block) < wanted)
+    block = round_up(block / 2, tile);
+  // Even out: 5 blocks of 410 rather than 4 of 512 and one of 2.
+  const int64_t blocks = max64(1, ceil_div(length, block));
+  return max64(tile, round_up(ceil_div(length, blocks), tile));
+}
+
+Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
+  return {static_cast<std::byte*>(const_cast<void*>(data)), p.varlen ? 0 : s.batch, s.seqlen,
+          s.head, element_size(p.dtype)};
+}
+
+template <typename Args>
+void fill_context(const Plan& plan, const Args& args, Context& c) {
+  const AttentionProblem& p = plan.problem;
+  c.problem = p;
+  c.q = tensor(args.q, p.q, p);
+  c.k = tensor(args.k, p.k, p);
+  c.v = tensor(args.v, p.v, p);
+  c.cu_q = p.varlen ? args.cu_seqlens_q : nullptr;
+  c.cu_k = p.varlen ? args.cu_seqlens_k : nullptr;
+  c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
+  c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
+  c.tile_q = plan.tile_q;
+  c.tile_k = plan.tile_k;
+  c.block_q = plan.block_q;
+  c.block_k = plan.block_k;
+}
+
+ForwardContext forward_context(const Plan& plan, const ForwardArgs& args) {
+  ForwardContext c{};
+  fill_context(plan, args, c);
+  c.out = tensor(args.out, plan.problem.out, plan.problem);
+  c.lse = args.lse;
+  return c;
+}
+
+BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int64_t lanes) {
+  const AttentionProblem& p = plan.problem;
+  BackwardContext c{};
+  fill_context(plan, args, c);
+  c.out = tensor(args.out, p.out, p);
+  c.dout = tensor(args.dout, p.dout, p);
+  c.dq = tensor(args.dq, p.dq, p);
+  c.dk = tensor(args.dk, p.dk, p);
+  c.dv = tensor(args.dv, p.dv, p);
+  c.lse = args.lse;
+  c.dlse = p.has_dlse ? args.dlse : nullptr;
+  c.dq_stride = round_up(p.head_dim, lanes);
+  c.turn_tiles = ceil_div(p.seqlen_q, plan.tile_q);
+  return c;
+}
+
+// The shared part of a backward workspace; the threads' scratch follows.
+void carve(Arena& arena, BackwardContext& c) {
+  const AttentionProblem& p = c.problem;
+  const int64_t rows = rows_q(p) * p.heads;
+  c.delta = arena.take<float>(rows);
+  c.dq_sum = arena.take<float>(rows * c.dq_stride);
+  c.turn = arena.take<uint32_t>(p.batch * p.heads * c.turn_tiles);
+}
+
+// The caller's workspace, or one of our own for the time of a call.
+class Workspace {
+ public:
+  Workspace(void* callers, size_t bytes) : data_(callers) {
+    if (data_ || bytes == 0) return;
+    own_.reset(std::aligned_alloc(
+        kWorkspaceAlignment,
+        static_cast<size_t>(round_up(static_cast<int64_t>(bytes), kWorkspaceAlignment))));
+    data_ = own_.get();
+    failed_ = !data_;
+  }
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  bool failed() const { return failed_; }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  void* data_;
+  std::unique_ptr<void, Free> own_;
+  bool failed_ = false;
+};
+
+Status no_memory(size_t bytes) {
+  return {STROBE_OUT_OF_MEMORY, format("a workspace of %zu bytes could not be allocated", bytes)};
+}
+
+}  // namespace
+
+int default_threads() { return omp_get_max_threads(); }
+
+void fill_plan(const InstructionSet& isa, Plan& plan) {
+  const AttentionProblem& p = plan.problem;
+  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
+  const int64_t useful = 1 + static_cast<int64_t>(flop(p) / kFlopPerThread);
+  const bool forward = p.direction == STROBE_FORWARD;
+  const Tiles tiles = forward ? isa.forward_tiles(p) : isa.backward_tiles(p);
+  plan.tile_q = tiles.tile_q;
+  plan.tile_k = tiles.tile_k;
+  size_t scratch = 0, shared = 0;
+  if (forward) {
+    const int64_t others = p.batch * p.heads;
+    plan.block_q = choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, others,
+                                min64(threads, useful) == 1 ? 1 : threads * kItemsPerThread);
+    plan.work_items = others * ceil_div(p.seqlen_q, plan.block_q);
+    scratch = isa.forward_scratch(forward_context(plan, {}));
+  } else {
+    const int64_t others = p.batch * p.heads_kv;
+    plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block, others,
+                                p.deterministic               ? kDeterministicItems
+                                : min64(threads, useful) == 1 ? 1
+                                                              : threads * kItemsPerThread);
+    plan.work_items = others * ceil_div(p.seqlen_k, plan.block_k);
+    BackwardContext context = backward_context(plan, {}, isa.lanes);
+    Arena arena;
+    carve(arena, context);
+    shared = arena.used();
+    scratch = isa.backward_scratch(context);
+  }
+  plan.threads = static_cast<int32_t>(max64(1, min64(min64(threads, useful), plan.work_items)));
+  plan.workspace_bytes = shared + static_cast<size_t>(plan.threads) *
+                                      static_cast<size_t>(round_up(static_cast<int64_t>(scratch),
+                                                                   kWorkspaceAlignment));
+}
+
+Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
+  const AttentionProblem& p = plan.problem;
+  if (rows_q(p) == 0) return {};
+  const Workspace workspace(args.workspace, plan.workspace_bytes);
+  if (workspace.failed()) return no_memory(plan.workspace_bytes);
+  const ForwardContext context = forward_context(plan, args);
+  const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
+  const int64_t others = p.batch * p.heads, blocks = ceil_div(p.seqlen_q, plan.block_q);
+  Counter items(plan.work_items);
+  parallel(plan.threads, [&](int thread) {
+    items.drain([&](int64_t i) {
+      // The last queries first: under a causal mask they see the most keys, and the longest work
+      // should not start last.
+      const int64_t block = blocks - 1 - i / others, batch = i % others / p.heads,
+                    head = i % p.heads;
+      const int64_t seqlen = context.sequence(batch).mask.seqlen_q;
+      const int64_t begin = block * plan.block_q, end = min64(begin + plan.block_q, seqlen);
+      if (begin < end) {
+        isa.forward_block(context, {batch, head, begin, end},
+                          workspace.data() + static_cast<size_t>(thread) * scratch);
+      }
+    });
+  });
+  return {};
+}
+
+Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args) {
+  const AttentionProblem& p = plan.problem;
+  const Workspace workspace(args.workspace, plan.workspace_bytes);
+  if (workspace.failed()) return no_memory(plan.workspace_bytes);
+  BackwardContext context = backward_context(plan, args, isa.lanes);
+  Arena arena(workspace.data());
+  carve(arena, context);
+  std::byte* const scratch_base = workspace.data() + arena.used();
+  const size_t scratch = (plan.workspace_bytes - arena.used()) / static_cast<size_t>(plan.threads);
+
+  // Rows of delta per item: whole query tiles, for backward_delta also zeroes the dq of tiles that
+  // no key block visits.
+  const int64_t delta_rows = round_up(256, plan.tile_q);
+  const int64_t delta_blocks = ceil_div(p.seqlen_q, delta_rows);
+  Counter deltas(p.batch * p.heads * delta_blocks);
+  parallel(plan.threads, [&](int) {
+    deltas.drain([&](int64_t i) {
+      const int64_t block = i % delta_blocks, head = i / delta_blocks % p.heads,
+                    batch = i / delta_blocks / p.heads;
+      const int64_t begin = block * delta_rows;
+      const int64_t end = min64(begin + delta_rows, context.sequence(batch).mask.seqlen_q);
+      for (int64_t q = begin; q < end; q += plan.tile_q) {
+        context.turn[(batch * p.heads + head) * context.turn_tiles + q / plan.tile_q] = 0;
+      }
+      if (begin < end) isa.backward_delta(context, {batch, head, begin, end});
+    });
+  });
+
+  const int64_t others = p.batch * p.heads_kv;
+  Counter items(plan.work_items);
+  parallel(plan.threads, [&](int thread) {
+    items.drain([&](int64_t i) {
+      // Key blocks ascending, as turnstile.h demands; under a causal mask that is also the longest
+      // first.
+      const int64_t block = i / others, batch = i % others / p.heads_kv, head = i % p.heads_kv;
+      const int64_t begin = block * plan.block_k;
+      const int64_t end = min64(begin + plan.block_k, context.sequence(batch).mask.seqlen_k);
+      if (begin < end) {
+        isa.backward_block(context, {batch, head, begin, end},
+                           scratch_base + static_cast<size_t>(thread) * scratch);
+      }
+    });
+  });
+  return {};
+}
+
+}  // namespace strobe::cpu

@@ -1,0 +1,19 @@
+// Plan and launch on the CPU, the same for every instruction set.
+#ifndef STROBE_CPU_LAUNCH_H_
+#define STROBE_CPU_LAUNCH_H_
+
+#include "core/plan.h"
+#include "cpu/kernels.h"
+
+namespace strobe::cpu {
+
+void fill_plan(const InstructionSet& isa, Plan& plan);
+Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args);
+Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args);
+
+/// OpenMP's number of threads (OMP_NUM_THREADS).
+int default_threads();
+
+}  // namespace strobe::cpu
+
+#endif  // STROBE_CPU_LAUNCH_H_

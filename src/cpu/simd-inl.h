@@ -1,0 +1,245 @@
+// Vectors of float32 for one instruction set: loads that convert, exp2, tanh, transposes.
+//
+// Included by each kernels_<isa>.cpp with STROBE_ISA naming its namespace. No include guard against
+// that is needed: one file, one instruction set. Highway supplies the vectors; nothing from std::
+// may be called here (see core/macros.h).
+#include <hwy/highway.h>
+// After highway.h:
+#include <hwy/contrib/math/math-inl.h>
+
+#include "core/mask.h"
+#include "core/philox.h"
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cpu/kernels.h"
+#include "cpu/turnstile.h"
+
+namespace strobe::cpu::STROBE_ISA {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+#define STROBE_SIMD static inline __attribute__((always_inline))
+#define STROBE_UNROLL _Pragma("GCC unroll 16")
+
+using F = hn::ScalableTag<float>;
+using I = hn::RebindToSigned<F>;
+using U = hn::RebindToUnsigned<F>;
+using VF = hn::Vec<F>;
+using VI = hn::Vec<I>;
+using VU = hn::Vec<U>;
+
+constexpr F f32;
+constexpr I i32;
+constexpr U u32;
+constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LANES(float));
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kInfinity = __builtin_inff();
+
+STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
+STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
+STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
+
+/// 2^x for every x, within 2 ulp; NaN stays NaN. Below 2^-126 the result is 0 (no denormals).
+/// x = n + f with |f| <= 1/2, and a polynomial of degree 5 for 2^f, fitted for the least relative
+/// error (9.1e-8) with its constant held at 1, so that 2^0 is exact. kBounded: x is at most 127 (or
+/// NaN), as in a softmax, and one operation is saved.
+template <bool kBounded>
+STROBE_SIMD VF exp2(VF x) {
+  // Min gives its second operand where one is NaN (x86), or NaN (Arm).
+  if constexpr (!kBounded) x = hn::Min(set(128.0f), x);
+  // Adding 1.5 * 2^23 rounds to an integer; + 127 leaves the biased exponent n + 127 in the low
+  // bits.
+  const VF magic = set(12582912.0f + 127.0f);
+  const VF t = hn::Add(x, magic);
+  const VF f = hn::Sub(x, hn::Sub(t, magic));
+  VF p = set(1.326472721400245e-3f);
+  p = hn::MulAdd(p, f, set(9.671512812596256e-3f));
+  p = hn::MulAdd(p, f, set(5.550733744824564e-2f));
+  p = hn::MulAdd(p, f, set(2.402224208267583e-1f));
+  p = hn::MulAdd(p, f, set(6.931469775973302e-1f));
+  p = hn::MulAdd(p, f, set(1.0f));
+  const VF power = hn::BitCast(f32, hn::ShiftLeft<23>(hn::BitCast(u32, t)));
+  return hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), hn::Mul(p, power));
+}
+
+/// n values of `dtype` at p, as float32.
+STROBE_SIMD VF load_as_float(const float* p) { return hn::LoadU(f32, p); }
+STROBE_SIMD VF load_as_float(const hwy::bfloat16_t* p) {
+  return hn::PromoteTo(f32, hn::LoadU(hn::Rebind<hwy::bfloat16_t, F>(), p));
+}
+STROBE_SIMD VF load_as_float(const hwy::float16_t* p) {
+  return hn::PromoteTo(f32, hn::LoadU(hn::Rebind<hwy::float16_t, F>(), p));
+}
+STROBE_SIMD void store_from_float(VF v, float* p) { hn::StoreU(v, f32, p); }
+STROBE_SIMD void store_from_float(VF v, hwy::bfloat16_t* p) {
+  // Highway 1.0 truncates; round to nearest even here, and keep NaN quiet.
+  const hn::Rebind<uint16_t, F> u16;
+  const VU bits = hn::BitCast(u32, v);
+  const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u32, 1));
+  const VU rounded = hn::Add(bits, hn::Add(odd, hn::Set(u32, 0x7FFF)));
+  const VU quiet = hn::Or(bits, hn::Set(u32, 0x400000));
+  const VU chosen = hn::IfThenElse(hn::RebindMask(u32, hn::IsNaN(v)), quiet, rounded);
+  hn::StoreU(hn::TruncateTo(u16, hn::ShiftRight<16>(chosen)), u16, reinterpret_cast<uint16_t*>(p));
+}
+STROBE_SIMD void store_from_float(VF v, hwy::float16_t* p) {
+  const hn::Rebind<hwy::float16_t, F> f16;
+  hn::StoreU(hn::DemoteTo(f16, v), f16, p);
+}
+
+/// memcpy of n values that no call is made for.
+template <typename T>
+STROBE_SIMD void copy_bytes(T* to, const T* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) __builtin_memcpy(to + i, from + i, sizeof(T));
+}
+
+/// to[0, round_up(n, kLanes)) = from[0, n), zeros beyond. Aligned `to`.
+template <typename T>
+STROBE_SIMD void row_to_float(const T* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(load_as_float(from + i), to + i);
+  if (i < n) {
+    T tail[kLanes] = {};
+    copy_bytes(tail, from + i, n - i);
+    store(load_as_float(tail), to + i);
+  }
+}
+
+/// to[0, n) = from[0, n) * factor. `from` aligned and padded to a whole vector.
+template <typename T>
+STROBE_SIMD void row_from_float(const float* from, float factor, int64_t n, T* to) {
+  const VF by = set(factor);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_from_float(hn::Mul(load(from + i), by), to + i);
+  if (i < n) {
+    T tail[kLanes];
+    store_from_float(hn::Mul(load(from + i), by), tail);
+    copy_bytes(to + i, tail, n - i);
+  }
+}
+
+/// Calls body(T*) with a null pointer of the dtype's type.
+template <typename Body>
+STROBE_SIMD void for_dtype(int32_t dtype, const Body& body) {
+  if (dtype == STROBE_FLOAT32) {
+    body(static_cast<float*>(nullptr));
+  } else if (dtype == STROBE_BFLOAT16) {
+    body(static_cast<hwy::bfloat16_t*>(nullptr));
+  } else {
+    body(static_cast<hwy::float16_t*>(nullptr));
+  }
+}
+
+/// Rows [begin, begin + rows) of (batch, head) as float32: to[rows][stride], padded to whole
+/// vectors with zeros.
+STROBE_SIMD void load_rows(const Tensor& tensor, int32_t dtype, int64_t batch, int64_t head,
+                           int64_t begin, int64_t rows, int64_t dim, float* to, int64_t stride) {
+  for_dtype(
+      dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        for (int64_t r = 0; r < rows; ++r) {
+          row_to_float(reinterpret_cast<const T*>(tensor.at(batch, begin + r, head)), dim,
+                       to + r * stride);
+        }
+      });
+}
+
+STROBE_SIMD void store_row(const Tensor& tensor, int32_t dtype, int64_t batch, int64_t head,
+                           int64_t row, int64_t dim, const float* from, float factor) {
+  for_dtype(
+      dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        row_from_float(from, factor, dim, reinterpret_cast<T*>(tensor.at(batch, row, head)));
+      });
+}
+
+/// to[column][row] = from[row][column] * factor for 4 rows. `to` has room for 4 rows from `to` on;
+/// columns padded.
+STROBE_SIMD void transpose_4_rows(const float* from, int64_t from_stride, int64_t columns,
+                                  float factor, float* to, int64_t to_stride) {
+  const VF by = set(factor);
+  HWY_ALIGN float quads[4 * kLanes];
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    hn::StoreInterleaved4(hn::Mul(load(from + c), by), hn::Mul(load(from + from_stride + c), by),
+                          hn::Mul(load(from + 2 * from_stride + c), by),
+                          hn::Mul(load(from + 3 * from_stride + c), by), f32, quads);
+    const int64_t n = columns - c < kLanes ? columns - c : kLanes;
+    for (int64_t i = 0; i < n; ++i)
+      __builtin_memcpy(to + (c + i) * to_stride, quads + 4 * i, 4 * sizeof(float));
+  }
+}
+
+/// to[row][column] = from[column][row] for 4 rows; columns beyond `columns`, up to a whole vector,
+/// become zero.
+STROBE_SIMD void transpose_to_4_rows(const float* from, int64_t from_stride, int64_t columns,
+                                     float* to, int64_t to_stride) {
+  HWY_ALIGN float quads[4 * kLanes];
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const int64_t n = columns - c < kLanes ? columns - c : kLanes;
+    for (int64_t i = 0; i < n; ++i)
+      __builtin_memcpy(quads + 4 * i, from + (c + i) * from_stride, 4 * sizeof(float));
+    for (int64_t i = 4 * n; i < 4 * kLanes; ++i) quads[i] = 0;
+    VF r0, r1, r2, r3;
+    hn::LoadInterleaved4(f32, quads, r0, r1, r2, r3);
+    store(r0, to + c);
+    store(r1, to + to_stride + c);
+    store(r2, to + 2 * to_stride + c);
+    store(r3, to + 3 * to_stride + c);
+  }
+}
+
+/// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.
+STROBE_SIMD bool any_nonfinite(const float* x, int64_t rows, int64_t columns, int64_t stride) {
+  VF sum = hn::Zero(f32);
+  for (int64_t r = 0; r < rows; ++r) {
+    // x * 0 is NaN exactly where x is not finite, and NaN stays in a sum.
+    for (int64_t c = 0; c < columns; c += kLanes)
+      sum = hn::MulAdd(load(x + r * stride + c), hn::Zero(f32), sum);
+  }
+  return !hn::AllTrue(f32, hn::Eq(sum, hn::Zero(f32)));
+}
+
+/// Sum of all lanes.
+STROBE_SIMD float sum_lanes(VF v) { return hn::GetLane(hn::SumOfLanes(f32, v)); }
+
+/// Four words of Philox for a vector of counters.
+struct VPhilox {
+  VU word[4];
+};
+STROBE_SIMD void mul_wide(VU a, uint32_t b, VU& high, VU& low) {
+#if HWY_TARGET == HWY_SCALAR
+  const uint64_t wide = static_cast<uint64_t>(hn::GetLane(a)) * b;
+  high = hn::Set(u32, static_cast<uint32_t>(wide >> 32));
+  low = hn::Set(u32, static_cast<uint32_t>(wide));
+#else
+  const VU by = hn::Set(u32, b);
+  const VU even = hn::BitCast(u32, hn::MulEven(a, by));
+  const VU odd = hn::BitCast(u32, hn::MulEven(hn::DupOdd(a), by));
+  low = hn::OddEven(hn::DupEven(odd), even);
+  high = hn::OddEven(odd, hn::DupOdd(even));
+#endif
+}
+STROBE_SIMD VPhilox philox(const Dropout& d, VU batch_head, VU row, VU group) {
+  VU c0 = group, c1 = row, c2 = batch_head, c3 = hn::Set(u32, d.counter3);
+  uint32_t k0 = d.key0, k1 = d.key1;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    VU high0, low0, high1, low1;
+    mul_wide(c0, kPhiloxM0, high0, low0);
+    mul_wide(c2, kPhiloxM1, high1, low1);
+    c0 = hn::Xor(hn::Xor(high1, c1), hn::Set(u32, k0));
+    c2 = hn::Xor(hn::Xor(high0, c3), hn::Set(u32, k1));
+    c1 = low1;
+    c3 = low0;
+    k0 += kPhiloxW0;
+    k1 += kPhiloxW1;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+/// Lanes whose 16 bits say keep.
+STROBE_SIMD hn::Mask<F> keep_lanes(const Dropout& d, VU half) {
+  // Both sides are below 2^17, so a signed comparison will do.
+  return hn::RebindMask(
+      f32, hn::Gt(hn::BitCast(i32, half), hn::Set(i32, static_cast<int32_t>(d.threshold) - 1)));
+}
+
+}  // namespace strobe::cpu::STROBE_ISA

@@ -1,0 +1,57 @@
+// The order in which key blocks add to a query tile's dQ.
+//
+// Every (batch, head, query tile) has a counter of the key blocks that have added to it. A key
+// block adds when all before it have: the order of summation, hence every bit of dQ, is the same
+// whatever the threads do. Work items are handed out with key blocks ascending, so whoever waits,
+// waits for an item that a thread already runs: no deadlock.
+#ifndef STROBE_CPU_TURNSTILE_H_
+#define STROBE_CPU_TURNSTILE_H_
+
+#include <sched.h>
+
+#include "cpu/kernels.h"
+
+namespace strobe::cpu {
+
+/// One key block's visit to one query tile.
+struct Visit {
+  bool none;         // the tile sees no key of the block
+  bool first, last;  // of all visits to the tile
+  uint32_t order;    // 0 for the first
+};
+
+STROBE_INLINE Visit visit(const BackwardContext& context, const Mask& mask, Range q_tile,
+                          int64_t k_begin) {
+  const Range keys = mask.kv_range(q_tile);
+  const int64_t block = k_begin / context.block_k;
+  const int64_t begin = keys.begin / context.block_k, end = ceil_div(keys.end, context.block_k);
+  if (keys.empty() || block < begin || block >= end) return {true, false, false, 0};
+  return {false, block == begin, block == end - 1, static_cast<uint32_t>(block - begin)};
+}
+
+STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, int64_t head,
+                                int64_t q_begin) {
+  return context.turn + (batch * context.problem.heads + head) * context.turn_tiles +
+         q_begin / context.tile_q;
+}
+
+STROBE_INLINE void wait_turn(const uint32_t* turn, uint32_t order) {
+  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != order; ++spins) {
+    // The thread waited for may have lost its core: past a microsecond or so, give it ours.
+    if (spins >= 64) {
+      sched_yield();
+      continue;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+STROBE_INLINE void pass_turn(uint32_t* turn, uint32_t order) {
+  __atomic_store_n(turn, order + 1, __ATOMIC_RELEASE);
+}
+
+}  // namespace strobe::cpu
+
+#endif  // STROBE_CPU_TURNSTILE_H_
