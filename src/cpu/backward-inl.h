@@ -13,6 +13,12 @@
 // K^T and V^T are made once per item; everything else is read as it lies in memory, a transposed P
 // or dS included, for the micro-kernel broadcasts single elements of its left operand. dQ crosses
 // items: see turnstile.h.
+#ifndef STROBE_CPU_BACKWARD_INL_H_
+#define STROBE_CPU_BACKWARD_INL_H_
+
+#include "cpu/gemm-inl.h"
+#include "cpu/score-inl.h"
+
 namespace strobe::cpu::STROBE_ISA {
 
 constexpr int64_t kBackwardTileQ = 64;
@@ -305,3 +311,5 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
 }
 
 }  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_BACKWARD_INL_H_

@@ -4,6 +4,11 @@
 // rows of whole vectors. A micro-kernel holds kRows x kVectors accumulators: 6 x 4 fills 24 of
 // AVX-512's 32 registers, 6 x 2 fills 12 of AVX2's 16, and both do more arithmetic than loads (24
 // FMA for 10 loads; 12 for 8).
+#ifndef STROBE_CPU_GEMM_INL_H_
+#define STROBE_CPU_GEMM_INL_H_
+
+#include "cpu/simd-inl.h"
+
 namespace strobe::cpu::STROBE_ISA {
 
 constexpr int kMicroRows = 6;
@@ -96,3 +101,5 @@ static void gemm(const Gemm& g, int64_t rows, int64_t vectors, int64_t depth) {
 }
 
 }  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_GEMM_INL_H_

@@ -1,10 +1,7 @@
 // What kernels_<isa>.cpp exports. STROBE_ISA: its namespace; STROBE_ISA_TABLE: the name of its
 // InstructionSet.
-#include "cpu/simd-inl.h"
-// In this order:
 #include "cpu/backward-inl.h"
 #include "cpu/forward-inl.h"
-#include "cpu/gemm-inl.h"
 
 #define STROBE_STRING_(x) #x
 #define STROBE_STRING(x) STROBE_STRING_(x)

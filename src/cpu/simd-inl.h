@@ -1,8 +1,11 @@
 // Vectors of float32 for one instruction set: loads that convert, exp2, tanh, transposes.
 //
-// Included by each kernels_<isa>.cpp with STROBE_ISA naming its namespace. No include guard against
-// that is needed: one file, one instruction set. Highway supplies the vectors; nothing from std::
-// may be called here (see core/macros.h).
+// Included by each kernels_<isa>.cpp with STROBE_ISA naming its namespace: one file, one
+// instruction set. Highway supplies the vectors; nothing from std:: may be called here (see
+// core/macros.h).
+#ifndef STROBE_CPU_SIMD_INL_H_
+#define STROBE_CPU_SIMD_INL_H_
+
 #include <hwy/highway.h>
 // After highway.h:
 #include <hwy/contrib/math/math-inl.h>
@@ -243,3 +246,5 @@ STROBE_SIMD hn::Mask<F> keep_lanes(const Dropout& d, VU half) {
 }
 
 }  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_SIMD_INL_H_
