@@ -10,6 +10,9 @@
 #include "core/plan.h"
 #include "cpu/dispatch.h"
 #include "cpu/launch.h"
+#if STROBE_HAVE_CUDA
+#include "cuda/dispatch.h"
+#endif
 
 namespace strobe {
 
@@ -252,7 +255,12 @@ strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
       isas += (isas.empty() ? "" : " ") + std::string(isa->name);
     copy_name(m.cpu_isas, isas);
     m.cpu_threads = cpu::default_threads();
+#if STROBE_HAVE_CUDA
+    m.cuda_devices = static_cast<int32_t>(cuda::devices().size());
+    copy_name(m.cuda_reason, cuda::no_devices_reason());
+#else
     copy_name(m.cuda_reason, "this build of Strobe has no CUDA kernels");
+#endif
 #if defined(__clang__)
     copy_name(m.compiler, "Clang " __clang_version__);
 #else
@@ -267,8 +275,23 @@ strobe_status strobe_cuda_device_info(int32_t index, strobe_cuda_device* device)
   return guarded([&]() -> Status {
     if (!device) return null_argument("device");
     STROBE_RETURN_IF_ERROR(check_size("device.struct_size", device->struct_size, sizeof *device));
+    size_t count = 0;
+#if STROBE_HAVE_CUDA
+    count = cuda::devices().size();
+    if (static_cast<size_t>(index) < count) {
+      const cuda::DeviceProperties& found = cuda::devices()[static_cast<size_t>(index)];
+      strobe_cuda_device d{};
+      d.struct_size = sizeof d;
+      copy_name(d.name, found.name);
+      d.compute_capability = found.compute_capability;
+      d.multiprocessors = found.multiprocessors;
+      d.memory_bytes = found.memory_bytes;
+      *device = d;
+      return {};
+    }
+#endif
     return {STROBE_INVALID_ARGUMENT,
-            format("index = %d, expected below the number of CUDA devices, 0", index)};
+            format("index = %d, expected below the number of CUDA devices, %zu", index, count)};
   });
 }
 

@@ -3,6 +3,9 @@
 
 #include "core/plan.h"
 #include "cpu/dispatch.h"
+#if STROBE_HAVE_CUDA
+#include "cuda/dispatch.h"
+#endif
 
 namespace strobe {
 
@@ -10,6 +13,9 @@ std::span<const Kernel> kernel_table() {
   static const std::vector<Kernel> table = [] {
     std::vector<Kernel> all;
     for (const Kernel& kernel : cpu::kernels()) all.push_back(kernel);
+#if STROBE_HAVE_CUDA
+    for (const Kernel& kernel : cuda::kernels()) all.push_back(kernel);
+#endif
     return all;
   }();
   return table;

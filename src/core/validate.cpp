@@ -80,7 +80,7 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
     }
     room -= magnitude * (e.size - 1);
   }
-  if (!output) return {};
+  if (!output || batch == 0 || rows == 0 || heads == 0) return {};
   // An output must not overlap itself: with the dimensions sorted by stride, each step must clear
   // all that lies below.
   for (int i = 0; i < 3; ++i) {

@@ -35,7 +35,7 @@ static Tiles backward_tiles(const AttentionProblem& p) {
 }
 
 struct BackwardScratch {
-  float *k, *kt, *vt, *dk, *dv;  // of the block; kt holds K^T times the scale
+  float *k, *kt, *vt, *dk, *dv;  // of the block
   float *q, *dout, *dq;          // of the query tile
   float *p, *ds;                 // [tile_q][tile_k]
   float* rows;
@@ -107,15 +107,20 @@ template <bool kPlain, bool kMasked>
 static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32_t batch_head,
                          int64_t query, int64_t position, int64_t key_begin, Range seen, float lse,
                          float delta, float* s, float* dp) {
-  const VF vlse = set(lse * kLog2e), vdelta = set(delta);
+  const VF vlse = set(lse), vdelta = set(delta);
   for (int64_t j = 0; j < kBackwardTileK; j += kLanes) {
     VF score = load(s + j), grad = load(dp + j);
     VF tanh = hn::Zero(f32);
+    // Scaled before lse is taken away, as forward does: a row's one large weight is exactly 1
+    // again.
+    score = hn::Mul(score, set(rule.scale));
     if constexpr (!kPlain) {
-      const VF key = hn::Iota(f32, static_cast<float>(key_begin - position + j));
-      score = apply_rule(rule, score, hn::Abs(key), tanh);
+      if (!rule.plain) {
+        const VF key = hn::Iota(f32, static_cast<float>(key_begin - position + j));
+        score = apply_rule(rule, score, hn::Abs(key), tanh);
+      }
     }
-    VF p = exp2<false>(hn::Sub(score, vlse));
+    VF p = exp2(hn::Mul(hn::Sub(score, vlse), set(kLog2e)));
     VF dropped = p;
     if constexpr (!kPlain) {
       if (rule.dropout) {
@@ -263,7 +268,6 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
   const int64_t group = p.heads / p.heads_kv;
-  const float fold = score_rule(c, item.batch, item.head_kv * group).fold;
 
   // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V passes through
   // dV's room.
@@ -275,7 +279,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
   __builtin_memset(s.dv + keys * dv, 0, static_cast<size_t>((padded - keys) * dv) * sizeof(float));
   for (int64_t r = 0; r < padded; r += 4) {
-    transpose_4_rows(s.k + r * d, d, p.head_dim, fold, s.kt + r, block);
+    transpose_4_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, block);
     transpose_4_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, block);
   }
   __builtin_memset(s.dk, 0, static_cast<size_t>(padded * d) * sizeof(float));

@@ -77,9 +77,20 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
+// A plain score is kept as q.k, unscaled: the softmax's exponential multiplies by log2(e) anyway,
+// and takes the scale along. The maximum has to be that of the scaled scores, so the scale's sign
+// (or its being zero) goes into Q.
+STROBE_SIMD float q_factor(const ScoreRule& rule) {
+  return !rule.plain || rule.scale > 0 ? 1 : rule.scale < 0 ? -1 : 0;
+}
+/// What a difference of 1 between two kept scores is worth.
+STROBE_SIMD float score_unit(const ScoreRule& rule) {
+  return !rule.plain || rule.scale == 0 ? 1 : rule.scale < 0 ? -rule.scale : rule.scale;
+}
+
 STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
-                            const ForwardItem& item, const ScoreRule& rule, int64_t q_begin,
-                            float* rows, ForwardTile& tile) {
+                            const ForwardItem& item, int64_t q_begin, float* rows,
+                            ForwardTile& tile) {
   const AttentionProblem& p = c.problem;
   const int64_t d_padded = round_up(p.head_dim, kLanes);
   tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};
@@ -92,7 +103,8 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
     if (some < 4) __builtin_memset(rows, 0, static_cast<size_t>(4 * d_padded) * sizeof(float));
     load_rows(c.q, p.dtype, item.batch, item.head, sequence.q_row + q_begin + r, some, p.head_dim,
               rows, d_padded);
-    transpose_4_rows(rows, d_padded, p.head_dim, rule.fold, tile.qt + r, kForwardTileQ);
+    transpose_4_rows(rows, d_padded, p.head_dim, q_factor(score_rule(c, item.batch, item.head)),
+                     tile.qt + r, kForwardTileQ);
   }
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
     const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
@@ -140,6 +152,7 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
       VF s = load(row + v * kLanes);
       if constexpr (!kPlain) {
         VF tanh;
+        s = hn::Mul(s, set(rule.scale));
         s = apply_rule(rule, s, hn::Abs(hn::Sub(position[v], set(static_cast<float>(j)))), tanh);
       }
       if constexpr (kMasked) {
@@ -150,13 +163,15 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
           hn::Max(s, max[v]);  // the second operand where s is NaN: a NaN score shows in the sum
     }
   }
+  // The difference is taken before it is scaled: it is exact where two scores are large and close.
+  const VF unit = set(score_unit(rule) * kLog2e);
   VF sum[kVectors], reference[kVectors];
   bool changed = false;
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes;
     // A query that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     reference[v] = hn::IfThenZeroElse(hn::Eq(max[v], set(-kInfinity)), max[v]);
-    const VF a = exp2<true>(hn::Sub(old[v], reference[v]));
+    const VF a = exp2(hn::Mul(hn::Sub(old[v], reference[v]), unit));
     changed |= !hn::AllTrue(f32, hn::Eq(old[v], max[v]));
     store(a, alpha + at);
     store(max[v], tile.max + at);
@@ -165,7 +180,7 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
   for (int64_t j = 0; j < n; ++j) {
     float* const row = pt + j * kForwardTileQ + column;
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const VF p = exp2<true>(hn::Sub(load(row + v * kLanes), reference[v]));
+      const VF p = exp2(hn::Mul(hn::Sub(load(row + v * kLanes), reference[v]), unit));
       sum[v] = hn::Add(sum[v], p);
       store(p, row + v * kLanes);
     }
@@ -275,6 +290,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  const float unit = score_unit(score_rule(c, item.batch, item.head));
   float* const lse =
       c.lse ? c.lse + sequence.lse_row + item.head * sequence.lse_head + tile.queries.begin
             : nullptr;
@@ -292,7 +308,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
     if (lse)
       lse[r] = empty      ? -kInfinity
                : sum == 0 ? __builtin_nanf("")
-                          : tile.max[r] * kLn2 + __builtin_logf(sum);
+                          : tile.max[r] * unit + __builtin_logf(sum);
   }
 }
 
@@ -307,7 +323,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   for (int64_t t = 0; t < tiles; ++t) {
-    start_tile(c, sequence, item, rule, item.q_begin + t * kForwardTileQ, s.row, s.tiles[t]);
+    start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.row, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
   for (int64_t k_begin = keys.begin; k_begin < keys.end; k_begin += kForwardTileK) {

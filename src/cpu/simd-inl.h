@@ -37,21 +37,16 @@ constexpr U u32;
 constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LANES(float));
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_inff();
 
 STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
 
-/// 2^x for every x, within 2 ulp; NaN stays NaN. Below 2^-126 the result is 0 (no denormals).
-/// x = n + f with |f| <= 1/2, and a polynomial of degree 5 for 2^f, fitted for the least relative
-/// error (9.1e-8) with its constant held at 1, so that 2^0 is exact. kBounded: x is at most 127 (or
-/// NaN), as in a softmax, and one operation is saved.
-template <bool kBounded>
+/// 2^x for x up to 127, -inf included, within 2 ulp; NaN stays NaN. Below 2^-126 the result is 0
+/// (no denormals). x = n + f with |f| <= 1/2, and a polynomial of degree 5 for 2^f, fitted for the
+/// least relative error (9.1e-8) with its constant held at 1, so that 2^0 is exact.
 STROBE_SIMD VF exp2(VF x) {
-  // Min gives its second operand where one is NaN (x86), or NaN (Arm).
-  if constexpr (!kBounded) x = hn::Min(set(128.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer; + 127 leaves the biased exponent n + 127 in the low
   // bits.
   const VF magic = set(12582912.0f + 127.0f);
@@ -67,13 +62,62 @@ STROBE_SIMD VF exp2(VF x) {
   return hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), hn::Mul(p, power));
 }
 
+#if HWY_TARGET == HWY_SCALAR
+// Highway 1.0's scalar conversions know neither infinity nor NaN, and truncate.
+STROBE_SIMD float float_from_half(const void* p) {
+  uint16_t h;
+  __builtin_memcpy(&h, p, 2);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t magnitude = h & 0x7FFFu;
+  // The half's exponent, moved into a float's place, is 2^112 too small; the product is exact, and
+  // right for denormals too. Infinity and NaN keep the largest exponent instead.
+  const uint32_t bits = magnitude << 13;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  value *= 0x1p112f;
+  uint32_t out;
+  __builtin_memcpy(&out, &value, 4);
+  if (magnitude >= 0x7C00u) out = bits | 0x7F800000u;
+  out |= sign;
+  __builtin_memcpy(&value, &out, 4);
+  return value;
+}
+STROBE_SIMD void half_from_float(float x, void* p) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7FFFFFFFu;
+  uint32_t half;
+  if (bits > 0x7F800000u) {
+    half = 0x7E00u;  // NaN
+  } else if (bits >= 0x477FF000u) {
+    half = 0x7C00u;  // 65520 and more round to infinity
+  } else if (bits < 0x38800000u) {
+    // A denormal half is a multiple of 2^-24: adding 1/2, whose spacing that is, rounds to it.
+    float magnitude;
+    __builtin_memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    __builtin_memcpy(&half, &magnitude, 4);
+    half -= 0x3F000000u;
+  } else {
+    half = (bits + 0xFFFu + (bits >> 13 & 1u) - 0x38000000u) >> 13;  // nearest, ties to even
+  }
+  const auto out = static_cast<uint16_t>(sign | half);
+  __builtin_memcpy(p, &out, 2);
+}
+#endif
+
 /// n values of `dtype` at p, as float32.
 STROBE_SIMD VF load_as_float(const float* p) { return hn::LoadU(f32, p); }
 STROBE_SIMD VF load_as_float(const hwy::bfloat16_t* p) {
   return hn::PromoteTo(f32, hn::LoadU(hn::Rebind<hwy::bfloat16_t, F>(), p));
 }
 STROBE_SIMD VF load_as_float(const hwy::float16_t* p) {
+#if HWY_TARGET == HWY_SCALAR
+  return set(float_from_half(p));
+#else
   return hn::PromoteTo(f32, hn::LoadU(hn::Rebind<hwy::float16_t, F>(), p));
+#endif
 }
 STROBE_SIMD void store_from_float(VF v, float* p) { hn::StoreU(v, f32, p); }
 STROBE_SIMD void store_from_float(VF v, hwy::bfloat16_t* p) {
@@ -87,8 +131,12 @@ STROBE_SIMD void store_from_float(VF v, hwy::bfloat16_t* p) {
   hn::StoreU(hn::TruncateTo(u16, hn::ShiftRight<16>(chosen)), u16, reinterpret_cast<uint16_t*>(p));
 }
 STROBE_SIMD void store_from_float(VF v, hwy::float16_t* p) {
+#if HWY_TARGET == HWY_SCALAR
+  half_from_float(hn::GetLane(v), p);
+#else
   const hn::Rebind<hwy::float16_t, F> f16;
   hn::StoreU(hn::DemoteTo(f16, v), f16, p);
+#endif
 }
 
 /// memcpy of n values that no call is made for.
