@@ -29,6 +29,7 @@ function(strobe_isa name file)
     set_source_files_properties(${found} PROPERTIES COMPILE_OPTIONS "${ARGN}")
     string(TOUPPER ${name} upper)
     target_compile_definitions(strobe_objects PRIVATE STROBE_HAVE_${upper}=1)
+    set_property(TARGET strobe_objects APPEND PROPERTY STROBE_ISAS ${name})
   endif()
 endfunction()
 
@@ -49,11 +50,9 @@ target_include_directories(strobe_objects
   PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
   PRIVATE "${PROJECT_SOURCE_DIR}/src")
 target_include_directories(strobe_objects SYSTEM PRIVATE "${STROBE_HIGHWAY_INCLUDE_DIR}")
+# Highway's debug assertions call into its library part, and a library does not abort its caller's program.
+target_compile_definitions(strobe_objects PRIVATE HWY_IS_DEBUG_BUILD=0)
 target_link_libraries(strobe_objects PRIVATE strobe_flags OpenMP::OpenMP_CXX)
-if(STROBE_BREAK_KERNEL)
-  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
-  target_compile_definitions(strobe_objects PRIVATE STROBE_BREAK_KERNEL_${defect}=1)
-endif()
 
 # The libraries besides libstrobe that a static link needs; cmake/cuda.cmake adds to them.
 set(STROBE_STATIC_LIBS ${OpenMP_CXX_LIB_NAMES})

@@ -10,7 +10,12 @@ for program in build/fuzz/fuzz/fuzz_*; do
   name=${program##*/fuzz_}
   mkdir -p "build/fuzz/new/$name"
   echo "fuzz: $name for ${FUZZ_SECONDS:-60} s"
-  "$program" -max_total_time="${FUZZ_SECONDS:-60}" -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
-    -print_final_stats=1 -artifact_prefix="build/fuzz/new/$name/" \
-    "build/fuzz/new/$name" "fuzz/corpus/$name"
+  log=build/fuzz/$name.log
+  if ! "$program" -max_total_time="${FUZZ_SECONDS:-60}" -timeout=20 -rss_limit_mb=2048 -verbosity=0 \
+      -print_final_stats=1 -artifact_prefix="build/fuzz/new/$name/" \
+      "build/fuzz/new/$name" "fuzz/corpus/$name" >"$log" 2>&1; then
+    grep -v 'NEW_FUNC' "$log" | tail -n 60
+    exit 1
+  fi
+  sed -n 's/^stat::\(number_of_executed_units\|peak_rss_mb\): */  \1: /p' "$log"
 done

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the demo
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv
 #   ci    and Clang: formatter, fuzzer
+#   bench what demo has, and PyTorch as the peer in build/venv
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,14 +14,14 @@ case $part in
   demo) why="to build the library and the demo" ;;
   test) why="to build and run the tests" ;;
   ci) why="for formatting, fuzzing and tests" ;;
-  *) echo "setup: got part '$part', expected demo, test or ci" >&2; exit 2 ;;
+  bench) why="to build and run the benchmarks" ;;
+  *) echo "setup: got part '$part', expected demo, test, ci or bench" >&2; exit 2 ;;
 esac
-if [ "$part" != demo ]; then
-  packages+=(gcc libgtest-dev libbenchmark-dev g++-aarch64-linux-gnu python3 python3-venv)
-fi
-if [ "$part" = ci ]; then
-  packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14)
-fi
+case $part in
+  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
+  ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
+  test | ci | bench) packages+=(python3 python3-venv) ;;
+esac
 
 if ! command -v apt-get >/dev/null; then
   echo "setup: this is not Debian (no apt-get), so nothing was installed." \
@@ -57,11 +58,13 @@ fi
 
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
-  # The copy beside the venv says what is in it.
-  if ! cmp -s "$requirements" build/venv/requirements.txt; then
-    echo "setup: installing the Python packages of $requirements into build/venv for the tests"
+  [ "$part" != bench ] || requirements=python/requirements-bench.txt
+  # The copy inside the venv says what it has.
+  have=build/venv/$(basename "$requirements")
+  if ! cmp -s "$requirements" "$have"; then
+    echo "setup: installing the Python packages of $requirements into build/venv $why"
     python3 -m venv build/venv
     build/venv/bin/pip install --quiet --disable-pip-version-check -r "$requirements"
-    cp "$requirements" build/venv/requirements.txt
+    cp "$requirements" "$have"
   fi
 fi

@@ -232,6 +232,11 @@ STROBE_API const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT;
  * driver found"). */
 STROBE_API const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT;
 
+/* Why kernel `index` would not take the problem on a machine that can run the kernel; "" when it
+ * would. Lengths as strobe_plan_text. */
+STROBE_API size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char* text,
+                                         size_t capacity) STROBE_NOEXCEPT;
+
 /* What the library found on this machine. */
 typedef struct strobe_machine {
   size_t struct_size; /* set before the call */

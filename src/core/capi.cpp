@@ -241,6 +241,25 @@ const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT {
                                                    : "no kernel has this index";
 }
 
+size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char* text,
+                              size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text(
+      [&]() -> std::string {
+        if (Status s = checked(problem); !s.ok()) return "invalid: " + s.text();
+        if (Status s = check_problem(*problem); !s.ok()) return "invalid: " + s.text();
+        const auto table = kernel_table();
+        if (static_cast<size_t>(index) >= table.size()) return "no kernel has this index";
+        const Kernel& kernel = table[static_cast<size_t>(index)];
+        if (kernel.device != problem->device) {
+          return format("device = %d, expected %d", problem->device, kernel.device);
+        }
+        AttentionProblem resolved = *problem;
+        resolve_defaults(resolved);
+        return kernel.declines(resolved);
+      },
+      text, capacity);
+}
+
 strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
     if (!machine) return null_argument("machine");

@@ -1,0 +1,302 @@
+// The C ABI under arbitrary input: every call returns a documented status, says why when it fails,
+// writes nothing then, and touches no byte outside its tensors. Each tensor is a heap block of the
+// very extent that its strides reach, so that AddressSanitizer sees the first byte beyond it.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <vector>
+
+#include "strobe/strobe.h"
+
+namespace {
+
+#define REQUIRE(condition)                                                 \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                        \
+    }                                                                      \
+  } while (0)
+
+// Values out of the input; zeros once it is used up.
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+
+  template <typename T>
+  T take() {
+    T value{};
+    const size_t n = std::min(sizeof value, size_);
+    std::memcpy(static_cast<void*>(&value), data_, n);
+    data_ += n;
+    size_ -= n;
+    return value;
+  }
+  // A value from low to high.
+  int64_t range(int64_t low, int64_t high) { return low + take<uint16_t>() % (high - low + 1); }
+  bool flag() { return take<uint8_t>() % 2 != 0; }
+
+ private:
+  const uint8_t* data_;
+  size_t size_;
+};
+
+void require_documented(strobe_status status) {
+  REQUIRE(status >= STROBE_OK &&
+          status <= STROBE_UNSUPPORTED);  // nothing here runs out of memory or breaks a device
+  REQUIRE(status == STROBE_OK || strobe_last_error()[0] != '\0');
+  REQUIRE(std::strncmp(strobe_status_name(status), "STROBE_", 7) == 0);
+}
+
+// A text function keeps within its buffer, ends in NUL and gives the same length for every
+// capacity.
+template <typename Fill>
+void check_text(Fill fill, size_t capacity) {
+  const size_t length = fill(nullptr, 0);
+  const std::unique_ptr<char[]> text(new char[capacity]);
+  REQUIRE(fill(text.get(), capacity) == length);
+  if (capacity > 0) REQUIRE(std::strlen(text.get()) == std::min(length, capacity - 1));
+}
+
+strobe_strides take_strides(Input& in, int64_t rows, int64_t heads, int64_t dim) {
+  switch (in.take<uint8_t>() % 8) {
+    case 0:  // heads before rows
+      return {heads * rows * dim, dim, rows * dim, 1};
+    case 1:  // padded
+      return {rows * heads * (dim + 3) + 5, heads * (dim + 3), dim + 3, 1};
+    case 2:  // small, of either sign, zero too
+      return {in.range(-600, 600), in.range(-600, 600), in.range(-600, 600), 1};
+    case 3:
+      return in.take<strobe_strides>();
+    default:
+      return {0, 0, 0, 0};
+  }
+}
+
+// Small enough to run, with all that a caller can ask for, in and out of range.
+strobe_problem small_problem(Input& in) {
+  strobe_problem p;
+  REQUIRE(strobe_problem_init(&p, sizeof p) == STROBE_OK);
+  p.direction = static_cast<int32_t>(in.range(0, 1));
+  p.dtype = static_cast<int32_t>(in.range(0, 2));
+  p.batch = in.range(1, 3);
+  p.seqlen_q = in.range(0, 70);
+  p.seqlen_k = in.range(0, 70);
+  p.heads_kv = in.range(0, 2);
+  p.heads = std::max<int64_t>(p.heads_kv, 1) * in.range(1, 3);
+  p.head_dim = in.range(1, in.flag() ? 256 : 40);
+  p.head_dim_v = in.flag() ? in.range(1, 256) : 0;
+  p.varlen = in.flag();
+  p.causal = in.flag();
+  p.total_q = in.range(0, 100);
+  p.total_k = in.range(0, 100);
+  p.window_left = in.range(-1, 80);
+  p.window_right = in.range(-1, 80);
+  if (in.flag()) p.scale = in.take<float>();
+  if (in.flag()) p.softcap = in.take<float>();
+  if (in.flag()) p.dropout_p = in.take<float>();
+  p.alibi = static_cast<int32_t>(in.range(0, 2));
+  p.deterministic = in.flag();
+  p.has_dlse = in.flag();
+  p.threads = static_cast<int32_t>(in.range(1, 2));
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
+                rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads,
+                dim_v = p.head_dim_v ? p.head_dim_v : p.head_dim;
+  p.q = take_strides(in, rows_q, p.heads, p.head_dim);
+  p.k = take_strides(in, rows_k, heads_kv, p.head_dim);
+  p.v = take_strides(in, rows_k, heads_kv, dim_v);
+  p.out = take_strides(in, rows_q, p.heads, dim_v);
+  p.dout = take_strides(in, rows_q, p.heads, dim_v);
+  p.dq = take_strides(in, rows_q, p.heads, p.head_dim);
+  p.dk = take_strides(in, rows_k, heads_kv, p.head_dim);
+  p.dv = take_strides(in, rows_k, heads_kv, dim_v);
+  return p;
+}
+
+// One tensor of a launch, filled with a pattern.
+class Tensor {
+ public:
+  Tensor(int64_t batch, int64_t rows, int64_t heads, int64_t dim, const strobe_strides& s,
+         int64_t element_size, uint8_t seed) {
+    if (batch == 0 || rows == 0) return;
+    int64_t low = 0, high = dim - 1;
+    for (const int64_t reach :
+         {(batch - 1) * s.batch, (rows - 1) * s.seqlen, (heads - 1) * s.head}) {
+      (reach < 0 ? low : high) += reach;
+    }
+    elements_ = high - low + 1;
+    if (elements_ > kMaxElements) return;
+    bytes_.resize(static_cast<size_t>(elements_ * element_size));
+    // Values of moderate size mostly; every byte pattern is a number of some dtype.
+    for (size_t i = 0; i < bytes_.size(); ++i) {
+      bytes_[i] = static_cast<uint8_t>(
+          (i % static_cast<size_t>(element_size) + 1 == static_cast<size_t>(element_size))
+              ? 0x3c + (i * 7 + seed) % 2 * 0x80
+              : i * 31 + seed);
+    }
+    bytes_.shrink_to_fit();
+    before_ = bytes_;
+    offset_ = -low * element_size;
+  }
+  bool fits() const { return elements_ <= kMaxElements; }
+  bool unchanged() const { return bytes_ == before_; }
+  void* get() { return bytes_.empty() ? nullptr : bytes_.data() + offset_; }
+  template <typename T>
+  T* as() {
+    return static_cast<T*>(get());
+  }
+
+ private:
+  static constexpr int64_t kMaxElements = 1 << 20;
+  std::vector<uint8_t> bytes_, before_;
+  int64_t elements_ = 0, offset_ = 0;
+};
+
+std::vector<int32_t> take_lengths(Input& in, const strobe_problem& p, int64_t total,
+                                  int64_t longest) {
+  std::vector<int32_t> cu(static_cast<size_t>(p.batch + 1));
+  if (in.take<uint8_t>() % 8 == 0) {
+    for (int32_t& c : cu) c = in.take<int32_t>();
+    return cu;
+  }
+  for (size_t b = 1; b < cu.size(); ++b) {
+    cu[b] = static_cast<int32_t>(std::min(total, cu[b - 1] + in.range(0, longest)));
+  }
+  return cu;
+}
+
+template <typename Args>
+void spoil(Input& in, Args& args) {
+  const void** const inputs[] = {&args.q, &args.k, &args.v};
+  const void*& victim = *inputs[in.take<uint8_t>() % std::size(inputs)];
+  switch (in.take<uint8_t>() % 16) {
+    case 0:
+      victim = nullptr;
+      break;
+    case 1:
+      if (victim) victim = static_cast<const uint8_t*>(victim) + 1;
+      break;
+    case 2:
+      args.workspace_bytes /= 2;
+      break;
+    case 3:
+      if (args.workspace) args.workspace = static_cast<uint8_t*>(args.workspace) + 4;
+      break;
+    case 4:
+      args.struct_size = in.take<uint8_t>();
+      break;
+    case 5:
+      args.cu_seqlens_q = nullptr;
+      break;
+    case 6:
+      args.alibi_slopes = nullptr;
+      break;
+    case 7:
+      args.lse = nullptr;
+      break;
+    default:
+      break;
+  }
+}
+
+void launch(Input& in, const strobe_plan& plan) {
+  const strobe_problem& p = plan.problem;
+  const int64_t size = p.dtype == STROBE_FLOAT32 ? 4 : 2;
+  const int64_t batch = p.varlen ? 1 : p.batch;
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
+                rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  const strobe_strides packed = {rows_q * p.heads, 1, rows_q, 1};  // of lse
+  Tensor q(batch, rows_q, p.heads, p.head_dim, p.q, size, 1);
+  Tensor k(batch, rows_k, p.heads_kv, p.head_dim, p.k, size, 2);
+  Tensor v(batch, rows_k, p.heads_kv, p.head_dim_v, p.v, size, 3);
+  Tensor out(batch, rows_q, p.heads, p.head_dim_v, p.out, size, 4);
+  Tensor lse(batch, rows_q, p.heads, 1, packed, 4, 5);
+  // Forward does not look at the strides of gradients, so they may be anything.
+  const int64_t back = p.direction == STROBE_BACKWARD ? batch : 0;
+  Tensor dlse(back, rows_q, p.heads, 1, packed, 4, 6);
+  Tensor dout(back, rows_q, p.heads, p.head_dim_v, p.dout, size, 7);
+  Tensor dq(back, rows_q, p.heads, p.head_dim, p.dq, size, 8);
+  Tensor dk(back, rows_k, p.heads_kv, p.head_dim, p.dk, size, 9);
+  Tensor dv(back, rows_k, p.heads_kv, p.head_dim_v, p.dv, size, 10);
+  for (const Tensor* t : {&q, &k, &v, &out, &dout, &dq, &dk, &dv}) {
+    if (!t->fits()) return;
+  }
+  const std::vector<int32_t> cu_q = take_lengths(in, p, p.total_q, p.seqlen_q);
+  const std::vector<int32_t> cu_k = take_lengths(in, p, p.total_k, p.seqlen_k);
+  std::vector<float> slopes(
+      static_cast<size_t>(p.heads * (p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.batch : 1)));
+  for (float& slope : slopes) slope = in.flag() ? in.take<float>() : 0.5F;
+  // No larger than the plan says, so that a launch that wants more is seen.
+  const std::unique_ptr<void, decltype(&std::free)> workspace(
+      in.flag() ? std::aligned_alloc(64, (plan.workspace_bytes + 63) / 64 * 64) : nullptr,
+      &std::free);
+
+  const auto fill = [&](auto& args) {
+    args.struct_size = sizeof args;
+    args.q = q.get();
+    args.k = k.get();
+    args.v = v.get();
+    args.out = out.get();
+    args.lse = lse.as<float>();
+    args.cu_seqlens_q = p.varlen ? cu_q.data() : nullptr;
+    args.cu_seqlens_k = p.varlen ? cu_k.data() : nullptr;
+    args.alibi_slopes = p.alibi ? slopes.data() : nullptr;
+    args.dropout_seed = in.take<uint64_t>();
+    args.dropout_offset = in.take<uint64_t>();
+    args.workspace = workspace.get();
+    args.workspace_bytes = workspace ? plan.workspace_bytes : 0;
+    spoil(in, args);
+  };
+  strobe_status status;
+  if (p.direction == STROBE_FORWARD) {
+    strobe_forward_args args = {};
+    fill(args);
+    status = strobe_forward(&plan, &args);
+    REQUIRE(status == STROBE_OK || (out.unchanged() && lse.unchanged()));
+  } else {
+    strobe_backward_args args = {};
+    args.dout = dout.get();
+    args.dlse = p.has_dlse ? dlse.as<float>() : nullptr;
+    args.dq = dq.get();
+    args.dk = dk.get();
+    args.dv = dv.get();
+    fill(args);
+    status = strobe_backward(&plan, &args);
+    REQUIRE(status == STROBE_OK || (dq.unchanged() && dk.unchanged() && dv.unchanged()));
+    REQUIRE(out.unchanged() && lse.unchanged() && dout.unchanged() && dlse.unchanged());
+  }
+  require_documented(status);
+  REQUIRE(q.unchanged() && k.unchanged() && v.unchanged());
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input in(data, size);
+  const bool raw = in.flag();
+  const strobe_problem problem = raw ? in.take<strobe_problem>() : small_problem(in);
+  const size_t capacity = in.take<uint8_t>();
+
+  check_text([&](char* text, size_t n) { return strobe_why(&problem, text, n); }, capacity);
+  strobe_plan plan;
+  std::memset(static_cast<void*>(&plan), 0x5a, sizeof plan);
+  plan.struct_size = sizeof plan;
+  const strobe_plan before = plan;
+  const strobe_status status = strobe_plan_make(&problem, &plan);
+  require_documented(status);
+  REQUIRE(strobe_supports(&problem) == status);
+  if (status != STROBE_OK) {
+    REQUIRE(std::memcmp(&plan, &before, sizeof plan) == 0);
+    return 0;
+  }
+  REQUIRE(std::strcmp(plan.kernel, strobe_kernel_name(plan.kernel_index)) == 0);
+  check_text([&](char* text, size_t n) { return strobe_plan_text(&plan, text, n); }, capacity);
+  // Arbitrary problems are planned only: a valid one may be of any size.
+  if (!raw) launch(in, plan);
+  return 0;
+}

@@ -1,0 +1,34 @@
+"""Strobe: exact attention, forward and backward, in memory that grows with the sequence, not its
+square.
+
+    out = strobe.attention(q, k, v, causal=True)      # (batch, seqlen, heads, head_dim)
+
+FlashAttention-2 (T. Dao, arXiv:2307.08691) for CPUs and NVIDIA GPUs, on NumPy arrays, PyTorch
+tensors and anything with DLPack, without copies. `python -m strobe.info` shows what runs on this
+machine.
+"""
+
+from __future__ import annotations
+
+from ._arrays import ArraySpec
+from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
+from ._info import info
+from ._library import VERSION as __version__
+from .functional import attention, attention_backward, dropout_mask, plan, why
+
+__all__ = [
+    "ArraySpec",
+    "DeviceError",
+    "Error",
+    "InternalError",
+    "InvalidArgument",
+    "OutOfMemory",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "dropout_mask",
+    "info",
+    "plan",
+    "why",
+]

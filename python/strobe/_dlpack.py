@@ -1,0 +1,237 @@
+"""DLPack by ctypes: a tensor of any framework as an address, a shape and strides, with no copy.
+
+NumPy cannot hold bfloat16 that comes through DLPack, so the capsule is read here directly. Struct
+layouts: dlpack.h 0.8 (`dltensor`) and 1.x (`dltensor_versioned`),
+https://dmlc.github.io/dlpack/latest/.
+
+Ownership, as the Python specification asks: the capsule is renamed to `used_...` the moment its
+tensor is taken over, and from then on `ImportedTensor.close` calls the deleter, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+from ._errors import InvalidArgument, Unsupported
+
+_MAX_VERSION: Final = (1, 0)  # the newest DLPack that this file reads; minor versions only add
+
+CPU: Final = 1  # kDLCPU
+CUDA: Final = 2  # kDLCUDA
+CUDA_HOST: Final = 3  # kDLCUDAHost: pinned memory, which the CPU reads as its own
+_DEVICE_NAMES: Final = {CPU: "cpu", CUDA: "cuda", CUDA_HOST: "cpu"}
+
+# (DLDataTypeCode, bits) -> name
+_DTYPE_NAMES: Final = {
+    (0, 8): "int8",
+    (0, 16): "int16",
+    (0, 32): "int32",
+    (0, 64): "int64",
+    (1, 8): "uint8",
+    (1, 16): "uint16",
+    (1, 32): "uint32",
+    (1, 64): "uint64",
+    (2, 16): "float16",
+    (2, 32): "float32",
+    (2, 64): "float64",
+    (4, 16): "bfloat16",
+    (5, 64): "complex64",
+    (5, 128): "complex128",
+    (6, 8): "bool",
+}
+
+_FLAG_READ_ONLY: Final = 1
+_FLAG_IS_COPIED: Final = 2
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.c_void_p),  # int64[ndim]
+        ("strides", ctypes.c_void_p),  # int64[ndim] in elements; NULL: contiguous
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = [
+        ("dl_tensor", _DLTensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", _DLTensor),
+    ]
+
+
+# Prototypes of our own: the attributes of ctypes.pythonapi are shared with every other user of it.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
+# The GIL is kept while a deleter runs: those written in C take it themselves, which may nest, and
+# those that forget to are then right too.
+_Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+# A capsule keeps the address of its name, not a copy: these buffers live as long as the process.
+_USED_NAMES: Final = {
+    b"dltensor": ctypes.create_string_buffer(b"used_dltensor"),
+    b"dltensor_versioned": ctypes.create_string_buffer(b"used_dltensor_versioned"),
+}
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements, in C order."""
+    strides = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class ImportedTensor:
+    """A tensor taken over from a DLPack capsule; `close` gives it back.
+
+    Attributes: `pointer` (address of element [0, ..., 0]), `shape`, `strides` (in elements),
+        `dtype` (name
+    as in NumPy, and "bfloat16"), `device` ("cpu" or "cuda"), `device_index`, `read_only`.
+    """
+
+    __slots__ = (
+        "_address",
+        "_deleter",
+        "device",
+        "device_index",
+        "dtype",
+        "pointer",
+        "read_only",
+        "shape",
+        "strides",
+    )
+
+    def __init__(self, name: str, source: Any) -> None:
+        """Imports `source`, which the messages call `name`.
+
+        Raises InvalidArgument if it cannot be shared without a copy, Unsupported if it is in the
+        memory of a device that Strobe does not know or reads a DLPack version that is newer than
+        this file.
+        """
+        self._deleter: int | None = None
+        self._address = 0
+        device_type = int(source.__dlpack_device__()[0])
+        if device_type not in _DEVICE_NAMES:
+            raise Unsupported(
+                f"{name} is on DLPack device type {device_type}, expected 1 (CPU) or 2 (CUDA)"
+            )
+        capsule = _export(name, source)
+        if _is_valid(capsule, b"dltensor_versioned"):
+            self._take_versioned(name, capsule)
+        elif _is_valid(capsule, b"dltensor"):
+            self._take(name, capsule)
+        else:
+            raise InvalidArgument(
+                f"{name}.__dlpack__() gave {capsule!r}, "
+                "expected a capsule named dltensor or dltensor_versioned"
+            )
+
+    def _take(self, name: str, capsule: Any) -> None:
+        self._address = int(_get_pointer(capsule, b"dltensor") or 0)
+        managed = _DLManagedTensor.from_address(self._address)
+        _set_name(capsule, ctypes.addressof(_USED_NAMES[b"dltensor"]))
+        self._deleter = managed.deleter
+        self.read_only = (
+            False  # this version of DLPack cannot say so; exporters refuse read-only memory
+        )
+        self._read(name, managed.dl_tensor)
+
+    def _take_versioned(self, name: str, capsule: Any) -> None:
+        self._address = int(_get_pointer(capsule, b"dltensor_versioned") or 0)
+        managed = _DLManagedTensorVersioned.from_address(self._address)
+        _set_name(capsule, ctypes.addressof(_USED_NAMES[b"dltensor_versioned"]))
+        self._deleter = managed.deleter
+        if managed.major != _MAX_VERSION[0]:
+            got = f"{managed.major}.{managed.minor}"
+            self.close()  # all that may be done with a tensor of another major version
+            raise Unsupported(f"{name} comes as DLPack {got}, expected {_MAX_VERSION[0]}.x")
+        if managed.flags & _FLAG_IS_COPIED:
+            self.close()
+            raise InvalidArgument(
+                f"{name}.__dlpack__() made a copy, expected memory shared with {name}: "
+                "make the copy yourself"
+            )
+        self.read_only = bool(managed.flags & _FLAG_READ_ONLY)
+        self._read(name, managed.dl_tensor)
+
+    def _read(self, name: str, tensor: _DLTensor) -> None:
+        ndim = tensor.ndim
+        self.shape: tuple[int, ...] = ()
+        self.strides: tuple[int, ...] = ()
+        if ndim > 0:
+            self.shape = tuple((ctypes.c_int64 * ndim).from_address(tensor.shape))
+            if tensor.strides:
+                self.strides = tuple((ctypes.c_int64 * ndim).from_address(tensor.strides))
+            else:
+                self.strides = contiguous_strides(self.shape)
+        self.pointer: int = (tensor.data or 0) + tensor.byte_offset
+        dtype = tensor.dtype
+        self.dtype = _DTYPE_NAMES.get(
+            (dtype.code, dtype.bits), f"DLPack({dtype.code}, {dtype.bits} bits)"
+        )
+        if dtype.lanes != 1:
+            self.dtype += f"x{dtype.lanes}"
+        device_type = tensor.device.device_type
+        if device_type not in _DEVICE_NAMES:
+            self.close()
+            raise Unsupported(
+                f"{name} is on DLPack device type {device_type}, expected 1 (CPU) or 2 (CUDA)"
+            )
+        self.device = _DEVICE_NAMES[device_type]
+        self.device_index = int(tensor.device.device_id) if device_type == CUDA else 0
+
+    def close(self) -> None:
+        """Gives the tensor back to its producer. Further calls do nothing."""
+        deleter, self._deleter = self._deleter, None
+        if deleter:
+            _Deleter(deleter)(self._address)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _export(name: str, source: Any) -> Any:
+    """The capsule of `source`: versioned and without a copy where the producer can say so."""
+    try:
+        try:
+            return source.__dlpack__(max_version=_MAX_VERSION, copy=False)
+        except TypeError:  # a producer older than DLPack 1.0 takes neither argument
+            return source.__dlpack__()
+    except Exception as error:
+        raise InvalidArgument(
+            f"{name} ({type(source).__name__}) cannot be shared through DLPack: {error}"
+        ) from error

@@ -1,0 +1,128 @@
+"""What the library is, and what it found on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import _library
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the kernel table."""
+
+    name: str
+    unavailable: str  # why it cannot run on this machine; "" when it can
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """One CUDA device."""
+
+    name: str
+    compute_capability: int  # 90 for 9.0
+    multiprocessors: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Info:
+    """Versions, devices and kernels. str() of it is the text that `python -m strobe.info`
+    prints.
+    """
+
+    version: str
+    library: str  # path of the shared library in use
+    compiler: str  # that built it
+    python: str
+    numpy: str
+    cpu: str
+    cpu_isa: str  # widest instruction set in use
+    cpu_isas: tuple[str, ...]  # all that STROBE_CPU_ISA may force here, widest first
+    cpu_threads: int
+    cuda_devices: tuple[CudaDevice, ...]
+    cuda_reason: str  # why there are none; "" when there are
+    kernels: tuple[Kernel, ...]  # in the order in which a plan asks them
+
+    def __str__(self) -> str:
+        rows = [
+            ("strobe", self.version),
+            ("library", self.library),
+            ("compiler", self.compiler),
+            ("python", f"{self.python}, numpy {self.numpy}"),
+            ("cpu", f"{self.cpu or 'unknown'}, {self.cpu_threads} threads"),
+            ("cpu isa", f"{self.cpu_isa} (STROBE_CPU_ISA may be {', '.join(self.cpu_isas)})"),
+        ]
+        for index, device in enumerate(self.cuda_devices):
+            major, minor = divmod(device.compute_capability, 10)
+            memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+            cores = f"{device.multiprocessors} multiprocessors"
+            value = f"{device.name}, compute capability {major}.{minor}, {cores}, {memory}"
+            rows.append((f"cuda:{index}", value))
+        if not self.cuda_devices:
+            rows.append(("cuda", f"none: {self.cuda_reason or 'no device'}"))
+        width = max((len(kernel.name) for kernel in self.kernels), default=0)
+        for number, kernel in enumerate(self.kernels):
+            state = f"unavailable: {kernel.unavailable}" if kernel.unavailable else "available"
+            rows.append(("" if number else "kernels", f"{kernel.name:<{width}}  {state}"))
+        return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    library = _library.LIBRARY
+    kernels: list[Kernel] = []
+    while (name := library.strobe_kernel_name(len(kernels))) is not None:
+        kernels.append(
+            Kernel(
+                _library.text(name), _library.text(library.strobe_kernel_unavailable(len(kernels)))
+            )
+        )
+    return tuple(kernels)
+
+
+def _cuda_devices(count: int) -> tuple[CudaDevice, ...]:
+    devices = []
+    for index in range(count):
+        device = _library.CudaDevice()
+        device.struct_size = ctypes.sizeof(device)
+        _library.check(_library.LIBRARY.strobe_cuda_device_info(index, ctypes.addressof(device)))
+        devices.append(
+            CudaDevice(
+                _library.text(device.name),
+                device.compute_capability,
+                device.multiprocessors,
+                device.memory_bytes,
+            )
+        )
+    return tuple(devices)
+
+
+def info() -> Info:
+    """Versions, the library's path, this machine's devices, and the kernels: which can run here,
+    and why the others cannot. Print it, or read its fields.
+
+    Raises:
+        DeviceError: the CUDA driver failed while it was asked about its devices.
+    """
+    machine = _library.Machine()
+    machine.struct_size = ctypes.sizeof(machine)
+    _library.check(_library.LIBRARY.strobe_machine_info(ctypes.addressof(machine)))
+    return Info(
+        version=_library.VERSION,
+        library=os.fspath(_library.LIBRARY_PATH),
+        compiler=_library.text(machine.compiler),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        cpu=_library.text(machine.cpu_name),
+        cpu_isa=_library.text(machine.cpu_isa),
+        cpu_isas=tuple(_library.text(machine.cpu_isas).split()),
+        cpu_threads=machine.cpu_threads,
+        cuda_devices=_cuda_devices(machine.cuda_devices),
+        cuda_reason=_library.text(machine.cuda_reason),
+        kernels=_kernels(),
+    )

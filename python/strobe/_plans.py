@@ -1,0 +1,362 @@
+"""From the arguments of a call to a problem, a plan, and what a launch needs besides addresses.
+
+Nothing here runs on a call whose plan is already known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from . import _arrays, _library
+from ._arrays import KINDS, Allocator, Spec
+from ._errors import InvalidArgument
+from ._library import Plan, Problem
+
+
+@dataclass(slots=True)
+class Launch:
+    """A plan and all that a call needs besides the addresses of its tensors."""
+
+    plan: Plan
+    address: int  # of plan
+    on_cuda: bool
+    device_index: int
+    new: tuple[Allocator, ...]  # make the results: out and lse, or dq, dk and dv
+    # CUDA: workspaces are the framework's; None: the library makes its own.
+    new_workspace: Allocator | None
+    workspace_bytes: int
+
+
+# Plans by signature. Plain dicts, whose look-ups and stores are atomic: a lock could be held when
+# the process forks.
+FORWARD_LAUNCHES: Final[dict[Any, Launch]] = {}
+BACKWARD_LAUNCHES: Final[dict[Any, Launch]] = {}
+CAPACITY: Final = 1024  # about 3 KiB each; the oldest goes first
+
+DENSE_Q: Final = ("batch", "seqlen_q", "heads", "head_dim")
+DENSE_K: Final = ("batch", "seqlen_k", "heads_kv", "head_dim")
+DENSE_V: Final = ("batch", "seqlen_k", "heads_kv", "head_dim_v")
+VARLEN_Q: Final = ("total_q", "heads", "head_dim")
+VARLEN_K: Final = ("total_k", "heads_kv", "head_dim")
+VARLEN_V: Final = ("total_k", "heads_kv", "head_dim_v")
+
+
+# --------------------------------------------------------------------------------- problem and plan
+
+
+def integer(name: str, value: Any, bits: int = 64) -> int:
+    """`value` as an int that fits a C integer of so many bits; ctypes would cut it off silently."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise InvalidArgument(f"{name} = {number}, expected an integer of {bits} bits")
+    return number
+
+
+def real(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{name} = {value!r}, expected a number") from None
+    if math.isnan(number):
+        raise InvalidArgument(f"{name} = nan, expected a number")
+    return number
+
+
+def window_pair(window: Any) -> tuple[Any, Any]:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise bad_window(window) from None
+    return left, right
+
+
+def bad_window(window: Any) -> InvalidArgument:
+    return InvalidArgument(
+        f"window = {window!r}, expected a pair (left, right) of integers, -1 for no limit"
+    )
+
+
+def _set_strides(target: Any, spec: Spec) -> None:
+    """Strides of one tensor. An empty tensor keeps zeros: contiguous."""
+    if 0 in spec.shape:
+        return
+    strides = spec.strides
+    if len(strides) == 4:
+        target.batch = strides[0]
+    target.seqlen, target.head, target.dim = strides[-3:]
+    if spec.shape[-1] == 1:
+        target.dim = 1  # an axis of one element has no step
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of a call, by the names that its messages use."""
+
+    causal: Any
+    window_left: Any
+    window_right: Any
+    scale: Any
+    softcap: Any
+    dropout_p: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+    threads: Any
+    deterministic: Any = False
+
+
+@dataclass(slots=True)
+class Shapes:
+    """What `make_problem` found, for the checks of the tensors that come after q, k and v."""
+
+    problem: Problem
+    q: Spec
+    out_shape: tuple[int, ...]
+    out_axes: tuple[str, ...]
+    lse_shape: tuple[int, ...]
+    lse_axes: tuple[str, ...]
+
+
+def make_problem(
+    direction: int,
+    q: Spec,
+    k: Spec,
+    v: Spec,
+    cu_seqlens_q: Spec | None,
+    cu_seqlens_k: Spec | None,
+    alibi_slopes: Spec | None,
+    options: Options,
+) -> Shapes:
+    """Specs and options as a strobe_problem. Raises InvalidArgument for what only Python can see:
+    that the shapes, dtypes and devices of several tensors contradict each other. The library checks
+    the rest.
+    """
+    problem = _library.new_problem()
+    problem.direction = direction
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q_axes, k_axes, v_axes = (
+        (VARLEN_Q, VARLEN_K, VARLEN_V) if varlen else (DENSE_Q, DENSE_K, DENSE_V)
+    )
+    for name, spec, axes in (("q", q, q_axes), ("k", k, k_axes), ("v", v, v_axes)):
+        _arrays.check_ndim(name, spec, axes)
+    _arrays.check_float("q", q)
+    for name, spec in (("k", k), ("v", v)):
+        _arrays.check_dtype(name, spec, "that of q", q.dtype)
+        _arrays.check_place(name, spec, "q", q)
+    problem.dtype = _library.DTYPE_CODES[q.dtype]
+    problem.device = _library.CUDA if q.device == "cuda" else _library.CPU
+    problem.device_index = q.device_index
+
+    heads, head_dim = q.shape[-2:]
+    lse_shape: tuple[int, ...]
+    lse_axes: tuple[str, ...]
+    heads_kv, head_dim_v = v.shape[-2:]
+    if varlen:
+        batch = _batch_of(q, cu_seqlens_q, cu_seqlens_k)
+        _arrays.check_shape("k", k, (k.shape[0], k.shape[1], head_dim), k_axes, "q")
+        _arrays.check_shape("v", v, (*k.shape[:2], head_dim_v), v_axes, "k")
+        problem.varlen = 1
+        problem.total_q, problem.total_k = q.shape[0], k.shape[0]
+        problem.seqlen_q = integer("max_seqlen_q", options.max_seqlen_q)
+        problem.seqlen_k = integer("max_seqlen_k", options.max_seqlen_k)
+        lse_shape, lse_axes = (heads, q.shape[0]), ("heads", "total_q")
+    else:
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if getattr(options, name) is not None:
+                raise InvalidArgument(
+                    f"{name} = {getattr(options, name)!r}, expected None: "
+                    "it belongs to cu_seqlens_q and cu_seqlens_k"
+                )
+        batch = q.shape[0]
+        _arrays.check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim), k_axes, "q")
+        _arrays.check_shape("v", v, (*k.shape[:3], head_dim_v), v_axes, "k")
+        problem.seqlen_q, problem.seqlen_k = q.shape[1], k.shape[1]
+        lse_shape, lse_axes = (batch, heads, q.shape[1]), ("batch", "heads", "seqlen_q")
+    # The library reads 0 in these two as "not given"; here they are given.
+    if heads_kv == 0 and heads != 0:
+        raise InvalidArgument(f"k.shape[{len(k.shape) - 2}] = 0, expected at least 1 (heads_kv)")
+    if head_dim_v == 0 and head_dim != 0:
+        raise InvalidArgument(f"v.shape[{len(v.shape) - 1}] = 0, expected 1 to 256 (head_dim_v)")
+    problem.batch, problem.heads, problem.heads_kv = batch, heads, heads_kv
+    problem.head_dim, problem.head_dim_v = head_dim, head_dim_v
+
+    problem.causal = bool(options.causal)
+    problem.window_left = integer("window[0]", options.window_left)
+    problem.window_right = integer("window[1]", options.window_right)
+    if options.scale is not None:
+        problem.scale = real("scale", options.scale)
+    problem.softcap = real("softcap", options.softcap)
+    problem.dropout_p = real("dropout_p", options.dropout_p)
+    problem.deterministic = bool(options.deterministic)
+    problem.threads = integer("threads", options.threads, 32)
+    if alibi_slopes is not None:
+        problem.alibi = _alibi(alibi_slopes, q, batch, heads)
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        _arrays.check_last_contiguous(name, spec)
+        _set_strides(getattr(problem, name), spec)
+    out_shape = (*q.shape[:-1], head_dim_v)
+    return Shapes(problem, q, out_shape, (*q_axes[:-1], "head_dim_v"), lse_shape, lse_axes)
+
+
+def _check_cu_seqlens(name: str, spec: Spec) -> None:
+    _arrays.check_ndim(name, spec, ("batch + 1",))
+    _arrays.check_dtype(name, spec, "cumulative lengths", "int32")
+    _arrays.check_contiguous(name, spec)
+    if spec.shape[0] < 2:
+        raise InvalidArgument(f"{name}.shape[0] = {spec.shape[0]}, expected at least 2 (batch + 1)")
+
+
+def _batch_of(q: Spec, cu_seqlens_q: Spec | None, cu_seqlens_k: Spec | None) -> int:
+    """The batch size that both arrays of cumulative lengths agree on."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
+        raise InvalidArgument(
+            f"cu_seqlens_{missing} = None, expected an array, as cu_seqlens_{given} is given"
+        )
+    for name, spec in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_cu_seqlens(name, spec)
+        _arrays.check_place(name, spec, "q", q)
+    _arrays.check_shape(
+        "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, ("batch + 1",), "cu_seqlens_q"
+    )
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _alibi(spec: Spec, q: Spec, batch: int, heads: int) -> int:
+    name = "alibi_slopes"
+    _arrays.check_dtype(name, spec, "whatever the dtype of q", "float32")
+    _arrays.check_place(name, spec, "q", q)
+    if len(spec.shape) == 1:
+        _arrays.check_shape(name, spec, (heads,), ("heads",), "q")
+        kind = _library.ALIBI_PER_HEAD
+    elif len(spec.shape) == 2:
+        _arrays.check_shape(name, spec, (batch, heads), ("batch", "heads"), "q")
+        kind = _library.ALIBI_PER_BATCH_HEAD
+    else:
+        raise InvalidArgument(
+            f"{name}.ndim = {len(spec.shape)}, expected 1: (heads) or 2: (batch, heads)"
+        )
+    _arrays.check_contiguous(name, spec)
+    return kind
+
+
+def check_like_out(name: str, spec: Spec, shapes: Shapes) -> None:
+    """Checks out or dout and sets its strides."""
+    _arrays.check_shape(name, spec, shapes.out_shape, shapes.out_axes, "q and v")
+    check_tensor(name, spec, shapes)
+
+
+def check_tensor(name: str, spec: Spec, shapes: Shapes) -> None:
+    _arrays.check_dtype(name, spec, "that of q", shapes.q.dtype)
+    _arrays.check_place(name, spec, "q", shapes.q)
+    _arrays.check_last_contiguous(name, spec)
+    _set_strides(getattr(shapes.problem, name), spec)
+
+
+def check_like_lse(name: str, spec: Spec, shapes: Shapes) -> None:
+    _arrays.check_shape(name, spec, shapes.lse_shape, shapes.lse_axes, "q")
+    _arrays.check_dtype(name, spec, "whatever the dtype of q", "float32")
+    _arrays.check_place(name, spec, "q", shapes.q)
+    _arrays.check_contiguous(name, spec)
+
+
+def spec_of(name: str, array: Any) -> Spec:
+    return KINDS[type(array)].spec(name, array)
+
+
+def optional_spec(name: str, array: Any) -> Spec | None:
+    return None if array is None else spec_of(name, array)
+
+
+def make_launch(
+    cache: dict[Any, Launch],
+    key: Any,
+    shapes: Shapes,
+    new: tuple[Allocator, ...],
+) -> Launch:
+    """Makes the plan and keeps it."""
+    plan = _library.make_plan(shapes.problem)
+    q = shapes.q
+    on_cuda = q.device == "cuda"
+    bytes_needed = int(plan.workspace_bytes)
+    new_workspace = None
+    if on_cuda and bytes_needed:
+        new_workspace = q.kind.allocator((bytes_needed,), "uint8", q)
+    launch = Launch(
+        plan=plan,
+        address=ctypes.addressof(plan),
+        on_cuda=on_cuda,
+        device_index=q.device_index,
+        new=new,
+        new_workspace=new_workspace,
+        workspace_bytes=bytes_needed if new_workspace else 0,
+    )
+    if len(cache) >= CAPACITY:
+        # Another thread may be at it too: then it makes room, or the next call does.
+        with suppress(RuntimeError, StopIteration):
+            cache.pop(next(iter(cache)), None)
+    cache[key] = launch
+    return launch
+
+
+def longest(name: str, max_name: str, array: Any) -> int:
+    """The longest sequence of an array of cumulative lengths in the CPU's memory."""
+    spec = spec_of(name, array)
+    _check_cu_seqlens(name, spec)
+    if spec.device != "cpu" or spec.kind is _arrays.SPEC:
+        raise InvalidArgument(
+            f"{max_name} = None, expected an integer: "
+            f"{name} ({spec.place}) cannot be read from here"
+        )
+    address = KINDS[type(array)].view(array)[0]
+    offsets = np.ctypeslib.as_array((ctypes.c_int32 * spec.shape[0]).from_address(address))
+    return int((offsets[1:].astype(np.int64) - offsets[:-1]).max())
+
+
+def no_array(names: Sequence[str], arrays: Sequence[Any]) -> InvalidArgument:
+    """For arguments that must not be None."""
+    name = next(
+        (name for name, array in zip(names, arrays, strict=True) if array is None), names[0]
+    )
+    return InvalidArgument(f"{name} = None, expected an array")
+
+
+def bad_seed(seed: Any, offset: Any) -> InvalidArgument:
+    for name, value in (("dropout_seed", seed), ("dropout_offset", offset)):
+        try:
+            if 0 <= operator.index(value) < 2**64:
+                continue
+        except TypeError:
+            pass
+        return InvalidArgument(f"{name} = {value!r}, expected an integer from 0 to 2**64 - 1")
+    return InvalidArgument("dropout_seed and dropout_offset are out of range")  # pragma: no cover
+
+
+_HASHED_OPTIONS: Final = (
+    "causal",
+    "window[0]",
+    "window[1]",
+    "scale",
+    "softcap",
+    "dropout_p",
+    "threads",
+)
+
+
+def unhashable(values: Sequence[Any]) -> InvalidArgument:
+    for name, value in zip(_HASHED_OPTIONS, values, strict=False):
+        try:
+            hash(value)
+        except TypeError:
+            return InvalidArgument(f"{name} is of type {type(value).__name__}, expected a number")
+    return InvalidArgument("an option is no number")  # pragma: no cover

@@ -1,0 +1,829 @@
+"""Attention, forward and backward, as functions of arrays.
+
+Each call takes three steps, as the C library does: the arguments become a *problem*, the problem a
+*plan*, and the plan is *launched*. Problems that were seen before skip the first two: plans are
+kept by a key of shapes, strides, dtypes, devices and options, so that a call costs a few
+microseconds beyond the C function. Checks of shapes, strides and options run when a plan is made
+(`_plans`); what a key cannot hold (addresses, the contents of cu_seqlens) the library checks at
+each call.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, overload
+
+import numpy as np
+
+from . import _arrays, _library
+from ._arrays import DIRECT, KINDS, ArraySpec, Spec, SupportsDLPack, imported
+from ._errors import Error, InvalidArgument
+from ._library import (
+    BACKWARD_ARGS_SIZE,
+    FORWARD_ARGS_SIZE,
+    LIBRARY,
+    Problem,
+    check,
+    pack_backward,
+    pack_forward,
+)
+from ._plans import (
+    BACKWARD_LAUNCHES,
+    DENSE_K,
+    DENSE_Q,
+    DENSE_V,
+    FORWARD_LAUNCHES,
+    VARLEN_K,
+    VARLEN_Q,
+    VARLEN_V,
+    Launch,
+    Options,
+    Shapes,
+    bad_seed,
+    bad_window,
+    check_like_lse,
+    check_like_out,
+    check_tensor,
+    integer,
+    longest,
+    make_launch,
+    make_problem,
+    no_array,
+    optional_spec,
+    real,
+    spec_of,
+    unhashable,
+    window_pair,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NDArray: TypeAlias = np.ndarray[Any, Any]
+AnyArray: TypeAlias = NDArray | SupportsDLPack
+
+_launch_forward: Final = _library.forward
+_launch_backward: Final = _library.backward
+
+
+class _CallOptions(TypedDict, total=False):
+    """Options that `attention` and `attention_backward` share."""
+
+    causal: bool
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    alibi_slopes: AnyArray | None
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
+    cu_seqlens_q: AnyArray | None
+    cu_seqlens_k: AnyArray | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    threads: int
+
+
+# ------------------------------------------------------------------------------------------ forward
+
+
+def _forward_launch(key: Any, shapes: Shapes, out: Spec | None) -> Launch:
+    if out is not None:
+        check_like_out("out", out, shapes)
+    q = shapes.q
+    kind = q.kind
+    new_lse = kind.allocator(shapes.lse_shape, "float32", q)
+    new_out = new_lse if out is not None else kind.allocator(shapes.out_shape, q.dtype, q)
+    return make_launch(FORWARD_LAUNCHES, key, shapes, (new_out, new_lse))
+
+
+@overload
+def attention(
+    q: NDArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_CallOptions],
+) -> NDArray: ...
+
+
+@overload
+def attention(
+    q: NDArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[_CallOptions],
+) -> tuple[NDArray, NDArray]: ...
+
+
+@overload
+def attention(
+    q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: AnyArray | None = ...,
+    return_lse: bool = ...,
+    **options: Unpack[_CallOptions],
+) -> Any: ...
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_offset: int = 0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T + bias) v, exactly, in memory that grows with the sequence, not its
+    square.
+
+    Algorithm 1 of T. Dao, "FlashAttention-2", arXiv:2307.08691.
+
+    Arrays are NumPy arrays, PyTorch tensors, or anything with DLPack, and are read where they lie:
+        any
+    strides with a contiguous last dimension will do, and nothing is ever copied. dtypes: float32,
+    float16 and bfloat16 (a NumPy dtype of ml_dtypes, or a PyTorch tensor), one for q, k, v and out;
+    sums are float32.
+
+    Args:
+        q: queries, (batch, seqlen_q, heads, head_dim).
+        k: keys, (batch, seqlen_k, heads_kv, head_dim). heads_kv divides heads: query head i reads
+            key head i // (heads // heads_kv).
+        v: values, (batch, seqlen_k, heads_kv, head_dim_v). head_dim and head_dim_v: 1 to 256.
+        causal: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned).
+        window: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0 at most.
+        scale: multiplies q k^T; None: 1 / sqrt(head_dim).
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
+        alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q -
+            j|.
+        dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by 1 / (1 -
+            dropout_p).
+        dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
+            the same weights, in forward and backward, whatever the number of threads: see
+                `dropout_mask`.
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to total: sequences of different
+            lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
+        max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
+            found from cu_seqlens, if those are in the CPU's memory.
+        threads: CPU threads at most; 0: for PyTorch tensors torch.get_num_threads(), else OpenMP's
+            number (OMP_NUM_THREADS) as it was when a call of this kind was first made.
+        out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
+            contiguous last dimension; it must not overlap q, k or v. None: a new contiguous array.
+        return_lse: also return lse.
+
+    Returns:
+        out, or (out, lse). lse is the natural logarithm of the sum of exponentials of each row's
+        scores: float32, (batch, heads, seqlen_q), or (heads, total_q) with cu_seqlens. A query that
+            sees no key has
+        out = 0 and lse = -inf. New arrays are PyTorch tensors on q's device if q is one, else NumPy
+        arrays. Results of PyTorch tensors carry no gradient, even if q requires one: this is no
+        autograd function; `attention_backward` is the derivative.
+
+    Raises:
+        InvalidArgument: arguments that contradict each other or break a rule above; a ValueError.
+        Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
+        OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
+    """
+    q_kind, k_kind, v_kind = KINDS.get(type(q)), KINDS.get(type(k)), KINDS.get(type(v))
+    extra = alibi_slopes is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
+    if (
+        q_kind is None
+        or k_kind is None
+        or v_kind is None
+        or type(out) not in DIRECT
+        or (extra and not DIRECT.issuperset(map(type, (alibi_slopes, cu_seqlens_q, cu_seqlens_k))))
+    ):
+        if q is None or k is None or v is None:
+            raise no_array(("q", "k", "v"), (q, k, v))
+        names = ("q", "k", "v", "out", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+        with imported(names, (q, k, v, out, alibi_slopes, cu_seqlens_q, cu_seqlens_k)) as arrays:
+            result = attention(
+                arrays[0],
+                arrays[1],
+                arrays[2],
+                causal=causal,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                alibi_slopes=arrays[4],
+                dropout_p=dropout_p,
+                dropout_seed=dropout_seed,
+                dropout_offset=dropout_offset,
+                cu_seqlens_q=arrays[5],
+                cu_seqlens_k=arrays[6],
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                threads=threads,
+                out=arrays[3],
+                return_lse=return_lse,
+            )
+        if out is None:
+            return result
+        return (
+            (out, result[1]) if return_lse else out
+        )  # the caller's own object, not what it was imported as
+
+    q_pointer, q_signature = q_kind.view(q)
+    k_pointer, k_signature = k_kind.view(k)
+    v_pointer, v_signature = v_kind.view(v)
+    if out is None:
+        out_pointer, out_signature = 0, None
+    else:
+        out_kind = KINDS[type(out)]
+        out_pointer, out_signature = out_kind.view(out)
+        out_kind.check_writable("out", out)
+    cu_q_pointer = cu_k_pointer = alibi_pointer = 0
+    extras = None
+    if extra:
+        cu_q_signature = cu_k_signature = alibi_signature = None
+        if cu_seqlens_q is not None:
+            cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
+            if max_seqlen_q is None:
+                max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+        if cu_seqlens_k is not None:
+            cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
+            if max_seqlen_k is None:
+                max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+        if alibi_slopes is not None:
+            alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
+        extras = (cu_q_signature, cu_k_signature, alibi_signature, max_seqlen_q, max_seqlen_k)
+    elif max_seqlen_q is not None or max_seqlen_k is not None:
+        extras = (None, None, None, max_seqlen_q, max_seqlen_k)
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise bad_window(window) from None
+    if threads == 0:
+        threads = q_kind.threads()
+
+    key = (
+        q_signature,
+        k_signature,
+        v_signature,
+        out_signature,
+        extras,
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        threads,
+    )
+    try:
+        launch = FORWARD_LAUNCHES.get(key)
+    except TypeError:
+        raise unhashable(key[5:]) from None
+    if launch is None:
+        options = Options(
+            causal, left, right, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, threads
+        )
+        shapes = make_problem(
+            _library.FORWARD,
+            spec_of("q", q),
+            spec_of("k", k),
+            spec_of("v", v),
+            optional_spec("cu_seqlens_q", cu_seqlens_q),
+            optional_spec("cu_seqlens_k", cu_seqlens_k),
+            optional_spec("alibi_slopes", alibi_slopes),
+            options,
+        )
+        launch = _forward_launch(key, shapes, optional_spec("out", out))
+
+    if out is None:
+        out = launch.new[0](q)
+        out_pointer = KINDS[type(out)].pointer(out)
+    lse, lse_pointer = None, 0
+    if return_lse:
+        lse = launch.new[1](q)
+        lse_pointer = KINDS[type(lse)].pointer(lse)
+    workspace = None
+    workspace_pointer = stream = 0
+    if launch.on_cuda:
+        stream = _arrays.torch_stream(launch.device_index)
+        if launch.new_workspace is not None:
+            workspace = launch.new_workspace(q)
+            workspace_pointer = workspace.data_ptr()
+    try:
+        arguments = pack_forward(
+            FORWARD_ARGS_SIZE,
+            q_pointer,
+            k_pointer,
+            v_pointer,
+            out_pointer,
+            lse_pointer,
+            cu_q_pointer,
+            cu_k_pointer,
+            alibi_pointer,
+            dropout_seed,
+            dropout_offset,
+            workspace_pointer,
+            launch.workspace_bytes,
+            stream,
+        )
+    except struct.error:
+        raise bad_seed(dropout_seed, dropout_offset) from None
+    status = _launch_forward(launch.address, arguments)
+    if status:
+        check(status)
+    return (out, lse) if return_lse else out
+
+
+# ----------------------------------------------------------------------------------------- backward
+
+
+@overload
+def attention_backward(
+    dout: AnyArray,
+    q: NDArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: tuple[NDArray, NDArray, NDArray] | None = ...,
+    **options: Unpack[_CallOptions],
+) -> tuple[NDArray, NDArray, NDArray]: ...
+
+
+@overload
+def attention_backward(
+    dout: AnyArray,
+    q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: tuple[AnyArray, AnyArray, AnyArray] | None = ...,
+    **options: Unpack[_CallOptions],
+) -> tuple[Any, Any, Any]: ...
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_offset: int = 0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    dlse: Any = None,
+    deterministic: bool = False,
+    grads: tuple[Any, Any, Any] | None = None,
+) -> tuple[Any, Any, Any]:
+    """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
+
+    Algorithm 2 of T. Dao, "FlashAttention-2", arXiv:2307.08691. Every option must have the value
+    that it had in the forward call.
+
+    Args:
+        dout: gradient of out, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads,
+            head_dim_v).
+        q, k, v: as in `attention`.
+        out, lse: what `attention` gave with return_lse=True. lse must be contiguous.
+        causal, window, scale, softcap, alibi_slopes, dropout_p, dropout_seed, dropout_offset,
+        cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, threads: as in `attention`.
+        dlse: gradient of lse, float32, contiguous, the shape of lse; None: lse was not used
+            further.
+        deterministic: the same bits for every number of threads (at a fixed number they always
+            repeat).
+        grads: where to write (dq, dk, dv), any strides with a contiguous last dimension; they must
+            not overlap each other or an input. None: new contiguous arrays.
+
+    Returns:
+        (dq, dk, dv), of the shapes of q, k and v and q's dtype; dk and dv are summed over the query
+        heads that share a key head. Kinds of array as in `attention`.
+
+    Raises:
+        As `attention`.
+    """
+    dq = dk = dv = None
+    if grads is not None:
+        try:
+            dq, dk, dv = grads
+        except (TypeError, ValueError):
+            raise InvalidArgument("grads is no tuple of three, expected (dq, dk, dv)") from None
+        if dq is None or dk is None or dv is None:
+            raise no_array(("grads[0]", "grads[1]", "grads[2]"), (dq, dk, dv))
+    given = (dout, q, k, v, out, lse, dlse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
+    if not DIRECT.issuperset(map(type, given)):
+        names = (
+            "dout",
+            "q",
+            "k",
+            "v",
+            "out",
+            "lse",
+            "dlse",
+            "alibi_slopes",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+        )
+        with imported((*names, "dq", "dk", "dv"), given) as arrays:
+            result = attention_backward(
+                arrays[0],
+                arrays[1],
+                arrays[2],
+                arrays[3],
+                arrays[4],
+                arrays[5],
+                causal=causal,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                alibi_slopes=arrays[7],
+                dropout_p=dropout_p,
+                dropout_seed=dropout_seed,
+                dropout_offset=dropout_offset,
+                cu_seqlens_q=arrays[8],
+                cu_seqlens_k=arrays[9],
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                threads=threads,
+                dlse=arrays[6],
+                deterministic=deterministic,
+                grads=None if grads is None else (arrays[10], arrays[11], arrays[12]),
+            )
+        return result if grads is None else (dq, dk, dv)
+
+    try:
+        q_kind = KINDS[type(q)]
+        dout_pointer, dout_signature = KINDS[type(dout)].view(dout)
+        q_pointer, q_signature = q_kind.view(q)
+        k_pointer, k_signature = KINDS[type(k)].view(k)
+        v_pointer, v_signature = KINDS[type(v)].view(v)
+        out_pointer, out_signature = KINDS[type(out)].view(out)
+        lse_pointer, lse_signature = KINDS[type(lse)].view(lse)
+    except KeyError:
+        raise no_array(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse)) from None
+    cu_q_pointer = cu_k_pointer = alibi_pointer = dlse_pointer = dq_pointer = dk_pointer = (
+        dv_pointer
+    ) = 0
+    cu_q_signature = cu_k_signature = alibi_signature = dlse_signature = None
+    if cu_seqlens_q is not None:
+        cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
+        if max_seqlen_q is None:
+            max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
+        if max_seqlen_k is None:
+            max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+    if alibi_slopes is not None:
+        alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
+    if dlse is not None:
+        dlse_pointer, dlse_signature = KINDS[type(dlse)].view(dlse)
+    grad_signatures = None
+    if grads is not None:
+        dq_pointer, dq_signature = KINDS[type(dq)].view(dq)
+        dk_pointer, dk_signature = KINDS[type(dk)].view(dk)
+        dv_pointer, dv_signature = KINDS[type(dv)].view(dv)
+        grad_signatures = (dq_signature, dk_signature, dv_signature)
+        for name, array in (("dq", dq), ("dk", dk), ("dv", dv)):
+            KINDS[type(array)].check_writable(name, array)
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise bad_window(window) from None
+    if threads == 0:
+        threads = q_kind.threads()
+
+    key = (
+        q_signature,
+        k_signature,
+        v_signature,
+        dout_signature,
+        out_signature,
+        lse_signature,
+        dlse_signature,
+        alibi_signature,
+        cu_q_signature,
+        cu_k_signature,
+        grad_signatures,
+        max_seqlen_q,
+        max_seqlen_k,
+        deterministic,
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        threads,
+    )
+    try:
+        launch = BACKWARD_LAUNCHES.get(key)
+    except TypeError:
+        raise unhashable(key[14:]) from None
+    if launch is None:
+        options = Options(
+            causal,
+            left,
+            right,
+            scale,
+            softcap,
+            dropout_p,
+            max_seqlen_q,
+            max_seqlen_k,
+            threads,
+            deterministic,
+        )
+        specs = [spec_of(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
+        shapes = make_problem(
+            _library.BACKWARD,
+            specs[0],
+            specs[1],
+            specs[2],
+            optional_spec("cu_seqlens_q", cu_seqlens_q),
+            optional_spec("cu_seqlens_k", cu_seqlens_k),
+            optional_spec("alibi_slopes", alibi_slopes),
+            options,
+        )
+        check_like_out("dout", spec_of("dout", dout), shapes)
+        check_like_out("out", spec_of("out", out), shapes)
+        check_like_lse("lse", spec_of("lse", lse), shapes)
+        if dlse is not None:
+            check_like_lse("dlse", spec_of("dlse", dlse), shapes)
+            shapes.problem.has_dlse = 1
+        if grads is not None:
+            axes = (
+                (VARLEN_Q, VARLEN_K, VARLEN_V)
+                if cu_seqlens_q is not None
+                else (DENSE_Q, DENSE_K, DENSE_V)
+            )
+            for like, name, array, axis_names in zip(
+                specs, ("dq", "dk", "dv"), (dq, dk, dv), axes, strict=True
+            ):
+                spec = spec_of(name, array)
+                _arrays.check_shape(name, spec, like.shape, axis_names, name[1:])
+                check_tensor(name, spec, shapes)
+        q_spec = specs[0]
+        allocator = q_spec.kind.allocator
+        new = (
+            ()
+            if grads is not None
+            else tuple(allocator(spec.shape, q_spec.dtype, spec) for spec in specs)
+        )
+        launch = make_launch(BACKWARD_LAUNCHES, key, shapes, new)
+
+    if grads is None:
+        new_dq, new_dk, new_dv = launch.new
+        dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+        pointer = KINDS[type(dq)].pointer
+        dq_pointer, dk_pointer, dv_pointer = pointer(dq), pointer(dk), pointer(dv)
+    workspace = None
+    workspace_pointer = stream = 0
+    if launch.on_cuda:
+        stream = _arrays.torch_stream(launch.device_index)
+        if launch.new_workspace is not None:
+            workspace = launch.new_workspace(q)
+            workspace_pointer = workspace.data_ptr()
+    try:
+        arguments = pack_backward(
+            BACKWARD_ARGS_SIZE,
+            q_pointer,
+            k_pointer,
+            v_pointer,
+            out_pointer,
+            lse_pointer,
+            dout_pointer,
+            dlse_pointer,
+            dq_pointer,
+            dk_pointer,
+            dv_pointer,
+            cu_q_pointer,
+            cu_k_pointer,
+            alibi_pointer,
+            dropout_seed,
+            dropout_offset,
+            workspace_pointer,
+            launch.workspace_bytes,
+            stream,
+        )
+    except struct.error:
+        raise bad_seed(dropout_seed, dropout_offset) from None
+    status = _launch_backward(launch.address, arguments)
+    if status:
+        check(status)
+    return dq, dk, dv
+
+
+# --------------------------------------------------------------------------- questions about a call
+
+
+def _described(
+    arrays: Sequence[Any],
+    options: Options,
+    backward: bool,
+    dlse: bool,
+) -> Problem:
+    """The problem of a call that will not be made; results and gradients are taken to be
+    contiguous.
+    """
+    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+    with imported(names, arrays) as (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k):
+        if q is None or k is None or v is None:
+            raise no_array(names[:3], (q, k, v))
+        if cu_seqlens_q is not None and options.max_seqlen_q is None:
+            options.max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+        if cu_seqlens_k is not None and options.max_seqlen_k is None:
+            options.max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+        if options.threads == 0:
+            options.threads = KINDS[type(q)].threads()
+        shapes = make_problem(
+            _library.BACKWARD if backward else _library.FORWARD,
+            spec_of("q", q),
+            spec_of("k", k),
+            spec_of("v", v),
+            optional_spec("cu_seqlens_q", cu_seqlens_q),
+            optional_spec("cu_seqlens_k", cu_seqlens_k),
+            optional_spec("alibi_slopes", alibi_slopes),
+            options,
+        )
+        shapes.problem.has_dlse = backward and dlse
+        return shapes.problem
+
+
+def plan(
+    q: AnyArray | ArraySpec,
+    k: AnyArray | ArraySpec,
+    v: AnyArray | ArraySpec,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: AnyArray | ArraySpec | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: AnyArray | ArraySpec | None = None,
+    cu_seqlens_k: AnyArray | ArraySpec | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    deterministic: bool = False,
+    dlse: bool = False,
+    backward: bool = False,
+) -> str:
+    """How `attention` (or, with backward=True, `attention_backward`) would do this: kernel, tile,
+    threads or grid, workspace bytes, and why the kernels before it declined. Computes nothing and
+    reads no tensor.
+
+    Args: as `attention_backward`, except that dlse says whether there will be one. Instead of
+        arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine lacks.
+
+    Raises:
+        InvalidArgument, Unsupported: as the call itself would.
+    """
+    left, right = window_pair(window)
+    options = Options(
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        max_seqlen_q,
+        max_seqlen_k,
+        threads,
+        deterministic,
+    )
+    arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    return _library.plan_text(_library.make_plan(_described(arrays, options, backward, dlse)))
+
+
+def why(
+    q: AnyArray | ArraySpec,
+    k: AnyArray | ArraySpec,
+    v: AnyArray | ArraySpec,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: AnyArray | ArraySpec | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: AnyArray | ArraySpec | None = None,
+    cu_seqlens_k: AnyArray | ArraySpec | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    deterministic: bool = False,
+    dlse: bool = False,
+    backward: bool = False,
+) -> str:
+    """Which kernels take this call: one line each, with the reason of those that decline, and a
+    hint; or what is invalid about it. Raises nothing of its own for a bad request: the answer is
+    the text.
+
+    Args: as `plan`.
+    """
+    try:
+        left, right = window_pair(window)
+        options = Options(
+            causal,
+            left,
+            right,
+            scale,
+            softcap,
+            dropout_p,
+            max_seqlen_q,
+            max_seqlen_k,
+            threads,
+            deterministic,
+        )
+        arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+        return _library.why_text(_described(arrays, options, backward, dlse))
+    except Error as error:
+        return str(error)
+
+
+def dropout_mask(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    dropout_p: float,
+    dropout_seed: int = 0,
+    dropout_offset: int = 0,
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which weights dropout keeps, as `attention` and `attention_backward` draw it: for tests and
+    display.
+
+    Args:
+        batch, heads, seqlen_q, seqlen_k: the shape of the weights; with cu_seqlens, the longest
+            lengths.
+        dropout_p, dropout_seed, dropout_offset: as in `attention`.
+
+    Returns:
+        bool, (batch, heads, seqlen_q, seqlen_k): True where the weight is kept (and scaled by
+        1 / (1 - dropout_p)), False where it is dropped. Memory grows with seqlen_q * seqlen_k.
+
+    Raises:
+        InvalidArgument: a negative size, dropout_p outside [0, 1), a seed outside 0 to 2**64 - 1.
+    """
+    names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    sizes = [
+        integer(name, value)
+        for name, value in zip(names, (batch, heads, seqlen_q, seqlen_k), strict=True)
+    ]
+    for name, size in zip(names, sizes, strict=True):
+        if size < 0:
+            raise InvalidArgument(f"{name} = {size}, expected at least 0")
+    probability = real("dropout_p", dropout_p)
+    try:
+        struct.pack("QQ", dropout_seed, dropout_offset)
+    except struct.error:
+        raise bad_seed(dropout_seed, dropout_offset) from None
+    mask = np.empty(sizes, np.bool_)
+    check(
+        LIBRARY.strobe_dropout_mask(
+            *sizes,
+            probability,
+            operator.index(dropout_seed),
+            operator.index(dropout_offset),
+            _arrays.numpy_pointer(mask),
+        )
+    )
+    return mask

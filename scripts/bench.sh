@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Strobe and PyTorch on this CPU, same tensors, same process. Arguments go to bench/cpu_bench.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh bench
+scripts/build.sh release -- strobe
+STROBE_LIBRARY=$PWD/build/release/libstrobe.so PYTHONPATH=python exec build/venv/bin/python bench/cpu_bench.py "$@"

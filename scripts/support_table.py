@@ -1,0 +1,97 @@
+"""README's table of what runs where, asked of the library itself.
+
+    python scripts/support_table.py            rewrites the table in README.md
+    python scripts/support_table.py --check    exit 1 if README.md says something else
+
+STROBE_LIBRARY names the libstrobe.so to ask. Rows of kernels that it was built without are kept as
+README.md has them: a build without CUDA cannot speak for the CUDA kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from strobe import _library  # noqa: E402
+
+BEGIN, END = "<!-- support table: scripts/support_table.py -->", "<!-- end of support table -->"
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+# Column: fields that differ from a plain bf16 forward of head_dim 64.
+FEATURES: dict[str, dict[str, object]] = {
+    "fp32": {"dtype": FLOAT32},
+    "bf16": {},
+    "fp16": {"dtype": FLOAT16},
+    "backward": {"direction": 1},
+    "any head_dim to 256": {"head_dim": 37},
+    "head_dim_v": {"head_dim_v": 128},
+    "causal, window": {"causal": 1, "window_left": 100},
+    "varlen": {"varlen": 1, "total_q": 256, "total_k": 256},
+    "GQA": {"heads_kv": 2},
+    "ALiBi": {"alibi": 1},
+    "softcap": {"softcap": 30.0},
+    "dropout": {"dropout_p": 0.1},
+}
+
+
+def takes(index: int, name: str, fields: dict[str, object]) -> bool:
+    problem = _library.Problem()
+    library = _library.LIBRARY
+    library.strobe_problem_init(ctypes.byref(problem), ctypes.sizeof(problem))
+    wanted = {"dtype": BFLOAT16, "batch": 2, "seqlen_q": 128, "seqlen_k": 128, "heads": 4,
+              "head_dim": 64, "device": 1 if name.startswith("cuda") else 0, **fields}
+    for field, value in wanted.items():
+        setattr(problem, field, value)
+    text = ctypes.create_string_buffer(512)
+    return library.strobe_kernel_declines(index, ctypes.byref(problem), text, len(text)) == 0
+
+
+def rows() -> dict[str, str]:
+    """A line of the table per kernel of the library."""
+    library = _library.LIBRARY
+    library.strobe_kernel_name.restype = ctypes.c_char_p
+    library.strobe_kernel_name.argtypes = [ctypes.c_int32]
+    library.strobe_kernel_declines.restype = ctypes.c_size_t
+    library.strobe_kernel_declines.argtypes = [
+        ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
+    ]
+    lines = {}
+    index = 0
+    while (raw := library.strobe_kernel_name(index)) is not None:
+        name = raw.decode()
+        cells = ["yes" if takes(index, name, fields) else "-" for fields in FEATURES.values()]
+        lines[name] = f"| `{name}` | " + " | ".join(cells) + " |"
+        index += 1
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    old, after = rest.split(END)
+    known = {line.split("`")[1]: line for line in old.splitlines() if line.startswith("| `")}
+    known.update(rows())
+    # CUDA last, each back end widest first: the order in which a plan asks.
+    order = sorted(known, key=lambda name: (name.startswith("cuda"), list(known).index(name)))
+    header = ["| kernel | " + " | ".join(FEATURES) + " |", "| --- " * (len(FEATURES) + 1) + "|"]
+    new = before + BEGIN + "\n" + "\n".join(header + [known[n] for n in order]) + "\n" + END + after
+    if args.check:
+        if new != text:
+            print(f"{readme}: the support table is not what the library says; run {__file__}")
+        return int(new != text)
+    readme.write_text(new)
+    print(f"{readme}: support table of {', '.join(order)}, asked of {os.environ.get('STROBE_LIBRARY', 'strobe')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+// `strobe bench`: median times of forward and backward over a grid of shapes.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/buffer.h"
+#include "cli/commands.h"
+#include "cli/dtype.h"
+#include "cli/errors.h"
+#include "cli/machine_json.h"
+#include "cli/measure.h"
+#include "cli/random.h"
+#include "cli/terminal.h"
+
+namespace strobe::cli {
+namespace {
+
+// Normal values from a table: the speed does not depend on more randomness than that.
+void FillNormal(DType dtype, const Buffer& buffer, uint64_t seed) {
+  constexpr size_t kTable = 4096;
+  Random random(seed);
+  std::vector<float> table(kTable);
+  for (float& x : table) x = static_cast<float>(random.Normal());
+  const size_t count = buffer.size() / Bytes(dtype);
+  for (size_t i = 0; i < count; ++i) Store(dtype, buffer.data(), i, table[random.Bits() % kTable]);
+}
+
+// The tensors of one shape, for both directions.
+class BenchTensors {
+ public:
+  explicit BenchTensors(const Problem& problem) : problem_(problem) {
+    // In double: the product may be beyond 64 bits, and no machine has that much.
+    if (static_cast<double>(problem.batch) * static_cast<double>(problem.seqlen_q) *
+            static_cast<double>(problem.heads * problem.head_dim) >
+        0x1p48) {
+      throw std::bad_alloc();
+    }
+    const auto count_q = static_cast<size_t>(problem.batch * problem.seqlen_q * problem.heads * problem.head_dim);
+    const auto count_k = static_cast<size_t>(problem.batch * problem.seqlen_k * problem.heads_kv * problem.head_dim);
+    const size_t bytes = Bytes(problem.dtype);
+    for (Buffer* b : {&q_, &out_, &dout_, &dq_}) *b = Buffer(count_q * bytes);
+    for (Buffer* b : {&k_, &v_, &dk_, &dv_}) *b = Buffer(count_k * bytes);
+    lse_ = Buffer(static_cast<size_t>(problem.batch * problem.heads * problem.seqlen_q) * sizeof(float));
+    uint64_t seed = 1;
+    for (const Buffer* b : {&q_, &k_, &v_, &dout_}) FillNormal(problem.dtype, *b, seed++);
+  }
+
+  [[nodiscard]] Plan MakePlan(Direction direction) const {
+    Problem p = problem_;
+    p.direction = direction;
+    return Plan(p);
+  }
+
+  [[nodiscard]] Timing Forward(const Plan& plan, double seconds) {
+    const Buffer workspace(plan.workspace_bytes());
+    const ForwardArgs args = {.q = q_.data(),
+                              .k = k_.data(),
+                              .v = v_.data(),
+                              .out = out_.data(),
+                              .lse = lse_.floats(),
+                              .workspace = workspace.span()};
+    return Measure([&] { plan.forward(args); }, seconds);
+  }
+
+  [[nodiscard]] Timing Backward(const Plan& plan, double seconds) {
+    const Plan forward = MakePlan(Direction::kForward);  // backward wants a true out and lse
+    forward.forward(
+        {.q = q_.data(), .k = k_.data(), .v = v_.data(), .out = out_.data(), .lse = lse_.floats()});
+    const Buffer workspace(plan.workspace_bytes());
+    const BackwardArgs args = {.q = q_.data(),
+                               .k = k_.data(),
+                               .v = v_.data(),
+                               .out = out_.data(),
+                               .lse = lse_.floats(),
+                               .dout = dout_.data(),
+                               .dq = dq_.data(),
+                               .dk = dk_.data(),
+                               .dv = dv_.data(),
+                               .workspace = workspace.span()};
+    return Measure([&] { plan.backward(args); }, seconds);
+  }
+
+ private:
+  Problem problem_;
+  Buffer q_, k_, v_, dout_, out_, lse_, dq_, dk_, dv_;
+};
+
+struct Measured {
+  Problem problem;
+  Direction direction;
+  std::string kernel;
+  int threads = 0;
+  size_t workspace_bytes = 0;
+  Timing timing;
+  double flop = 0;
+};
+
+nlohmann::ordered_json ToJson(const Measured& m) {
+  const Problem& p = m.problem;
+  return {{"dtype", Name(p.dtype)},
+          {"head_dim", p.head_dim},
+          {"causal", p.causal},
+          {"seqlen", p.seqlen_q},
+          {"batch", p.batch},
+          {"heads", p.heads},
+          {"heads_kv", p.heads_kv},
+          {"direction", m.direction == Direction::kForward ? "forward" : "backward"},
+          {"kernel", m.kernel},
+          {"threads", m.threads},
+          {"workspace_bytes", m.workspace_bytes},
+          {"runs", m.timing.runs},
+          {"median_seconds", m.timing.median},
+          {"best_seconds", m.timing.best},
+          {"flop", m.flop},
+          {"gflops", m.flop / m.timing.median / 1e9}};
+}
+
+std::vector<Problem> Grid(const BenchOptions& o) {
+  std::vector<Problem> grid;
+  for (const DType dtype : o.dtypes) {
+    for (const int64_t head_dim : o.head_dims) {
+      for (const bool causal : o.causal) {
+        for (const int64_t seqlen : o.seqlens) {
+          grid.push_back({.dtype = dtype,
+                          .device = o.device,
+                          .batch = o.batch > 0 ? o.batch : std::max<int64_t>(1, 4096 / seqlen),
+                          .seqlen_q = seqlen,
+                          .seqlen_k = seqlen,
+                          .heads = o.heads,
+                          .heads_kv = o.heads_kv > 0 ? o.heads_kv : o.heads,
+                          .head_dim = head_dim,
+                          .causal = causal,
+                          .threads = static_cast<int32_t>(o.threads)});
+        }
+      }
+    }
+  }
+  return grid;
+}
+
+}  // namespace
+
+int Bench(const BenchOptions& options) {
+  const std::vector<Problem> grid = Grid(options);
+  // A problem that no kernel takes ends the command before it has begun.
+  for (const Problem& problem : grid) {
+    Problem backward = problem;
+    backward.direction = Direction::kBackward;
+    if (options.direction != Which::kBackward) (void)Plan(problem);
+    if (options.direction != Which::kForward) (void)Plan(backward);
+  }
+  if (options.device != Device::kCpu) {
+    throw UserError("--device cuda: this version of the benchmark runs on the CPU only");
+  }
+
+  const Machine m = machine();
+  nlohmann::ordered_json json = {{"machine", MachineJson(m)}, {"results", nlohmann::ordered_json::array()}};
+  if (!options.json) {
+    fmt::print("Strobe {} on {}, {} threads, {} heads. Median times; backward does 2.5 times the work.\n\n", version(),
+               m.cpu_name, options.threads > 0 ? options.threads : m.cpu_threads, options.heads);
+    fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype", "head_dim", "causal",
+               "seqlen", "batch", "kernel", "forward", "", "backward", "");
+  }
+  for (const Problem& problem : grid) {
+    std::string label = fmt::format("{:<9} {:>8} {:>6} {:>7} {:>6}", Name(problem.dtype), problem.head_dim,
+                                    problem.causal ? "yes" : "no", problem.seqlen_q, problem.batch);
+    if (!options.json) Progress(label);
+    BenchTensors bench(problem);
+    const double flop =
+        ForwardFlop(static_cast<double>(problem.batch) *
+                        VisiblePairs(problem.seqlen_q, problem.seqlen_k, problem.causal, -1, -1),
+                    problem.heads, problem.head_dim, problem.head_dim);
+    std::string kernel;
+    std::string row;
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      const bool forward = direction == Direction::kForward;
+      if (options.direction == (forward ? Which::kBackward : Which::kForward)) {
+        row += fmt::format(" {:>10} {:>13}  ", "-", "");
+        continue;
+      }
+      const Plan plan = bench.MakePlan(direction);
+      const Measured measured = {
+          .problem = problem,
+          .direction = direction,
+          .kernel = plan.kernel(),
+          .threads = plan.threads(),
+          .workspace_bytes = plan.workspace_bytes(),
+          .timing = forward ? bench.Forward(plan, options.min_time) : bench.Backward(plan, options.min_time),
+          .flop = forward ? flop : BackwardFlop(flop)};
+      if (kernel.empty()) {
+        kernel = plan.kernel();
+        label += fmt::format("  {:<13}", kernel);
+      }
+      row += fmt::format(" {:>10} {:>13}  ", TimeText(measured.timing.median),
+                         SpeedText(measured.flop / measured.timing.median));
+      if (!options.json) Progress(label + row);
+      json["results"].push_back(ToJson(measured));
+    }
+    if (options.json) continue;
+    ClearProgress();
+    while (row.back() == ' ') row.pop_back();
+    fmt::print("{}{}\n", label, row);
+    std::fflush(stdout);
+  }
+  if (options.json) fmt::print("{}\n", json.dump(2));
+  return 0;
+}
+
+}  // namespace strobe::cli

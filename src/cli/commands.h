@@ -1,0 +1,74 @@
+// The commands of `strobe`, each a plain function of its options. main.cpp only reads the command line.
+// Each returns the exit code and throws UserError or strobe::Error.
+#ifndef STROBE_CLI_COMMANDS_H_
+#define STROBE_CLI_COMMANDS_H_
+
+#include <strobe/strobe.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace strobe::cli {
+
+struct InfoOptions {
+  bool json = false;
+};
+
+enum class Layout { kSeqlenHeads, kHeadsSeqlen };  // [batch, seqlen, heads, head_dim] or [batch, heads, seqlen, head_dim]
+enum class Which { kForward, kBackward, kBoth };
+
+struct RunOptions {
+  std::string input;
+  std::string output;                     // empty: none
+  std::optional<Which> direction;         // unset: backward too when the file has dout
+  std::optional<DType> dtype;             // unset: the file's
+  Layout layout = Layout::kSeqlenHeads;
+  bool causal = false;
+  std::vector<int64_t> window = {-1, -1};  // left, right
+  std::optional<double> scale;
+  double softcap = 0;
+  double dropout_p = 0;
+  int64_t seed = 0;
+  int64_t offset = 0;
+  bool alibi = false;
+  bool deterministic = false;
+  int64_t threads = 0;
+  Device device = Device::kCpu;
+  int64_t device_index = 0;
+  int64_t repeat = 0;  // 0: for about half a second
+  bool why = false;
+};
+
+struct CheckOptions {
+  int64_t cases = 0;  // of each feature; 0: the default
+  int64_t seed = 1;
+  int64_t threads = 0;
+  Device device = Device::kCpu;
+};
+
+struct BenchOptions {
+  std::vector<DType> dtypes = {DType::kFloat32, DType::kBFloat16};
+  std::vector<int64_t> head_dims = {64, 128};
+  std::vector<int64_t> seqlens = {512, 1024, 2048, 4096};
+  std::vector<bool> causal = {false, true};
+  Which direction = Which::kBoth;
+  int64_t heads = 8;
+  int64_t heads_kv = 0;  // 0: heads
+  int64_t batch = 0;     // 0: max(1, 4096 / seqlen)
+  int64_t threads = 0;
+  int64_t device_index = 0;
+  Device device = Device::kCpu;
+  double min_time = 0.3;  // seconds for each line and direction
+  bool json = false;
+};
+
+int Info(const InfoOptions& options);
+int Run(const RunOptions& options);
+int Check(const CheckOptions& options);
+int Bench(const BenchOptions& options);
+
+}  // namespace strobe::cli
+
+#endif  // STROBE_CLI_COMMANDS_H_

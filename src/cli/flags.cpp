@@ -1,0 +1,132 @@
+#include "cli/flags.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <numeric>
+
+#include "cli/errors.h"
+#include "cli/safetensors.h"
+
+namespace strobe::cli {
+namespace {
+
+std::string Range(int64_t min, int64_t max) {
+  if (max == std::numeric_limits<int64_t>::max()) return fmt::format("a whole number from {}", min);
+  return fmt::format("a whole number from {} to {}", min, max);
+}
+
+// Levenshtein distance.
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = row[0]++;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
+}  // namespace
+
+int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min, int64_t max) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < min || value > max) {
+    throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), Range(min, max)));
+  }
+  return value;
+}
+
+double ParseNumber(const std::string& flag, const std::string& text) {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || !std::isfinite(value)) {
+    throw UserError(fmt::format("{} = {}, expected a number", flag, Printable(text)));
+  }
+  return value;
+}
+
+size_t ParseChoice(const std::string& flag, const std::string& text, const std::vector<std::string>& names) {
+  const auto found = std::find(names.begin(), names.end(), text);
+  if (found == names.end()) {
+    throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), fmt::join(names, ", ")));
+  }
+  return static_cast<size_t>(found - names.begin());
+}
+
+std::vector<std::string> SplitCommas(const std::string& text) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type, const std::string& help,
+                     std::function<void(const std::string& flag, const std::string& text)> set) {
+  const size_t dashes = names.find("--");
+  const std::string flag = names.substr(dashes == std::string::npos ? 0 : dashes);
+  return app
+      .add_option_function<std::string>(
+          names, [flag, set = std::move(set)](const std::string& text) { set(flag, text); }, help)
+      ->type_name(type);
+}
+
+CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help) {
+  return app.add_flag(name, *value, help)->disable_flag_override();
+}
+
+CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type, const std::string& help,
+                       std::function<void(double value)> set) {
+  return AddText(app, names, type, help,
+                 [set = std::move(set)](const std::string& flag, const std::string& text) {
+                   set(ParseNumber(flag, text));
+                 });
+}
+
+CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min, const std::string& help,
+                        int64_t max) {
+  return AddText(app, names, "N", help, [value, min, max](const std::string& flag, const std::string& text) {
+    *value = ParseInteger(flag, text, min, max);
+  });
+}
+
+CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values, int64_t min,
+                         int64_t max, const std::string& help) {
+  return AddText(app, names, "N,N,...", help,
+                 [values, min, max](const std::string& flag, const std::string& text) {
+                   values->clear();
+                   for (const std::string& part : SplitCommas(text)) {
+                     values->push_back(ParseInteger(flag, part, min, max));
+                   }
+                 });
+}
+
+std::string Nearest(std::string_view text, const std::vector<std::string>& names) {
+  std::string nearest;
+  size_t best = std::max<size_t>(text.size() / 3, 1) + 1;
+  for (const std::string& name : names) {
+    const size_t distance = EditDistance(text, name);
+    if (distance < best) {
+      best = distance;
+      nearest = name;
+    }
+  }
+  return nearest;
+}
+
+}  // namespace strobe::cli

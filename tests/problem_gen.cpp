@@ -1,0 +1,258 @@
+#include "problem_gen.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <iterator>
+#include <limits>
+#include <numeric>
+
+namespace strobe_test {
+namespace {
+
+using oracle::Rng;
+
+int64_t PickHeadDim(Rng& rng) {
+  static constexpr int64_t kUsual[] = {32, 64, 64, 80, 96, 128, 192, 256};
+  static constexpr int64_t kBorders[] = {1,  2,  3,  5,  7,  8,  9,  15, 16,  17,  24,  31,
+                                         33, 40, 48, 63, 65, 72, 97, 127, 129, 160, 255, 256};
+  const double u = rng.Uniform();
+  return u < 0.3 ? rng.Pick(kUsual) : u < 0.65 ? rng.Pick(kBorders) : rng.Integer(1, 256);
+}
+
+// Lengths by profile: most cases are small, some cross the borders of tiles, a few are long.
+struct Profile {
+  int64_t low, high;      // of lengths
+  double both;            // probability that q and k both go up to `high`; else one of them stays below 40
+  int64_t work;           // limit of Case::Work()
+};
+
+const Profile& PickProfile(Rng& rng) {
+  static constexpr Profile kTiny{0, 40, 1, 1'500'000}, kMedium{17, 300, 0.7, 3'500'000},
+      kLong{300, 1100, 0, 4'000'000}, kLongest{500, 1100, 1, 24'000'000};
+  const double u = rng.Uniform();
+  return u < 0.62 ? kTiny : u < 0.94 ? kMedium : u < 0.99 ? kLong : kLongest;
+}
+
+void PickLengths(Rng& rng, const Profile& profile, Case& c) {
+  c.varlen = rng.Chance(0.3);
+  const int64_t batch = c.varlen ? rng.Integer(1, 6) : rng.Integer(1, 3);
+  const bool same = rng.Chance(0.4);
+  const bool both = rng.Chance(profile.both), long_q = rng.Chance(0.5);
+  const auto draw = [&](bool is_q) {
+    if (rng.Chance(c.varlen ? 0.12 : 0.02)) return int64_t{0};
+    if (rng.Chance(0.06)) return int64_t{1};
+    if (!both && is_q != long_q) return rng.Integer(1, 40);
+    return rng.Integer(profile.low, profile.high);
+  };
+  for (int64_t b = 0; b < batch; ++b) {
+    const bool again = b > 0 && !c.varlen;
+    c.seqlens_q.push_back(again ? c.seqlens_q[0] : draw(true));
+    c.seqlens_k.push_back(again ? c.seqlens_k[0] : same ? c.seqlens_q.back() : draw(false));
+  }
+  if (c.varlen && rng.Chance(0.3)) {
+    c.slack_q = rng.Integer(0, 70);
+    c.slack_k = rng.Integer(0, 70);
+  }
+}
+
+// Makes the problem cheaper where it is too dear, what matters least first.
+void Shrink(int64_t limit, Case& c) {
+  while (c.Work() > limit) {
+    if (c.batch() > 2 || (c.batch() == 2 && !c.varlen)) {
+      c.seqlens_q.pop_back();
+      c.seqlens_k.pop_back();
+    } else if (c.heads > c.heads_kv * 2) {
+      c.heads = c.heads_kv * 2;
+    } else if (c.heads_kv > 1) {
+      c.heads = c.heads / c.heads_kv;
+      c.heads_kv = 1;
+    } else if (c.heads > 1) {
+      c.heads = 1;
+    } else if (c.head_dim + c.head_dim_v > 40) {
+      c.head_dim = c.head_dim / 2 + 1;
+      c.head_dim_v = c.head_dim_v / 2 + 1;
+    } else {
+      for (int64_t& n : c.seqlens_q) n = n / 2 + n % 2;
+    }
+  }
+}
+
+int64_t PickWindow(Rng& rng, int64_t longest) {
+  const double u = rng.Uniform();
+  if (u < 0.25) return -1;
+  if (u < 0.40) return 0;
+  if (u < 0.65) return rng.Integer(1, 8);
+  if (u < 0.95) return rng.Integer(0, longest + 10);
+  return rng.Chance(0.5) ? int64_t{1} << 40 : std::numeric_limits<int64_t>::max();
+}
+
+void PickMask(Rng& rng, Case& c) {
+  c.causal = rng.Chance(0.45);
+  if (!rng.Chance(0.35)) return;
+  const int64_t longest = std::max(c.longest_q(), c.longest_k());
+  c.window_left = PickWindow(rng, longest);
+  c.window_right = PickWindow(rng, longest);
+}
+
+float PickScale(Rng& rng) {
+  const double u = rng.Uniform();
+  if (u < 0.65) return std::numeric_limits<float>::quiet_NaN();
+  if (u < 0.70) return 0;
+  if (u < 0.78) return static_cast<float>(-rng.Uniform(0.01, 0.3));
+  if (u < 0.84) return static_cast<float>(rng.Uniform(1, 5));
+  return static_cast<float>(rng.Uniform(0.01, 0.5));
+}
+
+void PickScores(Rng& rng, Case& c) {
+  c.scale = PickScale(rng);
+  if (rng.Chance(0.2)) {
+    static constexpr float kCaps[] = {0.5f, 5, 20, 30, 50};
+    c.softcap = rng.Pick(kCaps);
+  }
+  if (rng.Chance(0.2)) {
+    static constexpr float kProbabilities[] = {0.01f, 0.1f, 0.17f, 0.5f, 0.9f};
+    c.dropout_p = rng.Pick(kProbabilities);
+    c.dropout_seed = rng.Next();
+    c.dropout_offset = rng.Chance(0.5) ? rng.Next() : static_cast<uint64_t>(rng.Integer(0, 9));
+  }
+  if (rng.Chance(0.2)) c.alibi = rng.Chance(0.5) ? STROBE_ALIBI_PER_HEAD : STROBE_ALIBI_PER_BATCH_HEAD;
+
+  static constexpr double kSizes[] = {1, 1, 1, 1, 0.05, 0.3, 3, 8};
+  c.size_qk = rng.Pick(kSizes);
+  c.size_v = rng.Pick(kSizes);
+  c.size_dout = rng.Pick(kSizes);
+  c.constant_keys = rng.Chance(0.03);
+
+  if (rng.Chance(0.12)) {
+    c.special = rng.Chance(0.5) ? Special::kNan : Special::kInfinity;
+    c.dropout_p = 0;  // whether 0 * NaN stands for a dropped weight is a matter of taste
+  }
+  if (c.special == Special::kInfinity) {
+    // No weight may be so small that float32 or float16 takes it for 0: 0 * infinity would be NaN there, and infinity
+    // in float64.
+    c.scale = std::numeric_limits<float>::quiet_NaN();
+    c.alibi = STROBE_ALIBI_NONE;
+    c.size_qk = c.size_v = c.size_dout = 1;
+  }
+}
+
+Layout PickLayout(Rng& rng, bool output) {
+  Layout layout;
+  static constexpr int64_t kOdd[] = {0, 0, 1, -7, 12345, int64_t{1} << 40};
+  layout.shift = rng.Chance(0.5) ? 0 : rng.Integer(1, 31);
+  layout.defaulted = rng.Chance(0.3);
+  if (layout.defaulted) return layout;
+  layout.odd_stride = rng.Pick(kOdd);
+  const double u = rng.Uniform();
+  if (u < 0.25) {  // (b, s, h, d)
+  } else if (u < 0.6) {  // (b, h, s, d)
+    std::swap(layout.order[1], layout.order[2]);
+  } else {
+    for (int i = 2; i > 0; --i) std::swap(layout.order[i], layout.order[rng.Integer(0, i)]);
+  }
+  const bool padded = rng.Chance(0.4), turned = rng.Chance(0.1), spread = !output && rng.Chance(0.1);
+  for (int i = 0; i < 3; ++i) {
+    if (padded && rng.Chance(0.6)) layout.pad[i] = rng.Integer(1, 20);
+    if (turned) layout.negative[i] = rng.Chance(0.5);
+    if (spread) layout.broadcast[i] = rng.Chance(0.5);
+  }
+  return layout;
+}
+
+void PickLayouts(Rng& rng, Case& c) {
+  const double u = rng.Uniform();
+  if (u < 0.12) {
+    c.packing = Packing::kKv;
+  } else if (u < 0.25 && c.seqlens_q == c.seqlens_k) {
+    c.packing = Packing::kQkv;
+  }
+  for (Layout* layout : {&c.q, &c.k, &c.v, &c.dout}) *layout = PickLayout(rng, false);
+  for (Layout* layout : {&c.out, &c.dq, &c.dk, &c.dv}) *layout = PickLayout(rng, true);
+}
+
+std::string Describe(const Layout& l) {
+  if (l.defaulted) return l.shift ? "contiguous+" + std::to_string(l.shift) : "contiguous";
+  std::string text;
+  for (const int dim : l.order) {
+    text += l.negative[dim] ? "-" : "";
+    text += "bsh"[dim];
+    if (l.broadcast[dim]) text += "*0";
+    if (l.pad[dim]) text += "(pad " + std::to_string(l.pad[dim]) + ")";
+  }
+  return text + "+" + std::to_string(l.shift);
+}
+
+template <typename T>
+std::string Join(const std::vector<T>& values) {
+  std::string text;
+  for (const T& x : values) {
+    if (!text.empty()) text += ',';
+    text += std::to_string(x);
+  }
+  return text;
+}
+
+}  // namespace
+
+int64_t Case::longest_q() const { return *std::max_element(seqlens_q.begin(), seqlens_q.end()); }
+int64_t Case::longest_k() const { return *std::max_element(seqlens_k.begin(), seqlens_k.end()); }
+int64_t Case::rows_q() const { return std::accumulate(seqlens_q.begin(), seqlens_q.end(), int64_t{0}); }
+int64_t Case::rows_k() const { return std::accumulate(seqlens_k.begin(), seqlens_k.end(), int64_t{0}); }
+
+int64_t Case::Work() const {
+  int64_t scores = 0;
+  for (size_t b = 0; b < seqlens_q.size(); ++b) scores += seqlens_q[b] * seqlens_k[b];
+  return scores * heads * (head_dim + head_dim_v) / 2;
+}
+
+Case GenerateCase(uint64_t seed) {
+  Rng rng(seed);
+  Case c;
+  c.seed = seed;
+  static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
+                                             oracle::DType::kFloat16};
+  c.dtype = rng.Pick(kTypes);
+  const Profile& profile = PickProfile(rng);
+  PickLengths(rng, profile, c);
+  static constexpr int64_t kGroups[] = {1, 1, 1, 2, 3, 4, 8};
+  c.heads_kv = rng.Integer(1, 3);
+  c.heads = c.heads_kv * rng.Pick(kGroups);
+  c.head_dim = PickHeadDim(rng);
+  c.head_dim_v = rng.Chance(0.65) ? c.head_dim : PickHeadDim(rng);
+  Shrink(profile.work, c);
+  PickMask(rng, c);
+  PickScores(rng, c);
+  PickLayouts(rng, c);
+  c.dlse = rng.Chance(0.3);
+  c.deterministic = rng.Chance(0.3);
+  static constexpr int32_t kThreads[] = {0, 1, 1, 2, 3, 4};
+  c.threads = rng.Pick(kThreads);
+  c.own_workspace = rng.Chance(0.3);
+  c.without_lse = rng.Chance(0.1);
+  c.fields_defaulted = rng.Chance(0.5);
+  return c;
+}
+
+std::string ToString(const Case& c) {
+  char text[1024];
+  std::snprintf(text, sizeof text,
+                "seed %llu: %s, seqlens_q {%s}, seqlens_k {%s}%s, heads %lld/%lld, head_dim %lld/%lld%s, window (%lld, "
+                "%lld), scale %g, softcap %g, dropout %g, alibi %d%s%s, threads %d, %s workspace, sizes qk %g v %g "
+                "dout %g%s%s, packing %s, layouts q %s k %s v %s out %s dout %s dq %s dk %s dv %s",
+                static_cast<unsigned long long>(c.seed), oracle::Name(c.dtype), Join(c.seqlens_q).c_str(),
+                Join(c.seqlens_k).c_str(), c.varlen ? " varlen" : "", static_cast<long long>(c.heads),
+                static_cast<long long>(c.heads_kv), static_cast<long long>(c.head_dim),
+                static_cast<long long>(c.head_dim_v), c.causal ? ", causal" : "",
+                static_cast<long long>(c.window_left), static_cast<long long>(c.window_right), c.scale, c.softcap,
+                c.dropout_p, c.alibi, c.dlse ? ", dlse" : "", c.deterministic ? ", deterministic" : "", c.threads,
+                c.own_workspace ? "library's" : "caller's", c.size_qk, c.size_v, c.size_dout,
+                c.constant_keys ? ", constant keys" : "",
+                c.special == Special::kNan ? ", NaN" : c.special == Special::kInfinity ? ", infinity" : "",
+                c.packing == Packing::kQkv ? "qkv" : c.packing == Packing::kKv ? "kv" : "none", Describe(c.q).c_str(),
+                Describe(c.k).c_str(), Describe(c.v).c_str(), Describe(c.out).c_str(), Describe(c.dout).c_str(),
+                Describe(c.dq).c_str(), Describe(c.dk).c_str(), Describe(c.dv).c_str());
+  return text;
+}
+
+}  // namespace strobe_test

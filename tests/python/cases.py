@@ -1,0 +1,156 @@
+"""Inputs for the tests, and the comparison of a call with the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import strobe
+
+import oracle
+
+Array = np.ndarray[Any, Any]
+
+DTYPES: dict[str, Any] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """Standard normal values, rounded to dtype."""
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An output that shows what was not written."""
+    return np.full(shape, np.nan, dtype)
+
+
+@dataclass
+class Case:
+    """Shapes and options of a problem; `options` are those of strobe.attention."""
+
+    batch: int = 2
+    seqlen_q: int = 37
+    seqlen_k: int = 53
+    heads: int = 4
+    heads_kv: int = 2
+    head_dim: int = 32
+    head_dim_v: int = 32
+    dtype: str = "float32"
+    alibi: int = 0  # number of dimensions of the slopes
+    with_dlse: bool = False
+    cu_q: list[int] | None = None
+    cu_k: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, rng: np.random.Generator) -> Inputs:
+        """Random inputs."""
+        dtype = DTYPES[self.dtype]
+        if self.cu_q is None:
+            rows_q: tuple[int, ...] = (self.batch, self.seqlen_q)
+            rows_k: tuple[int, ...] = (self.batch, self.seqlen_k)
+            lse_shape: tuple[int, ...] = (self.batch, self.heads, self.seqlen_q)
+        else:
+            assert self.cu_k is not None
+            rows_q, rows_k = (self.cu_q[-1],), (self.cu_k[-1],)
+            lse_shape = (self.heads, self.cu_q[-1])
+        options = dict(self.options)
+        if self.alibi:
+            shape = (self.heads,) if self.alibi == 1 else (self.batch, self.heads)
+            options["alibi_slopes"] = rng.uniform(0.01, 0.3, shape).astype(np.float32)
+        if self.cu_q is not None:
+            options["cu_seqlens_q"] = np.array(self.cu_q, np.int32)
+            options["cu_seqlens_k"] = np.array(self.cu_k, np.int32)
+        return Inputs(
+            q=normal(rng, (*rows_q, self.heads, self.head_dim), dtype),
+            k=normal(rng, (*rows_k, self.heads_kv, self.head_dim), dtype),
+            v=normal(rng, (*rows_k, self.heads_kv, self.head_dim_v), dtype),
+            dout=normal(rng, (*rows_q, self.heads, self.head_dim_v), dtype),
+            dlse=normal(rng, lse_shape) if self.with_dlse else None,
+            options=options,
+        )
+
+
+@dataclass
+class Inputs:
+    """Tensors of a call. `options` are keyword arguments of both strobe.attention and its
+    derivative.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+    options: dict[str, Any]
+
+    def reference(self, round_to: Any = None, backward: bool = True) -> oracle.Result:
+        """What the oracle, or with a dtype the comparator, makes of these inputs."""
+        options = {
+            name: value
+            for name, value in self.options.items()
+            if name in ("causal", "window", "scale", "softcap", "dropout_p", "alibi_slopes")
+        }
+        gradients: dict[str, Any] = {"dout": self.dout, "dlse": self.dlse} if backward else {}
+        cu_q: Array | None = self.options.get("cu_seqlens_q")
+        cu_k: Array | None = self.options.get("cu_seqlens_k")
+        heads = self.q.shape[-2]
+        if cu_q is None or cu_k is None:
+            shape = (self.q.shape[0], heads, self.q.shape[1], self.k.shape[1])
+        else:
+            shape = (len(cu_q) - 1, heads, int(np.diff(cu_q).max()), int(np.diff(cu_k).max()))
+        if self.options.get("dropout_p", 0) > 0:
+            options["keep"] = strobe.dropout_mask(
+                *shape,
+                dropout_p=self.options["dropout_p"],
+                dropout_seed=self.options.get("dropout_seed", 0),
+                dropout_offset=self.options.get("dropout_offset", 0),
+            )
+        options["round_to"] = round_to
+        if cu_q is None or cu_k is None:
+            return oracle.attention(self.q, self.k, self.v, **gradients, **options)
+        return oracle.varlen(self.q, self.k, self.v, cu_q, cu_k, **gradients, **options)
+
+    def check_forward(self, out: Array, lse: Array) -> None:
+        wanted = self.reference(backward=False)
+        plain = self.reference(self.q.dtype, backward=False)
+        oracle.check("out", out, wanted.out, plain.out, oracle.OUT_FACTOR)
+        oracle.check_lse("lse", lse, wanted.lse, wanted.size)
+
+    def check_backward(self, dq: Array, dk: Array, dv: Array) -> None:
+        wanted = self.reference()
+        plain = self.reference(self.q.dtype)
+        alibi = "alibi_slopes" in self.options
+        factor = oracle.ALIBI_GRADIENT_FACTOR if alibi else oracle.GRADIENT_FACTOR
+        for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
+            oracle.check(name, got, getattr(wanted, name), getattr(plain, name), factor)
+
+    def check(self, threads: int = 0) -> None:
+        """Runs forward and backward into poisoned memory and compares both with the oracle."""
+        out = poisoned(self.dout.shape, self.q.dtype)
+        result, lse = strobe.attention(
+            self.q, self.k, self.v, out=out, return_lse=True, threads=threads, **self.options
+        )
+        assert result is out
+        self.check_forward(out, lse)
+        grads = tuple(poisoned(x.shape, x.dtype) for x in (self.q, self.k, self.v))
+        given = strobe.attention_backward(
+            self.dout,
+            self.q,
+            self.k,
+            self.v,
+            out,
+            lse,
+            dlse=self.dlse,
+            grads=(grads[0], grads[1], grads[2]),
+            threads=threads,
+            **self.options,
+        )
+        assert all(a is b for a, b in zip(given, grads, strict=True))
+        self.check_backward(*grads)

@@ -1,0 +1,248 @@
+"""Strides, packed tensors and outputs of the caller's: read and written where they lie, never
+copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import strobe
+from strobe import _library, _plans, functional
+
+import cases
+from cases import Array, Case, Inputs
+
+
+def heads_first(x: Array) -> Array:
+    """The same values in (batch, heads, seqlen, head_dim) order."""
+    return np.ascontiguousarray(np.moveaxis(x, 2, 1)).swapaxes(1, 2)
+
+
+def batch_inside(x: Array) -> Array:
+    """(seqlen, batch, heads, head_dim) order."""
+    return np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def padded(x: Array) -> Array:
+    """Every row in a larger buffer, from an odd offset."""
+    big = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan, x.dtype)
+    view = big[..., 3 : 3 + x.shape[-1]]
+    view[...] = x
+    return view
+
+
+def every_other(x: Array) -> Array:
+    big = np.full((x.shape[0] * 2, x.shape[1] * 3, x.shape[2] * 2, x.shape[3]), np.nan, x.dtype)
+    view = big[::2, 1::3, ::2]
+    view[...] = x
+    return view
+
+
+def backwards(x: Array) -> Array:
+    """Negative strides."""
+    return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+
+
+LAYOUTS: list[Callable[[Array], Array]] = [
+    heads_first,
+    batch_inside,
+    padded,
+    every_other,
+    backwards,
+]
+
+
+def run(inputs: Inputs, **more: Any) -> list[Array]:
+    out, lse = strobe.attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+    grads = strobe.attention_backward(
+        inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, **more, **inputs.options
+    )
+    return [out, lse, *grads]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides_give_the_same_bits(
+    layout: Callable[[Array], Array], dtype: str, rng: np.random.Generator
+) -> None:
+    inputs = Case(dtype=dtype, options={"causal": True}).make(rng)
+    wanted = run(inputs)
+    for name in ("q", "k", "v", "dout"):
+        setattr(inputs, name, layout(getattr(inputs, name)))
+    assert all(np.array_equal(a, b) for a, b in zip(run(inputs), wanted, strict=True))
+    # Outputs too.
+    out = layout(cases.poisoned(inputs.dout.shape, inputs.q.dtype))
+    grads = [layout(cases.poisoned(x.shape, x.dtype)) for x in (inputs.q, inputs.k, inputs.v)]
+    result, lse = strobe.attention(
+        inputs.q, inputs.k, inputs.v, out=out, return_lse=True, causal=True
+    )
+    assert result is out
+    given = strobe.attention_backward(
+        inputs.dout,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        out,
+        lse,
+        causal=True,
+        grads=(grads[0], grads[1], grads[2]),
+    )
+    assert all(np.array_equal(a, b) for a, b in zip([out, lse, *given], wanted, strict=True))
+
+
+def test_qkv_packed(rng: np.random.Generator) -> None:
+    qkv = cases.normal(rng, (2, 30, 3, 4, 16))
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    q2, k2, v2 = (np.ascontiguousarray(x) for x in (q, k, v))
+    assert np.array_equal(out, strobe.attention(q2, k2, v2))
+    dqkv = cases.poisoned(qkv.shape, qkv.dtype)
+    strobe.attention_backward(
+        out, q, k, v, out, lse, grads=(dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2])
+    )
+    wanted = strobe.attention_backward(out, q2, k2, v2, out, lse)
+    assert np.array_equal(dqkv, np.stack(wanted, axis=2))
+
+
+def test_kv_packed_varlen(rng: np.random.Generator) -> None:
+    inputs = Case(batch=2, cu_q=[0, 10, 33], cu_k=[0, 20, 41]).make(rng)
+    kv = np.stack([inputs.k, inputs.v], axis=1)
+    assert np.array_equal(
+        strobe.attention(inputs.q, kv[:, 0], kv[:, 1], **inputs.options),
+        strobe.attention(inputs.q, inputs.k, inputs.v, **inputs.options),
+    )
+
+
+def test_broadcast_inputs(rng: np.random.Generator) -> None:
+    inputs = Case(heads=2, heads_kv=2).make(rng)
+    one = inputs.k[:1, :, :1]
+    k = np.broadcast_to(one, inputs.k.shape)
+    dout = np.broadcast_to(inputs.dout[:, :1], inputs.dout.shape)
+    wide = Inputs(inputs.q, k, inputs.v, dout, None, {})
+    full = Inputs(inputs.q, k.copy(), inputs.v, dout.copy(), None, {})
+    assert all(np.array_equal(a, b) for a, b in zip(run(wide), run(full), strict=True))
+
+
+def test_axes_of_one_element_may_have_any_stride(rng: np.random.Generator) -> None:
+    x = cases.normal(rng, (5, 16))
+    wanted = strobe.attention(
+        x[None, :, None].copy(), x[None, :, None].copy(), x[None, :, None].copy()
+    )
+    q = x[None, :, None]  # NumPy gives the new axes a stride of 0
+    assert q.strides[0] == 0
+    out = cases.poisoned((5, 16), np.float32)[None, :, None]
+    assert np.array_equal(strobe.attention(q, q, q, out=out), wanted)
+    strange = np.lib.stride_tricks.as_strided(x, (1, 5, 1, 16), (7, x.strides[0], 3, 4))
+    assert np.array_equal(strobe.attention(strange, strange, strange), wanted)
+    column = cases.normal(rng, (1, 9, 2, 6))[..., 2:3]  # head_dim 1, 6 elements apart
+    assert np.array_equal(
+        strobe.attention(column, column, column),
+        strobe.attention(column.copy(), column.copy(), column.copy()),
+    )
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
+) -> tuple[Any, _library.ForwardArgs, _library.Problem]:
+    """The arguments that reached the C library."""
+    seen: list[tuple[bytes, bytes]] = []
+    real = functional._launch_forward
+
+    def spy(plan: int, arguments: bytes) -> int:
+        problem = ctypes.string_at(
+            plan + _library.Plan.problem.offset, ctypes.sizeof(_library.Problem)
+        )
+        seen.append((arguments, problem))
+        status: int = real(plan, arguments)
+        return status
+
+    monkeypatch.setattr(functional, "_launch_forward", spy)
+    result = call()
+    assert len(seen) == 1
+    return (
+        result,
+        _library.ForwardArgs.from_buffer_copy(seen[0][0]),
+        _library.Problem.from_buffer_copy(seen[0][1]),
+    )
+
+
+def test_addresses_and_strides_pass_straight_through(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    qkv = cases.normal(rng, (2, 30, 3, 4, 16), np.float16)
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    out = cases.poisoned((2, 4, 30, 16), np.float16).swapaxes(1, 2)
+    slopes = np.ones((2, 4), np.float32)
+    (_, lse), arguments, problem = launched(
+        monkeypatch,
+        lambda: strobe.attention(q, k, v, out=out, alibi_slopes=slopes, return_lse=True),
+    )
+    for name, array in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)):
+        assert getattr(arguments, name) == array.ctypes.data
+    assert arguments.alibi_slopes == slopes.ctypes.data
+    assert arguments.cu_seqlens_q is None
+    assert arguments.workspace is None
+    for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
+        strides = getattr(problem, name)
+        got = (strides.batch, strides.seqlen, strides.head, strides.dim)
+        assert got == tuple(s // 2 for s in array.strides)
+
+
+def test_calls_allocate_only_their_results(rng: np.random.Generator) -> None:
+    inputs = Case(batch=1, seqlen_q=256, seqlen_k=4096, heads=4, heads_kv=4).make(rng)
+    out = np.empty_like(inputs.dout)
+    strobe.attention(inputs.q, inputs.k, inputs.v, out=out)
+    tracemalloc.start()
+    strobe.attention(inputs.q, inputs.k, inputs.v, out=out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16_384  # k alone has 2 MiB; NumPy reports its arrays to tracemalloc
+
+
+def test_memory_maps_and_read_only_inputs(tmp_path: Any, rng: np.random.Generator) -> None:
+    inputs = Case().make(rng)
+    np.save(tmp_path / "q.npy", inputs.q)
+    mapped = np.load(tmp_path / "q.npy", mmap_mode="r")
+    assert isinstance(mapped, np.memmap)
+    out = strobe.attention(mapped, inputs.k, inputs.v)
+    assert type(out) is np.ndarray
+    assert np.array_equal(out, strobe.attention(inputs.q, inputs.k, inputs.v))
+
+
+def test_inputs_are_left_alone(rng: np.random.Generator) -> None:
+    inputs = Case(with_dlse=True, alibi=1).make(rng)
+    arrays = [inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, *inputs.options.values()]
+    before = [np.array(x, copy=True) for x in arrays if x is not None]
+    run(inputs, dlse=inputs.dlse)
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, before, strict=True) if a is not None)
+
+
+def test_plans_are_reused_and_bounded(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    made: list[int] = []
+    real = _library.make_plan
+
+    def count(problem: _library.Problem) -> _library.Plan:
+        made.append(1)
+        return real(problem)
+
+    monkeypatch.setattr(_library, "make_plan", count)
+    monkeypatch.setattr(_plans, "CAPACITY", 8)
+    _plans.FORWARD_LAUNCHES.clear()
+    x = cases.normal(rng, (1, 64, 1, 8))
+    for _ in range(3):
+        strobe.attention(x, x, x)
+    assert len(made) == 1
+    for n in range(1, 30):
+        strobe.attention(x[:, :n], x, x)
+        assert len(_plans.FORWARD_LAUNCHES) <= 8
+    assert len(made) == 30
+    strobe.attention(x[:, :29], x, x)
+    assert len(made) == 30

@@ -1,0 +1,161 @@
+// The same bits again: from run to run, across thread counts, and with other callers at work.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fixture.h"
+#include "gtest/gtest.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    Case c;
+    c.seed = 5;
+    c.dtype = dtype;
+    c.scale = std::nanf("");
+    c.heads = c.heads_kv = 1;  // only the sequence can be split
+    c.head_dim = c.head_dim_v = 64;
+    c.seqlens_q = {700};
+    c.seqlens_k = {900};
+    cases.push_back(c);
+
+    c.causal = true;
+    c.dlse = true;
+    c.heads = 6;
+    c.heads_kv = 2;
+    c.head_dim = 40;
+    c.head_dim_v = 24;
+    c.seqlens_q = c.seqlens_k = {333, 333};
+    c.dropout_p = 0.2f;
+    cases.push_back(c);
+
+    c.varlen = true;
+    c.dropout_p = 0;
+    c.seqlens_q = {0, 17, 300, 1, 130};
+    c.seqlens_k = {5, 400, 0, 64, 129};
+    c.window_left = 70;
+    c.softcap = 20;
+    c.alibi = STROBE_ALIBI_PER_HEAD;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+struct Results {
+  std::string forward, backward;
+};
+
+Results Solve(const Case& c, bool backward) {
+  Fixture f(c);
+  Results r;
+  EXPECT_EQ(f.Forward(), "") << ToString(c);
+  r.forward = Fixture::Bits(f.out) + f.LseBits();
+  if (backward) {
+    EXPECT_EQ(f.Backward(), "") << ToString(c);
+    r.backward = Fixture::Bits(f.dq) + Fixture::Bits(f.dk) + Fixture::Bits(f.dv);
+  }
+  return r;
+}
+
+TEST(Determinism, EachRunRepeatsAtAFixedThreadCount) {
+  for (Case c : Cases()) {
+    for (const int32_t threads : {1, 2, 4, 7}) {
+      c.threads = threads;
+      const Results first = Solve(c, true);
+      for (int n = 0; n < 4; ++n) {
+        const Results again = Solve(c, true);
+        ASSERT_TRUE(first.forward == again.forward) << "forward, threads " << threads << ": " << ToString(c);
+        ASSERT_TRUE(first.backward == again.backward) << "backward, threads " << threads << ": " << ToString(c);
+      }
+    }
+  }
+}
+
+TEST(Determinism, ForwardDoesNotDependOnTheThreadCount) {
+  for (Case c : Cases()) {
+    c.threads = 1;
+    const std::string one = Solve(c, false).forward;
+    for (const int32_t threads : {2, 3, 5, 8}) {
+      c.threads = threads;
+      ASSERT_TRUE(Solve(c, false).forward == one) << "threads " << threads << ": " << ToString(c);
+    }
+  }
+}
+
+TEST(Determinism, DeterministicBackwardDoesNotDependOnTheThreadCount) {
+  for (Case c : Cases()) {
+    c.deterministic = true;
+    c.threads = 1;
+    const std::string one = Solve(c, true).backward;
+    for (const int32_t threads : {2, 3, 5, 8}) {
+      c.threads = threads;
+      for (int n = 0; n < 2; ++n) {
+        ASSERT_TRUE(Solve(c, true).backward == one) << "threads " << threads << ": " << ToString(c);
+      }
+    }
+  }
+}
+
+// Four host threads, each with its own problems, some of which use several threads themselves.
+TEST(Reentrancy, CallersDoNotDisturbEachOther) {
+  std::vector<Case> cases = Cases();
+  for (size_t n = 0; n < cases.size(); ++n) cases[n].threads = 1 + static_cast<int32_t>(n % 3);
+  std::vector<Results> alone;
+  for (const Case& c : cases) alone.push_back(Solve(c, true));
+  std::vector<std::thread> callers;
+  std::vector<std::string> wrong(4);
+  for (size_t t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      for (size_t n = 0; n < 2 * cases.size(); ++n) {
+        const size_t which = (n + t * 2) % cases.size();
+        const Results r = Solve(cases[which], true);
+        if (r.forward != alone[which].forward || r.backward != alone[which].backward) {
+          wrong[t] = ToString(cases[which]);
+        }
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (const std::string& w : wrong) EXPECT_EQ(w, "");
+}
+
+// One plan, shared: it is only read.
+TEST(Reentrancy, OnePlanServesManyCallers) {
+  Case c = Cases()[0];
+  c.threads = 2;
+  const Fixture shared(c);
+  const strobe_problem problem = shared.MakeProblem(STROBE_FORWARD);
+  strobe_plan plan;
+  plan.struct_size = sizeof plan;
+  ASSERT_EQ(strobe_plan_make(&problem, &plan), STROBE_OK);
+  const strobe_plan before = plan;
+  std::vector<std::vector<float>> outs(4, std::vector<float>(700 * 64));
+  std::vector<strobe_status> status(4, STROBE_INTERNAL_ERROR);
+  std::vector<std::thread> callers;
+  for (size_t t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      strobe_forward_args args = shared.ForwardArgs();
+      args.out = outs[t].data();
+      args.lse = nullptr;
+      for (int n = 0; n < 5; ++n) status[t] = strobe_forward(&plan, &args);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (size_t t = 0; t < 4; ++t) {
+    EXPECT_EQ(status[t], STROBE_OK);
+    EXPECT_TRUE(outs[t] == outs[0]);
+  }
+  EXPECT_EQ(std::memcmp(&before, &plan, sizeof plan), 0);
+}
+
+}  // namespace
+}  // namespace strobe_test

@@ -1,0 +1,157 @@
+// core/mask.h against brute force: every range against allows(), and allows() against the rule written out here.
+#include "core/mask.h"
+
+#include <cstdint>
+#include <limits>
+
+#include "gtest/gtest.h"
+
+namespace strobe {
+namespace {
+
+constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+
+struct Setting {
+  bool causal;
+  int64_t left, right;
+};
+
+constexpr Setting kSettings[] = {
+    {false, -1, -1}, {true, -1, -1}, {false, 0, 0},  {false, 0, -1}, {false, -1, 0},  {false, 1, 0},
+    {false, 3, 2},   {true, 3, 2},   {true, 5, -1},  {true, 0, -1},  {true, -1, 100}, {false, 2, 7},
+    {false, 7, 2},   {false, 39, 1}, {false, 1, 39}, {true, 40, 40}, {false, kHuge, kHuge},
+    {true, kHuge, 0}, {false, 4, kHuge}};
+
+// The documented rule, apart from the header's code.
+bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64_t j) {
+  const int64_t ahead = j - (i + seqlen_k - seqlen_q);  // keys that j stands after the query's position
+  if (s.causal && ahead > 0) return false;
+  if (s.right >= 0 && ahead > s.right) return false;
+  return s.left < 0 || -ahead <= s.left;
+}
+
+template <typename Check>
+void ForAllMasks(Check check) {
+  for (const Setting& s : kSettings) {
+    for (int64_t nq = 0; nq <= 40; ++nq) {
+      for (int64_t nk = 0; nk <= 40; ++nk) {
+        check(s, Mask::make(nq, nk, s.causal, s.left, s.right));
+        if (::testing::Test::HasFailure()) {
+          FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal << ", window ("
+                 << s.left << ", " << s.right << ")";
+        }
+      }
+    }
+  }
+}
+
+TEST(Mask, AllowsWhatTheRuleSays) {
+  ForAllMasks([](const Setting& s, const Mask& m) {
+    for (int64_t i = 0; i < m.seqlen_q; ++i) {
+      for (int64_t j = 0; j < m.seqlen_k; ++j) {
+        ASSERT_EQ(m.allows(i, j), Sees(s, m.seqlen_q, m.seqlen_k, i, j)) << "query " << i << ", key " << j;
+        ASSERT_EQ(m.row(i).contains(j), m.allows(i, j));
+      }
+      ASSERT_FALSE(m.allows(i, -1));
+      ASSERT_FALSE(m.allows(i, m.seqlen_k));
+    }
+  });
+}
+
+// Smallest interval of [0, size) that holds all n with any(n); empty when there is none.
+template <typename Any>
+Range Hull(int64_t size, Any any) {
+  Range r{size, 0};
+  for (int64_t n = 0; n < size; ++n) {
+    if (!any(n)) continue;
+    if (r.begin > n) r.begin = n;
+    r.end = n + 1;
+  }
+  return r;
+}
+
+void ExpectSameKeys(Range got, Range wanted, const char* what, Range of) {
+  ASSERT_EQ(got.empty(), wanted.empty()) << what << " of [" << of.begin << ", " << of.end << "): got [" << got.begin
+                                         << ", " << got.end << ")";
+  if (wanted.empty()) return;
+  ASSERT_EQ(got, wanted) << what << " of [" << of.begin << ", " << of.end << "): got [" << got.begin << ", "
+                         << got.end << "), wanted [" << wanted.begin << ", " << wanted.end << ")";
+}
+
+// All tiles of a few sizes at all starts would be 40^5 steps; the tile sizes below start everywhere.
+constexpr int64_t kTiles[] = {1, 2, 5, 16, 40};
+
+TEST(Mask, RangesOfQueryTilesAreExact) {
+  ForAllMasks([](const Setting&, const Mask& m) {
+    for (const int64_t tile : kTiles) {
+      for (int64_t begin = 0; begin < m.seqlen_q; begin += tile > 5 ? 3 : 1) {
+        const Range q{begin, begin + tile < m.seqlen_q ? begin + tile : m.seqlen_q};
+        const auto any = [&](int64_t j) {
+          for (int64_t i = q.begin; i < q.end; ++i) {
+            if (m.allows(i, j)) return true;
+          }
+          return false;
+        };
+        const auto all = [&](int64_t j) {
+          for (int64_t i = q.begin; i < q.end; ++i) {
+            if (!m.allows(i, j)) return false;
+          }
+          return true;
+        };
+        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.kv_range(q), Hull(m.seqlen_k, any), "kv_range", q));
+        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.full_range(q), Hull(m.seqlen_k, all), "full_range", q));
+      }
+    }
+  });
+}
+
+TEST(Mask, RangesOfKeyTilesAreExact) {
+  ForAllMasks([](const Setting&, const Mask& m) {
+    for (const int64_t tile : kTiles) {
+      for (int64_t begin = 0; begin < m.seqlen_k; begin += tile > 5 ? 3 : 1) {
+        const Range k{begin, begin + tile < m.seqlen_k ? begin + tile : m.seqlen_k};
+        const auto any = [&](int64_t i) {
+          for (int64_t j = k.begin; j < k.end; ++j) {
+            if (m.allows(i, j)) return true;
+          }
+          return false;
+        };
+        const auto all = [&](int64_t i) {
+          for (int64_t j = k.begin; j < k.end; ++j) {
+            if (!m.allows(i, j)) return false;
+          }
+          return true;
+        };
+        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.q_range(k), Hull(m.seqlen_q, any), "q_range", k));
+        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.full_q_range(k), Hull(m.seqlen_q, all), "full_q_range", k));
+      }
+    }
+  });
+}
+
+TEST(Mask, EmptyTilesSeeNothingAndAskForNothing) {
+  const Mask m = Mask::make(10, 20, true, 3, -1);
+  EXPECT_TRUE(m.kv_range({4, 4}).empty());
+  EXPECT_TRUE(m.q_range({4, 4}).empty());
+  EXPECT_EQ(m.full_range({4, 4}), (Range{0, 20}));
+  EXPECT_EQ(m.full_q_range({4, 4}), (Range{0, 10}));
+}
+
+TEST(Mask, HasNoOverflowAtTheLongestLengths) {
+  constexpr int64_t kLongest = std::numeric_limits<int32_t>::max();
+  const Mask m = Mask::make(kLongest, kLongest, false, kHuge, kHuge);
+  EXPECT_TRUE(m.allows(0, kLongest - 1));
+  EXPECT_TRUE(m.allows(kLongest - 1, 0));
+  EXPECT_EQ(m.kv_range({0, kLongest}), (Range{0, kLongest}));
+  EXPECT_EQ(m.full_range({0, kLongest}), (Range{0, kLongest}));
+  const Mask one = Mask::make(kLongest, 1, true, -1, -1);
+  EXPECT_FALSE(one.allows(kLongest - 2, 0));
+  EXPECT_TRUE(one.allows(kLongest - 1, 0));
+}
+
+// The compiler can evaluate it, as CUDA's and the planner's constant expressions want.
+static_assert(Mask::make(4, 6, true, -1, -1).row(0) == Range{0, 3});
+static_assert(Mask::make(6, 4, true, -1, -1).row(0).empty());
+
+}  // namespace
+}  // namespace strobe
