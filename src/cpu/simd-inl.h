@@ -43,7 +43,7 @@ STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
 
-/// 2^x for x up to 127, -inf included, within 2 ulp; NaN stays NaN. Below 2^-126 the result is 0
+/// 2^x for x up to 127, -inf included, within 2.25 ulp; NaN stays NaN. Below 2^-126 the result is 0
 /// (no denormals). x = n + f with |f| <= 1/2, and a polynomial of degree 5 for 2^f, fitted for the
 /// least relative error (9.1e-8) with its constant held at 1, so that 2^0 is exact.
 STROBE_SIMD VF exp2(VF x) {
