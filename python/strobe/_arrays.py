@@ -251,9 +251,7 @@ def torch_stream(device_index: int) -> int:
 
 
 class DLPackKind:
-    """Tensors of any other library, already taken over from their capsules. Results are NumPy
-    arrays.
-    """
+    """Tensors of any other library, taken over from their capsules. Results are NumPy arrays."""
 
     name = "DLPack"
     contiguous_hint = "a contiguous copy of {}"
@@ -347,9 +345,7 @@ DIRECT: Final[set[type]] = {np.ndarray, ImportedTensor, ArraySpec, type(None)}
 
 
 def _classify(name: str, array: Any) -> Kind | None:
-    """The kind of an array whose type has not been met yet; None: through DLPack. Refuses what is
-    no array.
-    """
+    """The kind of an array of a new type; None: through DLPack. Refuses what is no array."""
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArgument(
             f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
@@ -371,10 +367,9 @@ def _classify(name: str, array: Any) -> Kind | None:
 
 @contextmanager
 def imported(names: Sequence[str], arrays: Sequence[Any]) -> Iterator[list[Any]]:
-    """`arrays` with each tensor of a foreign library taken over through DLPack, and given back at
-    the end.
+    """`arrays`, those of foreign libraries taken over through DLPack, and given back at the end.
 
-    Types met for the first time are sorted into KINDS and DIRECT on the way.
+    New types of NumPy's and PyTorch's are sorted into KINDS and DIRECT on the way.
     """
     taken: list[ImportedTensor] = []
     try:
@@ -442,9 +437,7 @@ def check_last_contiguous(name: str, spec: Spec) -> None:
 
 
 def check_contiguous(name: str, spec: Spec) -> None:
-    """Refuses an array that is not contiguous in C order; axes of one element may have any
-    stride.
-    """
+    """Refuses what is not contiguous in C order; axes of one element may have any stride."""
     step = 1
     if 0 in spec.shape:
         return

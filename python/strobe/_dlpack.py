@@ -138,9 +138,9 @@ class ImportedTensor:
     def __init__(self, name: str, source: Any) -> None:
         """Imports `source`, which the messages call `name`.
 
-        Raises InvalidArgument if it cannot be shared without a copy, Unsupported if it is in the
-        memory of a device that Strobe does not know or reads a DLPack version that is newer than
-        this file.
+        Raises:
+            InvalidArgument: it cannot be shared without a copy.
+            Unsupported: its device or its version of DLPack is unknown here.
         """
         self._deleter: int | None = None
         self._address = 0

@@ -32,9 +32,7 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, devices and kernels. str() of it is the text that `python -m strobe.info`
-    prints.
-    """
+    """Versions, devices and kernels. str() of it is what `python -m strobe.info` prints."""
 
     version: str
     library: str  # path of the shared library in use

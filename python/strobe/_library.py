@@ -182,10 +182,8 @@ class CudaDevice(ctypes.Structure):
 def _packer(cls: type[ctypes.Structure]) -> struct.Struct:
     """A struct.Struct that lays out all fields of `cls`.
 
-    A launch hands the C function a fresh bytes object packed by it: one C call of about 130 ns,
-        against
-    about 30 ns for each field set on a ctypes struct, and no state that threads or signal handlers
-    could share.
+    A launch hands the C function a fresh bytes object packed by it: about 130 ns, against 30 ns for
+    each field set on a ctypes struct, and no state that threads or signal handlers could share.
     """
     codes = {ctypes.c_size_t: "N", ctypes.c_void_p: "P", ctypes.c_uint64: "Q"}
     # c_size_t and c_uint64 are one class where they have one size; N and Q are then the same too.
@@ -231,6 +229,10 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "strobe_version": (ctypes.c_char_p, ()),
     "strobe_kernel_name": (ctypes.c_char_p, (ctypes.c_int32,)),
     "strobe_kernel_unavailable": (ctypes.c_char_p, (ctypes.c_int32,)),
+    "strobe_kernel_declines": (
+        ctypes.c_size_t,
+        (ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),
+    ),
     "strobe_machine_info": (_STATUS, (ctypes.c_void_p,)),
     "strobe_cuda_device_info": (_STATUS, (ctypes.c_int32, ctypes.c_void_p)),
 }
@@ -341,9 +343,7 @@ def why_text(problem: Problem) -> str:
 
 
 def _check_abi() -> None:
-    """Refuses a library whose version or struct sizes are not the ones above, before anything is
-    run.
-    """
+    """Refuses a library whose version or struct sizes are not those above, before any use."""
     wanted = ".".join(map(str, ABI_VERSION))
     if VERSION.split(".")[:2] != wanted.split("."):
         raise ImportError(

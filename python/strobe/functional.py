@@ -156,16 +156,14 @@ def attention(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale * q k^T + bias) v, exactly, in memory that grows with the sequence, not its
-    square.
+    """softmax(scale * q k^T + bias) v, exactly, in memory linear in the sequence length.
 
     Algorithm 1 of T. Dao, "FlashAttention-2", arXiv:2307.08691.
 
-    Arrays are NumPy arrays, PyTorch tensors, or anything with DLPack, and are read where they lie:
-        any
-    strides with a contiguous last dimension will do, and nothing is ever copied. dtypes: float32,
-    float16 and bfloat16 (a NumPy dtype of ml_dtypes, or a PyTorch tensor), one for q, k, v and out;
-    sums are float32.
+    Arrays are NumPy arrays, PyTorch tensors, or anything with DLPack. They are read where they lie,
+    never copied: any strides with a contiguous last dimension will do. q, k, v and out have one
+    dtype: float32, float16 or bfloat16 (a NumPy dtype of ml_dtypes, or a PyTorch tensor); sums are
+    float32.
 
     Args:
         q: queries, (batch, seqlen_q, heads, head_dim).
@@ -177,13 +175,13 @@ def attention(
             i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0 at most.
         scale: multiplies q k^T; None: 1 / sqrt(head_dim).
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
-        alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q -
-            j|.
-        dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by 1 / (1 -
-            dropout_p).
+        alibi_slopes: float32, (heads,) or (batch, heads): adds
+            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+        dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by
+            1 / (1 - dropout_p).
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
             the same weights, in forward and backward, whatever the number of threads: see
-                `dropout_mask`.
+            `dropout_mask`.
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to total: sequences of different
             lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
         max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
@@ -197,10 +195,11 @@ def attention(
     Returns:
         out, or (out, lse). lse is the natural logarithm of the sum of exponentials of each row's
         scores: float32, (batch, heads, seqlen_q), or (heads, total_q) with cu_seqlens. A query that
-            sees no key has
-        out = 0 and lse = -inf. New arrays are PyTorch tensors on q's device if q is one, else NumPy
-        arrays. Results of PyTorch tensors carry no gradient, even if q requires one: this is no
-        autograd function; `attention_backward` is the derivative.
+        sees no key has out = 0 and lse = -inf.
+
+        New arrays are PyTorch tensors on q's device if q is one, else NumPy arrays. Results carry
+        no gradient, even if q requires one: this is no autograd function. `attention_backward` is
+        the derivative.
 
     Raises:
         InvalidArgument: arguments that contradict each other or break a rule above; a ValueError.
@@ -242,9 +241,8 @@ def attention(
             )
         if out is None:
             return result
-        return (
-            (out, result[1]) if return_lse else out
-        )  # the caller's own object, not what it was imported as
+        # The caller's own object, not what it was imported as.
+        return (out, result[1]) if return_lse else out
 
     q_pointer, q_signature = q_kind.view(q)
     k_pointer, k_signature = k_kind.view(k)
@@ -418,17 +416,16 @@ def attention_backward(
     that it had in the forward call.
 
     Args:
-        dout: gradient of out, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads,
-            head_dim_v).
+        dout: gradient of out, in out's shape, any strides with a contiguous last dimension.
         q, k, v: as in `attention`.
         out, lse: what `attention` gave with return_lse=True. lse must be contiguous.
-        causal, window, scale, softcap, alibi_slopes, dropout_p, dropout_seed, dropout_offset,
-        cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, threads: as in `attention`.
-        dlse: gradient of lse, float32, contiguous, the shape of lse; None: lse was not used
-            further.
-        deterministic: the same bits for every number of threads (at a fixed number they always
-            repeat).
+        causal, window, scale, softcap, alibi_slopes: as in `attention`.
+        dropout_p, dropout_seed, dropout_offset: as in `attention`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
+        threads: as in `attention`.
+        dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
+        deterministic: the same bits for every number of threads; at a fixed number they repeat
+            anyway.
         grads: where to write (dq, dk, dv), any strides with a contiguous last dimension; they must
             not overlap each other or an input. None: new contiguous arrays.
 
@@ -658,9 +655,7 @@ def _described(
     backward: bool,
     dlse: bool,
 ) -> Problem:
-    """The problem of a call that will not be made; results and gradients are taken to be
-    contiguous.
-    """
+    """The problem of a call that will not be made; its results are taken to be contiguous."""
     names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
     with imported(names, arrays) as (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k):
         if q is None or k is None or v is None:
@@ -705,9 +700,10 @@ def plan(
     dlse: bool = False,
     backward: bool = False,
 ) -> str:
-    """How `attention` (or, with backward=True, `attention_backward`) would do this: kernel, tile,
-    threads or grid, workspace bytes, and why the kernels before it declined. Computes nothing and
-    reads no tensor.
+    """How `attention` (with backward=True: `attention_backward`) would do this, in words.
+
+    Kernel, tile, threads or grid, workspace bytes, and why the kernels before it declined. Computes
+    nothing and reads no tensor.
 
     Args: as `attention_backward`, except that dlse says whether there will be one. Instead of
         arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine lacks.
@@ -752,9 +748,9 @@ def why(
     dlse: bool = False,
     backward: bool = False,
 ) -> str:
-    """Which kernels take this call: one line each, with the reason of those that decline, and a
-    hint; or what is invalid about it. Raises nothing of its own for a bad request: the answer is
-    the text.
+    """Which kernels take this call: a line each, with the reasons of those that decline.
+
+    A bad request raises nothing: the answer is the text of what is wrong with it.
 
     Args: as `plan`.
     """
@@ -788,12 +784,10 @@ def dropout_mask(
     dropout_seed: int = 0,
     dropout_offset: int = 0,
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which weights dropout keeps, as `attention` and `attention_backward` draw it: for tests and
-    display.
+    """Which weights dropout keeps in `attention` and `attention_backward`: to test and to display.
 
     Args:
-        batch, heads, seqlen_q, seqlen_k: the shape of the weights; with cu_seqlens, the longest
-            lengths.
+        batch, heads, seqlen_q, seqlen_k: of the weights; with cu_seqlens, the longest lengths.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
 
     Returns:

@@ -12,6 +12,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Read when NumPy is first imported. Its small products are no work for several threads, and threads
+# that wait for each other on a busy machine take 30 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 if importlib.util.find_spec("strobe") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
     # Tests that start another Python need it too.

@@ -300,12 +300,11 @@ sys.modules["ml_dtypes"] = None
 import numpy as np
 import producer, strobe
 
-class Bits(np.ndarray):  # bfloat16 as its bits, which the producer exports under the right name
-    pass
-
+# bfloat16 as its bits, which the producer exports under the right name.
 producer.CODES["uint16"] = producer.CODES["bfloat16"]
-bits = (np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32).view(np.uint32) >>
-16).astype(np.uint16) make = lambda: producer.Producer(bits)
+values = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
+bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+make = lambda: producer.Producer(bits)
 out = producer.Producer(np.zeros_like(bits))
 assert strobe.attention(make(), make(), make(), out=out) is out
 assert out.array.any()

@@ -231,20 +231,25 @@ def test_varlen_equals_calls_for_each_sequence(
             close(got[place], wanted[0], dtype)
 
 
-@given(seeds, lengths, lengths, groups, head_dims, dtypes)
+@given(seeds, lengths, lengths, groups, head_dims, dtypes, st.data())
 def test_windows_that_do_not_bind(
-    seed: int, sq: int, sk: int, heads: tuple[int, int], d: int, dtype: str
+    seed: int, sq: int, sk: int, heads: tuple[int, int], d: int, dtype: str, data: st.DataObject
 ) -> None:
     x = Draw(seed, sq, sk, heads, d, dtype)
-    wanted = x.all()
-    for window in ((-1, -1), (sq + sk, -1), (-1, sq + sk), (2**62, 2**62)):
-        for got, want in zip(x.all(window=window), wanted, strict=True):
-            close(got, want, dtype, 4)
-    wanted = x.all(causal=True)
-    for window in ((-1, 0), (-1, 7), (sq + sk, 0)):
-        for got, want in zip(x.all(causal=True, window=window), wanted, strict=True):
-            close(got, want, dtype, 4)
-    for got, want in zip(x.all(window=(-1, 0)), wanted, strict=True):
+    wide: list[dict[str, Any]] = [
+        {"window": w} for w in ((-1, -1), (sq + sk, -1), (-1, sq + sk), (2**62, 2**62))
+    ]
+    causal: list[dict[str, Any]] = [
+        {"window": w, "causal": True} for w in ((-1, 0), (-1, 7), (sq + sk, 0))
+    ]
+    plain: dict[str, Any] = {}
+    plain, same = data.draw(
+        st.sampled_from(
+            [(plain, o) for o in wide]
+            + [({"causal": True}, o) for o in [*causal, {"window": (-1, 0)}]]
+        )
+    )
+    for got, want in zip(x.all(**same), x.all(**plain), strict=True):
         close(got, want, dtype, 4)
 
 

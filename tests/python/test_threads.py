@@ -118,10 +118,11 @@ def test_fork_after_use(threads: int) -> None:
 
 def test_exit_while_another_thread_computes() -> None:
     program = """
-import threading, numpy as np, strobe
+import threading, time, numpy as np, strobe
 x = np.ones((1, 4096, 8, 64), np.float32)
-threading.Thread(target=lambda: [strobe.attention(x, x, x) for _ in range(100)],
-daemon=True).start() import time; time.sleep(0.2)
+work = lambda: [strobe.attention(x, x, x) for _ in range(100)]
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
 """
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
