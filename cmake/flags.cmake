@@ -8,6 +8,9 @@ target_compile_options(strobe_flags INTERFACE
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   target_compile_options(strobe_flags INTERFACE -Wno-restrict)  # false alarms in std::string: GCC bug 105651
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL Clang)
+  target_compile_options(strobe_flags INTERFACE -Wno-unknown-warning-option)  # pragmas that are meant for GCC
+endif()
 if(STROBE_WERROR)
   target_compile_options(strobe_flags INTERFACE -Werror)
 endif()

@@ -4,7 +4,7 @@ find_package(CLI11 REQUIRED)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 
-# What the tool shares with the demo, the tests and the fuzz targets: safetensors, tables, the float64 reference.
+# What the tool shares with the demo and the fuzz targets: safetensors, tables, the float64 reference.
 file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
 list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp")
 add_library(strobe_tool STATIC ${sources})

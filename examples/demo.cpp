@@ -1,6 +1,7 @@
-// `make demo`: is Strobe's attention exact, and what does it cost? On Q, K, V and a gradient that a real transformer had in
-// memory while it read a real text (examples/data/README.md).
+// `make demo`: is Strobe's attention exact, and what does it cost? On Q, K, V and a gradient that a
+// real transformer had in memory while it read a real text (examples/data/README.md).
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -9,8 +10,8 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
-#include <strobe/strobe.hpp>
 #include <string>
+#include <strobe/strobe.hpp>
 #include <vector>
 
 #include "cli/buffer.h"
@@ -29,8 +30,8 @@ using namespace strobe::cli;
 
 constexpr const char* kDataFile = "data/minilm_layer3_512.safetensors";
 constexpr double kMemoryLimit = 4e9;  // bytes that standard attention may take
-// Seconds since the start by which each table has to be done: what would take longer is left out, so that the demo ends
-// in time on any machine.
+// Seconds since the start by which each table has to be done: what would take longer is left out,
+// so that the demo ends in time on any machine.
 constexpr double kForwardDeadline = 20;
 constexpr double kBothDeadline = 34;
 
@@ -52,16 +53,20 @@ Capture ReadCapture(const std::string& path) {
   Capture c;
   c.path = path;
   c.metadata = file.view().metadata;
-  const std::pair<const char*, std::vector<float>*> tensors[] = {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"dout", &c.dout}};
+  const std::pair<const char*, std::vector<float>*> tensors[] = {
+      {"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"dout", &c.dout}};
   for (const auto& [name, values] : tensors) {
     const TensorView* view = file.view().Find(name);
-    if (view == nullptr) throw UserError(fmt::format("{} has no {}, expected q, k, v and dout", path, name));
+    if (view == nullptr)
+      throw UserError(fmt::format("{} has no {}, expected q, k, v and dout", path, name));
     const TensorView& q = *file.view().Find("q");
-    if (view->dtype != "F32" || view->shape.size() != 4 || view->shape[0] != 1 || view->shape != q.shape ||
-        view->shape[1] % 32 != 0 || view->shape[1] == 0 || view->shape[3] % 32 != 0 || view->data.empty()) {
-      throw UserError(fmt::format("{}: {} is {} {}, expected F32 [1, tokens, heads, head_dim], tokens and head_dim "
-                                  "multiples of 32, all alike",
-                                  path, name, view->dtype, ShapeText(view->shape)));
+    if (view->dtype != "F32" || view->shape.size() != 4 || view->shape[0] != 1 ||
+        view->shape != q.shape || view->shape[1] % 32 != 0 || view->shape[1] == 0 ||
+        view->shape[3] % 32 != 0 || view->data.empty()) {
+      throw UserError(fmt::format(
+          "{}: {} is {} {}, expected F32 [1, tokens, heads, head_dim], tokens and head_dim "
+          "multiples of 32, all alike",
+          path, name, view->dtype, ShapeText(view->shape)));
     }
     values->resize(view->data.size() / sizeof(float));
     std::memcpy(values->data(), view->data.data(), view->data.size());
@@ -95,10 +100,14 @@ StrobeRun RunStrobe(const Capture& c, DType dtype) {
   std::vector<float> lse(static_cast<size_t>(c.tokens * c.heads));
 
   StrobeRun run;
-  run.problem = {
-      .dtype = dtype, .seqlen_q = c.tokens, .seqlen_k = c.tokens, .heads = c.heads, .head_dim = c.dim};
+  run.problem = {.dtype = dtype,
+                 .seqlen_q = c.tokens,
+                 .seqlen_k = c.tokens,
+                 .heads = c.heads,
+                 .head_dim = c.dim};
   const Plan forward(run.problem);
-  forward.forward({.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data(), .lse = lse.data()});
+  forward.forward(
+      {.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data(), .lse = lse.data()});
   Problem backward_problem = run.problem;
   backward_problem.direction = Direction::kBackward;
   const Plan backward(backward_problem);
@@ -121,13 +130,16 @@ StrobeRun RunStrobe(const Capture& c, DType dtype) {
 // O, dQ, dK, dV of standard attention in T.
 template <typename T>
 std::array<std::vector<T>, 4> RunStandard(const Capture& c, std::string_view isa, T (*round)(T)) {
-  const auto convert = [&](const std::vector<float>& values) { return std::vector<T>(values.begin(), values.end()); };
+  const auto convert = [&](const std::vector<float>& values) {
+    return std::vector<T>(values.begin(), values.end());
+  };
   const std::vector<T> q = convert(c.q), k = convert(c.k), v = convert(c.v), dout = convert(c.dout);
   std::array<std::vector<T>, 4> results;
   for (auto& result : results) result.resize(q.size());
   StandardAttention<T> standard(c.tokens, c.heads, c.dim, true, isa, round);
   standard.Forward(q.data(), k.data(), v.data(), results[0].data());
-  standard.Backward(q.data(), k.data(), v.data(), dout.data(), results[1].data(), results[2].data(), results[3].data());
+  standard.Backward(q.data(), k.data(), v.data(), dout.data(), results[1].data(), results[2].data(),
+                    results[3].data());
   return results;
 }
 
@@ -147,10 +159,11 @@ void Heading(std::string_view text) { fmt::print("\n{}\n\n", Bold(text)); }
 // False when something is wrong.
 bool ShowErrors(const Capture& capture, std::string_view isa) {
   Heading("1. Is it exact? Error against float64 (root mean square, in parts of the result's)");
-  fmt::print("  {:<6}{:^19}   {:^19}   {:^19}   {:^19}\n", "", "O", "dQ", "dK", "dV");
+  fmt::print("  {:<6}{:^19}   {:^19}   {:^19}   {}\n", "", "O", "dQ", "dK", "        dV");
   fmt::print("  {:<6}", "dtype");
   for (int i = 0; i < 4; ++i) fmt::print("{:>9} {:>9}{}", "Strobe", "plain", i < 3 ? "   " : "\n");
-  double worst = 0;
+  std::vector<double> worst;  // of each dtype: Strobe's error over plain's
+  std::vector<std::string> shares;
   for (const DType dtype : kDTypes) {
     Progress(fmt::format("  {}    float64 ...", ShortName(dtype)));
     Capture rounded = capture;
@@ -165,28 +178,37 @@ bool ShowErrors(const Capture& capture, std::string_view isa) {
     const StrobeRun strobe_run = RunStrobe(rounded, dtype);
     ClearProgress();
     fmt::print("  {:<6}", ShortName(dtype));
-    const std::vector<float>* results[] = {&strobe_run.out, &strobe_run.dq, &strobe_run.dk, &strobe_run.dv};
+    double ratio = 0;
+    const std::vector<float>* results[] = {&strobe_run.out, &strobe_run.dq, &strobe_run.dk,
+                                           &strobe_run.dv};
     for (size_t i = 0; i < 4; ++i) {
       const double ours = Error(*results[i], truth[i]);
       const double theirs = Error(plain[i], truth[i]);
-      if (!(ours / theirs <= worst)) worst = ours / theirs;  // NaN counts as worse
-      fmt::print("{} {:>9.1e}{}", Green(fmt::format("{:>9.1e}", ours)), theirs, i < 3 ? "   " : "\n");
+      // NaN counts as infinity.
+      ratio = std::max(
+          ratio, ours / theirs <= 1e9 ? ours / theirs : std::numeric_limits<double>::infinity());
+      fmt::print("{} {:>9.1e}{}", Green(fmt::format("{:>9.1e}", ours)), theirs,
+                 i < 3 ? "   " : "\n");
     }
     std::fflush(stdout);
+    worst.push_back(ratio);
+    shares.push_back(fmt::format("{:.1f} in {}", ratio, ShortName(dtype)));
   }
   fmt::print(
-      "\n  Plain is attention as a framework does it in three steps, S = QK', P = softmax(S), O = PV, with S and P\n"
+      "\n  Plain is attention as a framework does it in three steps, S = QK', P = softmax(S), O = "
+      "PV, with S and P\n"
       "  stored in the dtype. ");
-  if (worst <= 1.1) {
-    fmt::print("Strobe is as exact or better everywhere: the same attention, not an approximation.\n");
-    return true;
+  // The rule of the tests, for gradients: three times.
+  const bool right = *std::max_element(worst.begin(), worst.end()) <= 3;
+  if (right) {
+    fmt::print(
+        "Strobe's error over plain's is at most {}:\n"
+        "  both round, neither approximates.\n",
+        fmt::join(shares, ", "));
+  } else {
+    fmt::print("\n  {}: too large an error. `strobe check` may tell more.\n", Red("Wrong"));
   }
-  if (worst <= 2) {
-    fmt::print("Strobe's error is at most {:.1f} times as large.\n", worst);
-    return true;
-  }
-  fmt::print("\n  {}: an error is {:.3g} times that of plain attention. `strobe check` may tell more.\n", Red("Wrong"), worst);
-  return false;
+  return right;
 }
 
 // Bytes that a new allocation can have without pushing something out of memory.
@@ -200,14 +222,17 @@ double AvailableMemory() {
   }
   double limit = 0;
   double used = 0;
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
+      std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
     available = std::min(available, limit - used);
   }
   return available;
 }
 
-// The captured tensor repeated to `tokens`, each repeat with noise of its own, so that no two tokens are alike.
-std::vector<float> Longer(const std::vector<float>& captured, const Capture& c, int64_t tokens, uint64_t seed) {
+// The captured tensor repeated to `tokens`, each repeat with noise of its own, so that no two
+// tokens are alike.
+std::vector<float> Longer(const std::vector<float>& captured, const Capture& c, int64_t tokens,
+                          uint64_t seed) {
   constexpr double kNoise = 0.1;  // of the tensor's own spread
   double squares = 0;
   for (const float x : captured) squares += static_cast<double>(x) * x;
@@ -240,9 +265,10 @@ class CostTable {
         deadline_(backward ? kBothDeadline : kForwardDeadline) {}
 
   void Run(int64_t longest) {
-    fmt::print("  {:>6}  {:^20}  {:^20}  {}\n", "", "  standard", "  Strobe", "  standard / Strobe");
-    fmt::print("  {:>6}  {:>9} {:>10}  {:>9} {:>10}  {:>9} {:>10}\n", "tokens", "time", "memory", "time", "memory", "time",
-               "memory");
+    fmt::print("  {:>6}  {:^20}  {:^20}  {}\n", "", "  standard", "  Strobe",
+               "  standard / Strobe");
+    fmt::print("  {:>6}  {:>9} {:>10}  {:>9} {:>10}  {:>9} {:>10}\n", "tokens", "time", "memory",
+               "time", "memory", "time", "memory");
     for (int64_t tokens = 512; tokens <= longest; tokens *= 2) {
       if (!Line(tokens)) break;
     }
@@ -257,7 +283,8 @@ class CostTable {
   bool Line(int64_t tokens) {
     std::string line = fmt::format("  {:>6}", tokens);
     if (strobe_.seconds > 0 && watch_.Seconds() + 1.2 * kGrowth * strobe_.seconds > deadline_) {
-      fmt::print("{}  left out: it would take {:.0f} s more on this computer\n", line, kGrowth * strobe_.seconds);
+      fmt::print("{}  left out: it would take {:.0f} s more on this computer\n", line,
+                 kGrowth * strobe_.seconds);
       return false;
     }
     Progress(line + "  preparing the tensors ...");
@@ -279,7 +306,8 @@ class CostTable {
     Progress(line + "  Strobe ...");
     strobe_ = Strobe(tokens);
     line += fmt::format("  {:>9} {:>10}", TimeText(strobe_.seconds), BytesText(strobe_.bytes));
-    line += fmt::format("  {:>9} {:>10}", reason.empty() ? Times(standard.seconds / strobe_.seconds) : "",
+    line += fmt::format("  {:>9} {:>10}",
+                        reason.empty() ? Times(standard.seconds / strobe_.seconds) : "",
                         Times(standard.bytes / strobe_.bytes));
     ClearProgress();
     fmt::print("{}\n", line);
@@ -287,20 +315,24 @@ class CostTable {
     return true;
   }
 
-  static std::string Times(double factor) { return fmt::format("{:.{}f} x", factor, factor < 99.5 ? 1 : 0); }
+  static std::string Times(double factor) {
+    return fmt::format("{:.{}f} x", factor, factor < 99.5 ? 1 : 0);
+  }
 
   // "" when standard attention can be measured.
   [[nodiscard]] std::string WhyNotStandard(double bytes) const {
     const double available = AvailableMemory();
     if (bytes > kMemoryLimit) {
-      return fmt::format("its tokens x tokens matrices would take {}, more than {}", BytesText(bytes),
-                         BytesText(kMemoryLimit));
+      return fmt::format("its tokens x tokens matrices would take {}, more than {}",
+                         BytesText(bytes), BytesText(kMemoryLimit));
     }
     if (bytes > 0.7 * available) {
-      return fmt::format("it would take {}, and this computer has {} free", BytesText(bytes), BytesText(available));
+      return fmt::format("it would take {}, and this computer has {} free", BytesText(bytes),
+                         BytesText(available));
     }
     if (standard_.seconds > 0 && watch_.Seconds() + 1.5 * kGrowth * standard_.seconds > deadline_) {
-      return fmt::format("it would take {:.0f} s more on this computer", kGrowth * standard_.seconds);
+      return fmt::format("it would take {:.0f} s more on this computer",
+                         kGrowth * standard_.seconds);
     }
     return "";
   }
@@ -320,14 +352,16 @@ class CostTable {
     const auto work = [&] {
       attention.Forward(q_.data(), k_.data(), v_.data(), out_.data());
       if (backward_) {
-        attention.Backward(q_.data(), k_.data(), v_.data(), dout_.data(), dq_.data(), dk_.data(), dv_.data());
+        attention.Backward(q_.data(), k_.data(), v_.data(), dout_.data(), dq_.data(), dk_.data(),
+                           dv_.data());
       }
     };
     return Seconds(work);
   }
 
   Cost Strobe(int64_t tokens) {
-    Problem problem = {.seqlen_q = tokens, .seqlen_k = tokens, .heads = capture_.heads, .head_dim = capture_.dim};
+    Problem problem = {
+        .seqlen_q = tokens, .seqlen_k = tokens, .heads = capture_.heads, .head_dim = capture_.dim};
     const Plan forward(problem);
     problem.direction = Direction::kBackward;
     const Plan backward(problem);
@@ -364,7 +398,7 @@ class CostTable {
     const Stopwatch watch;
     work();
     const double first = watch.Seconds();
-    return first > 0.25 ? first : Measure(work, 0.1, 0).best;
+    return first > 0.25 ? first : Measure(work, 0.3).best;
   }
 
   const Capture& capture_;
@@ -379,33 +413,45 @@ class CostTable {
 
 void ShowNext() {
   Heading("What to type next");
-  const auto line = [](const char* what, const char* command) { fmt::print("  {:<30} {}\n", what, Bold(command)); };
+  const auto line = [](const char* what, const char* command) {
+    fmt::print("  {:<32}  {}\n", what, Bold(command));
+  };
   line("every test that needs no GPU", "make test");
   line("this computer, instruction sets", "build/release/bin/strobe info");
   line("is this installation right?", "build/release/bin/strobe check");
   line("speed over a grid of shapes", "build/release/bin/strobe bench");
-  line("your own tensors", "build/release/bin/strobe run FILE.safetensors -o OUT.safetensors --causal");
+  line("your own tensors",
+       "build/release/bin/strobe run FILE.safetensors -o OUT.safetensors --causal");
   line("from C++, six lines", "examples/quickstart.cpp");
 }
 
 int Demo(const std::string& path) {
   const Stopwatch watch;
   const Machine m = machine();
-  fmt::print("{}\n\n", Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory", version())));
+  fmt::print("{}\n\n",
+             Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory",
+                              version())));
   const Capture capture = ReadCapture(path);
   fmt::print("  read      {}\n", capture.path);
   fmt::print("            {}, {}\n", capture.Note("model"), capture.Note("layer"));
   fmt::print("            Q, K, V and the gradient of O while it read {}\n", capture.Note("text"));
-  fmt::print("            {} tokens, {} heads, head_dim {}, float32\n", capture.tokens, capture.heads, capture.dim);
-  const Plan plan({.seqlen_q = capture.tokens, .seqlen_k = capture.tokens, .heads = capture.heads, .head_dim = capture.dim});
-  fmt::print("  computer  {}, {} threads, kernel {}\n", m.cpu_name.empty() ? "unknown CPU" : m.cpu_name, m.cpu_threads,
-             plan.kernel());
+  fmt::print("            {} tokens, {} heads, head_dim {}, float32\n", capture.tokens,
+             capture.heads, capture.dim);
+  const Plan plan({.seqlen_q = capture.tokens,
+                   .seqlen_k = capture.tokens,
+                   .heads = capture.heads,
+                   .head_dim = capture.dim});
+  fmt::print("  computer  {}, {} threads, kernel {}\n",
+             m.cpu_name.empty() ? "unknown CPU" : m.cpu_name, m.cpu_threads, plan.kernel());
   std::fflush(stdout);
 
   const bool right = ShowErrors(capture, m.cpu_isa);
   Heading("2. What does it cost? Forward, float32: time, and memory beyond the tensors themselves");
-  fmt::print("  Inputs: the captured tensors, repeated to length with 10 % of noise. Standard: the three steps in float32,\n"
-             "  with blocked, vectorised products on the same {} threads.\n\n", m.cpu_threads);
+  fmt::print(
+      "  Inputs: the captured tensors, repeated to length with 10 % of noise. Standard: the three "
+      "steps in float32,\n"
+      "  with blocked, vectorised products on the same {} threads.\n\n",
+      m.cpu_threads);
   CostTable(capture, m.cpu_isa, false, watch).Run(16384);
   Heading("3. Forward and backward");
   CostTable(capture, m.cpu_isa, true, watch).Run(8192);
@@ -418,8 +464,10 @@ int Demo(const std::string& path) {
 
 int main(int argc, char** argv) {
   try {
-    const std::string beside = (std::filesystem::path(__FILE__).parent_path() / strobe::demo::kDataFile).string();
-    return strobe::demo::Demo(argc > 1 ? argv[1] : beside);
+    const std::string beside =
+        (std::filesystem::path(__FILE__).parent_path() / strobe::demo::kDataFile).string();
+    const std::string here = std::filesystem::proximate(beside).string();
+    return strobe::demo::Demo(argc > 1 ? argv[1] : here.size() < beside.size() ? here : beside);
   } catch (const std::exception& error) {
     fmt::print(stderr, "demo: {}\n", error.what());
     return 2;

@@ -1,9 +1,11 @@
-// Standard attention, for the demo to compare with: S = Q K^T, P = softmax(S), O = P V, with the seqlen x seqlen matrices
-// in memory, as a framework without FlashAttention runs it (FlashAttention-2 paper, section 2.2).
+// Standard attention, for the demo to compare with: S = Q K^T, P = softmax(S), O = P V, with the
+// seqlen x seqlen matrices in memory, as a framework without FlashAttention runs it
+// (FlashAttention-2 paper, section 2.2).
 //
-// Written to be a fair opponent: packed and register-blocked matrix products, a vectorised exponential, the widest
-// instruction set that Strobe uses too, OpenMP over heads and rows, and softmax in place, so that one matrix is enough for
-// the forward pass. In double it is also the truth that errors are measured against.
+// Written to be a fair opponent: packed and register-blocked matrix products, a vectorised
+// exponential, the widest instruction set that Strobe uses too, OpenMP over heads and rows, and
+// softmax in place, so that one matrix is enough for the forward pass. In double it is also the
+// truth that errors are measured against.
 #ifndef STROBE_EXAMPLES_STANDARD_ATTENTION_H_
 #define STROBE_EXAMPLES_STANDARD_ATTENTION_H_
 
@@ -32,7 +34,8 @@ struct Loops {
   [[gnu::always_inline]] static void Put(T* p, const V& v) { std::memcpy(p, &v, sizeof v); }
 
   // c[kRows][kCols] (+)= a[depth][kRows] * b[depth][kCols], a and b packed.
-  [[gnu::always_inline]] static void Product(int64_t depth, const T* a, const T* b, T* c, int64_t ldc, bool add) {
+  [[gnu::always_inline]] static void Product(int64_t depth, const T* a, const T* b, T* c,
+                                             int64_t ldc, bool add) {
     V sum[kRows][2] = {};
     for (int64_t k = 0; k < depth; ++k) {
       V b0, b1;
@@ -52,7 +55,8 @@ struct Loops {
     }
   }
 
-  // x becomes exp(x), for x <= 0. In float 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], good to 1 ulp or so.
+  // x becomes exp(x), for x <= 0. In float 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], good to
+  // 1 ulp or so.
   [[gnu::always_inline]] static void Exp(V& x) {
     if constexpr (std::is_same_v<T, float>) {
       constexpr float kRound = 0x1.8p23F;  // adding it leaves the nearest integer in the low bits
@@ -135,18 +139,23 @@ struct Kernels {
   void (*softmax_gradient)(const T* p, T* dp, int64_t n);
 };
 
-// One set of functions compiled for TARGET, with vectors of BYTES and ROWS rows of the product at once.
-#define STROBE_DEMO_KERNELS(NAME, TARGET, BYTES, ROWS)                                                        \
-  template <typename T>                                                                                       \
-  struct NAME {                                                                                               \
-    using L = Loops<T, BYTES, ROWS>;                                                                          \
-    TARGET static void Product(int64_t depth, const T* a, const T* b, T* c, int64_t ldc, bool add) {          \
-      L::Product(depth, a, b, c, ldc, add);                                                                   \
-    }                                                                                                         \
-    TARGET static void Scale(T* row, int64_t n, T factor) { L::Scale(row, n, factor); }                       \
-    TARGET static void Softmax(T* row, int64_t n) { L::Softmax(row, n); }                                     \
-    TARGET static void SoftmaxGradient(const T* p, T* dp, int64_t n) { L::SoftmaxGradient(p, dp, n); }        \
-    static constexpr Kernels<T> kKernels = {L::kRows, L::kCols, Product, Scale, Softmax, SoftmaxGradient};    \
+// One set of functions compiled for TARGET, with vectors of BYTES and ROWS rows of the product at
+// once.
+#define STROBE_DEMO_KERNELS(NAME, TARGET, BYTES, ROWS)                                   \
+  template <typename T>                                                                  \
+  struct NAME {                                                                          \
+    using L = Loops<T, BYTES, ROWS>;                                                     \
+    TARGET static void Product(int64_t depth, const T* a, const T* b, T* c, int64_t ldc, \
+                               bool add) {                                               \
+      L::Product(depth, a, b, c, ldc, add);                                              \
+    }                                                                                    \
+    TARGET static void Scale(T* row, int64_t n, T factor) { L::Scale(row, n, factor); }  \
+    TARGET static void Softmax(T* row, int64_t n) { L::Softmax(row, n); }                \
+    TARGET static void SoftmaxGradient(const T* p, T* dp, int64_t n) {                   \
+      L::SoftmaxGradient(p, dp, n);                                                      \
+    }                                                                                    \
+    static constexpr Kernels<T> kKernels = {L::kRows, L::kCols, Product,                 \
+                                            Scale,    Softmax,  SoftmaxGradient};        \
   };
 
 STROBE_DEMO_KERNELS(Portable, , 16, 4)
@@ -179,8 +188,8 @@ struct Matrix {
 template <typename T>
 class StandardAttention {
  public:
-  // Tensors are [seqlen, heads, dim]; seqlen and dim are multiples of 32. `round` is applied to each intermediate, as a
-  // framework stores them in the tensors' dtype; null: none.
+  // Tensors are [seqlen, heads, dim]; seqlen and dim are multiples of 32. `round` is applied to
+  // each intermediate, as a framework stores them in the tensors' dtype; null: none.
   StandardAttention(int64_t seqlen, int64_t heads, int64_t dim, bool backward, std::string_view isa,
                     T (*round)(T) = nullptr)
       : seqlen_(seqlen), heads_(heads), dim_(dim), kernels_(KernelsFor<T>(isa)), round_(round) {
@@ -190,7 +199,8 @@ class StandardAttention {
 
   // Of the seqlen x seqlen matrices.
   [[nodiscard]] static double ExtraBytes(int64_t seqlen, int64_t heads, bool backward) {
-    return static_cast<double>(seqlen) * static_cast<double>(seqlen * heads) * sizeof(T) * (backward ? 2 : 1);
+    return static_cast<double>(seqlen) * static_cast<double>(seqlen * heads) * sizeof(T) *
+           (backward ? 2 : 1);
   }
 
   void Forward(const T* q, const T* k, const T* v, T* out) {
@@ -233,14 +243,19 @@ class StandardAttention {
     T* data;
     int64_t head_stride, row_stride;
   };
-  [[nodiscard]] Operand Tensor(const T* x) const { return {const_cast<T*>(x), dim_, heads_ * dim_}; }
-  [[nodiscard]] Operand Square(const std::unique_ptr<T[]>& x) const { return {x.get(), seqlen_ * seqlen_, seqlen_}; }
+  [[nodiscard]] Operand Tensor(const T* x) const {
+    return {const_cast<T*>(x), dim_, heads_ * dim_};
+  }
+  [[nodiscard]] Operand Square(const std::unique_ptr<T[]>& x) const {
+    return {x.get(), seqlen_ * seqlen_, seqlen_};
+  }
 
   // Memory that the operating system has handed out already, so that no timing counts that.
   [[nodiscard]] std::unique_ptr<T[]> Touched() const {
     std::unique_ptr<T[]> memory(new T[static_cast<size_t>(heads_ * seqlen_ * seqlen_)]);
 #pragma omp parallel for
-    for (int64_t row = 0; row < heads_ * seqlen_; ++row) std::fill_n(&memory[row * seqlen_], seqlen_, T{0});
+    for (int64_t row = 0; row < heads_ * seqlen_; ++row)
+      std::fill_n(&memory[row * seqlen_], seqlen_, T{0});
     return memory;
   }
 
@@ -260,8 +275,8 @@ class StandardAttention {
   }
 
   // c = op(a) op(b) for every head: rows x depth times depth x cols.
-  void Multiply(Operand a, bool transpose_a, Operand b, bool transpose_b, Operand c, int64_t rows, int64_t depth,
-                int64_t cols) const {
+  void Multiply(Operand a, bool transpose_a, Operand b, bool transpose_b, Operand c, int64_t rows,
+                int64_t depth, int64_t cols) const {
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
 #pragma omp parallel
     {
@@ -284,15 +299,16 @@ class StandardAttention {
   }
 
   // At most kBlockRows rows of one product.
-  void Block(Matrix<T> a, Matrix<T> b, T* c, int64_t ldc, int64_t rows, int64_t depth, int64_t cols, T* packed_a,
-             T* packed_b) const {
+  void Block(Matrix<T> a, Matrix<T> b, T* c, int64_t ldc, int64_t rows, int64_t depth, int64_t cols,
+             T* packed_a, T* packed_b) const {
     for (int64_t k = 0; k < depth; k += kBlockDepth) {
       const int64_t deep = std::min(kBlockDepth, depth - k);
-      Pack({a.data + k * a.col_stride, a.col_stride, a.row_stride}, deep, rows, kernels_.rows, packed_a);
+      Pack({a.data + k * a.col_stride, a.col_stride, a.row_stride}, deep, rows, kernels_.rows,
+           packed_a);
       for (int64_t j = 0; j < cols; j += kBlockCols) {
         const int64_t wide = std::min(kBlockCols, cols - j);
-        Pack({b.data + k * b.row_stride + j * b.col_stride, b.row_stride, b.col_stride}, deep, wide, kernels_.cols,
-             packed_b);
+        Pack({b.data + k * b.row_stride + j * b.col_stride, b.row_stride, b.col_stride}, deep, wide,
+             kernels_.cols, packed_b);
         Tiles(packed_a, packed_b, c + j, ldc, rows, deep, wide, k > 0);
       }
     }
@@ -311,15 +327,16 @@ class StandardAttention {
       } else {
         for (int64_t i = 0; i < panel; ++i) {
           const T* col = from.data + (j + i) * from.col_stride;
-          for (int64_t k = 0; k < depth; ++k) to[k * panel + i] = i < n ? col[k * from.row_stride] : T{0};
+          for (int64_t k = 0; k < depth; ++k)
+            to[k * panel + i] = i < n ? col[k * from.row_stride] : T{0};
         }
       }
       to += depth * panel;
     }
   }
 
-  void Tiles(const T* packed_a, const T* packed_b, T* c, int64_t ldc, int64_t rows, int64_t depth, int64_t cols,
-             bool add) const {
+  void Tiles(const T* packed_a, const T* packed_b, T* c, int64_t ldc, int64_t rows, int64_t depth,
+             int64_t cols, bool add) const {
     const int64_t tile_rows = kernels_.rows;
     const int64_t tile_cols = kernels_.cols;
     for (int64_t j = 0; j < cols; j += tile_cols) {

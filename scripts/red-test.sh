@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shows that the tests see a broken kernel: for each defect that the sources know (STROBE_BREAK_KERNEL_<NAME>), builds
-# the library with it and demands that the tests fail. Usage: scripts/red-test.sh [NAME...]
+# the library with it and demands that a test fails; the first that does is enough. Usage: scripts/red-test.sh [NAME...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
@@ -11,11 +11,11 @@ status=0
 for defect in "${defects[@]}"; do
   # A build failure is no proof: it ends the script here.
   scripts/build.sh red -DSTROBE_BREAK_KERNEL="$defect" >build/red.log || { cat build/red.log; exit 1; }
-  if ctest --preset red -j 2 -L 'unit|property' >build/red.log 2>&1; then
+  if STROBE_RANDOM_CASES=200 ctest --preset red -L "unit|property" >build/red.log 2>&1; then
     echo "red-test: $defect: NOT SEEN: every test passed with this defect built in"
     status=1
   else
-    echo "red-test: $defect: seen by $(grep -cE '\(Failed\)|\(Timeout\)|\(SEGFAULT\)' build/red.log) of the tests"
+    echo "red-test: $defect: seen by" $(sed -n 's/^\t *[0-9]* - \(.*\) (.*)$/\1/p' build/red.log)
   fi
 done
 exit $status

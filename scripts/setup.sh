@@ -64,7 +64,7 @@ if [ "$part" != demo ]; then
   if ! cmp -s "$requirements" "$have"; then
     echo "setup: installing the Python packages of $requirements into build/venv $why"
     python3 -m venv build/venv
-    build/venv/bin/pip install --quiet --disable-pip-version-check -r "$requirements"
+    build/venv/bin/pip install -qq -r "$requirements"
     cp "$requirements" "$have"
   fi
 fi

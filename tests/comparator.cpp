@@ -1,6 +1,7 @@
 #include "comparator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -9,27 +10,27 @@
 namespace oracle {
 namespace {
 
-// Rounds stored values to the dtype, or draws another rounding error of the same size.
+// Rounds stored values to the dtype, or draws another rounding error of the same size. As in true rounding, the error
+// depends on the value alone: equal rows (of a broadcast tensor, say) have equal errors, which then do not average out.
 class Rounder {
  public:
-  Rounder(DType dtype, uint64_t noise_seed) : dtype_(dtype), noisy_(noise_seed != 0), rng_(noise_seed) {}
+  Rounder(DType dtype, uint64_t noise_seed)
+      : dtype_(dtype), noisy_(noise_seed != 0), seed_(Rng(noise_seed).Next()) {}
 
   bool noisy() const { return noisy_; }
 
-  float operator()(float x) {
+  float operator()(float x) const {
     if (!noisy_) return Round(dtype_, x);
     // float32 cannot hold a part of its own spacing: with +-1 spacing half of the values move to a neighbour.
-    const float reach = dtype_ == DType::kFloat32 ? 2.0f : 1.0f;
-    const float error = (static_cast<float>(rng_.Next() >> 40) * 0x1p-24f - 0.5f) * reach;
-    return x + error * Spacing(dtype_, x);
+    return x + Draw(x) * (dtype_ == DType::kFloat32 ? 1.0f : 0.5f) * Spacing(dtype_, x);
   }
 
-  /// An error that float32 may have made in an lse: up to one spacing.
-  float Lse(float lse) { return static_cast<float>(rng_.Uniform(-1, 1)) * Spacing(DType::kFloat32, lse); }
+  /// What float32 takes from an lse, or adds: one spacing, the most that it may be off by when it is computed with care.
+  float Lse(float lse) const { return Spacing(DType::kFloat32, lse) * (Draw(lse) < 0 ? -1.0f : 1.0f); }
 
   /// x . row for several rows at once, each added up in order, as a matrix product does; from a random place if noisy.
-  void Dots(const float* x, const std::vector<const float*>& rows, int64_t n, float* dots) {
-    const int64_t start = noisy_ && n > 1 ? rng_.Integer(0, n - 1) : 0;
+  void Dots(const float* x, const std::vector<const float*>& rows, int64_t n, float* dots) const {
+    const int64_t start = noisy_ ? static_cast<int64_t>(seed_ % static_cast<uint64_t>(n)) : 0;
     for (size_t first = 0; first < rows.size(); first += kAtOnce) {
       const size_t count = std::min(kAtOnce, rows.size() - first);
       const float* row[kAtOnce];
@@ -49,9 +50,15 @@ class Rounder {
  private:
   static constexpr size_t kAtOnce = 8;  // independent sums, so that the additions need not wait for one another
 
+  /// In [-1, 1), from the value's bits.
+  float Draw(float x) const {
+    const uint64_t bits = Rng(seed_ ^ std::bit_cast<uint32_t>(x)).Next();
+    return static_cast<float>(bits >> 40) * 0x1p-23f - 1;
+  }
+
   DType dtype_;
   bool noisy_;
-  Rng rng_;
+  uint64_t seed_;
 };
 
 // The same shapes as Tensor, in float32.
@@ -63,7 +70,7 @@ struct FloatTensor {
   }
   float* at(int64_t row, int64_t head) { return data.data() + (row * heads + head) * dim; }
 
-  Tensor Rounded(Rounder& round) const {
+  Tensor Rounded(const Rounder& round) const {
     Tensor t(rows, heads, dim);
     std::transform(data.begin(), data.end(), t.data.begin(), [&](float x) { return round(x); });
     return t;

@@ -15,7 +15,7 @@ namespace {
 // most weights are 0 or 1 and only a few rows have an error at all. So: often where that is cheap.
 int64_t NoisyDraws(const Case& c) {
   constexpr int64_t kWork = 2'500'000;
-  return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), 1, 24);
+  return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), c.Work() < 4 * kWork ? 2 : 1, 24);
 }
 
 struct Truth {
@@ -24,7 +24,7 @@ struct Truth {
   std::vector<oracle::Plain> plain;
 };
 
-Truth MakeTruth(const Fixture& f, bool backward) {
+Truth MakeTruth(const Fixture& f, bool backward = true) {
   Truth t{f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read(), f.dout.Read(), f.ReadDlse(), {}};
   const int64_t draws = NoisyDraws(f.c());
   for (int64_t seed = 0; seed <= draws; ++seed) {
@@ -44,10 +44,7 @@ void Add(const Worst& worst, std::string& errors) {
   if (!worst.ok) errors += "  " + worst.text + "\n";
 }
 
-}  // namespace
-
-std::string CompareForward(const Fixture& f) {
-  const Truth t = MakeTruth(f, false);
+std::string CheckForward(const Fixture& f, const Truth& t) {
   const oracle::ForwardResult wanted = oracle::Forward(t.problem, t.q, t.k, t.v);
   std::string errors;
   Add(Compare("out", f.out.Read(), wanted.out, All(t.plain, &oracle::Plain::out), f.c().dtype, kOutFactor), errors);
@@ -55,8 +52,7 @@ std::string CompareForward(const Fixture& f) {
   return errors;
 }
 
-std::string CompareBackward(const Fixture& f) {
-  const Truth t = MakeTruth(f, true);
+std::string CheckBackward(const Fixture& f, const Truth& t) {
   const oracle::BackwardResult wanted =
       oracle::Backward(t.problem, t.q, t.k, t.v, t.dout, f.c().dlse ? &t.dlse : nullptr);
   const double factor = f.c().alibi ? kAlibiGradientFactor : kGradientFactor;
@@ -67,23 +63,28 @@ std::string CompareBackward(const Fixture& f) {
   return errors;
 }
 
+}  // namespace
+
+std::string CompareForward(const Fixture& f) { return CheckForward(f, MakeTruth(f, false)); }
+std::string CompareBackward(const Fixture& f) { return CheckBackward(f, MakeTruth(f)); }
+
 std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit) {
   Fixture f(c);
   if (edit) edit(f);
-  std::string errors = f.Forward();
-  if (!errors.empty()) return "  " + errors + "\n";
-  errors = CompareForward(f);
+  std::string error = f.Forward(), errors;
+  if (!error.empty()) return "  " + error + "\n";
   if (c.without_lse) {
     const std::string with = Fixture::Bits(f.out), lse = f.LseBits();
     f.Poison(STROBE_FORWARD);
-    const std::string error = f.Forward(false);
+    error = f.Forward(false);
     if (!error.empty()) errors += "  without lse: " + error + "\n";
     if (Fixture::Bits(f.out) != with) errors += "  out differs when lse is not wanted\n";
     f.RestoreLse(lse);
   }
-  const std::string error = f.Backward();
-  if (!error.empty()) return errors + "  " + error + "\n";
-  return errors + CompareBackward(f);
+  error = f.Backward();
+  const Truth truth = MakeTruth(f);
+  errors += CheckForward(f, truth);
+  return errors + (error.empty() ? CheckBackward(f, truth) : "  " + error + "\n");
 }
 
 bool ForcedIsaAvailable(std::string* problem) {

@@ -38,12 +38,15 @@ class BenchTensors {
         0x1p48) {
       throw std::bad_alloc();
     }
-    const auto count_q = static_cast<size_t>(problem.batch * problem.seqlen_q * problem.heads * problem.head_dim);
-    const auto count_k = static_cast<size_t>(problem.batch * problem.seqlen_k * problem.heads_kv * problem.head_dim);
+    const auto count_q =
+        static_cast<size_t>(problem.batch * problem.seqlen_q * problem.heads * problem.head_dim);
+    const auto count_k =
+        static_cast<size_t>(problem.batch * problem.seqlen_k * problem.heads_kv * problem.head_dim);
     const size_t bytes = Bytes(problem.dtype);
     for (Buffer* b : {&q_, &out_, &dout_, &dq_}) *b = Buffer(count_q * bytes);
     for (Buffer* b : {&k_, &v_, &dk_, &dv_}) *b = Buffer(count_k * bytes);
-    lse_ = Buffer(static_cast<size_t>(problem.batch * problem.heads * problem.seqlen_q) * sizeof(float));
+    lse_ = Buffer(static_cast<size_t>(problem.batch * problem.heads * problem.seqlen_q) *
+                  sizeof(float));
     uint64_t seed = 1;
     for (const Buffer* b : {&q_, &k_, &v_, &dout_}) FillNormal(problem.dtype, *b, seed++);
   }
@@ -157,16 +160,21 @@ int Bench(const BenchOptions& options) {
   }
 
   const Machine m = machine();
-  nlohmann::ordered_json json = {{"machine", MachineJson(m)}, {"results", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json json = {{"machine", MachineJson(m)},
+                                 {"results", nlohmann::ordered_json::array()}};
   if (!options.json) {
-    fmt::print("Strobe {} on {}, {} threads, {} heads. Median times; backward does 2.5 times the work.\n\n", version(),
-               m.cpu_name, options.threads > 0 ? options.threads : m.cpu_threads, options.heads);
-    fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype", "head_dim", "causal",
-               "seqlen", "batch", "kernel", "forward", "", "backward", "");
+    fmt::print(
+        "Strobe {} on {}, {} threads, {} heads. Median times; backward does 2.5 times the "
+        "work.\n\n",
+        version(), m.cpu_name, options.threads > 0 ? options.threads : m.cpu_threads,
+        options.heads);
+    fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
+               "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
   }
   for (const Problem& problem : grid) {
-    std::string label = fmt::format("{:<9} {:>8} {:>6} {:>7} {:>6}", Name(problem.dtype), problem.head_dim,
-                                    problem.causal ? "yes" : "no", problem.seqlen_q, problem.batch);
+    std::string label =
+        fmt::format("{:<9} {:>8} {:>6} {:>7} {:>6}", Name(problem.dtype), problem.head_dim,
+                    problem.causal ? "yes" : "no", problem.seqlen_q, problem.batch);
     if (!options.json) Progress(label);
     BenchTensors bench(problem);
     const double flop =
@@ -182,14 +190,14 @@ int Bench(const BenchOptions& options) {
         continue;
       }
       const Plan plan = bench.MakePlan(direction);
-      const Measured measured = {
-          .problem = problem,
-          .direction = direction,
-          .kernel = plan.kernel(),
-          .threads = plan.threads(),
-          .workspace_bytes = plan.workspace_bytes(),
-          .timing = forward ? bench.Forward(plan, options.min_time) : bench.Backward(plan, options.min_time),
-          .flop = forward ? flop : BackwardFlop(flop)};
+      const Measured measured = {.problem = problem,
+                                 .direction = direction,
+                                 .kernel = plan.kernel(),
+                                 .threads = plan.threads(),
+                                 .workspace_bytes = plan.workspace_bytes(),
+                                 .timing = forward ? bench.Forward(plan, options.min_time)
+                                                   : bench.Backward(plan, options.min_time),
+                                 .flop = forward ? flop : BackwardFlop(flop)};
       if (kernel.empty()) {
         kernel = plan.kernel();
         label += fmt::format("  {:<13}", kernel);

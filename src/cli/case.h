@@ -1,11 +1,11 @@
-// One random problem of `strobe check`: its tensors, its run through the library, and the comparison with float64.
+// One random problem of `strobe check`: its tensors, its run through the library, and the
+// comparison with float64.
 #ifndef STROBE_CLI_CASE_H_
 #define STROBE_CLI_CASE_H_
 
-#include <strobe/strobe.hpp>
-
 #include <cstdint>
 #include <string>
+#include <strobe/strobe.hpp>
 #include <vector>
 
 #include "cli/random.h"
@@ -28,12 +28,13 @@ struct CaseSpec {
   uint64_t seed = 0;      // of the tensors and the dropout
 };
 
-// A tensor [batch, seqlen, heads, dim] in poisoned memory, with as much room around and between its elements as its
-// placement asks for. With varlen batch is 1 and seqlen the total.
+// A tensor [batch, seqlen, heads, dim] in poisoned memory, with as much room around and between its
+// elements as its placement asks for. With varlen batch is 1 and seqlen the total.
 class CaseTensor {
  public:
   CaseTensor() = default;
-  CaseTensor(DType dtype, int64_t batch, int64_t seqlen, int64_t heads, int64_t dim, Placement placement);
+  CaseTensor(DType dtype, int64_t batch, int64_t seqlen, int64_t heads, int64_t dim,
+             Placement placement);
 
   void FillNormal(Random* random);
   void Set(int64_t row, int64_t head, int64_t i, float value);  // row: batch * seqlen + position
@@ -64,7 +65,8 @@ class Case {
  public:
   explicit Case(const CaseSpec& spec);
 
-  // Runs the library with poisoned outputs and workspace. Returns what went wrong, or "". threads: as in Problem.
+  // Runs the library with poisoned outputs and workspace. Returns what went wrong, or "". threads:
+  // as in Problem.
   [[nodiscard]] std::string RunLibrary(int32_t threads);
 
   // Error over allowed error, the worst of all results; above 1 is a failure, and *what says where.

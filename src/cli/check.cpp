@@ -1,4 +1,5 @@
-// `strobe check`: is this installation right? Seeded random problems against float64, one line a feature.
+// `strobe check`: is this installation right? Seeded random problems against float64, one line a
+// feature.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -50,7 +51,9 @@ void SetSequences(CaseSpec* spec, Random* random) {
   }
 }
 
-Alibi DrawAlibi(Random* random) { return random->Chance(0.5) ? Alibi::kPerHead : Alibi::kPerBatchHead; }
+Alibi DrawAlibi(Random* random) {
+  return random->Chance(0.5) ? Alibi::kPerHead : Alibi::kPerBatchHead;
+}
 
 // A small problem with a little of everything, so that features meet.
 CaseSpec Draw(Random* random) {
@@ -72,6 +75,16 @@ CaseSpec Draw(Random* random) {
   return spec;
 }
 
+// With one visible key a weight is 1 and its gradient 0. Dropout then leaves nothing but the
+// rounding of out in the gradient, for which plain attention's error is no yardstick: it may round
+// the other way.
+void LeaveOutDropoutOfOneKey(CaseSpec* spec) {
+  Problem& p = spec->problem;
+  const bool one_key = *std::max_element(spec->lengths_k.begin(), spec->lengths_k.end()) <= 1 ||
+                       (p.window_left == 0 && (p.window_right == 0 || p.causal));
+  if (one_key) p.dropout_p = 0;
+}
+
 const std::vector<Feature>& Features() {
   const auto dtype = [](DType value, bool backward) {
     return [=](CaseSpec* spec, Random*) {
@@ -90,9 +103,13 @@ const std::vector<Feature>& Features() {
       {"sliding window", SetWindow},
       {"ALiBi", [](CaseSpec* spec, Random* random) { spec->problem.alibi = DrawAlibi(random); }},
       {"softcap",
-       [](CaseSpec* spec, Random* random) { spec->problem.softcap = static_cast<float>(random->Integer(1, 30)); }},
+       [](CaseSpec* spec, Random* random) {
+         spec->problem.softcap = static_cast<float>(random->Integer(1, 30));
+       }},
       {"dropout",
-       [](CaseSpec* spec, Random* random) { spec->problem.dropout_p = static_cast<float>(0.9 * random->Uniform()); }},
+       [](CaseSpec* spec, Random* random) {
+         spec->problem.dropout_p = static_cast<float>(0.9 * random->Uniform());
+       }},
       {"grouped key heads", SetHeads},
       {"sequences end to end", SetSequences},
       {"unequal lengths, also 0",
@@ -112,7 +129,9 @@ const std::vector<Feature>& Features() {
       {"head_dim of v",
        [](CaseSpec* spec, Random* random) { spec->problem.head_dim_v = random->Integer(1, 256); }},
       {"strides",
-       [](CaseSpec* spec, Random* random) { spec->placement = static_cast<Placement>(random->Integer(1, 3)); }},
+       [](CaseSpec* spec, Random* random) {
+         spec->placement = static_cast<Placement>(random->Integer(1, 3));
+       }},
       {"scale",
        [](CaseSpec* spec, Random* random) {
          spec->problem.scale = static_cast<float>(random->Normal()) /
@@ -199,14 +218,17 @@ Outcome CheckRefusals(int64_t* cases) {
   for (const Problem& problem : BrokenProblems(good)) {
     ++*cases;
     Plan plan;
-    if (Plan::try_make(problem, plan) != Status::kInvalidArgument || last_error().empty() || *plan.kernel() != '\0') {
-      outcome.failure = fmt::format("problem {} of the list was not refused as it should be", *cases);
+    if (Plan::try_make(problem, plan) != Status::kInvalidArgument || last_error().empty() ||
+        *plan.kernel() != '\0') {
+      outcome.failure =
+          fmt::format("problem {} of the list was not refused as it should be", *cases);
     }
   }
   std::vector<float> tensor(static_cast<size_t>(2 * 32 * 2 * 64), 1.0F);
   const Plan plan(good);
   ++*cases;
-  if (plan.try_forward({.q = nullptr, .k = tensor.data(), .v = tensor.data(), .out = tensor.data()}) !=
+  if (plan.try_forward(
+          {.q = nullptr, .k = tensor.data(), .v = tensor.data(), .out = tensor.data()}) !=
           Status::kInvalidArgument ||
       tensor != std::vector<float>(tensor.size(), 1.0F)) {
     outcome.failure = "a launch without q was not refused, or wrote something";
@@ -221,7 +243,8 @@ class Report {
   void Line(const char* name, int64_t cases, const Outcome& outcome, bool has_error) {
     ClearProgress();
     const std::string ratio = has_error ? fmt::format("{:.2f}", outcome.worst) : "";
-    fmt::print("{:<26}{:>6}{:>18}  {}\n", name, cases, ratio, outcome.failure.empty() ? Green("ok") : Red("FAILED"));
+    fmt::print("{:<26}{:>6}{:>18}  {}\n", name, cases, ratio,
+               outcome.failure.empty() ? Green("ok") : Red("FAILED"));
     if (!outcome.failure.empty()) {
       fmt::print("    {}\n", outcome.failure);
       ++failures_;
@@ -233,11 +256,13 @@ class Report {
 
   int Summary(double seconds) {
     if (failures_ == 0) {
-      fmt::print("\nAll {} features are right: {} problems in {:.1f} s.\n", lines_, cases_, seconds);
+      fmt::print("\nAll {} features are right: {} problems in {:.1f} s.\n", lines_, cases_,
+                 seconds);
       return 0;
     }
-    fmt::print("\n{} of {} features are wrong. Please report this with the output of `strobe info`.\n", failures_,
-               lines_);
+    fmt::print(
+        "\n{} of {} features are wrong. Please report this with the output of `strobe info`.\n",
+        failures_, lines_);
     return 1;
   }
 
@@ -260,10 +285,13 @@ int Check(const CheckOptions& options) {
     throw UserError("--device cuda: this version of the check runs on the CPU only");
   }
   const Machine m = machine();
-  fmt::print("Strobe {} on {}, kernels for {}, {} threads, seed {}\n", version(), m.cpu_name, m.cpu_isa,
-             options.threads > 0 ? options.threads : m.cpu_threads, options.seed);
-  fmt::print("{}\n\n", Dim("The error is the largest against float64. Allowed is twice that of plain attention in the same dtype\n"
-                           "(gradients three times, with ALiBi eight times), and one rounding of the result."));
+  fmt::print("Strobe {} on {}, kernels for {}, {} threads, seed {}\n", version(), m.cpu_name,
+             m.cpu_isa, options.threads > 0 ? options.threads : m.cpu_threads, options.seed);
+  fmt::print(
+      "{}\n\n",
+      Dim("The error is the largest against float64. Allowed is twice that of plain attention in "
+          "the same dtype\n"
+          "(gradients three times, with ALiBi eight times), and one rounding of the result."));
   Report report;
   report.Header();
 
@@ -289,13 +317,15 @@ int Check(const CheckOptions& options) {
         [&](Random* random, Outcome* outcome) {
           CaseSpec spec = Draw(random);
           feature.apply(&spec, random);
+          LeaveOutDropoutOfOneKey(&spec);
           RunCase(spec, threads, outcome);
         },
         true);
   }
   run(
       "same bits, any threads",
-      [&](Random* random, Outcome* outcome) { RunDeterministic(Draw(random), threads, outcome); }, false);
+      [&](Random* random, Outcome* outcome) { RunDeterministic(Draw(random), threads, outcome); },
+      false);
   int64_t refusals = 0;
   const Outcome refused = CheckRefusals(&refusals);
   report.Line("refuses bad requests", refusals, refused, false);

@@ -1,13 +1,12 @@
-// The commands of `strobe`, each a plain function of its options. main.cpp only reads the command line.
-// Each returns the exit code and throws UserError or strobe::Error.
+// The commands of `strobe`, each a plain function of its options. main.cpp only reads the command
+// line. Each returns the exit code and throws UserError or strobe::Error.
 #ifndef STROBE_CLI_COMMANDS_H_
 #define STROBE_CLI_COMMANDS_H_
-
-#include <strobe/strobe.hpp>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <strobe/strobe.hpp>
 #include <vector>
 
 namespace strobe::cli {
@@ -16,14 +15,17 @@ struct InfoOptions {
   bool json = false;
 };
 
-enum class Layout { kSeqlenHeads, kHeadsSeqlen };  // [batch, seqlen, heads, head_dim] or [batch, heads, seqlen, head_dim]
+enum class Layout {
+  kSeqlenHeads,
+  kHeadsSeqlen
+};  // [batch, seqlen, heads, head_dim] or [batch, heads, seqlen, head_dim]
 enum class Which { kForward, kBackward, kBoth };
 
 struct RunOptions {
   std::string input;
-  std::string output;                     // empty: none
-  std::optional<Which> direction;         // unset: backward too when the file has dout
-  std::optional<DType> dtype;             // unset: the file's
+  std::string output;              // empty: none
+  std::optional<Which> direction;  // unset: backward too when the file has dout
+  std::optional<DType> dtype;      // unset: the file's
   Layout layout = Layout::kSeqlenHeads;
   bool causal = false;
   std::vector<int64_t> window = {-1, -1};  // left, right

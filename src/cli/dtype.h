@@ -2,13 +2,12 @@
 #ifndef STROBE_CLI_DTYPE_H_
 #define STROBE_CLI_DTYPE_H_
 
-#include <strobe/strobe.hpp>
-
 #include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <strobe/strobe.hpp>
 
 namespace strobe::cli {
 

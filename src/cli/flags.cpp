@@ -56,10 +56,12 @@ double ParseNumber(const std::string& flag, const std::string& text) {
   return value;
 }
 
-size_t ParseChoice(const std::string& flag, const std::string& text, const std::vector<std::string>& names) {
+size_t ParseChoice(const std::string& flag, const std::string& text,
+                   const std::vector<std::string>& names) {
   const auto found = std::find(names.begin(), names.end(), text);
   if (found == names.end()) {
-    throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), fmt::join(names, ", ")));
+    throw UserError(
+        fmt::format("{} = {}, expected {}", flag, Printable(text), fmt::join(names, ", ")));
   }
   return static_cast<size_t>(found - names.begin());
 }
@@ -76,7 +78,8 @@ std::vector<std::string> SplitCommas(const std::string& text) {
   return parts;
 }
 
-CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type, const std::string& help,
+CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
+                     const std::string& help,
                      std::function<void(const std::string& flag, const std::string& text)> set) {
   const size_t dashes = names.find("--");
   const std::string flag = names.substr(dashes == std::string::npos ? 0 : dashes);
@@ -90,23 +93,24 @@ CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const 
   return app.add_flag(name, *value, help)->disable_flag_override();
 }
 
-CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type, const std::string& help,
-                       std::function<void(double value)> set) {
+CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type,
+                       const std::string& help, std::function<void(double value)> set) {
   return AddText(app, names, type, help,
                  [set = std::move(set)](const std::string& flag, const std::string& text) {
                    set(ParseNumber(flag, text));
                  });
 }
 
-CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min, const std::string& help,
-                        int64_t max) {
-  return AddText(app, names, "N", help, [value, min, max](const std::string& flag, const std::string& text) {
-    *value = ParseInteger(flag, text, min, max);
-  });
+CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
+                        const std::string& help, int64_t max) {
+  return AddText(app, names, "N", help,
+                 [value, min, max](const std::string& flag, const std::string& text) {
+                   *value = ParseInteger(flag, text, min, max);
+                 });
 }
 
-CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values, int64_t min,
-                         int64_t max, const std::string& help) {
+CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
+                         int64_t min, int64_t max, const std::string& help) {
   return AddText(app, names, "N,N,...", help,
                  [values, min, max](const std::string& flag, const std::string& text) {
                    values->clear();

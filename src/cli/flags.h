@@ -13,31 +13,36 @@
 
 namespace strobe::cli {
 
-// One value of a flag: throws UserError with `flag` and `text` in it unless it is a number in range.
-[[nodiscard]] int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min, int64_t max);
+// One value of a flag: throws UserError with `flag` and `text` in it unless it is a number in
+// range.
+[[nodiscard]] int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min,
+                                   int64_t max);
 [[nodiscard]] double ParseNumber(const std::string& flag, const std::string& text);
 // Index into `names`.
 [[nodiscard]] size_t ParseChoice(const std::string& flag, const std::string& text,
                                  const std::vector<std::string>& names);
 [[nodiscard]] std::vector<std::string> SplitCommas(const std::string& text);
 
-// `names` is CLI11's: "-o,--output". The first long name stands in errors. `set` gets the flag's name and text.
-CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type, const std::string& help,
+// `names` is CLI11's: "-o,--output". The first long name stands in errors. `set` gets the flag's
+// name and text.
+CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
+                     const std::string& help,
                      std::function<void(const std::string& flag, const std::string& text)> set);
 
 CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help);
-CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type, const std::string& help,
-                       std::function<void(double value)> set);
-CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min, const std::string& help,
-                        int64_t max = std::numeric_limits<int64_t>::max());
-CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values, int64_t min,
-                         int64_t max, const std::string& help);
+CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type,
+                       const std::string& help, std::function<void(double value)> set);
+CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
+                        const std::string& help, int64_t max = std::numeric_limits<int64_t>::max());
+CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
+                         int64_t min, int64_t max, const std::string& help);
 
 template <typename T>
 using Choices = std::vector<std::pair<std::string, T>>;
 
 template <typename T>
-[[nodiscard]] T Chosen(const std::string& flag, const std::string& text, const Choices<T>& choices) {
+[[nodiscard]] T Chosen(const std::string& flag, const std::string& text,
+                       const Choices<T>& choices) {
   std::vector<std::string> names;
   for (const auto& choice : choices) names.push_back(choice.first);
   return choices[ParseChoice(flag, text, names)].second;
@@ -45,21 +50,24 @@ template <typename T>
 
 // One of the choices. Value is T or std::optional<T>.
 template <typename T, typename Value>
-CLI::Option* AddChoice(CLI::App& app, const std::string& names, const Choices<T>& choices, Value* value,
-                       const char* type, const std::string& help) {
-  return AddText(app, names, type, help, [choices, value](const std::string& flag, const std::string& text) {
-    *value = Chosen(flag, text, choices);
-  });
+CLI::Option* AddChoice(CLI::App& app, const std::string& names, const Choices<T>& choices,
+                       Value* value, const char* type, const std::string& help) {
+  return AddText(app, names, type, help,
+                 [choices, value](const std::string& flag, const std::string& text) {
+                   *value = Chosen(flag, text, choices);
+                 });
 }
 
 // Some of the choices, separated by commas.
 template <typename T>
-CLI::Option* AddChoiceList(CLI::App& app, const std::string& names, const Choices<T>& choices, std::vector<T>* values,
-                           const char* type, const std::string& help) {
-  return AddText(app, names, type, help, [choices, values](const std::string& flag, const std::string& text) {
-    values->clear();
-    for (const std::string& part : SplitCommas(text)) values->push_back(Chosen(flag, part, choices));
-  });
+CLI::Option* AddChoiceList(CLI::App& app, const std::string& names, const Choices<T>& choices,
+                           std::vector<T>* values, const char* type, const std::string& help) {
+  return AddText(app, names, type, help,
+                 [choices, values](const std::string& flag, const std::string& text) {
+                   values->clear();
+                   for (const std::string& part : SplitCommas(text))
+                     values->push_back(Chosen(flag, part, choices));
+                 });
 }
 
 // The name in `names` that is closest to `text`, or "" when none is near.

@@ -1,4 +1,5 @@
-// strobe: exact attention from the command line. This file reads the command line; the work is in commands.h.
+// strobe: exact attention from the command line. This file reads the command line; the work is in
+// commands.h.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -24,14 +25,15 @@ constexpr int kUserErrorExit = 2;
 const Choices<DType> kDTypeNames = {
     {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16}, {"float16", DType::kFloat16}};
 const Choices<Device> kDeviceNames = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
-const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads}, {"bhsd", Layout::kHeadsSeqlen}};
+const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
+                                      {"bhsd", Layout::kHeadsSeqlen}};
 const Choices<Which> kDirectionNames = {
     {"forward", Which::kForward}, {"backward", Which::kBackward}, {"both", Which::kBoth}};
 constexpr int64_t kMaxInt32 = 0x7fffffff;
 
 void AddThreads(CLI::App& app, int64_t* threads) {
-  AddInteger(app, "--threads", threads, 0, "CPU threads at most; default: OMP_NUM_THREADS, or one a core",
-             kMaxInt32);
+  AddInteger(app, "--threads", threads, 0,
+             "CPU threads at most; default: OMP_NUM_THREADS, or one a core", kMaxInt32);
 }
 
 void AddDevice(CLI::App& app, Device* device) {
@@ -44,47 +46,60 @@ void AddInfo(CLI::App& app, InfoOptions* o) {
 }
 
 void SetDirection(RunOptions* o, Which which) {
-  if (o->direction.value_or(which) != which) throw UserError("--forward and --backward, expected one of them at most");
+  if (o->direction.value_or(which) != which)
+    throw UserError("--forward and --backward, expected one of them at most");
   o->direction = which;
 }
 
 void AddRun(CLI::App& app, RunOptions* o) {
-  app.add_option("FILE", o->input, "Safetensors file with q, k, v (and dout)")->required()->type_name("");
-  app.add_option("-o,--output", o->output, "Write out, lse (and dq, dk, dv) to this safetensors file")
+  app.add_option("FILE", o->input, "Safetensors file with q, k, v (and dout)")
+      ->required()
+      ->type_name("");
+  app.add_option("-o,--output", o->output,
+                 "Write out, lse (and dq, dk, dv) to this safetensors file")
       ->type_name("FILE");
   AddFlag(app, "--causal", &o->causal, "Query i sees keys up to i + seqlen_k - seqlen_q");
   app.add_option_function<std::vector<std::string>>(
          "--window",
          [o](const std::vector<std::string>& text) {
            for (size_t i = 0; i < 2; ++i) {
-             o->window[i] = ParseInteger("--window", text[i], -1, std::numeric_limits<int64_t>::max());
+             o->window[i] =
+                 ParseInteger("--window", text[i], -1, std::numeric_limits<int64_t>::max());
            }
          },
          "Keys that a query sees to its left and right; -1: no limit")
       ->type_name("LEFT RIGHT")
       ->type_size(2)
       ->expected(1);
-  AddNumber(app, "--scale", "X", "Factor of the scores; default 1 / sqrt(head_dim)", [o](double x) { o->scale = x; });
-  AddNumber(app, "--softcap", "C", "Score s becomes C * tanh(s / C)", [o](double c) { o->softcap = c; });
-  AddNumber(app, "--dropout", "P", "Probability of dropping a weight, in [0, 1)", [o](double p) { o->dropout_p = p; });
+  AddNumber(app, "--scale", "X", "Factor of the scores; default 1 / sqrt(head_dim)",
+            [o](double x) { o->scale = x; });
+  AddNumber(app, "--softcap", "C", "Score s becomes C * tanh(s / C)",
+            [o](double c) { o->softcap = c; });
+  AddNumber(app, "--dropout", "P", "Probability of dropping a weight, in [0, 1)",
+            [o](double p) { o->dropout_p = p; });
   AddInteger(app, "--seed", &o->seed, 0, "Seed of the dropout; default 0");
   AddInteger(app, "--offset", &o->offset, 0, "Offset of the dropout's random numbers; default 0");
-  AddFlag(app, "--alibi", &o->alibi, "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
-  AddFlag(app, "--deterministic", &o->deterministic, "Backward: the same bits for every number of threads");
+  AddFlag(app, "--alibi", &o->alibi,
+          "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
+  AddFlag(app, "--deterministic", &o->deterministic,
+          "Backward: the same bits for every number of threads");
   app.add_flag_callback(
-         "--forward", [o] { SetDirection(o, Which::kForward); }, "Forward only, also when the file has dout")
+         "--forward", [o] { SetDirection(o, Which::kForward); },
+         "Forward only, also when the file has dout")
       ->disable_flag_override();
   app.add_flag_callback(
          "--backward", [o] { SetDirection(o, Which::kBoth); },
          "Backward too; when the file has no dout, with 1 everywhere")
       ->disable_flag_override();
-  AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME", "Convert to float32, bfloat16 or float16 first");
+  AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
+            "Convert to float32, bfloat16 or float16 first");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device);
   AddInteger(app, "--device-index", &o->device_index, 0, "Which GPU; default 0", kMaxInt32);
-  AddInteger(app, "--repeat", &o->repeat, 0, "Runs to time; 0 (default): as many as take half a second");
+  AddInteger(app, "--repeat", &o->repeat, 0,
+             "Runs to time; 0 (default): as many as take half a second");
   AddFlag(app, "--why", &o->why, "Print the plan: kernel, tiles, threads, workspace, and why");
   app.footer(
       "Tensors, all F32, BF16 or F16 alike:\n"
@@ -106,7 +121,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
 }
 
 void AddCheck(CLI::App& app, CheckOptions* o) {
-  AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12", 1'000'000);
+  AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12",
+             1'000'000);
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device);
@@ -122,11 +138,15 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
 void AddBench(CLI::App& app, BenchOptions* o) {
   AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "NAME,...", "Default float32,bfloat16");
   AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128");
-  AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32, "Tokens, of queries and keys; default 512,1024,2048,4096");
-  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes", "Default no,yes");
-  AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME", "forward, backward or both (default)");
+  AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
+              "Tokens, of queries and keys; default 512,1024,2048,4096");
+  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
+                "Default no,yes");
+  AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME",
+            "forward, backward or both (default)");
   AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8", kMaxInt32);
-  AddInteger(app, "--heads-kv", &o->heads_kv, 1, "Key and value heads; default: as many as heads", kMaxInt32);
+  AddInteger(app, "--heads-kv", &o->heads_kv, 1, "Key and value heads; default: as many as heads",
+             kMaxInt32);
   AddInteger(app, "--batch", &o->batch, 1, "Default max(1, 4096 / seqlen)", kMaxInt32);
   AddNumber(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
             [o](double seconds) { o->min_time = seconds; });
@@ -154,16 +174,20 @@ std::vector<std::string> FlagNames(const CLI::App& app) {
 std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
   const auto commands = app.get_subcommands();
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr && !commands.empty()) {
-    const std::string text = error.what();  // "--window: 2 required LEFT RIGHT missing", "causal was given ..."
+    const std::string text =
+        error.what();  // "--window: 2 required LEFT RIGHT missing", "causal was given ..."
     const std::string name = text.substr(0, text.find_first_of(": "));
     const std::string flag = name.rfind('-', 0) == 0 ? name : "--" + name;
     const CLI::Option* option = commands.front()->get_option_no_throw(flag);
-    if (option != nullptr && option->get_type_name().empty()) return fmt::format("{} takes no value", flag);
-    if (option != nullptr) return fmt::format("{} lacks a value, expected {} {}", flag, flag, option->get_type_name());
+    if (option != nullptr && option->get_type_name().empty())
+      return fmt::format("{} takes no value", flag);
+    if (option != nullptr)
+      return fmt::format("{} lacks a value, expected {} {}", flag, flag, option->get_type_name());
   }
   if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr) return error.what();
   if (commands.empty()) {
-    return fmt::format("{}, expected the command info, run, check or bench", Printable(app.remaining().front()));
+    return fmt::format("{}, expected the command info, run, check or bench",
+                       Printable(app.remaining().front()));
   }
   const CLI::App& command = *commands.front();
   const std::string got = command.remaining().front();
@@ -171,13 +195,15 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
   const std::string near = Nearest(got.substr(0, got.find('=')), FlagNames(command));
   const std::string hint = near.empty() ? fmt::format("see `strobe {} --help`", command.get_name())
                                         : fmt::format("did you mean {}?", near);
-  return fmt::format("{} is not a flag of `strobe {}`: {}", Printable(got), command.get_name(), hint);
+  return fmt::format("{} is not a flag of `strobe {}`: {}", Printable(got), command.get_name(),
+                     hint);
 }
 
 int Fail(const std::string& command, std::string text) {
   while (!text.empty() && text.back() == '\n') text.pop_back();
   // What no kernel takes comes with a line for each kernel.
-  for (size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 3) text.insert(at + 1, "  ");
+  for (size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 3)
+    text.insert(at + 1, "  ");
   fmt::print(stderr, "strobe{}: {}\n", command.empty() ? "" : " " + command, text);
   return kUserErrorExit;
 }
@@ -205,13 +231,15 @@ int Main(int argc, char** argv) {
     std::function<int()> run;
   };
   std::vector<Command> commands;
-  const auto add = [&](const char* name, const char* help, auto* options, auto add_flags, auto execute) {
+  const auto add = [&](const char* name, const char* help, auto* options, auto add_flags,
+                       auto execute) {
     CLI::App* command = app.add_subcommand(name, help)->group("Commands");
     command->get_help_ptr()->group("Flags");
     add_flags(*command, options);
     commands.push_back({command, [=] { return execute(*options); }});
   };
-  add("info", "What Strobe found here: CPU, instruction sets, threads, kernels", &info, AddInfo, Info);
+  add("info", "What Strobe found here: CPU, instruction sets, threads, kernels", &info, AddInfo,
+      Info);
   add("run", "Attention over the tensors of a safetensors file", &run, AddRun, Run);
   add("check", "Test this installation against float64", &check, AddCheck, Check);
   add("bench", "Time forward and backward over a grid of shapes", &bench, AddBench, Bench);
@@ -246,6 +274,8 @@ int Main(int argc, char** argv) {
 }  // namespace strobe::cli
 
 int main(int argc, char** argv) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a file over the size limit is an error of write, to be reported like any other
+  std::signal(
+      SIGXFSZ,
+      SIG_IGN);  // a file over the size limit is an error of write, to be reported like any other
   return strobe::cli::Main(argc, argv);
 }

@@ -16,8 +16,8 @@ struct Timing {
   int64_t runs = 0;
 };
 
-// Times `work`. runs > 0: exactly that often. Else once to warm up, then at least three times and for `seconds`; work
-// that takes longer than `seconds` at the first call runs only once more.
+// Times `work`. runs > 0: exactly that often. Else once to warm up, then at least three times and
+// for `seconds`; work that takes longer than `seconds` at the first call runs only once more.
 template <typename Work>
 [[nodiscard]] Timing Measure(Work work, double seconds, int64_t runs = 0) {
   std::vector<double> times;
@@ -37,13 +37,15 @@ template <typename Work>
     for (int64_t i = 0; i < runs; ++i) times.push_back(run());
   }
   std::sort(times.begin(), times.end());
-  return {.median = times[times.size() / 2], .best = times.front(), .runs = static_cast<int64_t>(times.size())};
+  return {.median = times[times.size() / 2],
+          .best = times.front(),
+          .runs = static_cast<int64_t>(times.size())};
 }
 
-// Pairs of query and key that see each other: all, half of them when causal, counted one by one with a sliding window or
-// unequal lengths.
-[[nodiscard]] inline double VisiblePairs(int64_t seqlen_q, int64_t seqlen_k, bool causal, int64_t window_left,
-                                         int64_t window_right) {
+// Pairs of query and key that see each other: all, half of them when causal, counted one by one
+// with a sliding window or unequal lengths.
+[[nodiscard]] inline double VisiblePairs(int64_t seqlen_q, int64_t seqlen_k, bool causal,
+                                         int64_t window_left, int64_t window_right) {
   const double all = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
   if (!causal && window_left < 0 && window_right < 0) return all;
   if (window_left < 0 && window_right < 0 && seqlen_q == seqlen_k) return all / 2;
@@ -60,8 +62,10 @@ template <typename Work>
   return pairs;
 }
 
-// Two products with a multiplication and an addition each: 2 (head_dim + head_dim_v) a pair and head.
-[[nodiscard]] inline double ForwardFlop(double pairs, int64_t heads, int64_t head_dim, int64_t head_dim_v) {
+// Two products with a multiplication and an addition each: 2 (head_dim + head_dim_v) a pair and
+// head.
+[[nodiscard]] inline double ForwardFlop(double pairs, int64_t heads, int64_t head_dim,
+                                        int64_t head_dim_v) {
   return 2.0 * static_cast<double>(head_dim + head_dim_v) * static_cast<double>(heads) * pairs;
 }
 

@@ -62,7 +62,9 @@ class Plain {
   }
 
   // Rows of one head. Key and value heads are shared by groups of query heads.
-  [[nodiscard]] size_t QueryRow(int64_t row, int64_t h) const { return static_cast<size_t>(row * p_.heads + h); }
+  [[nodiscard]] size_t QueryRow(int64_t row, int64_t h) const {
+    return static_cast<size_t>(row * p_.heads + h);
+  }
   [[nodiscard]] size_t KeyRow(int64_t row, int64_t h) const {
     return static_cast<size_t>(row * p_.heads_kv + h / (p_.heads / p_.heads_kv));
   }
@@ -88,8 +90,10 @@ class Plain {
     std::vector<Weight> row(static_cast<size_t>(seqlen_k));
     for (int64_t i = 0; i < seqlen_q; ++i) {
       const size_t iq = QueryRow(q0 + i, h);
-      for (int64_t j = 0; j < seqlen_k; ++j) row[static_cast<size_t>(j)] = Score(b, h, i, j, seqlen_k - seqlen_q);
-      if (!Softmax(&row, &result_.lse[iq])) continue;  // no key visible: out 0, lse -inf, no gradient
+      for (int64_t j = 0; j < seqlen_k; ++j)
+        row[static_cast<size_t>(j)] = Score(b, h, i, j, seqlen_k - seqlen_q);
+      if (!Softmax(&row, &result_.lse[iq]))
+        continue;  // no key visible: out 0, lse -inf, no gradient
       Forward(row, iq, k0, h);
       if (backward_) Backward(&row, iq, k0, h);
     }
@@ -113,7 +117,8 @@ class Plain {
       w.score = Round(w.score - Round(slope * std::abs(static_cast<double>(distance))));
     }
     if (p_.dropout_p > 0) {
-      const auto at = ((static_cast<int64_t>(b) * p_.heads + h) * p_.keep_rows + i) * p_.keep_cols + j;
+      const auto at =
+          ((static_cast<int64_t>(b) * p_.heads + h) * p_.keep_rows + i) * p_.keep_cols + j;
       w.keep = p_.keep[static_cast<size_t>(at)] != 0 ? 1 / (1 - p_.dropout_p) : 0;
     }
     return w;
@@ -157,13 +162,16 @@ class Plain {
     const auto dim = static_cast<size_t>(p_.head_dim);
     const auto dim_v = static_cast<size_t>(p_.head_dim_v);
     const double* dout = &in_.dout[iq * dim_v];
-    Sum delta = in_.dlse.empty() ? 0 : static_cast<Sum>(-in_.dlse[iq]);
+    // The sum of p * dp over the keys is dout . out (FlashAttention-2 paper, section 2.3). From out
+    // as it was stored: where the gradient is nearly 0, as with one key, that rounding is all that
+    // is left of it.
+    Sum delta = Dot(dout, &result_.out[iq * dim_v], p_.head_dim_v);
+    if (!in_.dlse.empty()) delta -= static_cast<Sum>(in_.dlse[iq]);
     for (size_t j = 0; j < row->size(); ++j) {
       Weight& w = (*row)[j];
       if (!w.visible) continue;
       const size_t jk = KeyRow(k0 + static_cast<int64_t>(j), h);
       w.dp = Round(Round(Dot(dout, &in_.v[jk * dim_v], p_.head_dim_v)) * w.keep);
-      delta += static_cast<Sum>(w.p * w.dp);
       for (size_t d = 0; d < dim_v; ++d) {
         dv_[jk * dim_v + d] += static_cast<Sum>(Round(w.p * w.keep)) * static_cast<Sum>(dout[d]);
       }
@@ -173,7 +181,8 @@ class Plain {
       const Weight& w = (*row)[j];
       if (!w.visible) continue;
       const size_t jk = KeyRow(k0 + static_cast<int64_t>(j), h);
-      const double ds = Round(Round(w.p * (w.dp - static_cast<double>(delta))) * w.slope * p_.scale);
+      const double ds =
+          Round(Round(w.p * (w.dp - static_cast<double>(delta))) * w.slope * p_.scale);
       for (size_t d = 0; d < dim; ++d) {
         dq[d] += static_cast<Sum>(ds) * static_cast<Sum>(in_.k[jk * dim + d]);
         dk_[jk * dim + d] += static_cast<Sum>(ds) * static_cast<Sum>(in_.q[iq * dim + d]);
@@ -193,7 +202,8 @@ class Plain {
 
 }  // namespace
 
-ReferenceResult PlainAttention(const ReferenceProblem& problem, const ReferenceInputs& inputs, Arithmetic arithmetic) {
+ReferenceResult PlainAttention(const ReferenceProblem& problem, const ReferenceInputs& inputs,
+                               Arithmetic arithmetic) {
   if (arithmetic == Arithmetic::kFloat64) return Plain<double>(problem, inputs, arithmetic).Run();
   return Plain<float>(problem, inputs, arithmetic).Run();
 }

@@ -1,8 +1,9 @@
 // Plain attention, written to be obviously right: what `strobe check` holds the library against.
 //
-// It shares no code with the library. In float64 it is the truth; in another arithmetic it is what a framework computes
-// with plain tensor operations of that dtype (matrix products summed in float32, each intermediate rounded to the dtype),
-// and its error is the yardstick for the library's.
+// It shares no code with the library. In float64 it is the truth; in another arithmetic it is what
+// a framework computes with plain tensor operations of that dtype (matrix products summed in
+// float32, each intermediate rounded to the dtype), and its error is the yardstick for the
+// library's.
 #ifndef STROBE_CLI_REFERENCE_H_
 #define STROBE_CLI_REFERENCE_H_
 
@@ -27,10 +28,10 @@ struct ReferenceProblem {
   double scale = 1;
   double softcap = 0;
   double dropout_p = 0;
-  int64_t keep_rows = 0;           // extents of the last two dimensions of keep
+  int64_t keep_rows = 0;  // extents of the last two dimensions of keep
   int64_t keep_cols = 0;
-  std::vector<uint8_t> keep;       // [batch, heads, keep_rows, keep_cols], when dropout_p > 0
-  std::vector<double> slopes;      // ALiBi: [batch, heads], or empty
+  std::vector<uint8_t> keep;   // [batch, heads, keep_rows, keep_cols], when dropout_p > 0
+  std::vector<double> slopes;  // ALiBi: [batch, heads], or empty
 };
 
 struct ReferenceInputs {
@@ -49,8 +50,8 @@ struct ReferenceResult {
   std::vector<double> dv;
 };
 
-[[nodiscard]] ReferenceResult PlainAttention(const ReferenceProblem& problem, const ReferenceInputs& inputs,
-                                             Arithmetic arithmetic);
+[[nodiscard]] ReferenceResult PlainAttention(const ReferenceProblem& problem,
+                                             const ReferenceInputs& inputs, Arithmetic arithmetic);
 
 }  // namespace strobe::cli
 

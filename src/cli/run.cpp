@@ -40,7 +40,9 @@ struct Packing {
   [[nodiscard]] size_t Rank() const { return (varlen ? 3U : 4U) + (parts > 1 ? 1U : 0U); }
 
   [[nodiscard]] std::string Wanted() const {
-    const char* rows = varlen ? "total" : layout == Layout::kSeqlenHeads ? "batch, seqlen" : "batch";
+    const char* rows = varlen                           ? "total"
+                       : layout == Layout::kSeqlenHeads ? "batch, seqlen"
+                                                        : "batch";
     if (parts > 1) return fmt::format("[{}, {}, heads, head_dim]", rows, parts);
     if (layout == Layout::kSeqlenHeads) return fmt::format("[{}, heads, head_dim]", rows);
     return varlen ? "[heads, total, head_dim]" : "[batch, heads, seqlen, head_dim]";
@@ -98,8 +100,9 @@ class Inputs {
     if (first == nullptr) {
       std::vector<std::string> names;
       for (const TensorView& t : file.tensors) names.push_back(Printable(t.name));
-      throw UserError(fmt::format("{} has {}, expected q, k and v, or qkv, or q and kv", options.input,
-                                  names.empty() ? "no tensor" : fmt::format("{}", fmt::join(names, ", "))));
+      throw UserError(
+          fmt::format("{} has {}, expected q, k and v, or qkv, or q and kv", options.input,
+                      names.empty() ? "no tensor" : fmt::format("{}", fmt::join(names, ", "))));
     }
     file_dtype_ = FileDType(*first);
     dtype = options.dtype.value_or(file_dtype_);
@@ -119,9 +122,9 @@ class Inputs {
   Packing packing_q;
   Packing packing_k;
   Packing packing_v;
-  Tensor q, k, v, dout;             // dout.data is null when the file has none
-  std::vector<float> dlse;          // empty: none
-  std::vector<float> slopes;        // empty: none
+  Tensor q, k, v, dout;       // dout.data is null when the file has none
+  std::vector<float> dlse;    // empty: none
+  std::vector<float> slopes;  // empty: none
   Alibi alibi = Alibi::kNone;
   std::vector<std::string> unused;  // tensors of the file that mean nothing here
 
@@ -143,7 +146,8 @@ class Inputs {
     const TensorView* view = Take(name);
     if (view == nullptr) return {};
     if (view->dtype != "I32" || view->shape.size() != 1 || view->shape[0] < 2) {
-      throw UserError(fmt::format("{} is {} {}, expected I32 [batch + 1]", name, view->dtype, ShapeText(view->shape)));
+      throw UserError(fmt::format("{} is {} {}, expected I32 [batch + 1]", name, view->dtype,
+                                  ShapeText(view->shape)));
     }
     std::vector<int32_t> offsets(static_cast<size_t>(view->shape[0]));
     std::memcpy(offsets.data(), view->data.data(), view->data.size());
@@ -155,8 +159,9 @@ class Inputs {
     cu_seqlens_q = TakeOffsets(one ? "cu_seqlens" : "cu_seqlens_q");
     cu_seqlens_k = one ? cu_seqlens_q : TakeOffsets("cu_seqlens_k");
     if (cu_seqlens_q.size() != cu_seqlens_k.size()) {
-      throw UserError(fmt::format("cu_seqlens_q has {} numbers and cu_seqlens_k {}, expected batch + 1 of each",
-                                  cu_seqlens_q.size(), cu_seqlens_k.size()));
+      throw UserError(
+          fmt::format("cu_seqlens_q has {} numbers and cu_seqlens_k {}, expected batch + 1 of each",
+                      cu_seqlens_q.size(), cu_seqlens_k.size()));
     }
     varlen = !cu_seqlens_q.empty();
   }
@@ -166,29 +171,36 @@ class Inputs {
     const size_t element = Bytes(file_dtype_);
     const bool aligned = reinterpret_cast<uintptr_t>(view.data.data()) % element == 0;
     if (dtype == file_dtype_ && aligned) return const_cast<std::byte*>(view.data.data());
-    if (const auto known = converted_.find(&view); known != converted_.end()) return known->second.data();
+    if (const auto known = converted_.find(&view); known != converted_.end())
+      return known->second.data();
     const size_t count = view.data.size() / element;
     Buffer copy(count * Bytes(dtype));
-    for (size_t i = 0; i < count; ++i) Store(dtype, copy.data(), i, Load(file_dtype_, view.data.data(), i));
+    for (size_t i = 0; i < count; ++i)
+      Store(dtype, copy.data(), i, Load(file_dtype_, view.data.data(), i));
     return converted_.emplace(&view, std::move(copy)).first->second.data();
   }
 
   Tensor Read(const TensorView& view, const Packing& packing) {
     if (FileDType(view) != file_dtype_) {
-      throw UserError(fmt::format("{} is {}, expected {} like the others", view.name, view.dtype, FileName(file_dtype_)));
+      throw UserError(fmt::format("{} is {}, expected {} like the others", view.name, view.dtype,
+                                  FileName(file_dtype_)));
     }
-    if (view.shape.size() != packing.Rank() || (packing.parts > 1 && view.shape[packing.Rank() - 3] != packing.parts)) {
-      throw UserError(fmt::format("{} has the shape {}, expected {}{}", view.name, ShapeText(view.shape),
-                                  packing.Wanted(), varlen ? " because the file has cu_seqlens" : ""));
+    if (view.shape.size() != packing.Rank() ||
+        (packing.parts > 1 && view.shape[packing.Rank() - 3] != packing.parts)) {
+      throw UserError(fmt::format("{} has the shape {}, expected {}{}", view.name,
+                                  ShapeText(view.shape), packing.Wanted(),
+                                  varlen ? " because the file has cu_seqlens" : ""));
     }
     Tensor t;
     t.name = view.name;
     // Beside an extent of 0 the others can be anything; strides are products of them.
     double product = 1;
-    for (const int64_t extent : view.shape) product *= static_cast<double>(std::max<int64_t>(extent, 1));
+    for (const int64_t extent : view.shape)
+      product *= static_cast<double>(std::max<int64_t>(extent, 1));
     if (product > 0x1p60) {
-      throw UserError(fmt::format("{} has the shape {}, expected extents whose product is below 2^60", view.name,
-                                  ShapeText(view.shape)));
+      throw UserError(
+          fmt::format("{} has the shape {}, expected extents whose product is below 2^60",
+                      view.name, ShapeText(view.shape)));
     }
     packing.Read(view.shape, &t);
     t.data = Data(view) + packing.Offset(t) * static_cast<int64_t>(Bytes(dtype));
@@ -196,7 +208,8 @@ class Inputs {
   }
 
   // Tensor `name`, or part `part` of the packed one.
-  Tensor ReadPart(const char* name, const char* packed, int64_t part, int64_t parts, Packing* packing) {
+  Tensor ReadPart(const char* name, const char* packed, int64_t part, int64_t parts,
+                  Packing* packing) {
     *packing = {.varlen = varlen, .layout = options_.layout, .part = 0, .parts = 1};
     const TensorView* view = file_.Find(packed);
     if (view != nullptr) {
@@ -208,7 +221,8 @@ class Inputs {
     } else {
       view = file_.Find(name);
     }
-    if (view == nullptr) throw UserError(fmt::format("{} has no {}, expected q, k and v", options_.input, name));
+    if (view == nullptr)
+      throw UserError(fmt::format("{} has no {}, expected q, k and v", options_.input, name));
     if (std::find(used_.begin(), used_.end(), view) == used_.end()) used_.push_back(view);
     return Read(*view, *packing);
   }
@@ -221,13 +235,15 @@ class Inputs {
     Expect(k.batch == q.batch, k, "batch", k.batch, fmt::format("{} like q's", q.batch));
     Expect(k.dim == q.dim, k, "head_dim", k.dim, fmt::format("{} like q's", q.dim));
     Expect(v.batch == q.batch, v, "batch", v.batch, fmt::format("{} like q's", q.batch));
-    Expect(v.seqlen == k.seqlen, v, varlen ? "total" : "seqlen", v.seqlen, fmt::format("{} like k's", k.seqlen));
+    Expect(v.seqlen == k.seqlen, v, varlen ? "total" : "seqlen", v.seqlen,
+           fmt::format("{} like k's", k.seqlen));
     Expect(v.heads == k.heads, v, "heads", v.heads, fmt::format("{} like k's", k.heads));
 
     if (const TensorView* view = Take("dout")) {
       dout = Read(*view, {.varlen = varlen, .layout = options_.layout, .part = 0, .parts = 1});
       Expect(dout.batch == q.batch, dout, "batch", dout.batch, fmt::format("{} like q's", q.batch));
-      Expect(dout.seqlen == q.seqlen, dout, varlen ? "total" : "seqlen", dout.seqlen, fmt::format("{} like q's", q.seqlen));
+      Expect(dout.seqlen == q.seqlen, dout, varlen ? "total" : "seqlen", dout.seqlen,
+             fmt::format("{} like q's", q.seqlen));
       Expect(dout.heads == q.heads, dout, "heads", dout.heads, fmt::format("{} like q's", q.heads));
       Expect(dout.dim == v.dim, dout, "head_dim", dout.dim, fmt::format("{} like v's", v.dim));
     }
@@ -235,14 +251,17 @@ class Inputs {
                                      : std::vector<int64_t>{q.batch, q.heads, q.seqlen});
   }
 
-  static void Expect(bool good, const Tensor& t, const char* extent, int64_t got, const std::string& wanted) {
-    if (!good) throw UserError(fmt::format("{}: {} = {}, expected {}", t.name, extent, got, wanted));
+  static void Expect(bool good, const Tensor& t, const char* extent, int64_t got,
+                     const std::string& wanted) {
+    if (!good)
+      throw UserError(fmt::format("{}: {} = {}, expected {}", t.name, extent, got, wanted));
   }
 
   // Rows past the last sequence would be left unwritten in the result.
   static void ExpectEnd(const char* name, const std::vector<int32_t>& offsets, const Tensor& t) {
     if (offsets.back() == t.seqlen) return;
-    throw UserError(fmt::format("{} ends with {}, expected {}, the rows of {}", name, offsets.back(), t.seqlen, t.name));
+    throw UserError(fmt::format("{} ends with {}, expected {}, the rows of {}", name,
+                                offsets.back(), t.seqlen, t.name));
   }
 
   // F32 of that shape, or empty when the file has none.
@@ -250,8 +269,8 @@ class Inputs {
     const TensorView* view = Take(name);
     if (view == nullptr) return {};
     if (view->dtype != "F32" || view->shape != shape) {
-      throw UserError(fmt::format("{} is {} {}, expected F32 {}", name, view->dtype, ShapeText(view->shape),
-                                  ShapeText(shape)));
+      throw UserError(fmt::format("{} is {} {}, expected F32 {}", name, view->dtype,
+                                  ShapeText(view->shape), ShapeText(shape)));
     }
     std::vector<float> values(view->data.size() / sizeof(float));
     std::memcpy(values.data(), view->data.data(), view->data.size());
@@ -262,17 +281,19 @@ class Inputs {
     const TensorView* view = file_.Find("alibi_slopes");
     if (view != nullptr) {
       const bool per_batch = view->shape.size() == 2;
-      slopes = TakeFloats("alibi_slopes",
-                          per_batch ? std::vector<int64_t>{Batch(), q.heads} : std::vector<int64_t>{q.heads});
+      slopes = TakeFloats("alibi_slopes", per_batch ? std::vector<int64_t>{Batch(), q.heads}
+                                                    : std::vector<int64_t>{q.heads});
       alibi = per_batch ? Alibi::kPerBatchHead : Alibi::kPerHead;
     } else if (options_.alibi) {
       for (int64_t h = 0; h < q.heads; ++h) {
-        slopes.push_back(static_cast<float>(std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(q.heads))));
+        slopes.push_back(static_cast<float>(
+            std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(q.heads))));
       }
       alibi = Alibi::kPerHead;
     }
     for (const TensorView& t : file_.tensors) {
-      if (std::find(used_.begin(), used_.end(), &t) == used_.end()) unused.push_back(Printable(t.name));
+      if (std::find(used_.begin(), used_.end(), &t) == used_.end())
+        unused.push_back(Printable(t.name));
     }
   }
 
@@ -291,12 +312,14 @@ class Outputs {
     Tensor t = like;
     t.name = name;
     packing.SetStrides(&t);
-    auto found = std::find_if(views_.begin(), views_.end(), [&](const TensorView& view) { return view.name == name; });
+    auto found = std::find_if(views_.begin(), views_.end(),
+                              [&](const TensorView& view) { return view.name == name; });
     if (found == views_.end()) {
       AddView(name, FileName(dtype), packing.Shape(t), Bytes(dtype));
       found = std::prev(views_.end());
     }
-    t.data = const_cast<std::byte*>(found->data.data()) + packing.Offset(t) * static_cast<int64_t>(Bytes(dtype));
+    t.data = const_cast<std::byte*>(found->data.data()) +
+             packing.Offset(t) * static_cast<int64_t>(Bytes(dtype));
     return t;
   }
 
@@ -308,23 +331,26 @@ class Outputs {
   [[nodiscard]] const std::vector<TensorView>& views() const { return views_; }
 
  private:
-  void AddView(const std::string& name, const char* dtype, std::vector<int64_t> shape, size_t element) {
+  void AddView(const std::string& name, const char* dtype, std::vector<int64_t> shape,
+               size_t element) {
     size_t count = 1;
     for (const int64_t extent : shape) count *= static_cast<size_t>(extent);
     buffers_.emplace_back(count * element);
-    views_.push_back({.name = name, .dtype = dtype, .shape = std::move(shape), .data = buffers_.back().span()});
+    views_.push_back(
+        {.name = name, .dtype = dtype, .shape = std::move(shape), .data = buffers_.back().span()});
   }
 
   std::vector<TensorView> views_;
   std::deque<Buffer> buffers_;
 };
 
-int64_t Longest(const std::vector<int32_t>& offsets) {
+// Of sequences that lie in `rows` rows. Offsets that make no sense are for the launch to refuse.
+int64_t Longest(const std::vector<int32_t>& offsets, int64_t rows) {
   int64_t longest = 0;
   for (size_t b = 0; b + 1 < offsets.size(); ++b) {
     longest = std::max<int64_t>(longest, int64_t{offsets[b + 1]} - offsets[b]);
   }
-  return longest;
+  return std::min(longest, rows);
 }
 
 Problem MakeProblem(const Inputs& in, const RunOptions& o) {
@@ -333,8 +359,8 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.device = o.device;
   p.device_index = static_cast<int32_t>(o.device_index);
   p.batch = in.Batch();
-  p.seqlen_q = in.varlen ? Longest(in.cu_seqlens_q) : in.q.seqlen;
-  p.seqlen_k = in.varlen ? Longest(in.cu_seqlens_k) : in.k.seqlen;
+  p.seqlen_q = in.varlen ? Longest(in.cu_seqlens_q, in.q.seqlen) : in.q.seqlen;
+  p.seqlen_k = in.varlen ? Longest(in.cu_seqlens_k, in.k.seqlen) : in.k.seqlen;
   p.heads = in.q.heads;
   p.heads_kv = in.k.heads;
   p.head_dim = in.q.dim;
@@ -364,7 +390,8 @@ double Pairs(const Inputs& in, const Problem& p) {
   if (!in.varlen) return static_cast<double>(p.batch) * pairs(p.seqlen_q, p.seqlen_k);
   double sum = 0;
   for (size_t b = 0; b + 1 < in.cu_seqlens_q.size(); ++b) {
-    sum += pairs(in.cu_seqlens_q[b + 1] - in.cu_seqlens_q[b], in.cu_seqlens_k[b + 1] - in.cu_seqlens_k[b]);
+    sum += pairs(in.cu_seqlens_q[b + 1] - in.cu_seqlens_q[b],
+                 in.cu_seqlens_k[b + 1] - in.cu_seqlens_k[b]);
   }
   return sum;
 }
@@ -374,15 +401,16 @@ void PrintTensor(std::string_view name, std::string_view dtype, const std::vecto
 }
 
 void PrintLaunch(const char* direction, const Plan& plan, const Timing& timing, double flop) {
-  fmt::print("  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", direction, plan.kernel(), plan.threads(),
-             BytesText(static_cast<double>(plan.workspace_bytes())), TimeText(timing.median), timing.runs,
-             SpeedText(flop / timing.median));
+  fmt::print("  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", direction, plan.kernel(),
+             plan.threads(), BytesText(static_cast<double>(plan.workspace_bytes())),
+             TimeText(timing.median), timing.runs, SpeedText(flop / timing.median));
 }
 
 void PrintPlan(const char* direction, const Plan& plan) {
   const auto indented = [](std::string text) {
     while (!text.empty() && text.back() == '\n') text.pop_back();
-    for (size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 3) text.insert(at + 1, "  ");
+    for (size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 3)
+      text.insert(at + 1, "  ");
     return "  " + text;
   };
   fmt::print("\n{}\n{}\n", Bold(fmt::format("Plan, {}", direction)), indented(plan.text()));
@@ -394,7 +422,8 @@ int Run(const RunOptions& options) {
   const SafetensorsFile file(options.input);
   if (!options.output.empty()) CheckWritable(options.output);
   Inputs in(file.view(), options);
-  const Which which = options.direction.value_or(in.dout.data != nullptr ? Which::kBoth : Which::kForward);
+  const Which which =
+      options.direction.value_or(in.dout.data != nullptr ? Which::kBoth : Which::kForward);
   const bool backward = which != Which::kForward;
 
   Outputs outputs;
@@ -402,18 +431,21 @@ int Run(const RunOptions& options) {
   Tensor like_out = in.q;
   like_out.dim = in.v.dim;
   const Packing plain = {.varlen = in.varlen, .layout = options.layout, .part = 0, .parts = 1};
-  // The strides of out do not depend on its memory, and memory is only taken for a problem that some kernel accepts.
+  // The strides of out do not depend on its memory, and memory is only taken for a problem that
+  // some kernel accepts.
   Tensor out = like_out;
   plain.SetStrides(&out);
   problem.out = out.strides;
   const Plan forward_plan(problem);
   if (options.device != Device::kCpu) {
-    throw UserError("--device cuda: this version of the tool cannot move a file's tensors to a GPU");
+    throw UserError(
+        "--device cuda: this version of the tool cannot move a file's tensors to a GPU");
   }
 
   out = outputs.Add("out", like_out, plain, in.dtype);
-  float* lse = outputs.AddFloats("lse", in.varlen ? std::vector<int64_t>{in.q.heads, in.q.seqlen}
-                                                  : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
+  float* lse = outputs.AddFloats(
+      "lse", in.varlen ? std::vector<int64_t>{in.q.heads, in.q.seqlen}
+                       : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
   const Buffer forward_workspace(forward_plan.workspace_bytes());
   const ForwardArgs forward_args = {.q = in.q.data,
                                     .k = in.k.data,
@@ -479,15 +511,18 @@ int Run(const RunOptions& options) {
   std::fflush(stdout);
 
   constexpr double kSeconds = 0.5;
-  // The first launch checks the arguments, among them cu_seqlens, before the pairs are counted from them.
-  const Timing forward = Measure([&] { forward_plan.forward(forward_args); }, kSeconds, options.repeat);
+  // The first launch checks the arguments, among them cu_seqlens, before the pairs are counted from
+  // them.
+  const Timing forward =
+      Measure([&] { forward_plan.forward(forward_args); }, kSeconds, options.repeat);
   const double flop = ForwardFlop(Pairs(in, problem), in.q.heads, in.q.dim, in.v.dim);
-  fmt::print("\n  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", "", "kernel", "threads", "workspace", "time", "runs",
-             "speed");
+  fmt::print("\n  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", "", "kernel", "threads",
+             "workspace", "time", "runs", "speed");
   PrintLaunch("forward", forward_plan, forward, flop);
   std::fflush(stdout);
   if (backward) {
-    const Timing timing = Measure([&] { backward_plan.backward(backward_args); }, kSeconds, options.repeat);
+    const Timing timing =
+        Measure([&] { backward_plan.backward(backward_args); }, kSeconds, options.repeat);
     PrintLaunch("backward", backward_plan, timing, BackwardFlop(flop));
   }
 
@@ -500,7 +535,8 @@ int Run(const RunOptions& options) {
     fmt::print("Nothing written: name a file with -o to keep the result.\n");
     return 0;
   }
-  WriteSafetensors(options.output, outputs.views(), {{"made_by", fmt::format("strobe {}", version())}});
+  WriteSafetensors(options.output, outputs.views(),
+                   {{"made_by", fmt::format("strobe {}", version())}});
   fmt::print("{}\n", Bold("wrote " + options.output));
   for (const TensorView& view : outputs.views()) PrintTensor(view.name, view.dtype, view.shape);
   return 0;

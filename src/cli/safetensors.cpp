@@ -49,7 +49,8 @@ size_t ElementBytes(std::string_view dtype) {
                                                                                   {"F64", 8},
                                                                                   {"I64", 8},
                                                                                   {"U64", 8}}};
-  const auto* found = std::find_if(kSizes.begin(), kSizes.end(), [&](const auto& s) { return s.first == dtype; });
+  const auto* found =
+      std::find_if(kSizes.begin(), kSizes.end(), [&](const auto& s) { return s.first == dtype; });
   return found == kSizes.end() ? 0 : found->second;
 }
 
@@ -61,8 +62,9 @@ struct HeaderEntry {
   std::optional<std::vector<uint64_t>> offsets;
 };
 
-// Reads the header's JSON as a stream of events and refuses whatever has no place in it at once. So nothing nests
-// deeper than {tensor: {field: [number]}}, duplicates are seen, and no tree is ever built.
+// Reads the header's JSON as a stream of events and refuses whatever has no place in it at once. So
+// nothing nests deeper than {tensor: {field: [number]}}, duplicates are seen, and no tree is ever
+// built.
 class HeaderHandler : public nlohmann::json_sax<json> {
  public:
   std::vector<HeaderEntry> entries;
@@ -85,17 +87,20 @@ class HeaderHandler : public nlohmann::json_sax<json> {
     if (depth_ == 1) {
       name_ = key;
       // Tensor names are checked for duplicates by sorting, once all are known.
-      if (key == "__metadata__" && std::exchange(seen_metadata_, true)) return Fail("__metadata__ twice");
+      if (key == "__metadata__" && std::exchange(seen_metadata_, true))
+        return Fail("__metadata__ twice");
       return true;
     }
     field_ = key;
     if (in_metadata_) {
-      if (metadata.contains(key)) return Fail(fmt::format("__metadata__ has \"{}\" twice", Printable(key)));
+      if (metadata.contains(key))
+        return Fail(fmt::format("__metadata__ has \"{}\" twice", Printable(key)));
       return true;
     }
     if (field_ == "dtype" || field_ == "shape" || field_ == "data_offsets") return true;
-    return Fail(fmt::format("tensor \"{}\" has the field \"{}\", expected dtype, shape and data_offsets only",
-                            Printable(name_), Printable(key)));
+    return Fail(fmt::format(
+        "tensor \"{}\" has the field \"{}\", expected dtype, shape and data_offsets only",
+        Printable(name_), Printable(key)));
   }
 
   bool end_object() override {
@@ -104,8 +109,12 @@ class HeaderHandler : public nlohmann::json_sax<json> {
       return true;
     }
     const HeaderEntry& entry = entries.back();
-    const char* missing = !entry.dtype ? "dtype" : !entry.shape ? "shape" : !entry.offsets ? "data_offsets" : nullptr;
-    return missing == nullptr || Fail(fmt::format("tensor \"{}\" has no {}", Printable(name_), missing));
+    const char* missing = !entry.dtype     ? "dtype"
+                          : !entry.shape   ? "shape"
+                          : !entry.offsets ? "data_offsets"
+                                           : nullptr;
+    return missing == nullptr ||
+           Fail(fmt::format("tensor \"{}\" has no {}", Printable(name_), missing));
   }
 
   bool start_array(std::size_t) override {
@@ -137,19 +146,25 @@ class HeaderHandler : public nlohmann::json_sax<json> {
   bool number_unsigned(number_unsigned_t number) override {
     if (depth_ != 3) return Unexpected(fmt::format("{}", number));
     if (List()->size() == kMaxRank) {
-      return Fail(fmt::format("tensor \"{}\": {} has more than {} numbers", Printable(name_), field_, kMaxRank));
+      return Fail(fmt::format("tensor \"{}\": {} has more than {} numbers", Printable(name_),
+                              field_, kMaxRank));
     }
     List()->push_back(number);
     return true;
   }
 
-  bool number_integer(number_integer_t number) override { return Unexpected(fmt::format("{}", number)); }
-  bool number_float(number_float_t, const string_t& text) override { return Unexpected(Printable(text, 30)); }
+  bool number_integer(number_integer_t number) override {
+    return Unexpected(fmt::format("{}", number));
+  }
+  bool number_float(number_float_t, const string_t& text) override {
+    return Unexpected(Printable(text, 30));
+  }
   bool null() override { return Unexpected("null"); }
   bool boolean(bool value) override { return Unexpected(value ? "true" : "false"); }
   bool binary(binary_t&) override { return Unexpected("binary data"); }
 
-  bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception&) override {
     return Fail(fmt::format("not valid JSON at byte {} of it", position));
   }
 
@@ -172,11 +187,15 @@ class HeaderHandler : public nlohmann::json_sax<json> {
                               Printable(name_), got));
     }
     if (in_metadata_) {
-      return Fail(fmt::format("__metadata__ \"{}\" is {}, expected a string", Printable(field_), got));
+      return Fail(
+          fmt::format("__metadata__ \"{}\" is {}, expected a string", Printable(field_), got));
     }
-    const char* wanted = field_ == "dtype" ? "a string" : depth_ == 3 ? "whole numbers >= 0" : "a list of numbers";
+    const char* wanted = field_ == "dtype" ? "a string"
+                         : depth_ == 3     ? "whole numbers >= 0"
+                                           : "a list of numbers";
     const char* verb = depth_ == 3 ? "holds" : "is";
-    return Fail(fmt::format("tensor \"{}\": {} {} {}, expected {}", Printable(name_), field_, verb, got, wanted));
+    return Fail(fmt::format("tensor \"{}\": {} {} {}, expected {}", Printable(name_), field_, verb,
+                            got, wanted));
   }
 
   int depth_ = 0;
@@ -187,15 +206,17 @@ class HeaderHandler : public nlohmann::json_sax<json> {
 };
 
 // Checks one entry against the `available` bytes of data and turns it into a view.
-std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byte> data, TensorView* view) {
+std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byte> data,
+                                    TensorView* view) {
   const std::string name = Printable(entry.name);
   const size_t element = ElementBytes(*entry.dtype);
   if (element == 0) {
-    return fmt::format("tensor \"{}\": dtype \"{}\" is unknown, expected F32, BF16, F16, I32, ...", name,
-                       Printable(*entry.dtype, 20));
+    return fmt::format("tensor \"{}\": dtype \"{}\" is unknown, expected F32, BF16, F16, I32, ...",
+                       name, Printable(*entry.dtype, 20));
   }
   if (entry.offsets->size() != 2) {
-    return fmt::format("tensor \"{}\": data_offsets has {} numbers, expected 2", name, entry.offsets->size());
+    return fmt::format("tensor \"{}\": data_offsets has {} numbers, expected 2", name,
+                       entry.offsets->size());
   }
   uint64_t bytes = element;
   for (const uint64_t extent : *entry.shape) {
@@ -209,12 +230,14 @@ std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byt
   const uint64_t begin = (*entry.offsets)[0];
   const uint64_t end = (*entry.offsets)[1];
   if (begin > end || end > data.size()) {
-    return fmt::format("tensor \"{}\": data_offsets [{}, {}] lie outside the file's {} bytes of data{}", name, begin,
-                       end, data.size(), begin > end ? "" : " (is the file cut off?)");
+    return fmt::format(
+        "tensor \"{}\": data_offsets [{}, {}] lie outside the file's {} bytes of data{}", name,
+        begin, end, data.size(), begin > end ? "" : " (is the file cut off?)");
   }
   if (end - begin != bytes) {
-    return fmt::format("tensor \"{}\": data_offsets span {} bytes, expected {} for shape [{}] of {}", name,
-                       end - begin, bytes, fmt::join(*entry.shape, ", "), *entry.dtype);
+    return fmt::format(
+        "tensor \"{}\": data_offsets span {} bytes, expected {} for shape [{}] of {}", name,
+        end - begin, bytes, fmt::join(*entry.shape, ", "), *entry.dtype);
   }
   *view = {.name = std::move(entry.name),
            .dtype = std::move(*entry.dtype),
@@ -224,13 +247,16 @@ std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byt
 }
 
 // Tensors sorted by offset must follow each other without overlap or hole, and end with the file.
-std::optional<std::string> CheckLayout(const std::vector<TensorView>& tensors, std::span<const std::byte> data) {
+std::optional<std::string> CheckLayout(const std::vector<TensorView>& tensors,
+                                       std::span<const std::byte> data) {
   const std::byte* at = data.data();
   for (const TensorView& tensor : tensors) {
     if (tensor.data.data() != at) {
-      return fmt::format("tensor \"{}\" starts at byte {} of the data, expected {}: tensors must neither overlap nor "
-                         "leave holes",
-                         Printable(tensor.name), tensor.data.data() - data.data(), at - data.data());
+      return fmt::format(
+          "tensor \"{}\" starts at byte {} of the data, expected {}: tensors must neither overlap "
+          "nor "
+          "leave holes",
+          Printable(tensor.name), tensor.data.data() - data.data(), at - data.data());
     }
     at += tensor.data.size();
   }
@@ -248,16 +274,18 @@ std::optional<std::string> ParseInto(std::span<const std::byte> file, Safetensor
   }
   std::memcpy(&header_bytes, file.data(), sizeof header_bytes);
   if (header_bytes > kMaxHeaderBytes) {
-    return fmt::format("header length {} in the first 8 bytes, expected at most {}: not a safetensors file?",
-                       header_bytes, kMaxHeaderBytes);
+    return fmt::format(
+        "header length {} in the first 8 bytes, expected at most {}: not a safetensors file?",
+        header_bytes, kMaxHeaderBytes);
   }
   const std::span<const std::byte> rest = file.subspan(sizeof header_bytes);
-  if (header_bytes > rest.size()) {
-    return fmt::format("header length {}, but only {} bytes follow: the file is cut off", header_bytes, rest.size());
-  }
   const char* header = reinterpret_cast<const char*>(rest.data());
-  if (header_bytes == 0 || header[0] != '{') {
-    return fmt::format("header does not begin with '{{': not a safetensors file?");
+  if (header_bytes == 0 || (!rest.empty() && header[0] != '{')) {
+    return "header does not begin with '{': not a safetensors file?";
+  }
+  if (header_bytes > rest.size()) {
+    return fmt::format("header length {}, but only {} bytes follow: the file is cut off",
+                       header_bytes, rest.size());
   }
 
   HeaderHandler handler;
@@ -267,7 +295,8 @@ std::optional<std::string> ParseInto(std::span<const std::byte> file, Safetensor
   view->metadata = std::move(handler.metadata);
   view->tensors.resize(handler.entries.size());
   for (size_t i = 0; i < handler.entries.size(); ++i) {
-    if (auto error = MakeView(handler.entries[i], data, &view->tensors[i])) return "header: " + *error;
+    if (auto error = MakeView(handler.entries[i], data, &view->tensors[i]))
+      return "header: " + *error;
   }
 
   std::vector<std::string_view> names;
@@ -277,9 +306,10 @@ std::optional<std::string> ParseInto(std::span<const std::byte> file, Safetensor
     return fmt::format("header: tensor \"{}\" twice", Printable(*twin));
   }
   // Empty tensors sort before the one that starts where they lie.
-  std::sort(view->tensors.begin(), view->tensors.end(), [](const TensorView& a, const TensorView& b) {
-    return std::pair(a.data.data(), a.data.size()) < std::pair(b.data.data(), b.data.size());
-  });
+  std::sort(
+      view->tensors.begin(), view->tensors.end(), [](const TensorView& a, const TensorView& b) {
+        return std::pair(a.data.data(), a.data.size()) < std::pair(b.data.data(), b.data.size());
+      });
   if (auto error = CheckLayout(view->tensors, data)) return "header: " + *error;
   return std::nullopt;
 }
@@ -301,16 +331,18 @@ class File {
   int fd_;
 };
 
-// A file that is removed unless it was renamed, also when the user interrupts the program. One at a time.
+// A file that is removed unless it was renamed, also when the user interrupts the program. One at a
+// time.
 class TemporaryFile {
  public:
   explicit TemporaryFile(std::string path) : path_(std::move(path)) {
     on_signal_ = path_.c_str();
-    for (const int signal : kSignals) std::signal(signal, [](int s) {
-      unlink(on_signal_);
-      std::signal(s, SIG_DFL);
-      std::raise(s);
-    });
+    for (const int signal : kSignals)
+      std::signal(signal, [](int s) {
+        unlink(on_signal_);
+        std::signal(s, SIG_DFL);
+        std::raise(s);
+      });
   }
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
@@ -334,21 +366,28 @@ void WriteAll(int fd, std::span<const std::byte> bytes, const std::string& path)
   }
 }
 
-// Where `path` leads: a link is written through, not replaced.
+// Where `path` leads: a link is written through, not replaced, also when its target is yet to be
+// made.
 std::filesystem::path Target(const std::string& path) {
+  constexpr int kMaxLinks = 40;
+  std::filesystem::path target = path;
   std::error_code error;
-  std::filesystem::path target = std::filesystem::weakly_canonical(path, error);
-  return error ? std::filesystem::path(path) : target;
+  for (int i = 0; i < kMaxLinks && std::filesystem::is_symlink(target, error); ++i) {
+    target = target.parent_path() / std::filesystem::read_symlink(target, error);
+  }
+  return target;
 }
 
 }  // namespace
 
 const TensorView* SafetensorsView::Find(std::string_view name) const {
-  const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const TensorView& t) { return t.name == name; });
+  const auto found = std::find_if(tensors.begin(), tensors.end(),
+                                  [&](const TensorView& t) { return t.name == name; });
   return found == tensors.end() ? nullptr : &*found;
 }
 
-std::optional<std::string> ParseSafetensors(std::span<const std::byte> file, SafetensorsView* view) {
+std::optional<std::string> ParseSafetensors(std::span<const std::byte> file,
+                                            SafetensorsView* view) {
   *view = {};
   std::optional<std::string> error = ParseInto(file, view);
   if (error) *view = {};
@@ -359,7 +398,8 @@ SafetensorsFile::SafetensorsFile(const std::string& path) {
   const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.fd() < 0) throw UserError(fmt::format("cannot open {}: {}", path, ErrnoText()));
   struct stat info = {};
-  if (fstat(file.fd(), &info) != 0) throw UserError(fmt::format("cannot read {}: {}", path, ErrnoText()));
+  if (fstat(file.fd(), &info) != 0)
+    throw UserError(fmt::format("cannot read {}: {}", path, ErrnoText()));
   if (!S_ISREG(info.st_mode)) {
     throw UserError(fmt::format("{} is {}, expected a safetensors file", path,
                                 S_ISDIR(info.st_mode) ? "a directory" : "not a regular file"));
@@ -392,11 +432,15 @@ void CheckWritable(const std::string& path) {
   if (type == std::filesystem::file_type::directory) {
     throw UserError(fmt::format("cannot write {}: it is a directory, expected a file name", path));
   }
-  if (type != std::filesystem::file_type::not_found && type != std::filesystem::file_type::regular) {
+  if (type != std::filesystem::file_type::not_found &&
+      type != std::filesystem::file_type::regular) {
     throw UserError(fmt::format("cannot write {}: it is not a regular file", path));
   }
   const std::filesystem::path parent = target.parent_path();
   const std::string folder = parent.empty() ? "." : parent.string();
+  if (std::filesystem::exists(folder, error) && !std::filesystem::is_directory(folder, error)) {
+    throw UserError(fmt::format("cannot write {}: {} is not a directory", path, folder));
+  }
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
     throw UserError(fmt::format("cannot write {}: folder {}: {}", path, folder, ErrnoText()));
   }
@@ -416,7 +460,9 @@ void WriteSafetensors(const std::string& path, std::span<const TensorView> tenso
   }
   std::string text = header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
   // The data begins on a multiple of 64 bytes, so that a reader can use it where it lies.
-  text.resize((text.size() + sizeof(uint64_t) + kAlignment - 1) / kAlignment * kAlignment - sizeof(uint64_t), ' ');
+  text.resize((text.size() + sizeof(uint64_t) + kAlignment - 1) / kAlignment * kAlignment -
+                  sizeof(uint64_t),
+              ' ');
   const uint64_t header_bytes = text.size();
 
   const std::string target = Target(path).string();
@@ -426,7 +472,8 @@ void WriteSafetensors(const std::string& path, std::span<const TensorView> tenso
   const TemporaryFile guard(temporary);
   const mode_t mask = umask(0);
   umask(mask);
-  if (fchmod(file.fd(), 0666 & ~mask) != 0) throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
+  if (fchmod(file.fd(), 0666 & ~mask) != 0)
+    throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
 
   WriteAll(file.fd(), std::as_bytes(std::span(&header_bytes, 1)), path);
   WriteAll(file.fd(), std::as_bytes(std::span(text)), path);
@@ -452,6 +499,8 @@ std::string Printable(std::string_view text, size_t limit) {
   return printable;
 }
 
-std::string ShapeText(std::span<const int64_t> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+std::string ShapeText(std::span<const int64_t> shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
 
 }  // namespace strobe::cli

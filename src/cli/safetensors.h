@@ -1,7 +1,8 @@
-// Reader and writer of the safetensors format: 8 bytes of little-endian header length, a JSON header, tensor data.
+// Reader and writer of the safetensors format: 8 bytes of little-endian header length, a JSON
+// header, tensor data.
 //
-// The reader trusts nothing: whatever bytes it is given, it returns either views that lie inside them or one line that
-// says what is wrong. fuzz/safetensors.cpp drives ParseSafetensors.
+// The reader trusts nothing: whatever bytes it is given, it returns either views that lie inside
+// them or one line that says what is wrong. fuzz/safetensors.cpp drives ParseSafetensors.
 #ifndef STROBE_CLI_SAFETENSORS_H_
 #define STROBE_CLI_SAFETENSORS_H_
 
@@ -20,8 +21,9 @@ namespace strobe::cli {
 // One tensor of a parsed file. `data` points into the bytes that were parsed.
 struct TensorView {
   std::string name;
-  std::string dtype;           // as the format spells it: "F32", "BF16", "F16", "I32", ...
-  std::vector<int64_t> shape;  // every extent >= 0; their product times the element size is data.size()
+  std::string dtype;  // as the format spells it: "F32", "BF16", "F16", "I32", ...
+  std::vector<int64_t>
+      shape;  // every extent >= 0; their product times the element size is data.size()
   std::span<const std::byte> data;
 };
 
@@ -33,8 +35,9 @@ struct SafetensorsView {
   [[nodiscard]] const TensorView* Find(std::string_view name) const;
 };
 
-// Parses a whole file. On success fills *view and returns nothing; else returns one line that says what was got and
-// what was wanted, and leaves *view empty. Throws nothing but std::bad_alloc; memory is bounded by the header's size.
+// Parses a whole file. On success fills *view and returns nothing; else returns one line that says
+// what was got and what was wanted, and leaves *view empty. Throws nothing but std::bad_alloc;
+// memory is bounded by the header's size.
 [[nodiscard]] std::optional<std::string> ParseSafetensors(std::span<const std::byte> file,
                                                           SafetensorsView* view);
 
@@ -55,11 +58,12 @@ class SafetensorsFile {
   SafetensorsView view_;
 };
 
-// Throws UserError when `path` cannot be written: a directory, no such folder, no permission. Writes nothing.
+// Throws UserError when `path` cannot be written: a directory, no such folder, no permission.
+// Writes nothing.
 void CheckWritable(const std::string& path);
 
-// Writes the tensors to a temporary file beside `path`, then renames it: `path` holds the whole result or what it held
-// before. Throws UserError.
+// Writes the tensors to a temporary file beside `path`, then renames it: `path` holds the whole
+// result or what it held before. Throws UserError.
 void WriteSafetensors(const std::string& path, std::span<const TensorView> tensors,
                       const std::map<std::string, std::string>& metadata);
 

