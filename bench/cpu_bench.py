@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short lengths only")
     parser.add_argument("--scaling", type=int, default=0, metavar="N", help="1 to N threads")
     parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, help="JSON file; default: bench/results/cpu_<isa>.json")
     args = parser.parse_args()
 
@@ -263,7 +264,7 @@ def main() -> None:
         "threads": args.threads,
         "compiler": info.compiler,
         "strobe": info.version,
-        "commit": command("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": args.commit or command("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "torch": torch.__version__,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

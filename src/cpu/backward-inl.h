@@ -23,11 +23,15 @@ namespace strobe::cpu::STROBE_ISA {
 
 constexpr int64_t kBackwardTileQ = 64;
 constexpr int64_t kBackwardTileK = 64;  // P and dS take 16 KB each
+// Keys of an item at head_dim 64. K, V, their transposes, dK and dV of a block should live in L2:
+// 655 KB at 512, fine on every CPU with AVX-512 (1 MB and more), while others may have 512 KB.
+#if HWY_TARGET == HWY_AVX3
+constexpr int64_t kBackwardBlock = 512;
+#else
 constexpr int64_t kBackwardBlock = 256;
+#endif
 
 static Tiles backward_tiles(const AttentionProblem& p) {
-  // K, V, their transposes, dK and dV of a block live in L2: 6 * 4 bytes * block * head_dim, 393 KB
-  // at 256 x 64.
   const int64_t block = p.head_dim + p.head_dim_v > 256   ? kBackwardBlock / 4
                         : p.head_dim + p.head_dim_v > 128 ? kBackwardBlock / 2
                                                           : kBackwardBlock;
@@ -38,7 +42,6 @@ struct BackwardScratch {
   float *k, *kt, *vt, *dk, *dv;  // of the block
   float *q, *dout, *dq;          // of the query tile
   float *p, *ds;                 // [tile_q][tile_k]
-  float* rows;
 };
 
 STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& c) {
@@ -56,7 +59,6 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
   s.dq = arena.take<float>(kBackwardTileQ * d);
   s.p = arena.take<float>(kBackwardTileQ * kBackwardTileK);
   s.ds = arena.take<float>(kBackwardTileQ * kBackwardTileK);
-  s.rows = arena.take<float>(4 * dv);
   return s;
 }
 
@@ -278,9 +280,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t padded = round_up(keys, kBackwardTileK);
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
   __builtin_memset(s.dv + keys * dv, 0, static_cast<size_t>((padded - keys) * dv) * sizeof(float));
-  for (int64_t r = 0; r < padded; r += 4) {
-    transpose_4_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, block);
-    transpose_4_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, block);
+  for (int64_t r = 0; r < padded; r += kTransposeRows) {
+    transpose_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, block);
+    transpose_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, block);
   }
   __builtin_memset(s.dk, 0, static_cast<size_t>(padded * d) * sizeof(float));
   __builtin_memset(s.dv, 0, static_cast<size_t>(padded * dv) * sizeof(float));

@@ -44,7 +44,7 @@ struct ForwardTile {
 
 struct ForwardScratch {
   ForwardTile* tiles;
-  float *k, *v, *pt, *alpha, *row;
+  float *k, *v, *pt, *alpha, *rows;
 };
 
 STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -57,7 +57,7 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.v = arena.take<float>(kForwardTileK * dv);
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
-  s.row = arena.take<float>(4 * (d > dv ? d : dv));
+  s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
     tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
@@ -98,13 +98,15 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   tile.full_keys = sequence.mask.full_range(tile.queries);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
-  for (int64_t r = 0; r < kForwardTileQ; r += 4) {
-    const int64_t some = n - r < 0 ? 0 : n - r < 4 ? n - r : 4;
-    if (some < 4) __builtin_memset(rows, 0, static_cast<size_t>(4 * d_padded) * sizeof(float));
+  const float factor = q_factor(score_rule(c, item.batch, item.head));
+  for (int64_t r = 0; r < kForwardTileQ; r += kTransposeRows) {
+    const int64_t some = n - r < 0 ? 0 : n - r < kTransposeRows ? n - r : kTransposeRows;
+    if (some < kTransposeRows) {
+      __builtin_memset(rows, 0, static_cast<size_t>(kTransposeRows * d_padded) * sizeof(float));
+    }
     load_rows(c.q, p.dtype, item.batch, item.head, sequence.q_row + q_begin + r, some, p.head_dim,
               rows, d_padded);
-    transpose_4_rows(rows, d_padded, p.head_dim, q_factor(score_rule(c, item.batch, item.head)),
-                     tile.qt + r, kForwardTileQ);
+    transpose_rows(rows, d_padded, p.head_dim, factor, tile.qt + r, kForwardTileQ);
   }
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
     const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
@@ -323,7 +325,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   for (int64_t t = 0; t < tiles; ++t) {
-    start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.row, s.tiles[t]);
+    start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
   for (int64_t k_begin = keys.begin; k_begin < keys.end; k_begin += kForwardTileK) {
@@ -336,7 +338,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     for (int64_t t = 0; t < tiles; ++t)
       forward_step(c, rule, sequence, item, s.tiles[t], block, v_nonfinite, s);
   }
-  for (int64_t t = 0; t < tiles; ++t) finish_tile(c, sequence, item, s.tiles[t], s.row);
+  for (int64_t t = 0; t < tiles; ++t) finish_tile(c, sequence, item, s.tiles[t], s.rows);
 }
 
 }  // namespace strobe::cpu::STROBE_ISA

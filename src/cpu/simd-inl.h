@@ -203,19 +203,29 @@ STROBE_SIMD void store_row(const Tensor& tensor, int32_t dtype, int64_t batch, i
       });
 }
 
-/// to[column][row] = from[row][column] * factor for 4 rows. `to` has room for 4 rows from `to` on;
-/// columns padded.
-STROBE_SIMD void transpose_4_rows(const float* from, int64_t from_stride, int64_t columns,
-                                  float factor, float* to, int64_t to_stride) {
+/// Rows that transpose_rows takes at a time: it writes whole cache lines of 16 floats. Four at a
+/// time met each line four times, and a stride of a power of two had thrown it out of L1 in
+/// between.
+constexpr int64_t kTransposeRows = 16;
+
+/// to[column][row] = from[row][column] * factor for kTransposeRows rows, padded to whole vectors.
+STROBE_SIMD void transpose_rows(const float* from, int64_t from_stride, int64_t columns,
+                                float factor, float* to, int64_t to_stride) {
   const VF by = set(factor);
-  HWY_ALIGN float quads[4 * kLanes];
+  HWY_ALIGN float quads[kTransposeRows / 4][4 * kLanes];
   for (int64_t c = 0; c < columns; c += kLanes) {
-    hn::StoreInterleaved4(hn::Mul(load(from + c), by), hn::Mul(load(from + from_stride + c), by),
-                          hn::Mul(load(from + 2 * from_stride + c), by),
-                          hn::Mul(load(from + 3 * from_stride + c), by), f32, quads);
+    for (int64_t g = 0; g < kTransposeRows / 4; ++g) {
+      const float* const row = from + 4 * g * from_stride + c;
+      hn::StoreInterleaved4(hn::Mul(load(row), by), hn::Mul(load(row + from_stride), by),
+                            hn::Mul(load(row + 2 * from_stride), by),
+                            hn::Mul(load(row + 3 * from_stride), by), f32, quads[g]);
+    }
     const int64_t n = columns - c < kLanes ? columns - c : kLanes;
-    for (int64_t i = 0; i < n; ++i)
-      __builtin_memcpy(to + (c + i) * to_stride, quads + 4 * i, 4 * sizeof(float));
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t g = 0; g < kTransposeRows / 4; ++g) {
+        __builtin_memcpy(to + (c + i) * to_stride + 4 * g, quads[g] + 4 * i, 4 * sizeof(float));
+      }
+    }
   }
 }
 
