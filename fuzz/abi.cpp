@@ -278,8 +278,15 @@ void launch(Input& in, const strobe_plan& plan) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input in(data, size);
-  const bool raw = in.flag();
-  const strobe_problem problem = raw ? in.take<strobe_problem>() : small_problem(in);
+  // A problem that is small and can be run; the same with fields overwritten; or any bytes at
+  // all.
+  const int kind = in.take<uint8_t>() % 4;
+  strobe_problem problem = kind == 3 ? in.take<strobe_problem>() : small_problem(in);
+  for (int64_t fields = kind == 2 ? in.range(1, 4) : 0; fields > 0; --fields) {
+    const int64_t value = in.take<int64_t>() >> in.range(0, 63);
+    const size_t field = static_cast<size_t>(in.range(0, sizeof problem / sizeof value - 1));
+    std::memcpy(reinterpret_cast<char*>(&problem) + field * sizeof value, &value, sizeof value);
+  }
   const size_t capacity = in.take<uint8_t>();
 
   check_text([&](char* text, size_t n) { return strobe_why(&problem, text, n); }, capacity);
@@ -296,7 +303,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   REQUIRE(std::strcmp(plan.kernel, strobe_kernel_name(plan.kernel_index)) == 0);
   check_text([&](char* text, size_t n) { return strobe_plan_text(&plan, text, n); }, capacity);
-  // Arbitrary problems are planned only: a valid one may be of any size.
-  if (!raw) launch(in, plan);
+  // The others are planned only: they may be of any size.
+  if (kind < 2) launch(in, plan);
   return 0;
 }

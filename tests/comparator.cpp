@@ -10,8 +10,9 @@
 namespace oracle {
 namespace {
 
-// Rounds stored values to the dtype, or draws another rounding error of the same size. As in true rounding, the error
-// depends on the value alone: equal rows (of a broadcast tensor, say) have equal errors, which then do not average out.
+// Rounds stored values to the dtype, or draws another rounding error of the same size. As in true
+// rounding, the error depends on the value alone: equal rows (of a broadcast tensor, say) have
+// equal errors, which then do not average out.
 class Rounder {
  public:
   Rounder(DType dtype, uint64_t noise_seed)
@@ -21,14 +22,19 @@ class Rounder {
 
   float operator()(float x) const {
     if (!noisy_) return Round(dtype_, x);
-    // float32 cannot hold a part of its own spacing: with +-1 spacing half of the values move to a neighbour.
+    // float32 cannot hold a part of its own spacing: with +-1 spacing half of the values move to a
+    // neighbour.
     return x + Draw(x) * (dtype_ == DType::kFloat32 ? 1.0f : 0.5f) * Spacing(dtype_, x);
   }
 
-  /// What float32 takes from an lse, or adds: one spacing, the most that it may be off by when it is computed with care.
-  float Lse(float lse) const { return Spacing(DType::kFloat32, lse) * (Draw(lse) < 0 ? -1.0f : 1.0f); }
+  /// What float32 takes from an lse, or adds: one spacing, the most that it may be off by when it
+  /// is computed with care.
+  float Lse(float lse) const {
+    return Spacing(DType::kFloat32, lse) * (Draw(lse) < 0 ? -1.0f : 1.0f);
+  }
 
-  /// x . row for several rows at once, each added up in order, as a matrix product does; from a random place if noisy.
+  /// x . row for several rows at once, each added up in order, as a matrix product does; from a
+  /// random place if noisy.
   void Dots(const float* x, const std::vector<const float*>& rows, int64_t n, float* dots) const {
     const int64_t start = noisy_ ? static_cast<int64_t>(seed_ % static_cast<uint64_t>(n)) : 0;
     for (size_t first = 0; first < rows.size(); first += kAtOnce) {
@@ -48,7 +54,8 @@ class Rounder {
   }
 
  private:
-  static constexpr size_t kAtOnce = 8;  // independent sums, so that the additions need not wait for one another
+  static constexpr size_t kAtOnce =
+      8;  // independent sums, so that the additions need not wait for one another
 
   /// In [-1, 1), from the value's bits.
   float Draw(float x) const {
@@ -66,7 +73,8 @@ struct FloatTensor {
   FloatTensor(int64_t rows_, int64_t heads_, int64_t dim_)
       : rows(rows_), heads(heads_), dim(dim_), data(static_cast<size_t>(rows_ * heads_ * dim_)) {}
   explicit FloatTensor(const Tensor& t) : FloatTensor(t.rows, t.heads, t.dim) {
-    std::transform(t.data.begin(), t.data.end(), data.begin(), [](double x) { return static_cast<float>(x); });
+    std::transform(t.data.begin(), t.data.end(), data.begin(),
+                   [](double x) { return static_cast<float>(x); });
   }
   float* at(int64_t row, int64_t head) { return data.data() + (row * heads + head) * dim; }
 
@@ -82,11 +90,20 @@ struct FloatTensor {
 
 class Computation {
  public:
-  Computation(const Problem& p, DType dtype, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor* dout,
-              const Tensor* dlse, uint64_t noise_seed)
-      : p_(p), round_(dtype, noise_seed), q_(q), k_(k), v_(v), dout_(dout ? *dout : Tensor()), dlse_(dlse),
-        backward_(dout != nullptr), out_(q.rows, p.heads, p.head_dim_v), dq_(q.rows, p.heads, p.head_dim),
-        dk_(k.rows, p.heads, p.head_dim), dv_(v.rows, p.heads, p.head_dim_v) {}
+  Computation(const Problem& p, DType dtype, const Tensor& q, const Tensor& k, const Tensor& v,
+              const Tensor* dout, const Tensor* dlse, uint64_t noise_seed)
+      : p_(p),
+        round_(dtype, noise_seed),
+        q_(q),
+        k_(k),
+        v_(v),
+        dout_(dout ? *dout : Tensor()),
+        dlse_(dlse),
+        backward_(dout != nullptr),
+        out_(q.rows, p.heads, p.head_dim_v),
+        dq_(q.rows, p.heads, p.head_dim),
+        dk_(k.rows, p.heads, p.head_dim),
+        dv_(v.rows, p.heads, p.head_dim_v) {}
 
   Plain Run() {
     for (size_t b = 0; b < p_.sequences.size(); ++b) {
@@ -161,7 +178,8 @@ class Computation {
     if (backward_) RunRowBackward(s, keys, row, h, h_kv);
   }
 
-  void RunRowBackward(const Sequence& s, const std::vector<int64_t>& keys, int64_t row, int64_t h, int64_t h_kv) {
+  void RunRowBackward(const Sequence& s, const std::vector<int64_t>& keys, int64_t row, int64_t h,
+                      int64_t h_kv) {
     const size_t n = keys.size();
     const float* const dout = dout_.at(row, h);
     dweight_.resize(n);
@@ -186,7 +204,8 @@ class Computation {
     const float scale = static_cast<float>(p_.scale);
     for (size_t t = 0; t < n; ++t) {
       float dscore = round_(weight_[t] * (dweight_[t] - mean));
-      if (dlse_) dscore = round_(dscore + round_(weight_[t] * static_cast<float>(*dlse_->at(row, h))));
+      if (dlse_)
+        dscore = round_(dscore + round_(weight_[t] * static_cast<float>(*dlse_->at(row, h))));
       if (p_.softcap > 0) dscore = round_(dscore * slope_[t]);
       dscore = round_(dscore * scale);
 
@@ -199,7 +218,8 @@ class Computation {
     }
   }
 
-  // A framework repeats k and v for the query heads: each head's gradient is stored before they are added up.
+  // A framework repeats k and v for the query heads: each head's gradient is stored before they are
+  // added up.
   Tensor SumOverGroups(FloatTensor& t) {
     FloatTensor sum(t.rows, p_.heads_kv, t.dim);
     for (int64_t row = 0; row < t.rows; ++row) {
@@ -230,8 +250,8 @@ class Computation {
 
 }  // namespace
 
-Plain PlainAttention(const Problem& p, DType dtype, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor* dout, const Tensor* dlse, uint64_t noise_seed) {
+Plain PlainAttention(const Problem& p, DType dtype, const Tensor& q, const Tensor& k,
+                     const Tensor& v, const Tensor* dout, const Tensor* dlse, uint64_t noise_seed) {
   return Computation(p, dtype, q, k, v, dout, dlse, noise_seed).Run();
 }
 

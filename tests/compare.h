@@ -1,8 +1,10 @@
-// The rule that decides whether a result is right (shared/design/semantics.md, "How correctness is decided").
+// The rule that decides whether a result is right (shared/design/semantics.md, "How correctness is
+// decided").
 //
-// A result passes when max|x - oracle| <= factor * max|plain - oracle| + 1e-5, where `plain` is attention in plain
-// tensor steps in the same dtype, and factor is 2 for out, 3 for gradients, 8 for gradients with ALiBi. NaN passes only
-// where the oracle has NaN, an infinity only where the oracle has the same one, and those places must have them.
+// A result passes when max|x - oracle| <= factor * max|plain - oracle| + 1e-5, where `plain` is
+// attention in plain tensor steps in the same dtype, and factor is 2 for out, 3 for gradients, 8
+// for gradients with ALiBi. NaN passes only where the oracle has NaN, an infinity only where the
+// oracle has the same one, and those places must have them.
 #ifndef STROBE_TESTS_COMPARE_H_
 #define STROBE_TESTS_COMPARE_H_
 
@@ -20,10 +22,11 @@ namespace strobe_test {
 inline constexpr double kOutFactor = 2, kGradientFactor = 3, kAlibiGradientFactor = 8;
 inline constexpr double kFloor = 1e-5;
 
-/// lse is float32 whatever the inputs are: products of 16-bit values are exact in float32, so its error comes from
-/// adding up head_dim products and from exp and log, in every dtype alike. Both grow with the size of the scores'
-/// terms: one rounding is 6e-8 of it, a sum of 256 terms takes about sqrt(256) = 16 of them when they fall randomly,
-/// the scale, the change to base 2 and the maximum a few more. 4e-6 of the size is 64 roundings.
+/// lse is float32 whatever the inputs are: products of 16-bit values are exact in float32, so its
+/// error comes from adding up head_dim products and from exp and log, in every dtype alike. Both
+/// grow with the size of the scores' terms: one rounding is 6e-8 of it, a sum of 256 terms takes
+/// about sqrt(256) = 16 of them when they fall randomly, the scale, the change to base 2 and the
+/// maximum a few more. 4e-6 of the size is 64 roundings.
 inline double LseTolerance(double size) { return 1e-5 + 4e-6 * size; }
 
 struct Worst {
@@ -33,12 +36,14 @@ struct Worst {
   std::string text;    // the worst coordinate in words
 };
 
-inline std::string Describe(const std::string& name, int64_t row, int64_t head, int64_t d, double got, double wanted,
-                            double allowed) {
+inline std::string Describe(const std::string& name, int64_t row, int64_t head, int64_t d,
+                            double got, double wanted, double allowed) {
   char text[256];
-  std::snprintf(text, sizeof text, "%s[row %lld, head %lld, dim %lld] = %.9g, oracle %.9g, difference %.3g, allowed %.3g",
-                name.c_str(), static_cast<long long>(row), static_cast<long long>(head), static_cast<long long>(d), got,
-                wanted, std::fabs(got - wanted), allowed);
+  std::snprintf(
+      text, sizeof text,
+      "%s[row %lld, head %lld, dim %lld] = %.9g, oracle %.9g, difference %.3g, allowed %.3g",
+      name.c_str(), static_cast<long long>(row), static_cast<long long>(head),
+      static_cast<long long>(d), got, wanted, std::fabs(got - wanted), allowed);
   return text;
 }
 
@@ -54,7 +59,8 @@ void ForEachElement(const oracle::Tensor& t, Visit visit) {
 }
 
 /// Largest difference of the comparators from the oracle where both are finite.
-inline double LargestError(const std::vector<const oracle::Tensor*>& plain, const oracle::Tensor& wanted) {
+inline double LargestError(const std::vector<const oracle::Tensor*>& plain,
+                           const oracle::Tensor& wanted) {
   double worst = 0;
   for (const oracle::Tensor* t : plain) {
     for (size_t i = 0; i < wanted.data.size(); ++i) {
@@ -79,9 +85,12 @@ Worst CompareWith(const std::string& name, const oracle::Tensor& got, const orac
       ratio = std::isfinite(x) ? std::fabs(x - reference) / limit : HUGE_VAL;
     } else if (std::isfinite(reference)) {  // overflows the dtype, or may
       ratio = !std::isnan(x) && std::signbit(x) == std::signbit(reference) &&
-                      std::fabs(x) >= 0.99 * oracle::LargestFinite(dtype) ? 0 : HUGE_VAL;
+                      std::fabs(x) >= 0.99 * oracle::LargestFinite(dtype)
+                  ? 0
+                  : HUGE_VAL;
     } else {
-      ratio = std::isnan(reference) ? (std::isnan(x) ? 0 : HUGE_VAL) : (x == reference ? 0 : HUGE_VAL);
+      ratio =
+          std::isnan(reference) ? (std::isnan(x) ? 0 : HUGE_VAL) : (x == reference ? 0 : HUGE_VAL);
     }
     if (!(ratio > worst_ratio)) return;
     worst_ratio = ratio;
@@ -94,14 +103,16 @@ Worst CompareWith(const std::string& name, const oracle::Tensor& got, const orac
 }
 
 /// The rule above. plain: one or more draws of the comparator.
-inline Worst Compare(const std::string& name, const oracle::Tensor& got, const oracle::Tensor& wanted,
-                     const std::vector<const oracle::Tensor*>& plain, oracle::DType dtype, double factor) {
+inline Worst Compare(const std::string& name, const oracle::Tensor& got,
+                     const oracle::Tensor& wanted, const std::vector<const oracle::Tensor*>& plain,
+                     oracle::DType dtype, double factor) {
   const double allowed = factor * LargestError(plain, wanted) + kFloor;
   return CompareWith(name, got, wanted, dtype, [&](int64_t, int64_t) { return allowed; });
 }
 
 /// lse: [rows, heads, 1]; size: ForwardResult::size.
-inline Worst CompareLse(const oracle::Tensor& got, const oracle::Tensor& wanted, const oracle::Tensor& size) {
+inline Worst CompareLse(const oracle::Tensor& got, const oracle::Tensor& wanted,
+                        const oracle::Tensor& size) {
   return CompareWith("lse", got, wanted, oracle::DType::kFloat32,
                      [&](int64_t row, int64_t head) { return LseTolerance(*size.at(row, head)); });
 }

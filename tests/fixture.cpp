@@ -14,9 +14,12 @@ strobe_strides Given(const Layout& layout, const Strided& t) {
 
 int32_t StrobeDType(oracle::DType dtype) {
   switch (dtype) {
-    case oracle::DType::kFloat32: return STROBE_FLOAT32;
-    case oracle::DType::kBFloat16: return STROBE_BFLOAT16;
-    case oracle::DType::kFloat16: return STROBE_FLOAT16;
+    case oracle::DType::kFloat32:
+      return STROBE_FLOAT32;
+    case oracle::DType::kBFloat16:
+      return STROBE_BFLOAT16;
+    case oracle::DType::kFloat16:
+      return STROBE_FLOAT16;
   }
   return -1;
 }
@@ -33,7 +36,8 @@ std::vector<oracle::Sequence> Sequences(const Case& c) {
 }
 
 Fixture::Fixture(const Case& c) : case_(c) {
-  const int64_t rows_q = c.varlen ? c.rows_q() : c.seqlens_q[0], rows_k = c.varlen ? c.rows_k() : c.seqlens_k[0];
+  const int64_t rows_q = c.varlen ? c.rows_q() : c.seqlens_q[0],
+                rows_k = c.varlen ? c.rows_k() : c.seqlens_k[0];
   q = Place(case_.q, rows_q, c.heads, c.head_dim);
   k = Place(case_.k, rows_k, c.heads_kv, c.head_dim);
   v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v);
@@ -63,12 +67,16 @@ Fixture::Fixture(const Case& c) : case_(c) {
   Fill(dout, c.size_dout, rng);
   Fill(dlse_, c.size_dout, rng);
   if (c.constant_keys) {
-    k.ForEach([&](int64_t, int64_t, int64_t d, int64_t e) { k.Set(e, 0.01 * static_cast<double>(d)); });
+    k.ForEach(
+        [&](int64_t, int64_t, int64_t d, int64_t e) { k.Set(e, 0.01 * static_cast<double>(d)); });
   }
   if (c.special != Special::kNone) PutSpecials(rng);
-  const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads : c.alibi ? c.batch() * c.heads : 0;
+  const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads
+                         : c.alibi                        ? c.batch() * c.heads
+                                                          : 0;
   for (int64_t i = 0; i < slopes; ++i) {
-    slopes_.push_back(static_cast<float>(std::exp2(-rng.Uniform(0, 8)) * (rng.Chance(0.1) ? -1 : 1)));
+    slopes_.push_back(
+        static_cast<float>(std::exp2(-rng.Uniform(0, 8)) * (rng.Chance(0.1) ? -1 : 1)));
   }
   cu_q_ = cu_k_ = {0};
   for (const oracle::Sequence& s : Sequences(c)) {
@@ -112,7 +120,8 @@ void Fixture::Pack(const std::vector<Strided*>& tensors, const Layout& layout) {
   int64_t columns = 0;
   for (const Strided* t : tensors) columns += t->heads * t->dim;
   const int64_t batch = tensors[0]->batch, rows = tensors[0]->rows, row = columns + layout.pad[1];
-  Guarded* const memory = Allocate(batch * rows * row, oracle::ElementSize(case_.dtype), layout.shift);
+  Guarded* const memory =
+      Allocate(batch * rows * row, oracle::ElementSize(case_.dtype), layout.shift);
   int64_t at = 0;
   for (Strided* t : tensors) {
     t->memory = memory;
@@ -143,9 +152,11 @@ void Fixture::PutSpecials(oracle::Rng& rng) const {
   const Strided* const inputs[] = {&q, &k, &v, &dout};
   const int64_t count = rng.Integer(1, 4);
   for (int64_t n = 0; n < count; ++n) {
-    // Of dout only NaN: with infinities, dout . out differs from the mean of the weights' gradients that it stands for.
+    // Of dout only NaN: with infinities, dout . out differs from the mean of the weights' gradients
+    // that it stands for.
     const Strided& t = *inputs[rng.Integer(0, case_.special == Special::kNan ? 3 : 2)];
-    const int64_t b = rng.Integer(0, 1'000'000), row = rng.Integer(0, 1'000'000), head = rng.Integer(0, 1'000'000);
+    const int64_t b = rng.Integer(0, 1'000'000), row = rng.Integer(0, 1'000'000),
+                  head = rng.Integer(0, 1'000'000);
     const int64_t d = rng.Integer(0, t.dim - 1);
     const double x = case_.special == Special::kNan ? std::nan("") : rng.Chance(0.5) ? inf : -inf;
     if (!t.empty()) t.Set(t.Index(b % t.batch, row % t.rows, head % t.heads, d), x);
@@ -195,7 +206,9 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
 
 strobe_forward_args Fixture::ForwardArgs() const {
   // What has no elements may have no memory: NULL in every other case.
-  const auto pointer = [&](const Strided& t) { return t.empty() && case_.seed % 2 ? nullptr : t.pointer(); };
+  const auto pointer = [&](const Strided& t) {
+    return t.empty() && case_.seed % 2 ? nullptr : t.pointer();
+  };
   strobe_forward_args a{};
   a.struct_size = sizeof a;
   a.q = pointer(q);
@@ -212,7 +225,9 @@ strobe_forward_args Fixture::ForwardArgs() const {
 }
 
 strobe_backward_args Fixture::BackwardArgs() const {
-  const auto pointer = [&](const Strided& t) { return t.empty() && case_.seed % 2 ? nullptr : t.pointer(); };
+  const auto pointer = [&](const Strided& t) {
+    return t.empty() && case_.seed % 2 ? nullptr : t.pointer();
+  };
   const strobe_forward_args f = ForwardArgs();
   strobe_backward_args a{};
   a.struct_size = sizeof a;
@@ -238,8 +253,8 @@ namespace {
 
 // Plans and launches with a workspace that is poison inside and watched around.
 template <typename Args, typename Launch>
-std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args args, bool own_workspace,
-                          Launch launch) {
+std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args args,
+                          bool own_workspace, Launch launch) {
   strobe_plan plan;
   plan.struct_size = sizeof plan;
   strobe_status status = strobe_plan_make(&problem, &plan);
@@ -266,8 +281,8 @@ std::string Fixture::Forward(bool with_lse) {
   } else {
     args.lse = nullptr;
   }
-  const std::string error =
-      PlanAndLaunch("forward", MakeProblem(STROBE_FORWARD), args, case_.own_workspace, strobe_forward);
+  const std::string error = PlanAndLaunch("forward", MakeProblem(STROBE_FORWARD), args,
+                                          case_.own_workspace, strobe_forward);
   return error.empty() ? CheckMemory("forward") : error;
 }
 
@@ -304,10 +319,9 @@ void Fixture::Seal() {
 
 std::string Fixture::CheckMemory(const char* call) {
   const auto name = [&](const Guarded* m) -> std::string {
-    const std::pair<const char*, const Strided*> all[] = {{"q", &q},       {"k", &k},   {"v", &v},
-                                                          {"out", &out},   {"dout", &dout}, {"dq", &dq},
-                                                          {"dk", &dk},     {"dv", &dv}, {"lse", &lse_},
-                                                          {"dlse", &dlse_}};
+    const std::pair<const char*, const Strided*> all[] = {
+        {"q", &q},   {"k", &k},   {"v", &v},   {"out", &out},  {"dout", &dout},
+        {"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"lse", &lse_}, {"dlse", &dlse_}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;
     }
@@ -332,7 +346,8 @@ oracle::Problem Fixture::OracleProblem() const {
   p.causal = c.causal;
   p.window_left = c.window_left;
   p.window_right = c.window_right;
-  p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(c.head_dim)) : static_cast<double>(c.scale);
+  p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(c.head_dim))
+                                : static_cast<double>(c.scale);
   p.softcap = c.softcap;
   for (int64_t b = 0; c.alibi && b < c.batch(); ++b) {
     const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
@@ -343,8 +358,8 @@ oracle::Problem Fixture::OracleProblem() const {
     p.keep_rows = c.longest_q();
     p.keep_columns = c.longest_k();
     p.keep.resize(static_cast<size_t>(c.batch() * c.heads * p.keep_rows * p.keep_columns));
-    strobe_dropout_mask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p, c.dropout_seed,
-                        c.dropout_offset, p.keep.data());
+    strobe_dropout_mask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p,
+                        c.dropout_seed, c.dropout_offset, p.keep.data());
   }
   return p;
 }

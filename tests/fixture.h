@@ -1,4 +1,5 @@
-// One problem with all of its tensors in guarded memory, and the calls that run it through the C ABI.
+// One problem with all of its tensors in guarded memory, and the calls that run it through the C
+// ABI.
 #ifndef STROBE_TESTS_FIXTURE_H_
 #define STROBE_TESTS_FIXTURE_H_
 
@@ -26,8 +27,9 @@ class Fixture {
   strobe_forward_args ForwardArgs() const;
   strobe_backward_args BackwardArgs() const;
 
-  /// Plans and launches. "" or what went wrong: a failing status, memory written that should not be, an output element
-  /// that was not, an input changed. `with_lse` false: forward runs with lse = NULL.
+  /// Plans and launches. "" or what went wrong: a failing status, memory written that should not
+  /// be, an output element that was not, an input changed. `with_lse` false: forward runs with lse
+  /// = NULL.
   std::string Forward(bool with_lse = true);
   /// Takes out and lse as Forward() left them.
   std::string Backward();

@@ -1,4 +1,5 @@
-// Memory for tests: red zones on both sides, poison everywhere, and a record of what the library may write.
+// Memory for tests: red zones on both sides, poison everywhere, and a record of what the library
+// may write.
 #ifndef STROBE_TESTS_GUARDED_H_
 #define STROBE_TESTS_GUARDED_H_
 
@@ -13,7 +14,8 @@
 
 namespace strobe_test {
 
-/// A NaN in every type of ours, wherever in memory it is read from. No computation gives these bits.
+/// A NaN in every type of ours, wherever in memory it is read from. No computation gives these
+/// bits.
 inline constexpr uint16_t kPoison = 0x7FDB;
 
 /// `elements` elements between two red zones, all poison at first.
@@ -39,21 +41,25 @@ class Guarded {
   void AllowWrite(int64_t element) { writable_[static_cast<size_t>(element)] = true; }
   void ForbidWrites() { writable_.assign(writable_.size(), false); }
 
-  /// "" when nothing changed since Seal() but elements that may, and each of those did; else what is wrong.
+  /// "" when nothing changed since Seal() but elements that may, and each of those did; else what
+  /// is wrong.
   std::string Check(const std::string& name) {
     const auto* const before = reinterpret_cast<const char*>(sealed_.data());
     const auto* const after = reinterpret_cast<const char*>(storage_.data());
     const int64_t total = static_cast<int64_t>(storage_.size()) * 2;
-    if (std::memcmp(before, after, static_cast<size_t>(start_)) != 0) return name + ": written before its start";
+    if (std::memcmp(before, after, static_cast<size_t>(start_)) != 0)
+      return name + ": written before its start";
     const int64_t end = start_ + elements_ * element_size_;
     if (std::memcmp(before + end, after + end, static_cast<size_t>(total - end)) != 0) {
       return name + ": written past its end";
     }
     for (int64_t e = 0; e < elements_; ++e) {
       const int64_t at = start_ + e * element_size_;
-      const bool changed = std::memcmp(before + at, after + at, static_cast<size_t>(element_size_)) != 0;
+      const bool changed =
+          std::memcmp(before + at, after + at, static_cast<size_t>(element_size_)) != 0;
       if (changed && !writable_[static_cast<size_t>(e)]) {
-        return name + ": element " + std::to_string(e) + ", which is no element of an output, was written";
+        return name + ": element " + std::to_string(e) +
+               ", which is no element of an output, was written";
       }
       if (!changed && writable_[static_cast<size_t>(e)]) {
         return name + ": element " + std::to_string(e) + " was not written";

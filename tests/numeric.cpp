@@ -7,11 +7,11 @@
 namespace oracle {
 namespace {
 
-constexpr float kFloat16Infinity = 65520;  // from here on the nearest float16 is infinity
+constexpr float kFloat16Infinity = 65520;     // from here on the nearest float16 is infinity
 constexpr float kFloat16Smallest = 0x1p-14f;  // normal
 
-// Nearest multiple of 2^(exponent of x - bits), ties to even. Adding and taking away 1.5 * 2^k rounds to what float
-// can hold at that size; the sums are exact otherwise.
+// Nearest multiple of 2^(exponent of x - bits), ties to even. Adding and taking away 1.5 * 2^k
+// rounds to what float can hold at that size; the sums are exact otherwise.
 float KeepBits(float x, int bits) {
   const double magic = std::ldexp(1.5, std::ilogb(x) - bits + 52);
   return static_cast<float>((static_cast<double>(x) + magic) - magic);
@@ -21,9 +21,12 @@ float KeepBits(float x, int bits) {
 
 const char* Name(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat16: return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
   }
   return "?";
 }
@@ -32,34 +35,44 @@ int64_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 double LargestFinite(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return 0x1.fffffep127;
-    case DType::kBFloat16: return 0x1.fep127;
-    case DType::kFloat16: return 65504;
+    case DType::kFloat32:
+      return 0x1.fffffep127;
+    case DType::kBFloat16:
+      return 0x1.fep127;
+    case DType::kFloat16:
+      return 65504;
   }
   return 0;
 }
 
 uint16_t EncodeBFloat16(float x) {
-  // bfloat16 is the upper half of a float; a carry out of the significand moves the exponent as it should.
+  // bfloat16 is the upper half of a float; a carry out of the significand moves the exponent as it
+  // should.
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t upper = bits >> 16, lower = bits & 0xFFFF;
-  if (std::isnan(x)) return static_cast<uint16_t>(upper | 0x40);  // quiet, and never infinity's pattern
+  if (std::isnan(x))
+    return static_cast<uint16_t>(upper | 0x40);  // quiet, and never infinity's pattern
   const bool up = lower > 0x8000 || (lower == 0x8000 && (upper & 1));
   return static_cast<uint16_t>(upper + (up ? 1 : 0));
 }
 
-float DecodeBFloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+float DecodeBFloat16(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
 
 uint16_t EncodeFloat16(float x) {
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
   if (std::isnan(x)) return sign | 0x7E00;
   const float a = std::fabs(x);
   if (a >= kFloat16Infinity) return sign | 0x7C00;
-  // Below the smallest normal all values are multiples of 2^-24, which is also the unit of their bit pattern.
-  if (a < kFloat16Smallest) return static_cast<uint16_t>(sign | std::lrint(std::ldexp(static_cast<double>(a), 24)));
+  // Below the smallest normal all values are multiples of 2^-24, which is also the unit of their
+  // bit pattern.
+  if (a < kFloat16Smallest)
+    return static_cast<uint16_t>(sign | std::lrint(std::ldexp(static_cast<double>(a), 24)));
   const float r = KeepBits(a, 10);
   const int exponent = std::ilogb(r);
-  const long significand = std::lrint(std::ldexp(static_cast<double>(r), 10 - exponent));  // 1024 to 2047
+  const long significand =
+      std::lrint(std::ldexp(static_cast<double>(r), 10 - exponent));  // 1024 to 2047
   return static_cast<uint16_t>(sign | ((exponent + 15) << 10) | (significand - 1024));
 }
 
@@ -76,7 +89,8 @@ float Round(DType dtype, float x) {
   if (dtype == DType::kBFloat16) return DecodeBFloat16(EncodeBFloat16(x));
   const float a = std::fabs(x);
   if (a >= kFloat16Infinity) return std::copysign(HUGE_VALF, x);
-  if (a < kFloat16Smallest) return std::copysign((a + 0.75f) - 0.75f, x);  // floats near 0.75 stand 2^-24 apart
+  if (a < kFloat16Smallest)
+    return std::copysign((a + 0.75f) - 0.75f, x);  // floats near 0.75 stand 2^-24 apart
   // Eleven significant bits: the other thirteen of a float are rounded away, ties to even.
   const uint32_t b = std::bit_cast<uint32_t>(x);
   return std::bit_cast<float>((b + 0x0FFF + ((b >> 13) & 1)) & ~uint32_t{0x1FFF});
@@ -89,7 +103,8 @@ float Spacing(DType dtype, float x) {
   // The exponent field; subnormals share the spacing of the smallest normal.
   const int exponent = static_cast<int>((std::bit_cast<uint32_t>(x) >> 23) & 255) - 127;
   const int k = (exponent < lowest ? lowest : exponent) - bits;
-  return k < -126 ? std::ldexp(1.0f, k) : std::bit_cast<float>(static_cast<uint32_t>(k + 127) << 23);
+  return k < -126 ? std::ldexp(1.0f, k)
+                  : std::bit_cast<float>(static_cast<uint32_t>(k + 127) << 23);
 }
 
 float Load(DType dtype, const void* array, int64_t index) {

@@ -13,7 +13,8 @@ int64_t ElementSize(DType dtype);
 
 /// Nearest value of the type, ties to even; overflow gives infinity.
 float Round(DType dtype, float x);
-/// Distance between x and the next value of the type away from zero. 0 for x = 0 and what is not finite.
+/// Distance between x and the next value of the type away from zero. 0 for x = 0 and what is not
+/// finite.
 float Spacing(DType dtype, float x);
 double LargestFinite(DType dtype);
 
@@ -27,7 +28,8 @@ uint16_t EncodeFloat16(float x);
 float DecodeBFloat16(uint16_t bits);
 float DecodeFloat16(uint16_t bits);
 
-/// Small, seeded, the same everywhere (SplitMix64): std::*_distribution differs between standard libraries.
+/// Small, seeded, the same everywhere (SplitMix64): std::*_distribution differs between standard
+/// libraries.
 class Rng {
  public:
   explicit Rng(uint64_t seed) : state_(seed) {}

@@ -40,7 +40,8 @@ struct Row {
   double size = 0;
 };
 
-Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const Tensor& q, const Tensor& k) {
+Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const Tensor& q,
+            const Tensor& k) {
   const Sequence& s = p.sequences[static_cast<size_t>(sequence)];
   Row row;
   row.query = s.q_begin + i;
@@ -68,7 +69,8 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
     row.key.push_back(s.k_begin + j);
     row.weight.push_back(score);  // becomes the weight below
     row.slope.push_back(slope);
-    row.keep_scale.push_back(p.dropout_p > 0 ? Keeps(p, sequence, head, i, j) / (1 - p.dropout_p) : 1.0);
+    row.keep_scale.push_back(p.dropout_p > 0 ? Keeps(p, sequence, head, i, j) / (1 - p.dropout_p)
+                                             : 1.0);
     largest = std::max(largest, score);
     if (std::isfinite(size)) row.size = std::max(row.size, size);
   }
@@ -94,12 +96,13 @@ std::vector<double> Output(const Problem& p, const Row& row, const Tensor& v) {
   return out;
 }
 
-void ForEachRow(const Problem& p, const Tensor& q, const Tensor& k, const std::function<void(const Row&)>& visit) {
+void ForEachRow(const Problem& p, const Tensor& q, const Tensor& k,
+                const std::function<void(const Row&)>& visit) {
   for (size_t b = 0; b < p.sequences.size(); ++b) {
     const Sequence& s = p.sequences[b];
     for (int64_t i = 0; i < s.q_length; ++i) {
-      const bool wanted = p.only_rows.empty() ||
-                          std::find(p.only_rows.begin(), p.only_rows.end(), s.q_begin + i) != p.only_rows.end();
+      const bool wanted = p.only_rows.empty() || std::find(p.only_rows.begin(), p.only_rows.end(),
+                                                           s.q_begin + i) != p.only_rows.end();
       if (!wanted) continue;
       for (int64_t h = 0; h < p.heads; ++h) visit(MakeRow(p, static_cast<int64_t>(b), h, i, q, k));
     }
@@ -138,8 +141,8 @@ ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const 
   return r;
 }
 
-BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dout,
-                        const Tensor* dlse) {
+BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& dout, const Tensor* dlse) {
   BackwardResult r{Tensor(q.rows, p.heads, p.head_dim), Tensor(k.rows, p.heads_kv, p.head_dim),
                    Tensor(v.rows, p.heads_kv, p.head_dim_v)};
   std::vector<double> dweight;
@@ -152,7 +155,8 @@ BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, cons
     dweight.clear();
     double mean = 0;
     for (size_t n = 0; n < row.key.size(); ++n) {
-      dweight.push_back(row.keep_scale[n] * Dot(dout_i, v.at(row.key[n], row.head_kv), p.head_dim_v));
+      dweight.push_back(row.keep_scale[n] *
+                        Dot(dout_i, v.at(row.key[n], row.head_kv), p.head_dim_v));
       mean += row.weight[n] * dweight[n];
     }
     for (size_t n = 0; n < row.key.size(); ++n) {

@@ -1,14 +1,16 @@
-// The truth that the tests measure against: attention in float64, written naively from its definition, one query row
-// at a time. Shares no code with the library, and includes none of its headers.
+// The truth that the tests measure against: attention in float64, written naively from its
+// definition, one query row at a time. Shares no code with the library, and includes none of its
+// headers.
 //
-//   s_ij  = scale * q_i . k_j;  with softcap c: c * tanh(s / c);  with ALiBi: - slope * |position(i) - j|
-//   position(i) = i + seqlen_k - seqlen_q;  i sees j when position(i) - left <= j <= position(i) + right
-//   P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i = log of the sum of exp(s_ij)
-//   out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
+//   s_ij  = scale * q_i . k_j;  with softcap c: c * tanh(s / c);  with ALiBi: - slope *
+//   |position(i) - j| position(i) = i + seqlen_k - seqlen_q;  i sees j when position(i) - left <= j
+//   <= position(i) + right P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i =
+//   log of the sum of exp(s_ij) out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
 //
-// A key that a row does not see takes no part in it: whatever stands there, NaN included, cannot reach the row, nor the
-// row the key's gradients. Keys that it sees take part as in plain attention: with a score of +infinity, or with all
-// scores -infinity, exp(inf - inf) makes the row NaN, lse too. A row that sees no key: out 0, lse -infinity, gradients 0.
+// A key that a row does not see takes no part in it: whatever stands there, NaN included, cannot
+// reach the row, nor the row the key's gradients. Keys that it sees take part as in plain
+// attention: with a score of +infinity, or with all scores -infinity, exp(inf - inf) makes the row
+// NaN, lse too. A row that sees no key: out 0, lse -infinity, gradients 0.
 #ifndef STROBE_TESTS_ORACLE_H_
 #define STROBE_TESTS_ORACLE_H_
 
@@ -22,10 +24,15 @@ namespace oracle {
 struct Tensor {
   Tensor() = default;
   Tensor(int64_t rows_, int64_t heads_, int64_t dim_, double fill = 0)
-      : rows(rows_), heads(heads_), dim(dim_), data(static_cast<size_t>(rows_ * heads_ * dim_), fill) {}
+      : rows(rows_),
+        heads(heads_),
+        dim(dim_),
+        data(static_cast<size_t>(rows_ * heads_ * dim_), fill) {}
 
   double* at(int64_t row, int64_t head) { return data.data() + (row * heads + head) * dim; }
-  const double* at(int64_t row, int64_t head) const { return data.data() + (row * heads + head) * dim; }
+  const double* at(int64_t row, int64_t head) const {
+    return data.data() + (row * heads + head) * dim;
+  }
 
   int64_t rows = 0, heads = 0, dim = 0;
   std::vector<double> data;
@@ -46,14 +53,15 @@ struct Problem {
   int64_t window_left = -1, window_right = -1;  // -1: no limit
 
   double scale = 1;
-  double softcap = 0;           // 0: off
-  std::vector<double> slopes;   // ALiBi: [sequences, heads]; empty: off
+  double softcap = 0;          // 0: off
+  std::vector<double> slopes;  // ALiBi: [sequences, heads]; empty: off
 
   double dropout_p = 0;
-  std::vector<uint8_t> keep;    // with dropout: [sequences, heads, keep_rows, keep_columns]
+  std::vector<uint8_t> keep;  // with dropout: [sequences, heads, keep_rows, keep_columns]
   int64_t keep_rows = 0, keep_columns = 0;
 
-  std::vector<int64_t> only_rows;  // rows of q (counted through all sequences) to compute; empty: all
+  std::vector<int64_t>
+      only_rows;  // rows of q (counted through all sequences) to compute; empty: all
 };
 
 /// The keys that query i of a sequence sees, smallest first.
@@ -63,7 +71,8 @@ bool Keeps(const Problem& p, int64_t sequence, int64_t head, int64_t i, int64_t 
 struct ForwardResult {
   Tensor out;   // [rows of q, heads, head_dim_v]
   Tensor lse;   // [rows of q, heads, 1]
-  Tensor size;  // [rows of q, heads, 1]: largest sum of absolute terms of a score; what rounding errors scale with
+  Tensor size;  // [rows of q, heads, 1]: largest sum of absolute terms of a score; what rounding
+                // errors scale with
 };
 
 struct BackwardResult {
@@ -73,8 +82,8 @@ struct BackwardResult {
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);
 
 /// dlse: gradient of lse, [rows of q, heads, 1], or null.
-BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dout,
-                        const Tensor* dlse = nullptr);
+BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& dout, const Tensor* dlse = nullptr);
 
 }  // namespace oracle
 

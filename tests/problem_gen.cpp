@@ -14,7 +14,7 @@ using oracle::Rng;
 
 int64_t PickHeadDim(Rng& rng) {
   static constexpr int64_t kUsual[] = {32, 64, 64, 80, 96, 128, 192, 256};
-  static constexpr int64_t kBorders[] = {1,  2,  3,  5,  7,  8,  9,  15, 16,  17,  24,  31,
+  static constexpr int64_t kBorders[] = {1,  2,  3,  5,  7,  8,  9,  15,  16,  17,  24,  31,
                                          33, 40, 48, 63, 65, 72, 97, 127, 129, 160, 255, 256};
   const double u = rng.Uniform();
   return u < 0.3 ? rng.Pick(kUsual) : u < 0.65 ? rng.Pick(kBorders) : rng.Integer(1, 256);
@@ -22,9 +22,9 @@ int64_t PickHeadDim(Rng& rng) {
 
 // Lengths by profile: most cases are small, some cross the borders of tiles, a few are long.
 struct Profile {
-  int64_t low, high;      // of lengths
-  double both;            // probability that q and k both go up to `high`; else one of them stays below 40
-  int64_t work;           // limit of Case::Work()
+  int64_t low, high;  // of lengths
+  double both;   // probability that q and k both go up to `high`; else one of them stays below 40
+  int64_t work;  // limit of Case::Work()
 };
 
 const Profile& PickProfile(Rng& rng) {
@@ -116,11 +116,12 @@ void PickScores(Rng& rng, Case& c) {
     c.dropout_seed = rng.Next();
     c.dropout_offset = rng.Chance(0.5) ? rng.Next() : static_cast<uint64_t>(rng.Integer(0, 9));
   }
-  if (rng.Chance(0.2)) c.alibi = rng.Chance(0.5) ? STROBE_ALIBI_PER_HEAD : STROBE_ALIBI_PER_BATCH_HEAD;
+  if (rng.Chance(0.2))
+    c.alibi = rng.Chance(0.5) ? STROBE_ALIBI_PER_HEAD : STROBE_ALIBI_PER_BATCH_HEAD;
 
   static constexpr double kSizes[] = {1, 1, 1, 1, 0.05, 0.3, 3, 8};
-  // Scores up to some +-150. Beyond, the rounding of lse to float32 is what the gradients' errors are made of, and how
-  // large they are is luck. The unit tests of the softmax go to +-10,000.
+  // Scores up to some +-150. Beyond, the rounding of lse to float32 is what the gradients' errors
+  // are made of, and how large they are is luck. The unit tests of the softmax go to +-10,000.
   const double root = std::sqrt(static_cast<double>(c.head_dim));
   const double scale = std::isnan(c.scale) ? 1 / root : std::fabs(c.scale);
   c.size_qk = std::min(rng.Pick(kSizes), std::sqrt(40 / std::max(scale * root, 0.1)));
@@ -133,8 +134,8 @@ void PickScores(Rng& rng, Case& c) {
     c.dropout_p = 0;  // whether 0 * NaN stands for a dropped weight is a matter of taste
   }
   if (c.special == Special::kInfinity) {
-    // No weight may be so small that float32 or float16 takes it for 0: 0 * infinity would be NaN there, and infinity
-    // in float64.
+    // No weight may be so small that float32 or float16 takes it for 0: 0 * infinity would be NaN
+    // there, and infinity in float64.
     c.scale = std::numeric_limits<float>::quiet_NaN();
     c.alibi = STROBE_ALIBI_NONE;
     c.softcap = std::min(c.softcap, 5.0f);  // an infinite score becomes c or -c
@@ -150,13 +151,14 @@ Layout PickLayout(Rng& rng, bool output) {
   if (layout.defaulted) return layout;
   layout.odd_stride = rng.Pick(kOdd);
   const double u = rng.Uniform();
-  if (u < 0.25) {  // (b, s, h, d)
+  if (u < 0.25) {        // (b, s, h, d)
   } else if (u < 0.6) {  // (b, h, s, d)
     std::swap(layout.order[1], layout.order[2]);
   } else {
     for (int i = 2; i > 0; --i) std::swap(layout.order[i], layout.order[rng.Integer(0, i)]);
   }
-  const bool padded = rng.Chance(0.4), turned = rng.Chance(0.1), spread = !output && rng.Chance(0.1);
+  const bool padded = rng.Chance(0.4), turned = rng.Chance(0.1),
+             spread = !output && rng.Chance(0.1);
   for (int i = 0; i < 3; ++i) {
     if (padded && rng.Chance(0.6)) layout.pad[i] = rng.Integer(1, 20);
     if (turned) layout.negative[i] = rng.Chance(0.5);
@@ -202,8 +204,12 @@ std::string Join(const std::vector<T>& values) {
 
 int64_t Case::longest_q() const { return *std::max_element(seqlens_q.begin(), seqlens_q.end()); }
 int64_t Case::longest_k() const { return *std::max_element(seqlens_k.begin(), seqlens_k.end()); }
-int64_t Case::rows_q() const { return std::accumulate(seqlens_q.begin(), seqlens_q.end(), int64_t{0}); }
-int64_t Case::rows_k() const { return std::accumulate(seqlens_k.begin(), seqlens_k.end(), int64_t{0}); }
+int64_t Case::rows_q() const {
+  return std::accumulate(seqlens_q.begin(), seqlens_q.end(), int64_t{0});
+}
+int64_t Case::rows_k() const {
+  return std::accumulate(seqlens_k.begin(), seqlens_k.end(), int64_t{0});
+}
 
 int64_t Case::Work() const {
   int64_t scores = 0;
@@ -242,21 +248,29 @@ Case GenerateCase(uint64_t seed) {
 std::string ToString(const Case& c) {
   char text[1024];
   std::snprintf(text, sizeof text,
-                "seed %llu: %s, seqlens_q {%s}, seqlens_k {%s}%s, heads %lld/%lld, head_dim %lld/%lld%s, window (%lld, "
-                "%lld), scale %g, softcap %g, dropout %g, alibi %d%s%s, threads %d, %s workspace, sizes qk %g v %g "
+                "seed %llu: %s, seqlens_q {%s}, seqlens_k {%s}%s, heads %lld/%lld, head_dim "
+                "%lld/%lld%s, window (%lld, "
+                "%lld), scale %g, softcap %g, dropout %g, alibi %d%s%s, threads %d, %s workspace, "
+                "sizes qk %g v %g "
                 "dout %g%s%s, packing %s, layouts q %s k %s v %s out %s dout %s dq %s dk %s dv %s",
-                static_cast<unsigned long long>(c.seed), oracle::Name(c.dtype), Join(c.seqlens_q).c_str(),
-                Join(c.seqlens_k).c_str(), c.varlen ? " varlen" : "", static_cast<long long>(c.heads),
-                static_cast<long long>(c.heads_kv), static_cast<long long>(c.head_dim),
-                static_cast<long long>(c.head_dim_v), c.causal ? ", causal" : "",
-                static_cast<long long>(c.window_left), static_cast<long long>(c.window_right), c.scale, c.softcap,
-                c.dropout_p, c.alibi, c.dlse ? ", dlse" : "", c.deterministic ? ", deterministic" : "", c.threads,
+                static_cast<unsigned long long>(c.seed), oracle::Name(c.dtype),
+                Join(c.seqlens_q).c_str(), Join(c.seqlens_k).c_str(), c.varlen ? " varlen" : "",
+                static_cast<long long>(c.heads), static_cast<long long>(c.heads_kv),
+                static_cast<long long>(c.head_dim), static_cast<long long>(c.head_dim_v),
+                c.causal ? ", causal" : "", static_cast<long long>(c.window_left),
+                static_cast<long long>(c.window_right), c.scale, c.softcap, c.dropout_p, c.alibi,
+                c.dlse ? ", dlse" : "", c.deterministic ? ", deterministic" : "", c.threads,
                 c.own_workspace ? "library's" : "caller's", c.size_qk, c.size_v, c.size_dout,
                 c.constant_keys ? ", constant keys" : "",
-                c.special == Special::kNan ? ", NaN" : c.special == Special::kInfinity ? ", infinity" : "",
-                c.packing == Packing::kQkv ? "qkv" : c.packing == Packing::kKv ? "kv" : "none", Describe(c.q).c_str(),
-                Describe(c.k).c_str(), Describe(c.v).c_str(), Describe(c.out).c_str(), Describe(c.dout).c_str(),
-                Describe(c.dq).c_str(), Describe(c.dk).c_str(), Describe(c.dv).c_str());
+                c.special == Special::kNan        ? ", NaN"
+                : c.special == Special::kInfinity ? ", infinity"
+                                                  : "",
+                c.packing == Packing::kQkv  ? "qkv"
+                : c.packing == Packing::kKv ? "kv"
+                                            : "none",
+                Describe(c.q).c_str(), Describe(c.k).c_str(), Describe(c.v).c_str(),
+                Describe(c.out).c_str(), Describe(c.dout).c_str(), Describe(c.dq).c_str(),
+                Describe(c.dk).c_str(), Describe(c.dv).c_str());
   return text;
 }
 

@@ -14,9 +14,10 @@ namespace strobe_test {
 /// How one tensor lies in memory.
 struct Layout {
   bool defaulted = true;  // contiguous, asked for by strides of zero
-  // Else: dimensions from the outermost to the innermost, as a permutation of 0 batch, 1 seqlen, 2 head.
+  // Else: dimensions from the outermost to the innermost, as a permutation of 0 batch, 1 seqlen, 2
+  // head.
   int order[3] = {0, 1, 2};
-  int64_t pad[3] = {0, 0, 0};  // unused elements after each entry of the dimension
+  int64_t pad[3] = {0, 0, 0};                 // unused elements after each entry of the dimension
   bool broadcast[3] = {false, false, false};  // stride 0; inputs only
   bool negative[3] = {false, false, false};
   int64_t odd_stride = 0;  // of dimensions with one entry, where the stride means nothing
@@ -35,7 +36,8 @@ struct Case {
   int64_t heads = 1, heads_kv = 1, head_dim = 1, head_dim_v = 1;
   bool varlen = false;
   std::vector<int64_t> seqlens_q, seqlens_k;  // one for each sequence; all the same unless varlen
-  int64_t slack_q = 0, slack_k = 0;           // varlen: by how much the given longest lengths exceed the true ones
+  int64_t slack_q = 0,
+          slack_k = 0;  // varlen: by how much the given longest lengths exceed the true ones
 
   bool causal = false;
   int64_t window_left = -1, window_right = -1;
@@ -46,8 +48,8 @@ struct Case {
   int32_t alibi = STROBE_ALIBI_NONE;
   bool dlse = false, deterministic = false;
   int32_t threads = 1;
-  bool own_workspace = false;  // the library's own, else the caller's
-  bool without_lse = false;    // run forward a second time, with lse = NULL
+  bool own_workspace = false;     // the library's own, else the caller's
+  bool without_lse = false;       // run forward a second time, with lse = NULL
   bool fields_defaulted = false;  // heads_kv and head_dim_v left at 0 where that means the same
 
   Packing packing = Packing::kSeparate;

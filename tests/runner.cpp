@@ -11,11 +11,13 @@
 namespace strobe_test {
 namespace {
 
-// How often the comparator's errors are drawn. The largest of few values is a matter of luck, and when scores are large,
-// most weights are 0 or 1 and only a few rows have an error at all. So: often where that is cheap.
+// How often the comparator's errors are drawn. The largest of few values is a matter of luck, and
+// when scores are large, most weights are 0 or 1 and only a few rows have an error at all. So:
+// often where that is cheap.
 int64_t NoisyDraws(const Case& c) {
   constexpr int64_t kWork = 2'500'000;
-  return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), c.Work() < 4 * kWork ? 2 : 1, 24);
+  return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), c.Work() < 4 * kWork ? 2 : 1,
+                             24);
 }
 
 struct Truth {
@@ -28,13 +30,15 @@ Truth MakeTruth(const Fixture& f, bool backward = true) {
   Truth t{f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read(), f.dout.Read(), f.ReadDlse(), {}};
   const int64_t draws = NoisyDraws(f.c());
   for (int64_t seed = 0; seed <= draws; ++seed) {
-    t.plain.push_back(oracle::PlainAttention(t.problem, f.c().dtype, t.q, t.k, t.v, backward ? &t.dout : nullptr,
-                                             backward && f.c().dlse ? &t.dlse : nullptr, static_cast<uint64_t>(seed)));
+    t.plain.push_back(oracle::PlainAttention(
+        t.problem, f.c().dtype, t.q, t.k, t.v, backward ? &t.dout : nullptr,
+        backward && f.c().dlse ? &t.dlse : nullptr, static_cast<uint64_t>(seed)));
   }
   return t;
 }
 
-std::vector<const oracle::Tensor*> All(const std::vector<oracle::Plain>& plain, oracle::Tensor oracle::Plain::*which) {
+std::vector<const oracle::Tensor*> All(const std::vector<oracle::Plain>& plain,
+                                       oracle::Tensor oracle::Plain::*which) {
   std::vector<const oracle::Tensor*> all;
   for (const oracle::Plain& p : plain) all.push_back(&(p.*which));
   return all;
@@ -47,7 +51,9 @@ void Add(const Worst& worst, std::string& errors) {
 std::string CheckForward(const Fixture& f, const Truth& t) {
   const oracle::ForwardResult wanted = oracle::Forward(t.problem, t.q, t.k, t.v);
   std::string errors;
-  Add(Compare("out", f.out.Read(), wanted.out, All(t.plain, &oracle::Plain::out), f.c().dtype, kOutFactor), errors);
+  Add(Compare("out", f.out.Read(), wanted.out, All(t.plain, &oracle::Plain::out), f.c().dtype,
+              kOutFactor),
+      errors);
   Add(CompareLse(f.ReadLse(), wanted.lse, wanted.size), errors);
   return errors;
 }
@@ -57,9 +63,12 @@ std::string CheckBackward(const Fixture& f, const Truth& t) {
       oracle::Backward(t.problem, t.q, t.k, t.v, t.dout, f.c().dlse ? &t.dlse : nullptr);
   const double factor = f.c().alibi ? kAlibiGradientFactor : kGradientFactor;
   std::string errors;
-  Add(Compare("dq", f.dq.Read(), wanted.dq, All(t.plain, &oracle::Plain::dq), f.c().dtype, factor), errors);
-  Add(Compare("dk", f.dk.Read(), wanted.dk, All(t.plain, &oracle::Plain::dk), f.c().dtype, factor), errors);
-  Add(Compare("dv", f.dv.Read(), wanted.dv, All(t.plain, &oracle::Plain::dv), f.c().dtype, factor), errors);
+  Add(Compare("dq", f.dq.Read(), wanted.dq, All(t.plain, &oracle::Plain::dq), f.c().dtype, factor),
+      errors);
+  Add(Compare("dk", f.dk.Read(), wanted.dk, All(t.plain, &oracle::Plain::dk), f.c().dtype, factor),
+      errors);
+  Add(Compare("dv", f.dv.Read(), wanted.dv, All(t.plain, &oracle::Plain::dv), f.c().dtype, factor),
+      errors);
   return errors;
 }
 
@@ -100,7 +109,8 @@ bool ForcedIsaAvailable(std::string* problem) {
   for (std::string name; names >> name;) {
     if (name != forced) continue;
     if (name != machine.cpu_isa) {
-      *problem = "STROBE_CPU_ISA = " + name + " is available here, but " + machine.cpu_isa + " is in use";
+      *problem =
+          "STROBE_CPU_ISA = " + name + " is available here, but " + machine.cpu_isa + " is in use";
     }
     return true;
   }

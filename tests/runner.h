@@ -9,15 +9,16 @@
 
 namespace strobe_test {
 
-/// "" when everything is right, else what is wrong, one line each. `edit` may change input values first.
+/// "" when everything is right, else what is wrong, one line each. `edit` may change input values
+/// first.
 std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit = {});
 
 /// As one fixture stands after Forward() and Backward(): only the comparison with the oracle.
 std::string CompareForward(const Fixture& f);
 std::string CompareBackward(const Fixture& f);
 
-/// Whether the instruction set that STROBE_CPU_ISA names can run here; true when it is not set. A library with another
-/// one in use than the one asked for is an error: `problem` gets the text.
+/// Whether the instruction set that STROBE_CPU_ISA names can run here; true when it is not set. A
+/// library with another one in use than the one asked for is an error: `problem` gets the text.
 bool ForcedIsaAvailable(std::string* problem);
 
 }  // namespace strobe_test

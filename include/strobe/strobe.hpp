@@ -1,12 +1,14 @@
-// Strobe: exact attention, forward and backward, in O(seqlen) memory. C++20 wrapper over strobe.h, header only.
+// Strobe: exact attention, forward and backward, in O(seqlen) memory. C++20 wrapper over strobe.h,
+// header only.
 //
 //   std::vector<float> q(1024 * 8 * 64), k(q), v(q), out(q);  // [batch, seqlen, heads, head_dim]
 //   strobe::Plan plan({.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, .head_dim = 64});
 //   plan.forward({.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data()});
 //
-// A Problem says what is wanted, a Plan how it will be done; Plan::forward and Plan::backward do it, as often as you
-// like. What can fail comes in two forms: the plain one throws strobe::Error; the try_ form returns a Status, never
-// throws, and leaves the text in last_error(). strobe.h has the exact rules of every field: they are the same here.
+// A Problem says what is wanted, a Plan how it will be done; Plan::forward and Plan::backward do
+// it, as often as you like. What can fail comes in two forms: the plain one throws strobe::Error;
+// the try_ form returns a Status, never throws, and leaves the text in last_error(). strobe.h has
+// the exact rules of every field: they are the same here.
 #ifndef STROBE_STROBE_HPP_
 #define STROBE_STROBE_HPP_
 
@@ -21,16 +23,17 @@
 #include <vector>
 
 namespace strobe {
-// Names the interface in the linker's symbols, so that nothing here can be mistaken for the library's own insides.
+// Names the interface in the linker's symbols, so that nothing here can be mistaken for the
+// library's own insides.
 inline namespace v0 {
 
 enum class Status : int {
   kOk = STROBE_OK,
   kInvalidArgument = STROBE_INVALID_ARGUMENT,  // contradicts itself or breaks a documented rule
-  kUnsupported = STROBE_UNSUPPORTED,           // well-formed, but no kernel takes it: why() has the reasons
-  kOutOfMemory = STROBE_OUT_OF_MEMORY,         // the library's own workspace could not be allocated
-  kDeviceError = STROBE_DEVICE_ERROR,          // the device or its driver reported a failure
-  kInternalError = STROBE_INTERNAL_ERROR,      // a fault in Strobe: please report it
+  kUnsupported = STROBE_UNSUPPORTED,  // well-formed, but no kernel takes it: why() has the reasons
+  kOutOfMemory = STROBE_OUT_OF_MEMORY,     // the library's own workspace could not be allocated
+  kDeviceError = STROBE_DEVICE_ERROR,      // the device or its driver reported a failure
+  kInternalError = STROBE_INTERNAL_ERROR,  // a fault in Strobe: please report it
 };
 enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
 enum class DType : int32_t {
@@ -45,8 +48,9 @@ enum class Alibi : int32_t {
   kPerBatchHead = STROBE_ALIBI_PER_BATCH_HEAD  // slopes [batch, heads]
 };
 
-// {batch, seqlen, head, dim} in elements; dim must be 1. All zero: contiguous [batch, seqlen, heads, head_dim].
-// [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim, seqlen * head_dim, 1}.
+// {batch, seqlen, head, dim} in elements; dim must be 1. All zero: contiguous [batch, seqlen,
+// heads, head_dim]. [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim,
+// seqlen * head_dim, 1}.
 using Strides = strobe_strides;
 
 // "STROBE_UNSUPPORTED"
@@ -86,7 +90,8 @@ struct Problem {
   int64_t head_dim = 0;    // of q and k, 1 to 256
   int64_t head_dim_v = 0;  // of v and out, 1 to 256; 0: head_dim
 
-  bool varlen = false;  // sequences are packed end to end; the arguments carry cu_seqlens_q and cu_seqlens_k
+  bool varlen =
+      false;  // sequences are packed end to end; the arguments carry cu_seqlens_q and cu_seqlens_k
   bool causal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
   int64_t total_q = 0;  // varlen: rows of q
   int64_t total_k = 0;  // varlen: rows of k and v
@@ -147,21 +152,22 @@ struct Problem {
   }
 };
 
-// Tensors of a forward launch: host pointers for Device::kCpu, device pointers for Device::kCuda. The shapes are those
-// without varlen; with it, [batch, seqlen] becomes [total].
+// Tensors of a forward launch: host pointers for Device::kCpu, device pointers for Device::kCuda.
+// The shapes are those without varlen; with it, [batch, seqlen] becomes [total].
 struct ForwardArgs {
-  const void* q = nullptr;                 // [batch, seqlen_q, heads, head_dim]
-  const void* k = nullptr;                 // [batch, seqlen_k, heads_kv, head_dim]
-  const void* v = nullptr;                 // [batch, seqlen_k, heads_kv, head_dim_v]
-  void* out = nullptr;                     // [batch, seqlen_q, heads, head_dim_v]
-  float* lse = nullptr;                    // [batch, heads, seqlen_q], varlen [heads, total_q]; null: not wanted
-  const int32_t* cu_seqlens_q = nullptr;   // varlen: [batch + 1]
-  const int32_t* cu_seqlens_k = nullptr;   // varlen: [batch + 1]
-  const float* alibi_slopes = nullptr;     // [heads] or [batch, heads]
+  const void* q = nullptr;  // [batch, seqlen_q, heads, head_dim]
+  const void* k = nullptr;  // [batch, seqlen_k, heads_kv, head_dim]
+  const void* v = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
+  void* out = nullptr;      // [batch, seqlen_q, heads, head_dim_v]
+  float* lse = nullptr;     // [batch, heads, seqlen_q], varlen [heads, total_q]; null: not wanted
+  const int32_t* cu_seqlens_q = nullptr;  // varlen: [batch + 1]
+  const int32_t* cu_seqlens_k = nullptr;  // varlen: [batch + 1]
+  const float* alibi_slopes = nullptr;    // [heads] or [batch, heads]
   uint64_t dropout_seed = 0;
   uint64_t dropout_offset = 0;
-  std::span<std::byte> workspace = {};     // plan.workspace_bytes(), 64-byte aligned; empty: the library's own
-  void* stream = nullptr;                  // CUDA: cudaStream_t
+  std::span<std::byte> workspace =
+      {};                  // plan.workspace_bytes(), 64-byte aligned; empty: the library's own
+  void* stream = nullptr;  // CUDA: cudaStream_t
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
     strobe_forward_args a = {};
@@ -185,20 +191,20 @@ struct ForwardArgs {
 
 // Tensors of a backward launch.
 struct BackwardArgs {
-  const void* q = nullptr;                 // as in forward
+  const void* q = nullptr;  // as in forward
   const void* k = nullptr;
   const void* v = nullptr;
-  const void* out = nullptr;               // what forward gave
-  const float* lse = nullptr;              // what forward gave
-  const void* dout = nullptr;              // gradient of out, its shape
-  const float* dlse = nullptr;             // gradient of lse, its shape, when the problem has_dlse
-  void* dq = nullptr;                      // [batch, seqlen_q, heads, head_dim]
-  void* dk = nullptr;                      // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
-  void* dv = nullptr;                      // [batch, seqlen_k, heads_kv, head_dim_v]
-  const int32_t* cu_seqlens_q = nullptr;   // as in forward
+  const void* out = nullptr;    // what forward gave
+  const float* lse = nullptr;   // what forward gave
+  const void* dout = nullptr;   // gradient of out, its shape
+  const float* dlse = nullptr;  // gradient of lse, its shape, when the problem has_dlse
+  void* dq = nullptr;           // [batch, seqlen_q, heads, head_dim]
+  void* dk = nullptr;  // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
+  void* dv = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
+  const int32_t* cu_seqlens_q = nullptr;  // as in forward
   const int32_t* cu_seqlens_k = nullptr;
   const float* alibi_slopes = nullptr;
-  uint64_t dropout_seed = 0;               // those of the forward launch
+  uint64_t dropout_seed = 0;  // those of the forward launch
   uint64_t dropout_offset = 0;
   std::span<std::byte> workspace = {};
   void* stream = nullptr;
@@ -234,7 +240,8 @@ inline void throw_unless_ok(Status status) {
   if (status != Status::kOk) throw Error(status, last_error());
 }
 
-// Calls a function of the C interface that fills text and returns its length, as often as it takes to get all of it.
+// Calls a function of the C interface that fills text and returns its length, as often as it takes
+// to get all of it.
 template <typename Fill>
 [[nodiscard]] std::string all_text(Fill fill) {
   std::string text(1024, '\0');
@@ -248,8 +255,8 @@ template <typename Fill>
 
 }  // namespace internal
 
-// How a problem will be done: back end, kernel, tiles, threads or grid, workspace. Plain data: copy it, keep it, use it
-// from several threads at once.
+// How a problem will be done: back end, kernel, tiles, threads or grid, workspace. Plain data: copy
+// it, keep it, use it from several threads at once.
 class Plan {
  public:
   // An empty plan, for try_make to fill. Launching it fails with kInvalidArgument.
@@ -266,8 +273,8 @@ class Plan {
     return static_cast<Status>(strobe_plan_make(&p, &plan.plan_));
   }
 
-  // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are refused before anything
-  // is written.
+  // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are
+  // refused before anything is written.
   void forward(const ForwardArgs& args) const { internal::throw_unless_ok(try_forward(args)); }
   void backward(const BackwardArgs& args) const { internal::throw_unless_ok(try_backward(args)); }
 
@@ -280,7 +287,8 @@ class Plan {
     return static_cast<Status>(strobe_backward(&plan_, &a));
   }
 
-  // The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it declined.
+  // The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it
+  // declined.
   [[nodiscard]] std::string text() const {
     return internal::all_text(
         [this](char* text, size_t capacity) { return strobe_plan_text(&plan_, text, capacity); });
@@ -289,7 +297,9 @@ class Plan {
   [[nodiscard]] const char* kernel() const noexcept { return plan_.kernel ? plan_.kernel : ""; }
   [[nodiscard]] size_t workspace_bytes() const noexcept { return plan_.workspace_bytes; }
   [[nodiscard]] int threads() const noexcept { return plan_.threads; }
-  [[nodiscard]] const strobe_plan& c() const noexcept { return plan_; }  // every field, defaults resolved
+  [[nodiscard]] const strobe_plan& c() const noexcept {
+    return plan_;
+  }  // every field, defaults resolved
 
  private:
   strobe_plan plan_;
@@ -323,13 +333,14 @@ struct CudaDevice {
 
 // What the library found on this machine.
 struct Machine {
-  std::string cpu_name;      // "" when unknown
-  std::string cpu_isa;       // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
-  std::string cpu_isas;      // all that STROBE_CPU_ISA can force, separated by spaces, widest first
-  int32_t cpu_threads = 0;   // OpenMP's number
+  std::string cpu_name;  // "" when unknown
+  std::string
+      cpu_isa;  // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
+  std::string cpu_isas;     // all that STROBE_CPU_ISA can force, separated by spaces, widest first
+  int32_t cpu_threads = 0;  // OpenMP's number
   std::vector<CudaDevice> cuda_devices;
-  std::string cuda_reason;   // why there are none; "" when there are
-  std::string compiler;      // that built the library
+  std::string cuda_reason;      // why there are none; "" when there are
+  std::string compiler;         // that built the library
   std::vector<Kernel> kernels;  // in the order in which a plan asks them
 };
 
@@ -362,11 +373,15 @@ struct Machine {
   return machine;
 }
 
-// The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it; each is one byte of
-// [batch, heads, seqlen_q, seqlen_k]. For tests and for frameworks that show it. Throws Error.
-[[nodiscard]] inline std::vector<uint8_t> dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
-                                                       float dropout_p, uint64_t seed, uint64_t offset = 0) {
-  const bool valid = batch >= 0 && heads >= 0 && seqlen_q >= 0 && seqlen_k >= 0;  // else it is refused below
+// The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;
+// each is one byte of [batch, heads, seqlen_q, seqlen_k]. For tests and for frameworks that show
+// it. Throws Error.
+[[nodiscard]] inline std::vector<uint8_t> dropout_mask(int64_t batch, int64_t heads,
+                                                       int64_t seqlen_q, int64_t seqlen_k,
+                                                       float dropout_p, uint64_t seed,
+                                                       uint64_t offset = 0) {
+  const bool valid =
+      batch >= 0 && heads >= 0 && seqlen_q >= 0 && seqlen_k >= 0;  // else it is refused below
   std::vector<uint8_t> mask(valid ? static_cast<size_t>(batch * heads * seqlen_q * seqlen_k) : 0);
   internal::throw_unless_ok(static_cast<Status>(
       strobe_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, mask.data())));

@@ -22,8 +22,9 @@ namespace {
 
 constexpr int kUserErrorExit = 2;
 
-const Choices<DType> kDTypeNames = {
-    {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16}, {"float16", DType::kFloat16}};
+const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
+                                    {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
+                                    {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
 const Choices<Device> kDeviceNames = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
 const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
                                       {"bhsd", Layout::kHeadsSeqlen}};
@@ -92,7 +93,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
          "Backward too; when the file has no dout, with 1 everywhere")
       ->disable_flag_override();
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
-            "Convert to float32, bfloat16 or float16 first");
+            "Convert to float32, bfloat16 (bf16) or float16 first");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
@@ -274,8 +275,7 @@ int Main(int argc, char** argv) {
 }  // namespace strobe::cli
 
 int main(int argc, char** argv) {
-  std::signal(
-      SIGXFSZ,
-      SIG_IGN);  // a file over the size limit is an error of write, to be reported like any other
+  // A file over the size limit is an error of write, to be reported like any other.
+  std::signal(SIGXFSZ, SIG_IGN);
   return strobe::cli::Main(argc, argv);
 }

@@ -337,12 +337,7 @@ class TemporaryFile {
  public:
   explicit TemporaryFile(std::string path) : path_(std::move(path)) {
     on_signal_ = path_.c_str();
-    for (const int signal : kSignals)
-      std::signal(signal, [](int s) {
-        unlink(on_signal_);
-        std::signal(s, SIG_DFL);
-        std::raise(s);
-      });
+    for (const int signal : kSignals) std::signal(signal, RemoveAndDie);
   }
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
@@ -353,6 +348,12 @@ class TemporaryFile {
 
  private:
   static constexpr int kSignals[] = {SIGHUP, SIGINT, SIGTERM};
+  static void RemoveAndDie(int signal) {
+    unlink(on_signal_);
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
+  }
+
   static inline const char* on_signal_ = nullptr;
   std::string path_;
 };

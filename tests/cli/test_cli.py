@@ -12,6 +12,7 @@ import random
 import resource
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ COMMANDS = ["info", "run", "check", "bench"]
 Tensors = dict[str, tuple[str, list[int], list[float]]]
 
 
-def strobe(*args: str | Path, limit: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def strobe(
+    *args: str | Path, limit: int | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run the tool. limit: bytes that it may write to a file."""
 
     def lower_limit() -> None:
@@ -55,7 +58,9 @@ def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
 
 
 def encode(dtype: str, values: list[float]) -> bytes:
-    if dtype == "BF16":  # truncation: the test's values are exact in bfloat16 or the tolerance is wide
+    if (
+        dtype == "BF16"
+    ):  # truncation: the test's values are exact in bfloat16 or the tolerance is wide
         return b"".join(struct.pack("<f", x)[2:] for x in values)
     code = FORMATS[dtype]
     return struct.pack(f"<{len(values)}{code}", *(int(x) if code in "iqB" else x for x in values))
@@ -82,7 +87,11 @@ def save(path: Path, tensors: Tensors) -> Path:
     data = b""
     for name, (dtype, shape, values) in tensors.items():
         encoded = encode(dtype, values)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(encoded)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(encoded)],
+        }
         data += encoded
     path.write_bytes(raw(header, data))
     return path
@@ -118,7 +127,7 @@ def attention(
     v: list[float],
     shape: tuple[int, int, int, int],
     scale: float | None = None,
-    visible=lambda i, j: True,
+    visible: Callable[[int, int], bool] = lambda i, j: True,
 ) -> tuple[list[float], list[float]]:
     """Naive out and lse of q, k, v [batch, seqlen, heads, dim]."""
     batch, seqlen, heads, dim = shape
@@ -135,13 +144,16 @@ def attention(
             for i in range(seqlen):
                 keys = [j for j in range(seqlen) if visible(i, j)]
                 query = row(q, b, i, h)
-                scores = [scale * sum(x * y for x, y in zip(query, row(k, b, j, h))) for j in keys]
+                scores = [
+                    scale * sum(x * y for x, y in zip(query, row(k, b, j, h), strict=True))
+                    for j in keys
+                ]
                 top = max(scores)
                 weights = [math.exp(s - top) for s in scores]
                 total = sum(weights)
                 lse.append(top + math.log(total))
                 at = ((b * seqlen + i) * heads + h) * dim
-                for weight, j in zip(weights, keys):
+                for weight, j in zip(weights, keys, strict=True):
                     for d, x in enumerate(row(v, b, j, h)):
                         out[at + d] += weight / total * x
     return out, lse
@@ -257,7 +269,7 @@ def test_backward_follows_finite_differences(tmp_path: Path) -> None:
     assert set(result) == {"out", "lse", "dq", "dk", "dv"}
 
     def loss(tensors: list[list[float]]) -> float:
-        return sum(x * y for x, y in zip(attention(*tensors, SHAPE)[0], DOUT))
+        return sum(x * y for x, y in zip(attention(*tensors, SHAPE)[0], DOUT, strict=True))
 
     step = 1e-4
     for which, name in enumerate(("dq", "dk", "dv")):
@@ -271,7 +283,9 @@ def test_backward_follows_finite_differences(tmp_path: Path) -> None:
 
 
 def test_backward_without_dout_takes_ones(tmp_path: Path, plain: Path) -> None:
-    ones = save(tmp_path / "ones.safetensors", {**qkv(), "dout": ("F32", list(SHAPE), [1.0] * COUNT)})
+    ones = save(
+        tmp_path / "ones.safetensors", {**qkv(), "dout": ("F32", list(SHAPE), [1.0] * COUNT)}
+    )
     assert run(plain, "--backward") == run(ones)
 
 
@@ -297,13 +311,20 @@ def test_gradient_of_lse(tmp_path: Path) -> None:
 def transposed(values: list[float], shape: tuple[int, int, int, int]) -> list[float]:
     """[a, b, c, d] to [a, c, b, d]."""
     a, b, c, d = shape
-    return [values[((i * b + j) * c + k) * d + m] for i in range(a) for k in range(c) for j in range(b) for m in range(d)]
+    return [
+        values[((i * b + j) * c + k) * d + m]
+        for i in range(a)
+        for k in range(c)
+        for j in range(b)
+        for m in range(d)
+    ]
 
 
 def test_heads_first_layout(tmp_path: Path, plain: Path) -> None:
     b, s, h, d = SHAPE
     tensors: Tensors = {
-        name: ("F32", [b, h, s, d], transposed(values, SHAPE)) for name, values in (("q", Q), ("k", K), ("v", V))
+        name: ("F32", [b, h, s, d], transposed(values, SHAPE))
+        for name, values in (("q", Q), ("k", K), ("v", V))
     }
     result = run(save(tmp_path / "bhsd.safetensors", tensors), "--layout", "bhsd", "--backward")
     wanted = run(plain, "--backward")
@@ -315,14 +336,17 @@ def test_heads_first_layout(tmp_path: Path, plain: Path) -> None:
 
 def packed(*parts: list[float]) -> list[float]:
     b, s, h, d = SHAPE
-    return [x for row in range(b * s) for part in parts for x in part[row * h * d : (row + 1) * h * d]]
+    return [
+        x for row in range(b * s) for part in parts for x in part[row * h * d : (row + 1) * h * d]
+    ]
 
 
 def test_packed_qkv_and_kv(tmp_path: Path, plain: Path) -> None:
     b, s, h, d = SHAPE
     wanted = run(plain, "--backward")
     result = run(
-        save(tmp_path / "qkv.safetensors", {"qkv": ("F32", [b, s, 3, h, d], packed(Q, K, V))}), "--backward"
+        save(tmp_path / "qkv.safetensors", {"qkv": ("F32", [b, s, 3, h, d], packed(Q, K, V))}),
+        "--backward",
     )
     assert set(result) == {"out", "lse", "dqkv"}
     assert result["dqkv"][1] == [b, s, 3, h, d]
@@ -339,7 +363,9 @@ def test_packed_qkv_and_kv(tmp_path: Path, plain: Path) -> None:
 def test_sequences_end_to_end(tmp_path: Path, plain: Path, one: bool) -> None:
     """The batch as two sequences of equal length gives what the batch gives."""
     b, s, h, d = SHAPE
-    tensors: Tensors = {name: ("F32", [b * s, h, d], x) for name, x in (("q", Q), ("k", K), ("v", V))}
+    tensors: Tensors = {
+        name: ("F32", [b * s, h, d], x) for name, x in (("q", Q), ("k", K), ("v", V))
+    }
     names = ["cu_seqlens"] if one else ["cu_seqlens_q", "cu_seqlens_k"]
     tensors |= {name: ("I32", [3], [0, s, 2 * s]) for name in names}
     result = run(save(tmp_path / "varlen.safetensors", tensors), "--backward", "--causal")
@@ -406,7 +432,7 @@ def test_head_dim_of_v(tmp_path: Path) -> None:
 
 
 def test_no_keys_gives_zeros(tmp_path: Path) -> None:
-    b, s, h, d = SHAPE
+    b, _s, h, d = SHAPE
     tensors = {**qkv(), "k": ("F32", [b, 0, h, d], []), "v": ("F32", [b, 0, h, d], [])}
     result = run(save(tmp_path / "in.safetensors", tensors))
     assert set(result["out"][2]) == {0.0}
@@ -424,7 +450,16 @@ def test_misaligned_data_is_read_all_the_same(tmp_path: Path, plain: Path) -> No
 def test_what_it_prints(plain: Path) -> None:
     result = strobe("run", plain, "--why", "--causal")
     assert result.returncode == 0
-    for word in ("[2, 9, 3, 8]", "F32", "forward", "workspace", "FLOP/s", "kernel", "takes it", "-o"):
+    for word in (
+        "[2, 9, 3, 8]",
+        "F32",
+        "forward",
+        "workspace",
+        "FLOP/s",
+        "kernel",
+        "takes it",
+        "-o",
+    ):
         assert word in result.stdout
 
 
@@ -466,7 +501,10 @@ def test_output_is_written_through_a_link(plain: Path, tmp_path: Path) -> None:
 
 def test_output_elsewhere_by_relative_path(plain: Path, tmp_path: Path) -> None:
     result = subprocess.run(
-        [Path(CLI).resolve(), "run", plain.name, "-o", "here"], cwd=tmp_path, capture_output=True, check=False
+        [Path(CLI).resolve(), "run", plain.name, "-o", "here"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
     )
     assert result.returncode == 0
     assert set(load(tmp_path / "here")) == {"out", "lse"}
@@ -566,7 +604,12 @@ def test_unknown_instruction_set(plain: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    refused(strobe("run", tmp_path / "none", "-o", tmp_path / "out"), "cannot open", "none", "No such file")
+    refused(
+        strobe("run", tmp_path / "none", "-o", tmp_path / "out"),
+        "cannot open",
+        "none",
+        "No such file",
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -589,12 +632,18 @@ def wrong(change: Tensors, *without: str) -> Tensors:
         (wrong({"q": ("F64", list(SHAPE), Q)}), ["q is F64", "expected F32, BF16 or F16"]),
         (wrong({"q": ("I32", list(SHAPE), [0.0] * COUNT)}), ["q is I32"]),
         (wrong({"k": ("F16", list(SHAPE), K)}), ["k is F16", "expected F32 like the others"]),
-        (wrong({"k": ("F32", [18, 3, 8], K)}), ["k has the shape [18, 3, 8]", "[batch, seqlen, heads, head_dim]"]),
+        (
+            wrong({"k": ("F32", [18, 3, 8], K)}),
+            ["k has the shape [18, 3, 8]", "[batch, seqlen, heads, head_dim]"],
+        ),
         (wrong({"k": ("F32", [1, 18, 3, 8], K)}), ["k: batch = 1", "expected 2"]),
         (wrong({"k": ("F32", [2, 9, 6, 4], K)}), ["k: head_dim = 4", "expected 8"]),
         (wrong({"v": ("F32", [2, 27, 1, 8], V)}), ["v: seqlen = 27", "expected 9"]),
         (wrong({"v": ("F32", [2, 9, 1, 24], V)}), ["v: heads = 1", "expected 3"]),
-        (wrong({n: ("F32", [2, 9, 2, 12], x) for n, x in (("k", K), ("v", V))}), ["head_dim = 12", "expected 8"]),
+        (
+            wrong({n: ("F32", [2, 9, 2, 12], x) for n, x in (("k", K), ("v", V))}),
+            ["head_dim = 12", "expected 8"],
+        ),
         (wrong({"q": ("F32", [2, 9, 1, 24], Q)}), ["head_dim = 8", "expected 24"]),
         (
             {n: ("F32", [2, 9, 1, 257], [0.0] * 4626) for n in "qkv"},
@@ -608,10 +657,22 @@ def wrong(change: Tensors, *without: str) -> Tensors:
         (wrong({"alibi_slopes": ("F32", [4], [0.0] * 4)}), ["alibi_slopes", "expected F32 [3]"]),
         (wrong({"alibi_slopes": ("F16", [3], [0.0] * 3)}), ["alibi_slopes is F16"]),
         (wrong({"alibi_slopes": ("F32", [3, 2], [0.0] * 6)}), ["expected F32 [2, 3]"]),
-        (wrong({"qkv": ("F32", [2, 9, 2, 3, 4], Q)}), ["qkv has the shape", "[batch, seqlen, 3, heads, head_dim]"]),
-        (wrong({"cu_seqlens_q": ("I32", [3], [0, 9, 18])}), ["cu_seqlens_k", "expected batch + 1 of each"]),
-        (wrong({"cu_seqlens": ("I32", [3], [0, 9, 18])}), ["[total, heads, head_dim]", "cu_seqlens"]),
-        (wrong({"cu_seqlens": ("I64", [3], [0, 9, 18])}), ["cu_seqlens is I64", "expected I32 [batch + 1]"]),
+        (
+            wrong({"qkv": ("F32", [2, 9, 2, 3, 4], Q)}),
+            ["qkv has the shape", "[batch, seqlen, 3, heads, head_dim]"],
+        ),
+        (
+            wrong({"cu_seqlens_q": ("I32", [3], [0, 9, 18])}),
+            ["cu_seqlens_k", "expected batch + 1 of each"],
+        ),
+        (
+            wrong({"cu_seqlens": ("I32", [3], [0, 9, 18])}),
+            ["[total, heads, head_dim]", "cu_seqlens"],
+        ),
+        (
+            wrong({"cu_seqlens": ("I64", [3], [0, 9, 18])}),
+            ["cu_seqlens is I64", "expected I32 [batch + 1]"],
+        ),
         (wrong({"cu_seqlens": ("I32", [1], [0])}), ["cu_seqlens is I32 [1]"]),
     ],
 )
@@ -696,18 +757,36 @@ BIG = 2**63
         (raw({"q": entry(shape=[2**62 + 2])}, EIGHT), ["64 bits"]),
         (raw({"q": entry(offsets=[0])}, EIGHT), ["data_offsets has 1 numbers", "expected 2"]),
         (raw({"q": entry(offsets=[8, 0])}, EIGHT), ["data_offsets [8, 0] lie outside"]),
-        (raw({"q": entry(offsets=[0, 16])}, EIGHT), ["data_offsets [0, 16] lie outside", "cut off"]),
+        (
+            raw({"q": entry(offsets=[0, 16])}, EIGHT),
+            ["data_offsets [0, 16] lie outside", "cut off"],
+        ),
         (raw({"q": entry(offsets=[2**64 - 8, 2**64 - 1])}, EIGHT), ["lie outside"]),
         (raw({"q": entry(shape=[3])}, EIGHT), ["span 8 bytes", "expected 12"]),
-        (raw({"q": entry(dtype="BF16")}, EIGHT), ["span 8 bytes", "expected 4 for shape [2] of BF16"]),
+        (
+            raw({"q": entry(dtype="BF16")}, EIGHT),
+            ["span 8 bytes", "expected 4 for shape [2] of BF16"],
+        ),
         (raw({"q": entry()}, EIGHT + b"x"), ["9 bytes of data", "take 8"]),
         (raw({"q": entry(offsets=[1, 9])}, b"x" + EIGHT), ["starts at byte 1", "expected 0"]),
-        (raw({"q": entry(), "k": entry(offsets=[4, 12])}, EIGHT * 2), ["starts at byte 4", "expected 8"]),
-        (raw({"q": entry(), "k": entry()}, EIGHT), ["neither overlap"]),
-        (raw('{"q": {"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', EIGHT), ["dtype twice"]),
-        (raw('{"q": {"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}}', EIGHT), ["shape twice"]),
         (
-            raw('{"q": %s, "q": %s}' % (json.dumps(entry()), json.dumps(entry(offsets=[8, 16]))), EIGHT * 2),
+            raw({"q": entry(), "k": entry(offsets=[4, 12])}, EIGHT * 2),
+            ["starts at byte 4", "expected 8"],
+        ),
+        (raw({"q": entry(), "k": entry()}, EIGHT), ["neither overlap"]),
+        (
+            raw('{"q": {"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', EIGHT),
+            ["dtype twice"],
+        ),
+        (
+            raw('{"q": {"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}}', EIGHT),
+            ["shape twice"],
+        ),
+        (
+            raw(
+                f'{{"q": {json.dumps(entry())}, "q": {json.dumps(entry(offsets=[8, 16]))}}}',
+                EIGHT * 2,
+            ),
             ['"q" twice'],
         ),
         (raw({"__metadata__": {"a": 1}}), ['__metadata__ "a" is 1', "expected a string"]),
@@ -779,7 +858,9 @@ def test_bench_table() -> None:
 
 
 def test_bench_json() -> None:
-    result = strobe("bench", *SMALL, "--json", "--dtype", "float16", "--direction", "backward", "--threads", "1")
+    result = strobe(
+        "bench", *SMALL, "--json", "--dtype", "float16", "--direction", "backward", "--threads", "1"
+    )
     report = json.loads(result.stdout)
     assert report["machine"]["kernels"]
     assert [r["causal"] for r in report["results"]] == [False, True]

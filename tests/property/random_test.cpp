@@ -1,7 +1,8 @@
 // Random problems over the whole feature space against the oracle.
 //
 //   STROBE_RANDOM_CASES  how many (default 2000; 300 under a sanitizer)
-//   STROBE_RANDOM_SEED   of the first case; case n has seed + n, so that one case can be run again alone:
+//   STROBE_RANDOM_SEED   of the first case; case n has seed + n, so that one case can be run again
+//   alone:
 //                        STROBE_RANDOM_SEED=<its seed> STROBE_RANDOM_CASES=1
 //   STROBE_CPU_ISA       the instruction set, forced in the library (one ctest entry for each)
 #include <cstdio>
@@ -30,7 +31,8 @@ unsigned long long FromEnvironment(const char* name, unsigned long long otherwis
 TEST(Random, AgreesWithTheOracle) {
   std::string problem;
   if (!ForcedIsaAvailable(&problem)) {
-    GTEST_SKIP() << "this machine or build lacks the instruction set " << std::getenv("STROBE_CPU_ISA");
+    GTEST_SKIP() << "this machine or build lacks the instruction set "
+                 << std::getenv("STROBE_CPU_ISA");
   }
   ASSERT_EQ(problem, "");
   const unsigned long long cases = FromEnvironment("STROBE_RANDOM_CASES", kCases);
@@ -42,7 +44,8 @@ TEST(Random, AgreesWithTheOracle) {
     if (errors.empty()) continue;
     if (++failures <= kMostFailuresShown) {
       ADD_FAILURE() << ToString(c) << "\n"
-                    << errors << "  alone: STROBE_RANDOM_SEED=" << c.seed << " STROBE_RANDOM_CASES=1";
+                    << errors << "  alone: STROBE_RANDOM_SEED=" << c.seed
+                    << " STROBE_RANDOM_CASES=1";
     }
   }
   std::printf("%llu cases from seed %llu: %d failed\n", cases, seed, failures);

@@ -1,4 +1,5 @@
-// A launch with the caller's workspace allocates nothing and asks the environment nothing, and a tiny one is quick.
+// A launch with the caller's workspace allocates nothing and asks the environment nothing, and a
+// tiny one is quick.
 //
 // This program has its own malloc, operator new and getenv, which count while they are told to.
 #include <algorithm>
@@ -64,7 +65,8 @@ char* getenv(const char* name) {
   if (counting) ++look_ups;
   const size_t length = std::strlen(name);
   for (char** entry = environ; entry && *entry; ++entry) {
-    if (std::strncmp(*entry, name, length) == 0 && (*entry)[length] == '=') return *entry + length + 1;
+    if (std::strncmp(*entry, name, length) == 0 && (*entry)[length] == '=')
+      return *entry + length + 1;
   }
   return nullptr;
 }
@@ -83,7 +85,9 @@ using oracle::DType;
 class Workspace {
  public:
   explicit Workspace(size_t bytes) : storage_(bytes + 64) {}
-  void* data() { return storage_.data() + (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64; }
+  void* data() {
+    return storage_.data() + (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64;
+  }
 
  private:
   std::vector<char> storage_;
@@ -156,7 +160,8 @@ TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
   }
 }
 
-// A plan of the caller's and the library's own workspace are no leak either: checked by LeakSanitizer in its build.
+// A plan of the caller's and the library's own workspace are no leak either: checked by
+// LeakSanitizer in its build.
 TEST(Allocation, PlanningAsksTheEnvironmentOnlyOnce) {
   if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
   const Fixture f(SmallCase(DType::kFloat32, 16));
@@ -199,7 +204,8 @@ TEST(Latency, PlanAndLaunchOfATinyProblem) {
 #endif
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     Fixture f(SmallCase(dtype, 16));
-    const strobe_problem forward = f.MakeProblem(STROBE_FORWARD), backward = f.MakeProblem(STROBE_BACKWARD);
+    const strobe_problem forward = f.MakeProblem(STROBE_FORWARD),
+                         backward = f.MakeProblem(STROBE_BACKWARD);
     const strobe_plan forward_plan = MakePlan(forward), backward_plan = MakePlan(backward);
     Workspace room(std::max(forward_plan.workspace_bytes, backward_plan.workspace_bytes));
     strobe_forward_args fa = f.ForwardArgs();
@@ -210,16 +216,21 @@ TEST(Latency, PlanAndLaunchOfATinyProblem) {
     strobe_plan plan;
     plan.struct_size = sizeof plan;
     bool ok = true;
-    const double plan_only = MedianMicroseconds([&] { ok &= strobe_plan_make(&forward, &plan) == STROBE_OK; });
+    const double plan_only =
+        MedianMicroseconds([&] { ok &= strobe_plan_make(&forward, &plan) == STROBE_OK; });
     const double both = MedianMicroseconds([&] {
-      ok &= strobe_plan_make(&forward, &plan) == STROBE_OK && strobe_forward(&plan, &fa) == STROBE_OK;
+      ok &=
+          strobe_plan_make(&forward, &plan) == STROBE_OK && strobe_forward(&plan, &fa) == STROBE_OK;
     });
     const double back = MedianMicroseconds([&] {
-      ok &= strobe_plan_make(&backward, &plan) == STROBE_OK && strobe_backward(&plan, &ba) == STROBE_OK;
+      ok &= strobe_plan_make(&backward, &plan) == STROBE_OK &&
+            strobe_backward(&plan, &ba) == STROBE_OK;
     });
     EXPECT_TRUE(ok);
-    std::printf("1 x 1 x 16 x 64 %s, %s, one thread: plan %.2f us, plan + forward %.2f us, plan + backward %.2f us\n",
-                oracle::Name(dtype), plan.kernel, plan_only, both, back);
+    std::printf(
+        "1 x 1 x 16 x 64 %s, %s, one thread: plan %.2f us, plan + forward %.2f us, plan + backward "
+        "%.2f us\n",
+        oracle::Name(dtype), plan.kernel, plan_only, both, back);
     EXPECT_LE(both, 5.0) << "plan + forward, microseconds, " << oracle::Name(dtype);
   }
 }

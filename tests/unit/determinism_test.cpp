@@ -73,8 +73,10 @@ TEST(Determinism, EachRunRepeatsAtAFixedThreadCount) {
       const Results first = Solve(c, true);
       for (int n = 0; n < 4; ++n) {
         const Results again = Solve(c, true);
-        ASSERT_TRUE(first.forward == again.forward) << "forward, threads " << threads << ": " << ToString(c);
-        ASSERT_TRUE(first.backward == again.backward) << "backward, threads " << threads << ": " << ToString(c);
+        ASSERT_TRUE(first.forward == again.forward)
+            << "forward, threads " << threads << ": " << ToString(c);
+        ASSERT_TRUE(first.backward == again.backward)
+            << "backward, threads " << threads << ": " << ToString(c);
       }
     }
   }

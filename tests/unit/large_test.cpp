@@ -1,4 +1,5 @@
-// Problems too large to check in full: long sequences by sampled rows, and offsets beyond 2^31 elements.
+// Problems too large to check in full: long sequences by sampled rows, and offsets beyond 2^31
+// elements.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,7 +29,8 @@ constexpr int64_t kLong = 20000;
 oracle::Tensor Pick(const oracle::Tensor& t, const std::vector<int64_t>& rows) {
   oracle::Tensor picked(static_cast<int64_t>(rows.size()), t.heads, t.dim);
   for (size_t n = 0; n < rows.size(); ++n) {
-    std::copy(t.at(rows[n], 0), t.at(rows[n], 0) + t.heads * t.dim, picked.at(static_cast<int64_t>(n), 0));
+    std::copy(t.at(rows[n], 0), t.at(rows[n], 0) + t.heads * t.dim,
+              picked.at(static_cast<int64_t>(n), 0));
   }
   return picked;
 }
@@ -44,8 +46,9 @@ void CheckLong(DType dtype, bool causal) {
   c.scale = std::nanf("");
   c.threads = 0;
   Fixture f(c);
-  const std::vector<int64_t> rows = {0,    1,    63,   64,        511,       1023,      1024,     2047, 2500,
-                                     2777, 2900, 2998, kLong / 2, kLong - 66, kLong - 65, kLong - 2, kLong - 1};
+  const std::vector<int64_t> rows = {0,         1,          63,         64,        511,      1023,
+                                     1024,      2047,       2500,       2777,      2900,     2998,
+                                     kLong / 2, kLong - 66, kLong - 65, kLong - 2, kLong - 1};
   f.dout.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
     if (std::find(rows.begin(), rows.end(), row) == rows.end()) f.dout.Set(e, 0);
   });
@@ -60,12 +63,14 @@ void CheckLong(DType dtype, bool causal) {
   const oracle::Plain plain = oracle::PlainAttention(p, dtype, q, k, v, &dout, nullptr, 0);
   const oracle::Tensor plain_out = Pick(plain.out, rows);
   for (const Worst& worst :
-       {Compare("out", Pick(f.out.Read(), rows), Pick(forward.out, rows), {&plain_out}, dtype, kOutFactor),
+       {Compare("out", Pick(f.out.Read(), rows), Pick(forward.out, rows), {&plain_out}, dtype,
+                kOutFactor),
         CompareLse(Pick(f.ReadLse(), rows), Pick(forward.lse, rows), Pick(forward.size, rows)),
         Compare("dq", f.dq.Read(), backward.dq, {&plain.dq}, dtype, kGradientFactor),
         Compare("dk", f.dk.Read(), backward.dk, {&plain.dk}, dtype, kGradientFactor),
         Compare("dv", f.dv.Read(), backward.dv, {&plain.dv}, dtype, kGradientFactor)}) {
-    EXPECT_TRUE(worst.ok) << worst.text << " (rows are counted among the sampled ones for out and lse)";
+    EXPECT_TRUE(worst.ok) << worst.text
+                          << " (rows are counted among the sampled ones for out and lse)";
   }
 }
 
@@ -76,7 +81,8 @@ TEST(Large, LongSequenceBFloat16) { CheckLong(DType::kBFloat16, false); }
 class Sparse {
  public:
   explicit Sparse(size_t bytes) : bytes_(bytes) {
-    void* const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p != MAP_FAILED) data_ = static_cast<char*>(p);
   }
   ~Sparse() {
@@ -109,7 +115,9 @@ void CheckHugeStride(DType dtype, int dimension, bool varlen) {
 
   constexpr int64_t kStride = (int64_t{1} << 31) + 4096;
   const auto stretch = [&](Strided t) {
-    (dimension == 0 ? t.strides.batch : dimension == 1 ? t.strides.seqlen : t.strides.head) = kStride;
+    (dimension == 0   ? t.strides.batch
+     : dimension == 1 ? t.strides.seqlen
+                      : t.strides.head) = kStride;
     t.origin = 0;
     return t;
   };
@@ -120,7 +128,8 @@ void CheckHugeStride(DType dtype, int dimension, bool varlen) {
   for (const Strided* t : tensors) {
     sparse.push_back(stretch(*t));
     memory.push_back(std::make_unique<Sparse>(static_cast<size_t>((2 * kStride + 4096) * size)));
-    if (!memory.back()->data()) GTEST_SKIP() << "no address space for " << 2 * kStride * size << " bytes";
+    if (!memory.back()->data())
+      GTEST_SKIP() << "no address space for " << 2 * kStride * size << " bytes";
   }
   // Rows are `dim` elements in either; copy them over, and poison the outputs.
   const auto for_rows = [&](int n, auto visit) {
@@ -177,7 +186,8 @@ void CheckHugeStride(DType dtype, int dimension, bool varlen) {
   const char* const names[] = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"};
   for (int n = 0; n < 8; ++n) {
     for_rows(n, [&](const char* dense, const char* wide, size_t bytes) {
-      EXPECT_EQ(std::memcmp(dense, wide, bytes), 0) << names[n] << " differs, stride of dimension " << dimension;
+      EXPECT_EQ(std::memcmp(dense, wide, bytes), 0)
+          << names[n] << " differs, stride of dimension " << dimension;
     });
   }
 }

@@ -1,4 +1,5 @@
-// core/mask.h against brute force: every range against allows(), and allows() against the rule written out here.
+// core/mask.h against brute force: every range against allows(), and allows() against the rule
+// written out here.
 #include "core/mask.h"
 
 #include <cstdint>
@@ -17,14 +18,15 @@ struct Setting {
 };
 
 constexpr Setting kSettings[] = {
-    {false, -1, -1}, {true, -1, -1}, {false, 0, 0},  {false, 0, -1}, {false, -1, 0},  {false, 1, 0},
-    {false, 3, 2},   {true, 3, 2},   {true, 5, -1},  {true, 0, -1},  {true, -1, 100}, {false, 2, 7},
-    {false, 7, 2},   {false, 39, 1}, {false, 1, 39}, {true, 40, 40}, {false, kHuge, kHuge},
-    {true, kHuge, 0}, {false, 4, kHuge}};
+    {false, -1, -1}, {true, -1, -1},        {false, 0, 0},    {false, 0, -1},   {false, -1, 0},
+    {false, 1, 0},   {false, 3, 2},         {true, 3, 2},     {true, 5, -1},    {true, 0, -1},
+    {true, -1, 100}, {false, 2, 7},         {false, 7, 2},    {false, 39, 1},   {false, 1, 39},
+    {true, 40, 40},  {false, kHuge, kHuge}, {true, kHuge, 0}, {false, 4, kHuge}};
 
 // The documented rule, apart from the header's code.
 bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64_t j) {
-  const int64_t ahead = j - (i + seqlen_k - seqlen_q);  // keys that j stands after the query's position
+  const int64_t ahead =
+      j - (i + seqlen_k - seqlen_q);  // keys that j stands after the query's position
   if (s.causal && ahead > 0) return false;
   if (s.right >= 0 && ahead > s.right) return false;
   return s.left < 0 || -ahead <= s.left;
@@ -37,8 +39,8 @@ void ForAllMasks(Check check) {
       for (int64_t nk = 0; nk <= 40; ++nk) {
         check(s, Mask::make(nq, nk, s.causal, s.left, s.right));
         if (::testing::Test::HasFailure()) {
-          FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal << ", window ("
-                 << s.left << ", " << s.right << ")";
+          FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal
+                 << ", window (" << s.left << ", " << s.right << ")";
         }
       }
     }
@@ -49,7 +51,8 @@ TEST(Mask, AllowsWhatTheRuleSays) {
   ForAllMasks([](const Setting& s, const Mask& m) {
     for (int64_t i = 0; i < m.seqlen_q; ++i) {
       for (int64_t j = 0; j < m.seqlen_k; ++j) {
-        ASSERT_EQ(m.allows(i, j), Sees(s, m.seqlen_q, m.seqlen_k, i, j)) << "query " << i << ", key " << j;
+        ASSERT_EQ(m.allows(i, j), Sees(s, m.seqlen_q, m.seqlen_k, i, j))
+            << "query " << i << ", key " << j;
         ASSERT_EQ(m.row(i).contains(j), m.allows(i, j));
       }
       ASSERT_FALSE(m.allows(i, -1));
@@ -71,20 +74,22 @@ Range Hull(int64_t size, Any any) {
 }
 
 void ExpectSameKeys(Range got, Range wanted, const char* what, Range of) {
-  ASSERT_EQ(got.empty(), wanted.empty()) << what << " of [" << of.begin << ", " << of.end << "): got [" << got.begin
-                                         << ", " << got.end << ")";
+  ASSERT_EQ(got.empty(), wanted.empty()) << what << " of [" << of.begin << ", " << of.end
+                                         << "): got [" << got.begin << ", " << got.end << ")";
   if (wanted.empty()) return;
-  ASSERT_EQ(got, wanted) << what << " of [" << of.begin << ", " << of.end << "): got [" << got.begin << ", "
-                         << got.end << "), wanted [" << wanted.begin << ", " << wanted.end << ")";
+  ASSERT_EQ(got, wanted) << what << " of [" << of.begin << ", " << of.end << "): got [" << got.begin
+                         << ", " << got.end << "), wanted [" << wanted.begin << ", " << wanted.end
+                         << ")";
 }
 
-// All tiles of a few sizes at all starts would be 40^5 steps; the tile sizes below start everywhere.
+// All tiles of a few sizes at all starts would be 40^5 steps; the tile sizes below start
+// everywhere.
 constexpr int64_t kTiles[] = {1, 2, 5, 16, 40};
 
 TEST(Mask, RangesOfQueryTilesAreExact) {
   ForAllMasks([](const Setting&, const Mask& m) {
     for (const int64_t tile : kTiles) {
-      for (int64_t begin = 0; begin < m.seqlen_q; begin += tile > 5 ? 3 : 1) {
+      for (int64_t begin = 0; begin<m.seqlen_q; begin += tile> 5 ? 3 : 1) {
         const Range q{begin, begin + tile < m.seqlen_q ? begin + tile : m.seqlen_q};
         const auto any = [&](int64_t j) {
           for (int64_t i = q.begin; i < q.end; ++i) {
@@ -98,8 +103,10 @@ TEST(Mask, RangesOfQueryTilesAreExact) {
           }
           return true;
         };
-        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.kv_range(q), Hull(m.seqlen_k, any), "kv_range", q));
-        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.full_range(q), Hull(m.seqlen_k, all), "full_range", q));
+        ASSERT_NO_FATAL_FAILURE(
+            ExpectSameKeys(m.kv_range(q), Hull(m.seqlen_k, any), "kv_range", q));
+        ASSERT_NO_FATAL_FAILURE(
+            ExpectSameKeys(m.full_range(q), Hull(m.seqlen_k, all), "full_range", q));
       }
     }
   });
@@ -108,7 +115,7 @@ TEST(Mask, RangesOfQueryTilesAreExact) {
 TEST(Mask, RangesOfKeyTilesAreExact) {
   ForAllMasks([](const Setting&, const Mask& m) {
     for (const int64_t tile : kTiles) {
-      for (int64_t begin = 0; begin < m.seqlen_k; begin += tile > 5 ? 3 : 1) {
+      for (int64_t begin = 0; begin<m.seqlen_k; begin += tile> 5 ? 3 : 1) {
         const Range k{begin, begin + tile < m.seqlen_k ? begin + tile : m.seqlen_k};
         const auto any = [&](int64_t i) {
           for (int64_t j = k.begin; j < k.end; ++j) {
@@ -123,7 +130,8 @@ TEST(Mask, RangesOfKeyTilesAreExact) {
           return true;
         };
         ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.q_range(k), Hull(m.seqlen_q, any), "q_range", k));
-        ASSERT_NO_FATAL_FAILURE(ExpectSameKeys(m.full_q_range(k), Hull(m.seqlen_q, all), "full_q_range", k));
+        ASSERT_NO_FATAL_FAILURE(
+            ExpectSameKeys(m.full_q_range(k), Hull(m.seqlen_q, all), "full_q_range", k));
       }
     }
   });

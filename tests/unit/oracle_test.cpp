@@ -1,5 +1,6 @@
-// The oracle itself, and what stands beside it: gradients against finite differences, cases that can be solved by
-// hand, the comparator, the test's own rounding, and the comparison rule. No library code takes part.
+// The oracle itself, and what stands beside it: gradients against finite differences, cases that
+// can be solved by hand, the comparator, the test's own rounding, and the comparison rule. No
+// library code takes part.
 #include "oracle.h"
 
 #include <cmath>
@@ -28,8 +29,8 @@ struct Sample {
   Tensor q, k, v, dout, dlse;
 };
 
-Sample MakeSample(uint64_t seed, const std::vector<Sequence>& sequences, int64_t heads, int64_t heads_kv, int64_t d,
-                  int64_t dv) {
+Sample MakeSample(uint64_t seed, const std::vector<Sequence>& sequences, int64_t heads,
+                  int64_t heads_kv, int64_t d, int64_t dv) {
   Rng rng(seed);
   Sample s;
   s.problem.sequences = sequences;
@@ -51,7 +52,8 @@ Sample MakeSample(uint64_t seed, const std::vector<Sequence>& sequences, int64_t
   return s;
 }
 
-// The number whose gradient Backward() gives: sum(out * dout) + sum(lse * dlse). Rows that see no key add nothing.
+// The number whose gradient Backward() gives: sum(out * dout) + sum(lse * dlse). Rows that see no
+// key add nothing.
 double Loss(const Sample& s) {
   const ForwardResult r = Forward(s.problem, s.q, s.k, s.v);
   double sum = 0;
@@ -83,10 +85,13 @@ void ExpectGradients(Sample s) {
   ExpectGradient(s, &Sample::v, r.dv, "dv");
 }
 
-TEST(Oracle, GradientsArePlainAttentions) { ExpectGradients(MakeSample(1, {{0, 5, 0, 7}}, 1, 1, 4, 3)); }
+TEST(Oracle, GradientsArePlainAttentions) {
+  ExpectGradients(MakeSample(1, {{0, 5, 0, 7}}, 1, 1, 4, 3));
+}
 
 TEST(Oracle, GradientsOfGroupedHeadsAndSequences) {
-  ExpectGradients(MakeSample(2, {{0, 3, 0, 4}, {3, 0, 4, 2}, {3, 4, 6, 0}, {7, 2, 6, 3}}, 6, 2, 3, 5));
+  ExpectGradients(
+      MakeSample(2, {{0, 3, 0, 4}, {3, 0, 4, 2}, {3, 4, 6, 0}, {7, 2, 6, 3}}, 6, 2, 3, 5));
 }
 
 TEST(Oracle, GradientsUnderMasks) {
@@ -234,7 +239,8 @@ uint16_t NearestBySearch(float x, float (*decode)(uint16_t)) {
 TEST(Numeric, EncodesToTheNearestValueTiesToEven) {
   Rng rng(12);
   for (int n = 0; n < 300; ++n) {
-    float x = static_cast<float>(std::ldexp(rng.Uniform(-1, 1), static_cast<int>(rng.Integer(-26, 15))));
+    float x =
+        static_cast<float>(std::ldexp(rng.Uniform(-1, 1), static_cast<int>(rng.Integer(-26, 15))));
     if (n % 3 == 0) x = DecodeFloat16(EncodeFloat16(x)) * (1 + 0x1p-11f);  // halfway, or nearly so
     EXPECT_EQ(EncodeFloat16(x), NearestBySearch(x, DecodeFloat16)) << x;
     EXPECT_EQ(EncodeBFloat16(x), NearestBySearch(x, DecodeBFloat16)) << x;

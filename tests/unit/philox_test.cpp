@@ -1,4 +1,5 @@
-// Dropout: the generator against published answers, and the same decisions in the mask, in forward and in backward.
+// Dropout: the generator against published answers, and the same decisions in the mask, in forward
+// and in backward.
 #include "core/philox.h"
 
 #include <cmath>
@@ -16,14 +17,13 @@ namespace {
 TEST(Philox, KnownAnswers) {
   struct {
     uint32_t counter[4], key[2], answer[4];
-  } const known[] = {
-      {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
-       {0xffffffff, 0xffffffff},
-       {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
-       {0xa4093822, 0x299f31d0},
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
+  } const known[] = {{{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                     {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
+                      {0xffffffff, 0xffffffff},
+                      {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                     {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+                      {0xa4093822, 0x299f31d0},
+                      {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
   for (const auto& k : known) {
     const strobe::Philox4 got = strobe::philox4x32(
         {{k.counter[0], k.counter[1], k.counter[2], k.counter[3]}}, k.key[0], k.key[1]);
@@ -31,8 +31,8 @@ TEST(Philox, KnownAnswers) {
   }
 }
 
-std::vector<uint8_t> Mask(int64_t batch, int64_t heads, int64_t nq, int64_t nk, float p, uint64_t seed,
-                          uint64_t offset) {
+std::vector<uint8_t> Mask(int64_t batch, int64_t heads, int64_t nq, int64_t nk, float p,
+                          uint64_t seed, uint64_t offset) {
   std::vector<uint8_t> mask(static_cast<size_t>(batch * heads * nq * nk), 77);
   EXPECT_EQ(strobe_dropout_mask(batch, heads, nq, nk, p, seed, offset, mask.data()), STROBE_OK);
   return mask;
@@ -48,7 +48,8 @@ TEST(DropoutMask, KeepsTheRightShare) {
     }
     const double n = static_cast<double>(mask.size());
     // Five standard deviations, and half a step of 16-bit thresholds.
-    EXPECT_NEAR(kept / n, 1 - static_cast<double>(p), 5 * std::sqrt(p * (1 - p) / n) + 0.5 / 65536) << p;
+    EXPECT_NEAR(kept / n, 1 - static_cast<double>(p), 5 * std::sqrt(p * (1 - p) / n) + 0.5 / 65536)
+        << p;
     if (p == 0) {
       EXPECT_EQ(kept, n);
     }
@@ -56,7 +57,8 @@ TEST(DropoutMask, KeepsTheRightShare) {
 }
 
 // Share of equal decisions in two independent masks is p^2 + (1 - p)^2.
-void ExpectIndependent(const std::vector<uint8_t>& a, const std::vector<uint8_t>& b, double p, const char* what) {
+void ExpectIndependent(const std::vector<uint8_t>& a, const std::vector<uint8_t>& b, double p,
+                       const char* what) {
   double equal = 0;
   for (size_t i = 0; i < a.size(); ++i) equal += a[i] == b[i];
   const double n = static_cast<double>(a.size()), wanted = p * p + (1 - p) * (1 - p);
@@ -76,30 +78,34 @@ TEST(DropoutMask, EveryCoordinateMatters) {
   for (const uint64_t other : {seed + 1, seed ^ (uint64_t{1} << 32), seed ^ (uint64_t{1} << 63)}) {
     ExpectIndependent(part(0), Mask(1, 1, kRows, kColumns, kP, other, offset), kP, "seeds");
   }
-  for (const uint64_t other : {offset + 1, offset ^ (uint64_t{1} << 31), offset ^ (uint64_t{1} << 32),
-                               offset ^ (uint64_t{1} << 63)}) {
+  for (const uint64_t other : {offset + 1, offset ^ (uint64_t{1} << 31),
+                               offset ^ (uint64_t{1} << 32), offset ^ (uint64_t{1} << 63)}) {
     ExpectIndependent(part(0), Mask(1, 1, kRows, kColumns, kP, seed, other), kP, "offsets");
   }
   // Neighbours within one mask.
   for (const int64_t shift : {1, 2, 4, 7, 8, 16, 64, 256, 257, 512}) {
     const std::vector<uint8_t> whole = part(0);
     const std::vector<uint8_t> moved(whole.begin() + shift, whole.end());
-    ExpectIndependent(std::vector<uint8_t>(whole.begin(), whole.end() - shift), moved, kP, "neighbours");
+    ExpectIndependent(std::vector<uint8_t>(whole.begin(), whole.end() - shift), moved, kP,
+                      "neighbours");
   }
 }
 
 TEST(DropoutMask, DoesNotDependOnTheShape) {
-  const std::vector<uint8_t> large = Mask(1, 2, 50, 70, 0.4f, 9, 9), small = Mask(1, 2, 20, 33, 0.4f, 9, 9);
+  const std::vector<uint8_t> large = Mask(1, 2, 50, 70, 0.4f, 9, 9),
+                             small = Mask(1, 2, 20, 33, 0.4f, 9, 9);
   for (int64_t h = 0; h < 2; ++h) {
     for (int64_t i = 0; i < 20; ++i) {
       for (int64_t j = 0; j < 33; ++j) {
-        ASSERT_EQ(small[static_cast<size_t>((h * 20 + i) * 33 + j)], large[static_cast<size_t>((h * 50 + i) * 70 + j)]);
+        ASSERT_EQ(small[static_cast<size_t>((h * 20 + i) * 33 + j)],
+                  large[static_cast<size_t>((h * 50 + i) * 70 + j)]);
       }
     }
   }
 }
 
-Case DropoutCase(oracle::DType dtype, int64_t nq, int64_t nk, int64_t dv, bool varlen, int32_t threads) {
+Case DropoutCase(oracle::DType dtype, int64_t nq, int64_t nk, int64_t dv, bool varlen,
+                 int32_t threads) {
   Case c;
   c.seed = 3;
   c.dtype = dtype;
@@ -118,9 +124,11 @@ Case DropoutCase(oracle::DType dtype, int64_t nq, int64_t nk, int64_t dv, bool v
   return c;
 }
 
-// With q = 0 all weights of a row are alike; with v = 1 at (key j, column j - first) out shows them one by one.
+// With q = 0 all weights of a row are alike; with v = 1 at (key j, column j - first) out shows them
+// one by one.
 TEST(Dropout, ForwardDropsWhatTheMaskSays) {
-  for (const oracle::DType dtype : {oracle::DType::kFloat32, oracle::DType::kBFloat16, oracle::DType::kFloat16}) {
+  for (const oracle::DType dtype :
+       {oracle::DType::kFloat32, oracle::DType::kBFloat16, oracle::DType::kFloat16}) {
     for (const bool varlen : {false, true}) {
       for (const int64_t first : {int64_t{0}, int64_t{200}}) {
         const Case c = DropoutCase(dtype, 77, 390, 190, varlen, first ? 2 : 1);
@@ -140,12 +148,14 @@ TEST(Dropout, ForwardDropsWhatTheMaskSays) {
           const oracle::Sequence& s = sequences[b];
           for (int64_t i = 0; i < s.q_length; ++i) {
             for (int64_t h = 0; h < c.heads; ++h) {
-              ASSERT_NEAR(*lse.at(s.q_begin + i, h), std::log(static_cast<double>(s.k_length)), 1e-5);
+              ASSERT_NEAR(*lse.at(s.q_begin + i, h), std::log(static_cast<double>(s.k_length)),
+                          1e-5);
               for (int64_t d = 0; d < c.head_dim_v && first + d < s.k_length; ++d) {
                 const bool keep = Keeps(p, static_cast<int64_t>(b), h, i, first + d);
                 const double weight = keep / 0.75 / static_cast<double>(s.k_length);
                 ASSERT_NEAR(out.at(s.q_begin + i, h)[d], weight, 0.01 * weight)
-                    << "sequence " << b << ", head " << h << ", query " << i << ", key " << first + d;
+                    << "sequence " << b << ", head " << h << ", query " << i << ", key "
+                    << first + d;
               }
             }
           }
@@ -155,15 +165,19 @@ TEST(Dropout, ForwardDropsWhatTheMaskSays) {
   }
 }
 
-// With dout = 1 at (query i, column i) each row of dv shows the weights of its key; one query head per key head.
+// With dout = 1 at (query i, column i) each row of dv shows the weights of its key; one query head
+// per key head.
 TEST(Dropout, BackwardDropsTheSame) {
-  for (const oracle::DType dtype : {oracle::DType::kFloat32, oracle::DType::kBFloat16, oracle::DType::kFloat16}) {
+  for (const oracle::DType dtype :
+       {oracle::DType::kFloat32, oracle::DType::kBFloat16, oracle::DType::kFloat16}) {
     for (const int32_t threads : {1, 3}) {
       Case c = DropoutCase(dtype, 150, 300, 150, false, threads);
       c.heads_kv = c.heads;
       Fixture f(c);
       f.q.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { f.q.Set(e, 0); });
-      f.dout.ForEach([&](int64_t row, int64_t, int64_t d, int64_t e) { f.dout.Set(e, row % 150 == d ? 1 : 0); });
+      f.dout.ForEach([&](int64_t row, int64_t, int64_t d, int64_t e) {
+        f.dout.Set(e, row % 150 == d ? 1 : 0);
+      });
       ASSERT_EQ(f.Forward(), "");
       ASSERT_EQ(f.Backward(), "");
       const oracle::Problem p = f.OracleProblem();

@@ -12,7 +12,8 @@
 
 namespace {
 
-strobe_problem MakeProblem(strobe_direction direction, int64_t seqlen, int64_t heads = 1, int64_t head_dim = 64) {
+strobe_problem MakeProblem(strobe_direction direction, int64_t seqlen, int64_t heads = 1,
+                           int64_t head_dim = 64) {
   strobe_problem p;
   strobe_problem_init(&p, sizeof p);
   p.direction = direction;
@@ -79,10 +80,12 @@ TEST(Plan, ResolvesEveryDefault) {
     EXPECT_EQ(s.seqlen, heads * dim);
     EXPECT_EQ(s.batch, rows * heads * dim);
   };
-  for (const strobe_strides* s : {&plan.problem.q, &plan.problem.out, &plan.problem.dout, &plan.problem.dq}) {
+  for (const strobe_strides* s :
+       {&plan.problem.q, &plan.problem.out, &plan.problem.dout, &plan.problem.dq}) {
     expect(*s, 10, 6, 48);
   }
-  for (const strobe_strides* s : {&plan.problem.k, &plan.problem.v, &plan.problem.dk, &plan.problem.dv}) {
+  for (const strobe_strides* s :
+       {&plan.problem.k, &plan.problem.v, &plan.problem.dk, &plan.problem.dv}) {
     expect(*s, 20, 6, 48);
   }
   p.heads_kv = 3;
@@ -180,8 +183,8 @@ TEST(Plan, WorkspaceGrowsNoFasterThanTheSequence) {
             p.seqlen_q = p.seqlen_k = p.seqlen_q * 2;
             const size_t now = MakePlan(p).workspace_bytes;
             EXPECT_LE(now, 2 * before + (1u << 20))
-                << "direction " << direction << ", dtype " << dtype << ", threads " << threads << ", seqlen "
-                << p.seqlen_q << ": " << before << " then " << now;
+                << "direction " << direction << ", dtype " << dtype << ", threads " << threads
+                << ", seqlen " << p.seqlen_q << ": " << before << " then " << now;
             if (p.seqlen_q == 131072 && threads <= 4) {
               EXPECT_LT(now, 64u << 20);
             }
@@ -223,7 +226,8 @@ TEST(Plan, FollowsTheForcedInstructionSet) {
     EXPECT_EQ(all.find(machine.cpu_isa), 1u) << all;
     return;
   }
-  if (all.find(" " + std::string(forced) + " ") == std::string::npos) GTEST_SKIP() << "no " << forced << " here";
+  if (all.find(" " + std::string(forced) + " ") == std::string::npos)
+    GTEST_SKIP() << "no " << forced << " here";
   EXPECT_STREQ(machine.cpu_isa, forced);
   strobe_problem p = MakeProblem(STROBE_FORWARD, 100);
   p.dtype = STROBE_BFLOAT16;  // what AMX takes

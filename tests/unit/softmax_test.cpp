@@ -1,5 +1,6 @@
-// The online softmax where it is hardest, through the public API: huge and equal scores, infinities, NaN, and masked
-// blocks full of them. The oracle says what has to come out, coordinate by coordinate.
+// The online softmax where it is hardest, through the public API: huge and equal scores,
+// infinities, NaN, and masked blocks full of them. The oracle says what has to come out, coordinate
+// by coordinate.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -81,7 +82,8 @@ TEST(Softmax, EqualScoresGiveTheMean) {
 TEST(Softmax, ScoresOfTenThousandEitherWay) {
   ForAll([](const Case& c) {
     ExpectRight(c, [](Fixture& f) { SetScores(f, [](int64_t j) { return j % 2 ? 1e4 : -1e4; }); });
-    ExpectRight(c, [](Fixture& f) { SetScores(f, [](int64_t j) { return j % 3 ? -1e4 : -9984; }); });
+    ExpectRight(c,
+                [](Fixture& f) { SetScores(f, [](int64_t j) { return j % 3 ? -1e4 : -9984; }); });
   });
 }
 
@@ -103,11 +105,14 @@ TEST(Softmax, OneKeyFarAboveTheRestTakesAll) {
   });
 }
 
-// Every block raises the maximum, or none but the first does: the accumulator is rescaled always, or never.
+// Every block raises the maximum, or none but the first does: the accumulator is rescaled always,
+// or never.
 TEST(Softmax, RisingAndFallingScores) {
   ForAll([](const Case& c) {
     for (const double step : {0.5, -0.5, 8.0, -8.0}) {
-      ExpectRight(c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return step * static_cast<double>(j); }); });
+      ExpectRight(c, [&](Fixture& f) {
+        SetScores(f, [&](int64_t j) { return step * static_cast<double>(j); });
+      });
     }
   });
 }
@@ -115,7 +120,8 @@ TEST(Softmax, RisingAndFallingScores) {
 TEST(Softmax, PlusInfinityMakesItsRowsNan) {
   ForAll([](const Case& c) {
     for (const int64_t at : {int64_t{0}, c.seqlens_k[0] / 2, c.seqlens_k[0] - 1}) {
-      ExpectRight(c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return j == at ? kInf : 0.25; }); });
+      ExpectRight(
+          c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return j == at ? kInf : 0.25; }); });
     }
   });
 }
@@ -127,10 +133,15 @@ TEST(Softmax, MinusInfinityIsWeightZero) {
       for (const bool causal : {false, true}) {
         Case c = MakeCase(dtype, {70, nk, 1});
         c.causal = causal;
-        ExpectRight(c, [&](Fixture& f) { SetScores(f, [](int64_t j) { return j % 2 ? -kInf : 0.5; }); });
-        // Whole blocks of -infinity first: the running maximum is -infinity when the first finite score comes.
-        ExpectRight(c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return j < nk - 2 ? -kInf : 0.5; }); });
-        ExpectRight(c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return j < 2 ? 0.5 : -kInf; }); });
+        ExpectRight(
+            c, [&](Fixture& f) { SetScores(f, [](int64_t j) { return j % 2 ? -kInf : 0.5; }); });
+        // Whole blocks of -infinity first: the running maximum is -infinity when the first finite
+        // score comes.
+        ExpectRight(c, [&](Fixture& f) {
+          SetScores(f, [&](int64_t j) { return j < nk - 2 ? -kInf : 0.5; });
+        });
+        ExpectRight(
+            c, [&](Fixture& f) { SetScores(f, [&](int64_t j) { return j < 2 ? 0.5 : -kInf; }); });
         // Nothing else: NaN, not the 0 and -infinity of rows that see no key.
         ExpectRight(c, [](Fixture& f) { SetScores(f, [](int64_t) { return -kInf; }); });
         if (HasFailure()) return;
@@ -139,13 +150,16 @@ TEST(Softmax, MinusInfinityIsWeightZero) {
   }
 }
 
-// NaN and infinity at one place of one input, tile borders and corners included, under several masks.
+// NaN and infinity at one place of one input, tile borders and corners included, under several
+// masks.
 TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
   struct {
     bool causal;
     int64_t left, right;
-  } const masks[] = {{false, -1, -1}, {true, -1, -1}, {false, 20, 0}, {false, 0, 70}, {true, 3, -1}, {false, 90, 90}};
-  const std::vector<int64_t> places = {0, 1, 63, 64, 65, 127, 129};  // two of them at a time, in turn
+  } const masks[] = {{false, -1, -1}, {true, -1, -1}, {false, 20, 0},
+                     {false, 0, 70},  {true, 3, -1},  {false, 90, 90}};
+  const std::vector<int64_t> places = {0,  1,   63, 64,
+                                       65, 127, 129};  // two of them at a time, in turn
   int place = 0;
   for (const DType dtype : kTypes) {
     for (const auto& mask : masks) {
@@ -165,7 +179,9 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
                 const Strided& t = *inputs[input];
                 t.Set(t.Index(0, at, at % 2, at % 24), special);
               });
-              if (HasFailure()) FAIL() << "input " << "qkvo"[input] << ", row " << at << ", value " << special;
+              if (HasFailure())
+                FAIL() << "input "
+                       << "qkvo"[input] << ", row " << at << ", value " << special;
             }
           }
         }
@@ -174,14 +190,15 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
   }
 }
 
-// What a causal query does not see, and the queries that do not see a key, may hold anything in every element: results
-// must not change by a bit.
+// What a causal query does not see, and the queries that do not see a key, may hold anything in
+// every element: results must not change by a bit.
 TEST(Softmax, WhatIsNotSeenMayBeAnything) {
   constexpr int64_t kSeqlen = 260, kSplit = 131;
   // Rows [begin, end) of a tensor, as numbers.
   const auto rows = [](const Strided& t, int64_t begin, int64_t end) {
     const oracle::Tensor all = t.Read();
-    return std::vector<double>(all.at(begin, 0), all.at(begin, 0) + (end - begin) * all.heads * all.dim);
+    return std::vector<double>(all.at(begin, 0),
+                               all.at(begin, 0) + (end - begin) * all.heads * all.dim);
   };
   const auto spoil = [](const Strided& t, int64_t begin, int64_t end, double special) {
     t.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
@@ -206,7 +223,8 @@ TEST(Softmax, WhatIsNotSeenMayBeAnything) {
         const std::string where = ToString(c);
         EXPECT_TRUE(rows(clean.out, 0, kSplit) == rows(keys.out, 0, kSplit)) << where;
         EXPECT_TRUE(rows(clean.dq, 0, kSplit) == rows(keys.dq, 0, kSplit)) << where;
-        EXPECT_TRUE(rows(clean.out, kSplit, kSeqlen) == rows(queries.out, kSplit, kSeqlen)) << where;
+        EXPECT_TRUE(rows(clean.out, kSplit, kSeqlen) == rows(queries.out, kSplit, kSeqlen))
+            << where;
         EXPECT_TRUE(rows(clean.dq, kSplit, kSeqlen) == rows(queries.dq, kSplit, kSeqlen)) << where;
         EXPECT_TRUE(rows(clean.dk, kSplit, kSeqlen) == rows(queries.dk, kSplit, kSeqlen)) << where;
         EXPECT_TRUE(rows(clean.dv, kSplit, kSeqlen) == rows(queries.dv, kSplit, kSeqlen)) << where;

@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr int64_t kMin64 = std::numeric_limits<int64_t>::min(), kMax64 = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMin64 = std::numeric_limits<int64_t>::min(),
+                  kMax64 = std::numeric_limits<int64_t>::max();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 strobe_problem GoodProblem(strobe_direction direction = STROBE_BACKWARD) {
@@ -53,7 +54,9 @@ const std::vector<BadProblem>& BadProblems() {
       {"batch huge", [](P& p) { p.batch = kMax64; }, {"batch", "9223372036854775807"}},
       {"batch min", [](P& p) { p.batch = kMin64; }, {"batch", "-9223372036854775808"}},
       {"seqlen_q", [](P& p) { p.seqlen_q = -1; }, {"seqlen_q", "-1", "0 to"}},
-      {"seqlen_q huge", [](P& p) { p.seqlen_q = int64_t{1} << 31; }, {"seqlen_q", "2147483648", "2147483647"}},
+      {"seqlen_q huge",
+       [](P& p) { p.seqlen_q = int64_t{1} << 31; },
+       {"seqlen_q", "2147483648", "2147483647"}},
       {"seqlen_k", [](P& p) { p.seqlen_k = -5; }, {"seqlen_k", "-5", "0 to"}},
       {"seqlen_k huge", [](P& p) { p.seqlen_k = kMax64; }, {"seqlen_k", "2147483647"}},
       {"heads 0", [](P& p) { p.heads = 0; }, {"heads", "0", "1 to"}},
@@ -92,30 +95,76 @@ const std::vector<BadProblem>& BadProblems() {
        [](P& p) { p.direction = STROBE_FORWARD, p.has_dlse = 1; },
        {"has_dlse", "1", "backward"}},
       {"threads -1", [](P& p) { p.threads = -1; }, {"threads", "-1", "0 to"}},
-      {"threads huge", [](P& p) { p.threads = std::numeric_limits<int32_t>::max(); }, {"threads", "2147483647"}},
+      {"threads huge",
+       [](P& p) { p.threads = std::numeric_limits<int32_t>::max(); },
+       {"threads", "2147483647"}},
       {"reserved", [](P& p) { p.reserved = 1; }, {"reserved", "1", "0"}},
-      {"q.dim", [](P& p) { p.q = {192, 32, 8, 2}; }, {"q.stride[3]", "2", "1 (last dimension contiguous)"}},
-      {"k.dim 0", [](P& p) { p.k = {112, 16, 8, 0}; }, {"k.stride[3]", "0", "1"}},
-      {"v.dim -1", [](P& p) { p.v = {112, 16, 8, -1}; }, {"v.stride[3]", "-1", "1"}},
-      {"dout.dim", [](P& p) { p.dout = {192, 32, 8, 3}; }, {"dout.stride[3]", "3", "1"}},
+      {"q.dim",
+       [](P& p) {
+         p.q = {192, 32, 8, 2};
+       },
+       {"q.stride[3]", "2", "1 (last dimension contiguous)"}},
+      {"k.dim 0",
+       [](P& p) {
+         p.k = {112, 16, 8, 0};
+       },
+       {"k.stride[3]", "0", "1"}},
+      {"v.dim -1",
+       [](P& p) {
+         p.v = {112, 16, 8, -1};
+       },
+       {"v.stride[3]", "-1", "1"}},
+      {"dout.dim",
+       [](P& p) {
+         p.dout = {192, 32, 8, 3};
+       },
+       {"dout.stride[3]", "3", "1"}},
       {"varlen stride",
-       [](P& p) { p.varlen = 1, p.total_q = 9, p.total_k = 9, p.q = {0, 32, 8, 4}; },
+       [](P& p) {
+         p.varlen = 1, p.total_q = 9, p.total_k = 9, p.q = {0, 32, 8, 4};
+       },
        {"q.stride[2]", "4", "1"}},
-      {"out overlaps in rows", [](P& p) {
+      {"out overlaps in rows",
+       [](P& p) {
          p.direction = STROBE_FORWARD;
          p.out = {192, 0, 8, 1};
-       }, {"out.stride", "seqlen", "0", "overlap"}},
-      {"out overlaps in heads", [](P& p) {
+       },
+       {"out.stride", "seqlen", "0", "overlap"}},
+      {"out overlaps in heads",
+       [](P& p) {
          p.direction = STROBE_FORWARD;
          p.out = {192, 32, 7, 1};
-       }, {"out.stride", "head", "7", "8", "overlap"}},
-      {"dq overlaps in batch", [](P& p) { p.dq = {32, 32, 8, 1}; }, {"dq.stride", "32", "overlap"}},
-      {"dk overlaps", [](P& p) { p.dk = {112, 8, 8, 1}; }, {"dk.stride", "8", "overlap"}},
-      {"dv overlaps", [](P& p) { p.dv = {0, 16, 8, 1}; }, {"dv.stride", "batch", "0", "overlap"}},
-      {"q stride huge", [](P& p) { p.q = {kMax64, 32, 8, 1}; }, {"q.stride", "batch", "9223372036854775807"}},
-      {"q stride min", [](P& p) { p.q = {192, kMin64, 8, 1}; }, {"q.stride", "seqlen", "-9223372036854775808"}},
+       },
+       {"out.stride", "head", "7", "8", "overlap"}},
+      {"dq overlaps in batch",
+       [](P& p) {
+         p.dq = {32, 32, 8, 1};
+       },
+       {"dq.stride", "32", "overlap"}},
+      {"dk overlaps",
+       [](P& p) {
+         p.dk = {112, 8, 8, 1};
+       },
+       {"dk.stride", "8", "overlap"}},
+      {"dv overlaps",
+       [](P& p) {
+         p.dv = {0, 16, 8, 1};
+       },
+       {"dv.stride", "batch", "0", "overlap"}},
+      {"q stride huge",
+       [](P& p) {
+         p.q = {kMax64, 32, 8, 1};
+       },
+       {"q.stride", "batch", "9223372036854775807"}},
+      {"q stride min",
+       [](P& p) {
+         p.q = {192, kMin64, 8, 1};
+       },
+       {"q.stride", "seqlen", "-9223372036854775808"}},
       {"k strides huge together",
-       [](P& p) { p.k = {int64_t{1} << 57, int64_t{1} << 57, 8, 1}; },
+       [](P& p) {
+         p.k = {int64_t{1} << 57, int64_t{1} << 57, 8, 1};
+       },
        {"k.stride", "144115188075855872"}},
       // Contiguous by default, but no machine can address the last element.
       {"tensor too large",
@@ -129,7 +178,8 @@ const std::vector<BadProblem>& BadProblems() {
 }
 
 void ExpectWords(const std::string& text, const std::vector<const char*>& words) {
-  for (const char* word : words) EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks " << word;
+  for (const char* word : words)
+    EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks " << word;
 }
 
 TEST(Validation, EveryBadFieldIsRefusedByName) {
@@ -163,11 +213,19 @@ TEST(Validation, TheGoodProblemsAreGood) {
       [](strobe_problem& p) { p.scale = 0; },
       [](strobe_problem& p) { p.softcap = 5, p.dropout_p = 0.5f; },
       [](strobe_problem& p) { p.has_dlse = p.deterministic = p.causal = 1; },
-      [](strobe_problem& p) { p.q = {0, 0, 0, 1}, p.k = p.q, p.v = p.q, p.dout = p.q; },
-      [](strobe_problem& p) { p.q = {-192, -32, -8, 1}, p.dq = p.q; },
+      [](strobe_problem& p) {
+        p.q = {0, 0, 0, 1}, p.k = p.q, p.v = p.q, p.dout = p.q;
+      },
+      [](strobe_problem& p) {
+        p.q = {-192, -32, -8, 1}, p.dq = p.q;
+      },
       // The stride of a dimension with one entry means nothing, not even for an output.
-      [](strobe_problem& p) { p.batch = 1, p.dq = {0, 32, 8, 1}, p.dk = {kMin64, 16, 8, 1}; },
-      [](strobe_problem& p) { p.varlen = 1, p.total_q = 12, p.total_k = 3, p.dq = {0, 32, 8, 1}; },
+      [](strobe_problem& p) {
+        p.batch = 1, p.dq = {0, 32, 8, 1}, p.dk = {kMin64, 16, 8, 1};
+      },
+      [](strobe_problem& p) {
+        p.varlen = 1, p.total_q = 12, p.total_k = 3, p.dq = {0, 32, 8, 1};
+      },
   };
   for (size_t n = 0; n < std::size(edits); ++n) {
     strobe_problem p = GoodProblem();
@@ -307,7 +365,8 @@ class LaunchValidation : public ::testing::Test {
 
   template <typename T>
   static T* Shifted(T* pointer, int bytes) {
-    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) +
+                                static_cast<uintptr_t>(bytes));
   }
 
   std::vector<float> in_ = std::vector<float>(kFloats, 0.5f);
@@ -335,7 +394,9 @@ TEST_F(LaunchValidation, ForwardPointers) {
       {[](A& a) { a.v = Shifted(a.v, 3); }, {"v", "alignment to 4"}},
       {[](A& a) { a.out = Shifted(a.out, 1); }, {"out", "alignment to 4"}},
       {[](A& a) { a.lse = Shifted(a.lse, 2); }, {"lse", "alignment to 4"}},
-      {[&](A& a) { a.workspace = AlignedWorkspace() + 4, a.workspace_bytes = plan_.workspace_bytes; },
+      {[&](A& a) {
+         a.workspace = AlignedWorkspace() + 4, a.workspace_bytes = plan_.workspace_bytes;
+       },
        {"workspace", "alignment to 64"}},
   };
   for (const auto& b : bad) {
@@ -378,7 +439,9 @@ TEST_F(LaunchValidation, BackwardPointers) {
       {[](A& a) { a.dq = Shifted(a.dq, 2); }, {"dq", "alignment to 4"}},
       {[](A& a) { a.dk = Shifted(a.dk, 2); }, {"dk", "alignment to 4"}},
       {[](A& a) { a.dv = Shifted(a.dv, 2); }, {"dv", "alignment to 4"}},
-      {[&](A& a) { a.workspace = AlignedWorkspace() + 32, a.workspace_bytes = plan_.workspace_bytes; },
+      {[&](A& a) {
+         a.workspace = AlignedWorkspace() + 32, a.workspace_bytes = plan_.workspace_bytes;
+       },
        {"workspace", "alignment to 64"}},
   };
   for (const auto& b : bad) {

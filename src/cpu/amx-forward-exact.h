@@ -1,0 +1,154 @@
+// The forward pass for every rule that scores can have, and for rows that amx-forward.h gave up:
+// plain online softmax, one unit of 32 queries and 128 keys after the other, nothing overlapped.
+#ifndef STROBE_CPU_AMX_FORWARD_EXACT_H_
+#define STROBE_CPU_AMX_FORWARD_EXACT_H_
+
+#include "cpu/amx-forward.h"
+#include "cpu/amx-score.h"
+
+namespace strobe::cpu::amx {
+
+/// Where amx-forward.h keeps `reference` and `sum`, 16 lanes of each row, this keeps one value each
+/// in the first lane: the running maximum (of scores, in natural units) and the sum of weights.
+STROBE_AMX void exact_scores(const Forward& f, const Unit& u) {
+  const int64_t n = f.d_blocks;
+  const Bf16* const q = f.s.q + u.tile * kForwardTileQ * n * kPair;
+  for (int64_t g = 0; g < u.groups; ++g) {
+    const Bf16* const k = f.s.k + (u.key_in_block + g * kGroup) * n * kPair;
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
+    for (int64_t d = 0; d < n; ++d) {
+      tile_load<4>(q + d * kTileBf16);
+      tile_load<5>(q + (n + d) * kTileBf16);
+      tile_load<6>(k + d * kTileBf16);
+      tile_load<7>(k + (n + d) * kTileBf16);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 4, 7>();
+      tile_multiply<2, 5, 6>();
+      tile_multiply<3, 5, 7>();
+    }
+    float* const s = f.s.s + g * kForwardTileQ * kGroup;
+    tile_store<0>(s, kGroup * 4);
+    tile_store<1>(s + kTile, kGroup * 4);
+    tile_store<2>(s + kTile * kGroup, kGroup * 4);
+    tile_store<3>(s + kTile * kGroup + kTile, kGroup * 4);
+  }
+}
+
+STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
+  const int64_t n = f.dv_blocks;
+  for (int64_t b = 0; b < n; ++b) {
+    float* const o = f.o_tile(u.tile) + b * 4 * kTileFloat;
+    tile_load<0>(o);
+    tile_load<1>(o + kTileFloat);
+    tile_load<2>(o + 2 * kTileFloat);
+    tile_load<3>(o + 3 * kTileFloat);
+    for (int64_t g = 0; g < u.groups; ++g) {
+      const Bf16* const p = f.s.p + g * 2 * kTileBf16;
+      const Bf16* const v = f.s.v + ((u.key_in_block + g * kGroup) * n + b * kGroup) * kPair;
+      tile_load<4>(p);
+      tile_load<5>(p + kTileBf16);
+      tile_load<6>(v);
+      tile_load<7>(v + kTileBf16);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 4, 7>();
+      tile_multiply<2, 5, 6>();
+      tile_multiply<3, 5, 7>();
+    }
+    tile_store<0>(o);
+    tile_store<1>(o + kTileFloat);
+    tile_store<2>(o + 2 * kTileFloat);
+    tile_store<3>(o + 3 * kTileFloat);
+  }
+}
+
+/// Scores of the unit become weights; O and the sum so far are scaled to the new maximum.
+static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u) {
+  const Range tile = f.tile(u.tile);
+  const Mask& mask = f.sequence.mask;
+  for (int64_t r = 0; r < kForwardTileQ; ++r) {
+    const int64_t query = min64(tile.begin + r, tile.end - 1);
+    const Range seen = mask.row(query);
+    float* const at = f.s.s + r * kGroup;
+    const auto position = static_cast<float>(mask.position(query) - u.key);
+
+    __m512 largest = set(-kInfinity);
+    for (int64_t j = 0; j < u.groups * kGroup; j += kTile) {
+      float* const s = at + j / kGroup * kForwardTileQ * kGroup + j % kGroup;
+      __m512 slope;
+      const __m512 x = rule.apply(load(s), position - static_cast<float>(j), slope);
+      const auto lane = static_cast<__mmask16>(lanes(seen.begin - u.key - j, seen.end - u.key - j));
+      const __m512 score = _mm512_mask_mov_ps(set(-kInfinity), lane, x);
+      store(s, score);
+      largest = _mm512_max_ps(score, largest);  // NaN does not take part: it shows in the sum
+    }
+    float* const maximum = f.s.reference + (u.tile * kForwardTileQ + r) * kTile;
+    float* const sum = f.s.sum + (u.tile * kForwardTileQ + r) * kTile;
+    const float now = _mm512_reduce_max_ps(largest);
+    if (now > *maximum) {
+      if (*maximum != -kInfinity) {
+        const __m512 rescale = exp2_exact(set((*maximum - now) * kLog2e));
+        *sum *= _mm512_cvtss_f32(rescale);
+        float* const o = f.o_tile(u.tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
+        for (int64_t b = 0; b < f.dv_blocks * 4; b += 4) {
+          for (int64_t h = 0; h < 2; ++h) {
+            float* const row = o + (b + h) * kTileFloat;
+            store(row, _mm512_mul_ps(load(row), rescale));
+          }
+        }
+      }
+      *maximum = now;
+    }
+    // A row that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
+    const __m512 reference = set(*maximum == -kInfinity ? 0 : *maximum);
+    uint32_t keep[kUnitGroups];
+    if (rule.dropout) rule.keep_keys(query, u.key, keep);
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t g = 0; g < u.groups; ++g) {
+      const float* const s = at + g * kForwardTileQ * kGroup;
+      const __m512 log2e = set(kLog2e);
+      __m512 a = exp2_exact(_mm512_mul_ps(_mm512_sub_ps(load(s), reference), log2e));
+      __m512 b = exp2_exact(_mm512_mul_ps(_mm512_sub_ps(load(s + kTile), reference), log2e));
+      total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+      if (rule.dropout) {
+        // The sum stays that of all weights: dropout comes after the softmax.
+        a = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g]), a);
+        b = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g] >> 16), b);
+      }
+      _mm512_store_si512(f.s.p + (g * kForwardTileQ + r) * kPair, RoundToPairs()(a, b));
+    }
+    *sum += _mm512_reduce_add_ps(total);
+  }
+}
+
+/// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sum of their rows.
+static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end) {
+  const ScoreRule rule(f.c, f.item.batch, f.item.head);
+  for (int64_t r = tile * kForwardTileQ; r < tile_end * kForwardTileQ; ++r) {
+    f.s.reference[r * kTile] = -kInfinity;
+    f.s.sum[r * kTile] = 0;
+  }
+  __builtin_memset(f.o_tile(tile), 0, static_cast<size_t>((tile_end - tile) * kForwardTileQ *
+                                                          f.dv_blocks * kPair) * sizeof(float));
+  const Range keys =
+      f.sequence.mask.kv_range({f.tile(tile).begin, f.tile(tile_end - 1).end});
+  for (int64_t k = keys.begin / kGroup * kGroup; k < keys.end; k += kSuperBlock) {
+    const Range block{k, min64(k + kSuperBlock, keys.end)};
+    const int64_t padded = round_up(block.size(), kGroup);
+    pack_columns(f.k_rows(block), padded, f.s.k);
+    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    Units units(f, block, tile, tile_end);
+    for (Unit u; units.next(u);) {
+      exact_scores(f, u);
+      exact_weights(f, rule, u);
+      if (special) add_special(f, u, f.s.p, f.o_tile(u.tile));
+      exact_output(f, u);
+    }
+  }
+}
+
+}  // namespace strobe::cpu::amx
+
+#endif  // STROBE_CPU_AMX_FORWARD_EXACT_H_

@@ -1,0 +1,380 @@
+// The forward pass with AMX, bf16 (arXiv:2307.08691, algorithm 1, with the differences below).
+//
+// An item's queries are cut into tiles of 32, its keys into super-blocks of 512 that are packed
+// once and met by all tiles, and those into units of up to 128 keys = 4 groups of 32:
+//
+//     S [32 queries][32 keys] = Q K^T - reference      16 tile products at head_dim 128, a group
+//     P [32][32] = exp2(scale * S)                     vectors; keys lie along the lanes
+//     O [32][dim_v] += P V                             a unit at a time, 32 columns of O at once
+//
+// No running maximum. The largest score is not needed, only one near enough to keep exp2 in
+// float32's range, and bf16 has the same range: `reference` is the score of the first key that the
+// query sees. It enters as the tile product's initial value, so that it costs nothing, and neither
+// a maximum nor a rescaling is left in the loop. A row whose scores rise more than about 2^6 above
+// it has a sum that is too large at the end, and is computed again by amx-forward-exact.h.
+//
+// Pipeline. Tile products run asynchronously, vector instructions beside them. Three streams move
+// through the units of a super-block, each ahead of the next:
+//
+//     scores: S of group g + 2 or so   ->   weights: rows of P of group g   ->   O of the last unit
+//
+// `weights` rows are issued a few at a time between the tile products of the other two.
+#ifndef STROBE_CPU_AMX_FORWARD_H_
+#define STROBE_CPU_AMX_FORWARD_H_
+
+#include "cpu/amx-product.h"
+
+namespace strobe::cpu::amx {
+
+constexpr int64_t kForwardTileQ = 32;
+constexpr int64_t kGroup = 32;  // keys
+constexpr int64_t kUnitGroups = 4;
+constexpr int64_t kUnit = kGroup * kUnitGroups;
+constexpr int64_t kSuperBlock = 512;
+
+struct ForwardScratch {
+  Bf16* q;           // rows, of all tiles of the item
+  Bf16 *k, *v;       // columns and pairs of a super-block
+  uint32_t* special; // of V's groups
+  float* reference;  // [block_q][16]: minus the score taken off, in all lanes
+  float* sum;        // [block_q][16]: of weights, lane by lane
+  float* o;          // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
+  float* s;          // [group][32 queries][32 keys]
+  float* spare;      // a tile that nobody reads
+  Bf16* p;           // [2 units][group] 2 tiles [rows 0-15, 16-31]
+};
+
+STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
+  const AttentionProblem& p = c.problem;
+  const int64_t queries = round_up(c.block_q, kForwardTileQ);
+  const int64_t keys = min64(kSuperBlock, round_up(max64(p.seqlen_k, 1), kUnit));
+  const int64_t d = padded_dim(p.head_dim), dv = padded_dim(p.head_dim_v);
+  ForwardScratch s;
+  s.q = arena.take<Bf16>(queries * d);
+  s.k = arena.take<Bf16>(keys * d);
+  s.v = arena.take<Bf16>(keys * dv);
+  s.special = arena.take<uint32_t>(keys / kGroup);
+  s.reference = arena.take<float>(queries * kTile);
+  s.sum = arena.take<float>(queries * kTile);
+  s.o = arena.take<float>(queries * dv);
+  s.s = arena.take<float>(kUnitGroups * kForwardTileQ * kGroup);
+  s.spare = arena.take<float>(kTileFloat);
+  s.p = arena.take<Bf16>(2 * kForwardTileQ * kUnit);
+  return s;
+}
+
+/// What the item's functions share.
+struct Forward {
+  const ForwardContext& c;
+  const Sequence sequence;
+  const ForwardItem item;
+  const ForwardScratch s;
+  const int64_t d_blocks, dv_blocks;  // of 32
+
+  STROBE_INLINE Range tile(int64_t t) const {
+    const int64_t begin = item.q_begin + t * kForwardTileQ;
+    return {begin, min64(begin + kForwardTileQ, item.q_end)};
+  }
+  STROBE_INLINE int64_t head_kv() const {
+    return item.head / (c.problem.heads / c.problem.heads_kv);
+  }
+  STROBE_INLINE Rows q_rows(Range rows) const {
+    return Rows(c.q, item.batch, item.head, sequence.q_row + rows.begin, rows.size(),
+                c.problem.head_dim);
+  }
+  STROBE_INLINE Rows k_rows(Range rows) const {
+    return Rows(c.k, item.batch, head_kv(), sequence.k_row + rows.begin, rows.size(),
+                c.problem.head_dim);
+  }
+  STROBE_INLINE Rows v_rows(Range rows) const {
+    return Rows(c.v, item.batch, head_kv(), sequence.k_row + rows.begin, rows.size(),
+                c.problem.head_dim_v);
+  }
+  STROBE_INLINE float* reference(int64_t t) const {
+    return s.reference + t * kForwardTileQ * kTile;
+  }
+  STROBE_INLINE float* o_tile(int64_t t) const {
+    return s.o + t * kForwardTileQ * dv_blocks * kPair;
+  }
+};
+
+/// Up to 128 keys against one tile of queries.
+struct Unit {
+  int64_t tile, key, key_in_block;  // key: of the sequence; in_block: of the super-block
+  int groups;
+  bool first;  // of the tile: O has nothing in it yet
+};
+
+/// The units of tiles [tile, tile_end) in a super-block, tile by tile.
+class Units {
+ public:
+  STROBE_INLINE Units(const Forward& f, Range block, int64_t tile, int64_t tile_end)
+      : f_(f), block_(block), tile_(tile), tile_end_(tile_end) {
+    start_tile();
+  }
+  /// False when there are no more.
+  STROBE_INLINE bool next(Unit& unit) {
+    while (key_ >= keys_.end) {
+      if (++tile_ >= tile_end_) return false;
+      start_tile();
+    }
+    const int64_t groups = min64(kUnitGroups, ceil_div(keys_.end - key_, kGroup));
+    unit = {tile_, key_, key_ - block_.begin, static_cast<int>(groups), key_ <= first_key_};
+    key_ += groups * kGroup;
+    return true;
+  }
+
+ private:
+  STROBE_INLINE void start_tile() {
+    keys_ = {0, 0};
+    key_ = 0;
+    if (tile_ >= tile_end_) return;
+    const Range seen = f_.sequence.mask.kv_range(f_.tile(tile_));
+    keys_ = intersect(seen, block_);
+    first_key_ = seen.begin;
+    // Super-blocks begin at multiples of 32 keys.
+    key_ = keys_.begin / kGroup * kGroup;
+  }
+
+  const Forward& f_;
+  const Range block_;
+  int64_t tile_, tile_end_, key_ = 0, first_key_ = 0;
+  Range keys_;
+};
+
+/// Adds weight * V for the rows of V that pack_pairs left out, pair by pair.
+static void add_special(const Forward& f, const Unit& unit, const Bf16* p, float* o) {
+  const Range tile = f.tile(unit.tile);
+  for (int64_t group = 0; group < unit.groups; ++group) {
+    const uint32_t special = f.s.special[unit.key_in_block / kGroup + group];
+    for (int64_t j = 0; j < kGroup; ++j) {
+      if (!(special >> j & 1)) continue;
+      const int64_t key = unit.key + group * kGroup + j;
+      const Rows v = f.v_rows({key, key + 1});
+      for (int64_t r = 0; r < tile.size(); ++r) {
+        if (!f.sequence.mask.allows(tile.begin + r, key)) continue;
+        add_row_to_tiles(v, p[(group * 32 + r) * kPair + j % 16 * 2 + j / 16],
+                         o + r / kTile * 2 * kTileFloat + r % kTile * kTile);
+      }
+    }
+  }
+}
+
+/// The three streams of a super-block. kRows: rows of weights issued with each tile product.
+template <int kRows>
+class ForwardPipeline {
+ public:
+  struct Constants {
+    FastExp2 exp2;
+    TruncateToPairs pairs;
+  };
+
+  STROBE_INLINE ForwardPipeline(const Forward& f, Range block, int64_t tiles, bool any_special)
+      : f_(f),
+        units_(f, block, 0, tiles),
+        products_(f.s.spare),
+        constants_{FastExp2(f.c.problem.scale * kLog2e), {}},
+        any_special_(any_special),
+        // One product of P and V for a whole unit: two groups of rows go with it.
+        ahead_(f.dv_blocks == 1 ? 2 : 1) {}
+
+  STROBE_INLINE void run() {
+    const Constants constants = constants_;  // in registers: nobody else knows where these stand
+    for (int64_t n = 0; n < ahead_; ++n) score_group(constants);
+    flush();
+    // Nothing in here depends on data: a branch that is not foreseen costs all that runs ahead.
+    for (; weights_unit_ < made_; ++weights_unit_) {
+      const Unit& u = unit(weights_unit_);
+      const int64_t blocks = weights_unit_ > 0 ? f_.dv_blocks : 0;
+      begin_weights(u);
+      if (any_special_ && blocks > 0) add_specials();
+      // As many groups of scores as the unit has, and the output of the unit before, spread evenly.
+      int64_t block = 0;
+      for (int64_t g = 1; g <= u.groups; ++g) {
+        score_group(constants);
+        for (; (block + 1) * u.groups <= g * blocks; ++block) add_output(block, constants);
+      }
+      while (row_ < end_) weigh_alone(constants);
+    }
+    row_ = end_ = 0;
+    if (any_special_) add_specials();
+    for (int64_t block = 0; made_ > 0 && block < f_.dv_blocks; ++block) {
+      add_output(block, constants);
+    }
+    flush();
+  }
+
+  // Work for Products: rows of weights.
+
+  STROBE_INLINE bool start() {
+    if (row_ >= end_ || (first_group_ + row_ / kGroup) >= written_) return false;
+    const int64_t group = row_ / kGroup;
+    if (masked_ >> group & 1) [[unlikely]] {
+      weigh_masked(group);
+      row_ += kForwardTileQ;
+      return false;
+    }
+    const int64_t r = row_ % kForwardTileQ;
+    row_s_ = slot(first_group_ + group) + r * kGroup;
+    row_sum_ = sum_ + r * kTile;
+    row_p_ = weights_ + row_ * kPair;
+    return true;
+  }
+  template <int kSlot>
+  STROBE_INLINE void slot(const Constants& constants) {
+    STROBE_UNROLL for (int r = kSlot * kRows; r < (kSlot + 1) * kRows; ++r) {
+      const __m512 a = constants.exp2(load(row_s_ + r * kGroup));
+      const __m512 b = constants.exp2(load(row_s_ + r * kGroup + kTile));
+      float* const sum = row_sum_ + r * kTile;
+      store(sum, _mm512_add_ps(load(sum), _mm512_add_ps(a, b)));
+      _mm512_store_si512(row_p_ + r * kPair, constants.pairs(a, b));
+    }
+  }
+  STROBE_INLINE void advance() { row_ += 4 * kRows; }
+  STROBE_INLINE void written() { written_ = scored_; }
+
+ private:
+  static constexpr int kRing = 4;       // units at hand: scores may be three ahead of the output
+
+  STROBE_INLINE Unit& unit(int64_t n) { return ring_[n % kRing]; }
+  STROBE_INLINE float* slot(int64_t n) const {
+    return f_.s.s + (ahead_ == 1 ? n % 2 : n % 3) * kForwardTileQ * kGroup;
+  }
+  STROBE_INLINE Bf16* weights(int64_t n) const { return f_.s.p + n % 2 * kForwardTileQ * kUnit; }
+
+  STROBE_INLINE void begin_weights(const Unit& u) {
+    first_group_ += end_ / kGroup;
+    row_ = 0;
+    end_ = u.groups * kForwardTileQ;
+    weights_ = weights(weights_unit_);
+    sum_ = f_.s.sum + u.tile * kForwardTileQ * kTile;
+    masked_ = 0;
+    const Range full = f_.sequence.mask.full_range(f_.tile(u.tile));
+    for (int64_t g = 0; g < u.groups; ++g) {
+      const int64_t key = u.key + g * kGroup;
+      masked_ |= static_cast<uint32_t>(!full.contains({key, key + kGroup})) << g;
+    }
+  }
+
+  STROBE_INLINE void flush() {
+    products_.flush();
+    written_ = scored_;
+  }
+  /// A product stores the scores before it: the rows that stand there must be done.
+  STROBE_INLINE void make_room(const Constants& constants) {
+    while (written_ < scored_ && row_ < end_ &&
+           first_group_ + row_ / kGroup < scored_ - 1 - ahead_) {
+      weigh_alone(constants);
+    }
+  }
+
+  /// The next group's scores, if there is one left.
+  STROBE_INLINE void score_group(const Constants& constants) {
+    if (s_group_ == s_groups_) {
+      if (!units_.next(unit(made_))) return;
+      s_groups_ = unit(made_).groups;
+      s_group_ = 0;
+      ++made_;
+    }
+    const Unit& u = unit(made_ - 1);
+    const int64_t n = f_.d_blocks;
+    const Product p = {f_.s.q + u.tile * kForwardTileQ * n * kPair,
+                       f_.s.k + (u.key_in_block + s_group_ * kGroup) * n * kPair,
+                       kTileBf16,
+                       n * kTileBf16,
+                       kTileBf16,
+                       n * kTileBf16,
+                       {f_.reference(u.tile), 0, kTileFloat},
+                       64,
+                       {slot(scored_), kTile, kTile * kGroup},
+                       kGroup * 4,
+                       n};
+    make_room(constants);
+    products_.multiply<true>(p, *this, constants);
+    ++scored_;
+    ++s_group_;
+  }
+
+  /// 32 columns of O, for the unit before.
+  STROBE_INLINE void add_output(int64_t block, const Constants& constants) {
+    const Unit& u = unit(weights_unit_ - 1);
+    const int64_t n = f_.dv_blocks;
+    float* const o = f_.o_tile(u.tile) + block * 4 * kTileFloat;
+    const Product p = {weights(weights_unit_ - 1),
+                       f_.s.v + (u.key_in_block * n + block * kGroup) * kPair,
+                       2 * kTileBf16,
+                       kTileBf16,
+                       n * kGroup * kPair,
+                       kTileBf16,
+                       {u.first && !any_special_ ? nullptr : o, kTileFloat, 2 * kTileFloat},
+                       64,
+                       {o, kTileFloat, 2 * kTileFloat},
+                       64,
+                       u.groups};
+    make_room(constants);
+    products_.multiply<false>(p, *this, constants);
+  }
+  __attribute__((noinline)) void add_specials() {
+    const Unit& u = unit(weights_unit_ - 1);
+    float* const o = f_.o_tile(u.tile);
+    flush();
+    if (u.first) {
+      for (int64_t i = 0; i < f_.dv_blocks * 4 * kTileFloat; ++i) o[i] = 0;
+    }
+    add_special(f_, u, weights(weights_unit_ - 1), o);
+  }
+
+  /// Rows that no product was left to go with.
+  STROBE_INLINE void weigh_alone(const Constants& constants) {
+    if (first_group_ + row_ / kGroup >= written_) flush();
+    if (!start()) return;
+    slot<0>(constants);
+    slot<1>(constants);
+    slot<2>(constants);
+    slot<3>(constants);
+    advance();
+  }
+
+  /// The rows of a group of which the mask hides some keys.
+  __attribute__((noinline)) void weigh_masked(int64_t group) {
+    const Unit& u = unit(weights_unit_);
+    const Range tile = f_.tile(u.tile);
+    const int64_t key = u.key + group * kGroup;
+    const float* s = slot(first_group_ + group);
+    Bf16* p = weights_ + group * 2 * kTileBf16;
+    const Constants constants = constants_;
+    for (int64_t r = 0; r < kForwardTileQ; ++r, s += kGroup, p += kPair) {
+      // Rows past the last have no use; they are treated as the last.
+      const Range seen = f_.sequence.mask.row(min64(tile.begin + r, tile.end - 1));
+      const uint32_t bits = lanes(seen.begin - key, seen.end - key);
+      const __m512 a = constants.exp2.masked(load(s), static_cast<__mmask16>(bits));
+      const __m512 b = constants.exp2.masked(load(s + kTile), static_cast<__mmask16>(bits >> 16));
+      float* const sum = sum_ + r * kTile;
+      store(sum, _mm512_add_ps(load(sum), _mm512_add_ps(a, b)));
+      _mm512_store_si512(p, constants.pairs(a, b));
+    }
+  }
+
+  const Forward& f_;
+  Units units_;
+  Products products_;
+  const Constants constants_;
+  const bool any_special_;
+  const int64_t ahead_;  // groups of scores that are there when a unit begins
+  Unit ring_[kRing];
+  int64_t made_ = 0, weights_unit_ = 0;    // units: begun by the scores; at hand by the weights
+  int64_t s_group_ = 0, s_groups_ = 0;     // scores: groups of the last unit made
+  int64_t scored_ = 0, written_ = 0;       // groups whose scores are computed; are in memory
+  int64_t first_group_ = 0;                // weights: the unit's first
+  int64_t row_ = 0, end_ = 0;              // weights: rows of the unit, group by group
+  uint32_t masked_ = 0;                    // groups of the unit
+  float* sum_ = nullptr;
+  Bf16* weights_ = nullptr;
+  const float* row_s_ = nullptr;
+  float* row_sum_ = nullptr;
+  Bf16* row_p_ = nullptr;
+};
+
+}  // namespace strobe::cpu::amx
+
+#endif  // STROBE_CPU_AMX_FORWARD_H_

@@ -1,0 +1,157 @@
+// Copies of rows in the forms that tiles want. A group is 32 rows of the tensor; dimensions are
+// padded with zeros to whole blocks of 32, rows past the last to whole groups.
+//
+//   rows     A operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16][32]
+//   columns  B operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16 pairs of
+//            dimensions][16 rows]
+//   pairs    B operand, the sum runs over the rows.       [row / 32][dim / 16] tiles [16 pairs of
+//            rows r and r + 16][16 dimensions, in the order that pair_column gives]
+//
+// Rows r and r + 16 make a pair for the sake of the softmax, whose two vectors of 16 weights become
+// such pairs by one shuffle.
+#ifndef STROBE_CPU_AMX_PACK_H_
+#define STROBE_CPU_AMX_PACK_H_
+
+#include "cpu/amx-math.h"
+
+namespace strobe::cpu::amx {
+
+/// Rows of one head of a tensor.
+struct Rows {
+  const Bf16* data;
+  int64_t stride, count, dim;
+
+  STROBE_INLINE Rows(const Tensor& t, int64_t batch, int64_t head, int64_t begin, int64_t rows,
+                     int64_t dimensions)
+      : data(reinterpret_cast<const Bf16*>(t.at(batch, begin, head))),
+        stride(t.row_stride),
+        count(rows),
+        dim(dimensions) {}
+
+  /// 32 values; zeros outside.
+  STROBE_INLINE __m512i at(int64_t row, int64_t begin) const {
+    if (row >= count) return _mm512_setzero_si512();
+    return _mm512_maskz_loadu_epi16(lanes(0, dim - begin), data + row * stride + begin);
+  }
+  /// The same for kRows rows from `row` on.
+  template <int kRows>
+  STROBE_INLINE void block(int64_t row, int64_t begin, __m512i (&x)[kRows]) const {
+    if (row + kRows <= count && begin + kPair <= dim) {
+      const Bf16* const from = data + row * stride + begin;
+      STROBE_UNROLL for (int i = 0; i < kRows; ++i) x[i] = _mm512_loadu_si512(from + i * stride);
+    } else {
+      for (int i = 0; i < kRows; ++i) x[i] = at(row + i, begin);
+    }
+  }
+};
+
+STROBE_AMX int64_t padded_dim(int64_t dim) { return round_up(dim, kPair); }
+
+static void pack_rows(const Rows& rows, int64_t padded_rows, Bf16* to) {
+  for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
+    for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
+      __m512i x[16];
+      rows.block(strip, d, x);
+      STROBE_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kPair, x[i]);
+    }
+  }
+}
+
+static void pack_columns(const Rows& rows, int64_t padded_rows, Bf16* to) {
+  for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
+    for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
+      __m512i x[16];
+      rows.block(strip, d, x);
+      transpose(x);
+      STROBE_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kPair, x[i]);
+    }
+  }
+}
+
+/// Whether any of 32 values is an infinity or a NaN.
+STROBE_AMX bool nonfinite(__m512i x) {
+  const __m512i exponent = _mm512_set1_epi16(0x7F80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent) != 0;
+}
+
+/// Takes the rows of a packed group that hold an infinity or a NaN out of it. Returns their bits.
+static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) {
+  uint32_t found = 0;
+  for (int64_t r = 0; r < 32; ++r) {
+    bool bad = false;
+    for (int64_t d = 0; d < rows.dim; d += kPair) bad |= nonfinite(rows.at(group + r, d));
+    if (!bad) continue;
+    found |= 1u << r;
+    Bf16* const end = packed + padded_dim(rows.dim) * kPair;
+    for (Bf16* tile = packed; tile < end; tile += kTileBf16) {
+      for (int64_t i = 0; i < kTile; ++i) tile[(r % 16 * kTile + i) * 2 + r / 16] = 0;
+    }
+  }
+  return found;
+}
+
+/// Rows that hold an infinity or a NaN become zeros, and their bits are set in `special`, one word
+/// a group: what multiplies them may be the 0 of a weight that the mask hides, and must do so pair
+/// by pair. Returns whether there are any.
+static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t* special) {
+  bool any = false;
+  for (int64_t group = 0; group < padded_rows; group += kPair, ++special) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    __m512i largest = _mm512_setzero_si512();
+    Bf16* const packed = to;
+    for (int64_t d = 0; d < rows.dim; d += kPair, to += 2 * kTileBf16) {
+      __m512i a[16], b[16];
+      rows.block(group, d, a);
+      rows.block(group + 16, d, b);
+      STROBE_UNROLL for (int i = 0; i < 16; ++i) {
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(a[i], magnitude));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(b[i], magnitude));
+        _mm512_store_si512(to + i * kPair, _mm512_unpacklo_epi16(a[i], b[i]));
+        _mm512_store_si512(to + kTileBf16 + i * kPair, _mm512_unpackhi_epi16(a[i], b[i]));
+      }
+    }
+    *special = nonfinite(largest) ? remove_nonfinite(rows, group, packed) : 0;
+    any |= *special != 0;
+  }
+  return any;
+}
+
+/// Columns 0 to 15 and 16 to 31 of a block of 32 from rows of its two tiles in pair order.
+STROBE_AMX void pair_columns(__m512 low_tile, __m512 high_tile, __m512& first, __m512& second) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high =
+      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  first = _mm512_permutex2var_ps(low_tile, low, high_tile);
+  second = _mm512_permutex2var_ps(low_tile, high, high_tile);
+}
+
+/// Where column `column` of a block of 32 stands: tile (0 or 1) * 16 + column of the tile.
+STROBE_AMX constexpr int64_t pair_column(int64_t column) {
+  return column / 4 % 2 * kTile + column / 8 * 4 + column % 4;
+}
+
+/// sum += weight * row, where sum is a row of blocks of 2 x 2 tiles with columns in pair order.
+static void add_row_to_tiles(const Rows& row, Bf16 weight, float* sum) {
+  const __m512 w = set(to_float(weight));
+  for (int64_t d = 0; d < row.dim; d += kPair, sum += 4 * kTileFloat) {
+    alignas(64) Bf16 value[32], tiles[32];
+    _mm512_store_si512(value, row.at(0, d));
+    for (int64_t e = 0; e < 32; ++e) tiles[pair_column(e)] = value[e];
+    for (int64_t h = 0; h < 2; ++h) {
+      const auto* const half = reinterpret_cast<const __m256i*>(tiles + h * kTile);
+      float* const at = sum + h * kTileFloat;
+      store(at, _mm512_fmadd_ps(w, from_bf16(_mm256_load_si256(half)), load(at)));
+    }
+  }
+}
+
+/// 32 float32 values times factor, as bf16, to the first `count` places at `to`.
+STROBE_AMX void write_block(__m512 first, __m512 second, __m512 factor, int64_t count, Bf16* to) {
+  const auto x = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, factor),
+                                              _mm512_mul_ps(first, factor));
+  _mm512_mask_storeu_epi16(to, lanes(0, count), x);
+}
+
+}  // namespace strobe::cpu::amx
+
+#endif  // STROBE_CPU_AMX_PACK_H_

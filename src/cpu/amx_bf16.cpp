@@ -1,0 +1,358 @@
+// AMX for bf16: the table entry, and what is done once for each item.
+#include "cpu/amx-backward.h"
+#include "cpu/amx-forward-exact.h"
+#include "cpu/amx-forward.h"
+
+namespace strobe::cpu {
+
+namespace amx {
+
+static Tiles forward_tiles(const AttentionProblem& p) {
+  // Packing a block of K and V costs about as much as 24 queries' scores with them. O, Q and a
+  // super-block of K and V stay in L2: 0.9 MB at head_dim 128.
+  const int64_t block = p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
+  return {kForwardTileQ, kUnit, block};
+}
+
+static size_t forward_scratch(const ForwardContext& context) {
+  Arena arena;
+  carve_forward(arena, context);
+  return arena.used();
+}
+
+/// Minus the score of each query with the first key that it sees.
+static void fill_reference(const Forward& f, Range tile, float* reference) {
+  for (int64_t r = 0; r < kForwardTileQ; ++r) {
+    const Range seen = r < tile.size() ? f.sequence.mask.row(tile.begin + r) : Range{0, 0};
+    float score = 0;
+    if (!seen.empty()) {
+      const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
+      const Rows k = f.k_rows({seen.begin, seen.begin + 1});
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t d = 0; d < q.dim; d += kPair) {
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
+      }
+      score = _mm512_reduce_add_ps(sum);
+      if (!__builtin_isfinite(score)) score = 0;
+    }
+    store(reference + r * kTile, set(-score));
+  }
+}
+
+/// Writes row `r` of a tile, times `factor`. Returns whether all of it is finite.
+STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float factor) {
+  const int64_t dv = f.c.problem.head_dim_v;
+  const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
+  const int64_t row = f.sequence.q_row + f.tile(tile).begin + r;
+  auto* const out = reinterpret_cast<Bf16*>(f.c.out.at(f.item.batch, row, f.item.head));
+  const __m512 times = set(factor);
+  __m512 check = _mm512_setzero_ps();
+  for (int64_t b = 0; b < f.dv_blocks; ++b) {
+    __m512 first, second;
+    pair_columns(load(o + b * 4 * kTileFloat), load(o + (b * 4 + 1) * kTileFloat), first, second);
+    write_block(first, second, times, dv - b * kPair, out + b * kPair);
+    // 0 * x is NaN for what is not finite.
+    check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
+    check = _mm512_fmadd_ps(second, _mm512_setzero_ps(), check);
+  }
+  return _mm512_cmpneq_ps_mask(check, check) == 0;
+}
+
+/// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by bit.
+static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
+  const Range tile = f.tile(t);
+  const float scale = f.c.problem.scale;
+  uint32_t failed = 0;
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    const int64_t at = (t * kForwardTileQ + r) * kTile;
+    const bool empty = f.sequence.mask.row(tile.begin + r).empty();
+    const float sum = _mm512_reduce_add_ps(load(f.s.sum + at)) / static_cast<float>(kBf16Bias);
+    // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
+    // room before it overflows.
+    const bool good = empty || (sum > 0.5f && sum < 0x1p64f);
+    if (!good || !write_row(f, t, r, empty ? 0 : 1 / sum)) {
+      failed |= 1u << r;
+      continue;
+    }
+    if (lse) {
+      lse[tile.begin + r] =
+          empty ? -kInfinity : __builtin_logf(sum) - scale * f.s.reference[at];
+    }
+  }
+  return failed;
+}
+
+/// Writes the rows among `rows` of a tile that amx-forward-exact.h computed.
+static void finish_exact(const Forward& f, int64_t t, uint32_t rows, float* lse) {
+  const Range tile = f.tile(t);
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    if (!(rows >> r & 1)) continue;
+    const int64_t at = (t * kForwardTileQ + r) * kTile;
+    const bool empty = f.sequence.mask.row(tile.begin + r).empty();
+    const float sum = f.s.sum[at];
+    // Seen scores that are all -inf leave a sum of 0, and give NaN as plain attention does.
+    const float nan = __builtin_nanf("");
+    const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
+    write_row(f, t, r, empty ? 0 : sum == 0 ? nan : keep_scale / sum);
+    if (lse) {
+      lse[tile.begin + r] = empty      ? -kInfinity
+                            : sum == 0 ? nan
+                                       : f.s.reference[at] + __builtin_logf(sum);
+    }
+  }
+}
+
+static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  configure_tiles();
+  Arena arena(scratch);
+  const AttentionProblem& p = c.problem;
+  const Forward f{c,
+                  c.sequence(item.batch),
+                  item,
+                  carve_forward(arena, c),
+                  padded_dim(p.head_dim) / kPair,
+                  padded_dim(p.head_dim_v) / kPair};
+  const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
+  float* const lse =
+      c.lse ? c.lse + f.sequence.lse_row + item.head * f.sequence.lse_head : nullptr;
+  for (int64_t t = 0; t < tiles; ++t) {
+    pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
+  }
+  if (!ScoreRule(c, item.batch, item.head).plain) {
+    exact_tiles(f, 0, tiles);
+    for (int64_t t = 0; t < tiles; ++t) finish_exact(f, t, ~0u, lse);
+    _tile_release();
+    return;
+  }
+
+  for (int64_t t = 0; t < tiles; ++t) {
+    fill_reference(f, f.tile(t), f.s.reference + t * kForwardTileQ * kTile);
+  }
+  __builtin_memset(f.s.sum, 0, static_cast<size_t>(tiles * kForwardTileQ * kTile) * sizeof(float));
+  const Range keys = f.sequence.mask.kv_range({item.q_begin, item.q_end});
+  for (int64_t k = keys.begin / kGroup * kGroup; k < keys.end; k += kSuperBlock) {
+    const Range block{k, min64(k + kSuperBlock, keys.end)};
+    const int64_t padded = round_up(block.size(), kGroup);
+    pack_columns(f.k_rows(block), padded, f.s.k);
+    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
+    // a unit has 32 rows and 4 products for each block of 32 of either head dim.
+    const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
+    if (rows >= 4) {
+      ForwardPipeline<4>(f, block, tiles, special).run();
+    } else if (rows >= 2) {
+      ForwardPipeline<2>(f, block, tiles, special).run();
+    } else {
+      ForwardPipeline<1>(f, block, tiles, special).run();
+    }
+  }
+  for (int64_t t = 0; t < tiles; ++t) {
+    const uint32_t failed = finish_tile(f, t, lse);
+    if (failed == 0) continue;
+    exact_tiles(f, t, t + 1);
+    finish_exact(f, t, failed, lse);
+  }
+  _tile_release();
+}
+
+static Tiles backward_tiles(const AttentionProblem& p) {
+  // K, V, K^T, dK, dV and dS of an item stay in L2: 1.3 MB at 512 keys and head_dim 128.
+  const int64_t block = p.head_dim + p.head_dim_v > 256 ? kBackwardBlock / 2 : kBackwardBlock;
+  return {kBackwardTileQ, kStrip, block};
+}
+
+static size_t backward_scratch(const BackwardContext& context) {
+  Arena arena;
+  carve_backward(arena, context);
+  return arena.used();
+}
+
+static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
+  const AttentionProblem& p = c.problem;
+  const Sequence sequence = c.sequence(item.batch);
+  const int64_t at = sequence.lse_row + item.head * sequence.lse_head, n = item.q_end - item.q_begin;
+  const Rows out(c.out, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
+  const Rows dout(c.dout, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
+  for (int64_t r = 0; r < n; ++r) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t e = 0; e < out.dim; e += kPair) {
+      const __m512i x = out.at(r, e), y = dout.at(r, e);
+      sum = _mm512_fmadd_ps(as_float(_mm512_slli_epi32(x, 16)), as_float(_mm512_slli_epi32(y, 16)),
+                            sum);
+      sum = _mm512_fmadd_ps(as_float(_mm512_and_si512(x, high)),
+                            as_float(_mm512_and_si512(y, high)), sum);
+    }
+    const int64_t row = at + item.q_begin + r;
+    c.delta[row] = _mm512_reduce_add_ps(sum) - (c.dlse ? c.dlse[row] : 0);
+  }
+  for (int64_t q = item.q_begin; q < item.q_end; q += kBackwardTileQ) {
+    const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
+    if (!sequence.mask.kv_range(tile).empty()) continue;
+    for (int64_t r = tile.begin; r < tile.end; ++r) {
+      __builtin_memset(c.dq.at(item.batch, sequence.q_row + r, item.head), 0,
+                       static_cast<size_t>(p.head_dim) * sizeof(Bf16));
+    }
+  }
+}
+
+/// Copies of the item's keys, and zeros for their gradients. Returns whether K has rows that
+/// pack_pairs leaves out.
+static bool start_item(const Backward& b) {
+  const AttentionProblem& p = b.c.problem;
+  const int64_t n = b.item.k_end - b.item.k_begin, padded = b.strips() * kStrip;
+  const Rows k(b.c.k, b.item.batch, b.item.head_kv, b.sequence.k_row + b.item.k_begin, n,
+               p.head_dim);
+  const Rows v(b.c.v, b.item.batch, b.item.head_kv, b.sequence.k_row + b.item.k_begin, n,
+               p.head_dim_v);
+  pack_rows(k, padded, b.s.k);
+  pack_rows(v, padded, b.s.v);
+  // K's pairs pass through dK's room.
+  auto* const pairs = reinterpret_cast<Bf16*>(b.s.dk);
+  const bool special = pack_pairs(k, padded, pairs, b.s.k_special);
+  for (int64_t t = 0; t < padded * b.d_blocks * kPair; t += kTileBf16) {
+    __m512i x[16];
+    STROBE_UNROLL for (int i = 0; i < 16; ++i) x[i] = _mm512_load_si512(pairs + t + i * kPair);
+    transpose(x);
+    STROBE_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(b.s.kt + t + i * kPair, x[i]);
+  }
+  __builtin_memset(b.s.dk, 0, static_cast<size_t>(padded * b.d_blocks * kPair) * sizeof(float));
+  __builtin_memset(b.s.dv, 0, static_cast<size_t>(padded * b.dv_blocks * kPair) * sizeof(float));
+  return special;
+}
+
+/// Copies of a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
+static bool start_query_tile(const Backward& b, const QueryTile& t) {
+  const AttentionProblem& p = b.c.problem;
+  const int64_t n = t.queries.size(), padded = t.sub_tiles() * kSubTile;
+  const int64_t row = b.sequence.q_row + t.queries.begin;
+  const Rows q(b.c.q, b.item.batch, t.head, row, n, p.head_dim);
+  const Rows dout(b.c.dout, b.item.batch, t.head, row, n, p.head_dim_v);
+  pack_columns(q, padded, b.s.q);
+  pack_columns(dout, padded, b.s.dout);
+  bool special = pack_pairs(q, padded, b.s.q_pairs, b.s.q_special);
+  special |= pack_pairs(dout, padded, b.s.dout_pairs, b.s.dout_special);
+  const int64_t at = b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin;
+  const float lse_factor = t.rule.plain ? -1 / t.rule.scale : -1;
+  for (int64_t r = 0; r < padded; ++r) {
+    b.s.lse[r] = r < n ? b.c.lse[at + r] * lse_factor : 0;
+    b.s.delta[r] = r < n ? -b.c.delta[at + r] : 0;
+  }
+  return special;
+}
+
+/// The sum of a tile with less than 128 queries stands as [dimension][query]: adds it to dQ^T, or
+/// the other way round.
+template <bool kToSum>
+static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float* dq) {
+  const int64_t n = t.queries.size();
+  for (int64_t e = 0; e < b.d_blocks * kPair; ++e) {
+    for (int64_t q = 0; q < n; q += kTile) {
+      float* const tile = dq + (e / kTile * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat +
+                          e % kTile * kTile;
+      float* const row = sum + e * n + q;
+      const auto lane = static_cast<__mmask16>(lanes(0, n - q));
+      if constexpr (kToSum) {
+        _mm512_mask_storeu_ps(row, lane, load(tile));
+      } else {
+        store(tile, _mm512_add_ps(load(tile), _mm512_maskz_loadu_ps(lane, row)));
+      }
+    }
+  }
+}
+
+template <int kSteps>
+static void backward_tile(const Backward& b, const QueryTile& t, Visit turn, bool k_special) {
+  const bool q_special = start_query_tile(b, t);
+  BackwardTile<kSteps> tile(b, t, k_special, q_special);
+  tile.run_strips();
+
+  uint32_t* const counter = turn_of(b.c, b.item.batch, t.head, t.queries.begin);
+  float* const sum = b.c.dq_sum + (b.sequence.lse_row + t.head * b.sequence.lse_head +
+                                   t.queries.begin) * b.c.dq_stride;
+  if (t.queries.size() == kBackwardTileQ) {
+    if (!turn.first) wait_turn(counter, turn.order);
+    tile.run_dq(turn.first ? nullptr : sum, turn.last ? b.s.dq : sum);
+  } else {
+    tile.run_dq(nullptr, b.s.dq);
+    if (!turn.first) {
+      wait_turn(counter, turn.order);
+      add_ragged<false>(b, t, sum, b.s.dq);
+    }
+    if (!turn.last) add_ragged<true>(b, t, sum, b.s.dq);
+  }
+  if (turn.last) {
+    write_dq(b, t, b.s.dq);
+  } else {
+    pass_turn(counter, turn.order);
+  }
+}
+
+static void backward_block(const BackwardContext& c, const BackwardItem& item, std::byte* scratch) {
+  configure_tiles();
+  Arena arena(scratch);
+  const AttentionProblem& p = c.problem;
+  const Backward b{c,
+                   c.sequence(item.batch),
+                   item,
+                   carve_backward(arena, c),
+                   padded_dim(p.head_dim) / kPair,
+                   padded_dim(p.head_dim_v) / kPair};
+  const bool k_special = start_item(b);
+  const Mask& mask = b.sequence.mask;
+  const Range queries = mask.q_range(b.keys());
+  const int64_t group = p.heads / p.heads_kv;
+  for (int64_t head = item.head_kv * group; head < (item.head_kv + 1) * group; ++head) {
+    QueryTile t{head, {0, 0}, ScoreRule(c, item.batch, head)};
+    // lse / scale has to be a number of an ordinary size.
+    t.rule.plain &= __builtin_fabsf(p.scale) > 1e-20f;
+    for (int64_t q = queries.begin / kBackwardTileQ * kBackwardTileQ; q < queries.end;
+         q += kBackwardTileQ) {
+      t.queries = {q, min64(q + kBackwardTileQ, mask.seqlen_q)};
+      const Visit turn = visit(c, mask, t.queries, item.k_begin);
+      if (turn.none) continue;
+      if (b.d_blocks + b.dv_blocks <= 3) {
+        backward_tile<2>(b, t, turn, k_special);
+      } else {
+        backward_tile<1>(b, t, turn, k_special);
+      }
+    }
+  }
+  write_rows(b, c.dk, b.s.dk, b.d_blocks, p.head_dim, p.scale);
+  write_rows(b, c.dv, b.s.dv, b.dv_blocks, p.head_dim_v, 1);
+  _tile_release();
+}
+
+static void exp2_array(const float* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = _mm512_cvtss_f32(exp2_exact(set(x[i])));
+}
+static void to_floats(int32_t, const void* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = to_float(static_cast<const Bf16*>(x)[i]);
+  }
+}
+static void from_floats(int32_t, const float* x, void* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    write_block(set(x[i]), set(x[i]), set(1), 1, static_cast<Bf16*>(y) + i);
+  }
+}
+
+}  // namespace amx
+
+extern const InstructionSet kAmx;
+const InstructionSet kAmx = {
+    "amx",
+    amx::forward_tiles,
+    amx::backward_tiles,
+    amx::kPair,  // dQ travels in blocks of 32 dimensions
+    amx::forward_scratch,
+    amx::backward_scratch,
+    amx::forward_block,
+    amx::backward_delta,
+    amx::backward_block,
+    amx::exp2_array,
+    amx::to_floats,
+    amx::from_floats,
+};
+
+}  // namespace strobe::cpu
