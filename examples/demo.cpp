@@ -36,7 +36,7 @@ struct Deadlines {
   double standard, strobe;
 };
 constexpr Deadlines kForwardDeadlines = {18, 28};
-constexpr Deadlines kBothDeadlines = {34, 38};
+constexpr Deadlines kBothDeadlines = {32, 34};
 
 // The captured tensors, float32 [tokens, heads, dim].
 struct Capture {
@@ -441,12 +441,18 @@ int Demo(const std::string& path) {
   fmt::print("            Q, K, V and the gradient of O while it read {}\n", capture.Note("text"));
   fmt::print("            {} tokens, {} heads, head_dim {}, float32\n", capture.tokens,
              capture.heads, capture.dim);
-  const Plan plan({.seqlen_q = capture.tokens,
-                   .seqlen_k = capture.tokens,
-                   .heads = capture.heads,
-                   .head_dim = capture.dim});
-  fmt::print("  computer  {}, {} threads, kernel {}\n",
-             m.cpu_name.empty() ? "unknown CPU" : m.cpu_name, m.cpu_threads, plan.kernel());
+  fmt::print("  computer  {}, {} threads\n", m.cpu_name.empty() ? "unknown CPU" : m.cpu_name,
+             m.cpu_threads);
+  std::vector<std::string> kernels;
+  for (const DType dtype : kDTypes) {
+    const Plan plan({.dtype = dtype,
+                     .seqlen_q = capture.tokens,
+                     .seqlen_k = capture.tokens,
+                     .heads = capture.heads,
+                     .head_dim = capture.dim});
+    kernels.push_back(fmt::format("{} by {}", ShortName(dtype), plan.kernel()));
+  }
+  fmt::print("  kernels   {}\n", fmt::join(kernels, ", "));
   std::fflush(stdout);
 
   const bool right = ShowErrors(capture, m.cpu_isa);

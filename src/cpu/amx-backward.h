@@ -4,9 +4,10 @@
 // are computed transposed, 32 keys x 32 queries (a unit) at a time:
 //
 //     S  = K Q^T - lse / scale       dP = V dO^T - delta         tile products, float32
-//     P  = exp2(scale * S)           dS = P * dP                 vectors; queries lie along the lanes
-//     dV += P dO                     dK += dS Q                  32 keys (a strip) x 128 queries each
-//     dQ^T += K^T dS                                             all keys of the item x 32 queries
+//     P  = exp2(scale * S)           dS = P * dP                 vectors; queries lie along the
+//     lanes dV += P dO                     dK += dS Q                  32 keys (a strip) x 128
+//     queries each dQ^T += K^T dS                                             all keys of the item
+//     x 32 queries
 //
 // lse and delta enter as the products' initial values. P and dS are written as A operands (rows of
 // keys, the pairs of queries q and q + 16 being what one shuffle makes), dS also as a B operand
@@ -23,26 +24,26 @@
 namespace strobe::cpu::amx {
 
 constexpr int64_t kBackwardTileQ = 128;
-constexpr int64_t kStrip = 32;                              // keys
-constexpr int64_t kSubTile = 32;                            // queries
-constexpr int64_t kSubTiles = kBackwardTileQ / kSubTile;    // of a query tile
+constexpr int64_t kStrip = 32;                            // keys
+constexpr int64_t kSubTile = 32;                          // queries
+constexpr int64_t kSubTiles = kBackwardTileQ / kSubTile;  // of a query tile
 constexpr int64_t kBackwardBlock = 512;
-constexpr int64_t kUnitTiles = 2 * kTileBf16;               // P or dS of a unit
+constexpr int64_t kUnitTiles = 2 * kTileBf16;  // P or dS of a unit
 
 struct BackwardScratch {
-  Bf16 *k, *v;                  // rows
-  Bf16* kt;                     // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
-  uint32_t* k_special;          // of the strips
-  float *dk, *dv;               // [strip][dim / 32] blocks of 2 x 2 tiles
-  Bf16 *q, *dout;               // columns of the query tile
+  Bf16 *k, *v;          // rows
+  Bf16* kt;             // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
+  uint32_t* k_special;  // of the strips
+  float *dk, *dv;       // [strip][dim / 32] blocks of 2 x 2 tiles
+  Bf16 *q, *dout;       // columns of the query tile
   Bf16 *q_pairs, *dout_pairs;
   uint32_t *q_special, *dout_special;  // of the sub-tiles
-  float *lse, *delta;           // [tile_q]: the products' initial values
-  float *s, *dp;                // [2] 2 x 2 tiles
-  Bf16 *p, *ds;                 // [sub-tile] A operands of a strip: 2 tiles
-  Bf16* ds_pairs;               // [strip][sub-tile] B operands: 2 tiles
-  float* dq;                    // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
-  float* spare;                 // a tile that nobody reads
+  float *lse, *delta;                  // [tile_q]: the products' initial values
+  float *s, *dp;                       // [2] 2 x 2 tiles
+  Bf16 *p, *ds;                        // [sub-tile] A operands of a strip: 2 tiles
+  Bf16* ds_pairs;                      // [strip][sub-tile] B operands: 2 tiles
+  float* dq;                           // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
+  float* spare;                        // a tile that nobody reads
 };
 
 STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c) {
@@ -282,14 +283,16 @@ static void add_special_keys(const Backward& b, const QueryTile& t, int64_t sub_
         if (!b.sequence.mask.allows(queries.begin + i, key)) continue;
         const uint32_t bits =
             b.ds_pairs(n, sub_tile)[i / 16 * kTileBf16 + (j % 16 * 16 + i % 16) * 2 + j / 16];
-        const float ds = _mm512_cvtss_f32(as_float(_mm512_set1_epi32(static_cast<int>(bits << 16))));
+        const float ds =
+            _mm512_cvtss_f32(as_float(_mm512_set1_epi32(static_cast<int>(bits << 16))));
         for (int64_t e = 0; e < row.dim; ++e) {
           const uint32_t k = row.data[e];
           const float value =
               _mm512_cvtss_f32(as_float(_mm512_set1_epi32(static_cast<int>(k << 16))));
           const int64_t column = pair_column(e % kPair);
           float* const tile = dq + ((e / kPair * 2 + column / kTile) * (kBackwardTileQ / kTile) +
-                                    sub_tile * 2 + i / kTile) * kTileFloat;
+                                    sub_tile * 2 + i / kTile) *
+                                       kTileFloat;
           tile[column % kTile * kTile + i % kTile] += ds * value;
         }
       }
@@ -474,8 +477,7 @@ static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
   const __m512 scale = set(p.scale);
   for (int64_t q = 0; q < t.queries.size(); q += kTile) {
     for (int64_t e = 0; e < b.d_blocks; ++e) {
-      const float* const low =
-          dq + (e * 2 * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat;
+      const float* const low = dq + (e * 2 * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat;
       const float* const high = low + kBackwardTileQ / kTile * kTileFloat;
       __m512i x[16], y[16];
       STROBE_UNROLL for (int i = 0; i < 16; ++i) {

@@ -130,10 +130,10 @@ static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end) {
     f.s.reference[r * kTile] = -kInfinity;
     f.s.sum[r * kTile] = 0;
   }
-  __builtin_memset(f.o_tile(tile), 0, static_cast<size_t>((tile_end - tile) * kForwardTileQ *
-                                                          f.dv_blocks * kPair) * sizeof(float));
-  const Range keys =
-      f.sequence.mask.kv_range({f.tile(tile).begin, f.tile(tile_end - 1).end});
+  __builtin_memset(
+      f.o_tile(tile), 0,
+      static_cast<size_t>((tile_end - tile) * kForwardTileQ * f.dv_blocks * kPair) * sizeof(float));
+  const Range keys = f.sequence.mask.kv_range({f.tile(tile).begin, f.tile(tile_end - 1).end});
   for (int64_t k = keys.begin / kGroup * kGroup; k < keys.end; k += kSuperBlock) {
     const Range block{k, min64(k + kSuperBlock, keys.end)};
     const int64_t padded = round_up(block.size(), kGroup);

@@ -9,9 +9,10 @@
 //
 // No running maximum. The largest score is not needed, only one near enough to keep exp2 in
 // float32's range, and bf16 has the same range: `reference` is the score of the first key that the
-// query sees. It enters as the tile product's initial value, so that it costs nothing, and neither
-// a maximum nor a rescaling is left in the loop. A row whose scores rise more than about 2^6 above
-// it has a sum that is too large at the end, and is computed again by amx-forward-exact.h.
+// query sees. It enters as the tile product's initial value, so that it costs next to nothing, and
+// neither a maximum nor a rescaling is left in the loop. A row whose scores rise more than about 40
+// above it (weights of e^40) has a sum that is too large at the end, and is computed again by
+// amx-forward-exact.h.
 //
 // Pipeline. Tile products run asynchronously, vector instructions beside them. Three streams move
 // through the units of a super-block, each ahead of the next:
@@ -30,18 +31,18 @@ constexpr int64_t kForwardTileQ = 32;
 constexpr int64_t kGroup = 32;  // keys
 constexpr int64_t kUnitGroups = 4;
 constexpr int64_t kUnit = kGroup * kUnitGroups;
-constexpr int64_t kSuperBlock = 512;
+constexpr int64_t kSuperBlock = 1024;
 
 struct ForwardScratch {
-  Bf16* q;           // rows, of all tiles of the item
-  Bf16 *k, *v;       // columns and pairs of a super-block
-  uint32_t* special; // of V's groups
-  float* reference;  // [block_q][16]: minus the score taken off, in all lanes
-  float* sum;        // [block_q][16]: of weights, lane by lane
-  float* o;          // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
-  float* s;          // [group][32 queries][32 keys]
-  float* spare;      // a tile that nobody reads
-  Bf16* p;           // [2 units][group] 2 tiles [rows 0-15, 16-31]
+  Bf16* q;            // rows, of all tiles of the item
+  Bf16 *k, *v;        // columns and pairs of a super-block
+  uint32_t* special;  // of V's groups
+  float* reference;   // [block_q][16]: minus the score taken off, in all lanes
+  float* sum;         // [block_q][16]: of weights, lane by lane
+  float* o;           // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
+  float* s;           // [group][32 queries][32 keys]
+  float* spare;       // a tile that nobody reads
+  Bf16* p;            // [2 units][group] 2 tiles [rows 0-15, 16-31]
 };
 
 STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -234,7 +235,7 @@ class ForwardPipeline {
   STROBE_INLINE void written() { written_ = scored_; }
 
  private:
-  static constexpr int kRing = 4;       // units at hand: scores may be three ahead of the output
+  static constexpr int kRing = 4;  // units at hand: scores may be three ahead of the output
 
   STROBE_INLINE Unit& unit(int64_t n) { return ring_[n % kRing]; }
   STROBE_INLINE float* slot(int64_t n) const {
@@ -362,12 +363,12 @@ class ForwardPipeline {
   const bool any_special_;
   const int64_t ahead_;  // groups of scores that are there when a unit begins
   Unit ring_[kRing];
-  int64_t made_ = 0, weights_unit_ = 0;    // units: begun by the scores; at hand by the weights
-  int64_t s_group_ = 0, s_groups_ = 0;     // scores: groups of the last unit made
-  int64_t scored_ = 0, written_ = 0;       // groups whose scores are computed; are in memory
-  int64_t first_group_ = 0;                // weights: the unit's first
-  int64_t row_ = 0, end_ = 0;              // weights: rows of the unit, group by group
-  uint32_t masked_ = 0;                    // groups of the unit
+  int64_t made_ = 0, weights_unit_ = 0;  // units: begun by the scores; at hand by the weights
+  int64_t s_group_ = 0, s_groups_ = 0;   // scores: groups of the last unit made
+  int64_t scored_ = 0, written_ = 0;     // groups whose scores are computed; are in memory
+  int64_t first_group_ = 0;              // weights: the unit's first
+  int64_t row_ = 0, end_ = 0;            // weights: rows of the unit, group by group
+  uint32_t masked_ = 0;                  // groups of the unit
   float* sum_ = nullptr;
   Bf16* weights_ = nullptr;
   const float* row_s_ = nullptr;

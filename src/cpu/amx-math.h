@@ -33,8 +33,8 @@ constexpr double exp2_of_32nds(int i) {
 }
 
 /// Fast exp2 for the softmax: 2^x = 2^n 2^r with n the nearest multiple of 1/32 and a parabola for
-/// 2^r. With r + kVertex instead of r the parabola has no linear term, and n - kVertex serves twice:
-/// to make r + kVertex, and as the exponent that scalef takes; the table makes up for the
+/// 2^r. With r + kVertex instead of r the parabola has no linear term, and n - kVertex serves
+/// twice: to make r + kVertex, and as the exponent that scalef takes; the table makes up for the
 /// difference. Five operations on the FMA port, two beside it.
 struct Exp2Table {
   static constexpr double kVertex = 46 / 32.0;  // 1 / ln 2 = 46.17 / 32
@@ -92,6 +92,26 @@ struct FastExp2 {
     return _mm512_mul_ps(_mm512_fmadd_ps(w, w, b), power);
   }
 };
+
+/// Natural logarithm of positive normal numbers, within 2e-7 of the larger of 1 and the result.
+STROBE_AMX __m512 log(__m512 x) {
+  // x = 2^e (1 + f) with 1 + f in [3/4, 3/2): log(1 + f) = f - f^2 / 2 + f^3 p(f), Cephes' p.
+  const __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
+  const __m512 e = _mm512_getexp_ps(_mm512_div_ps(x, m));
+  const __m512 f = _mm512_sub_ps(m, set(1));
+  __m512 p = set(7.0376836292e-2f);
+  p = _mm512_fmadd_ps(p, f, set(-1.1514610310e-1f));
+  p = _mm512_fmadd_ps(p, f, set(1.1676998740e-1f));
+  p = _mm512_fmadd_ps(p, f, set(-1.2420140846e-1f));
+  p = _mm512_fmadd_ps(p, f, set(1.4249322787e-1f));
+  p = _mm512_fmadd_ps(p, f, set(-1.6668057665e-1f));
+  p = _mm512_fmadd_ps(p, f, set(2.0000714765e-1f));
+  p = _mm512_fmadd_ps(p, f, set(-2.4999993993e-1f));
+  p = _mm512_fmadd_ps(p, f, set(3.3333331174e-1f));
+  const __m512 ff = _mm512_mul_ps(f, f);
+  const __m512 tail = _mm512_fmsub_ps(p, f, set(0.5f));
+  return _mm512_fmadd_ps(e, set(kLn2), _mm512_fmadd_ps(ff, tail, f));
+}
 
 /// tanh within 2e-7.
 STROBE_AMX __m512 tanh(__m512 x) {

@@ -147,8 +147,8 @@ static void add_row_to_tiles(const Rows& row, Bf16 weight, float* sum) {
 
 /// 32 float32 values times factor, as bf16, to the first `count` places at `to`.
 STROBE_AMX void write_block(__m512 first, __m512 second, __m512 factor, int64_t count, Bf16* to) {
-  const auto x = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, factor),
-                                              _mm512_mul_ps(first, factor));
+  const auto x =
+      (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, factor), _mm512_mul_ps(first, factor));
   _mm512_mask_storeu_epi16(to, lanes(0, count), x);
 }
 

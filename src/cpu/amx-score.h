@@ -25,10 +25,10 @@ struct ScoreRule {
         dropout(c.dropout.enabled()) {}
 
   /// The score of products q.k. Lane l stands `distance - l` keys before its query's position.
-  /// slope: the derivative of the score by the scaled product, where softcap makes it differ from 1.
+  /// slope: the derivative of the score by the scaled product, where softcap makes it differ
+  /// from 1.
   STROBE_INLINE __m512 apply(__m512 product, float distance, __m512& slope) const {
-    const __m512 lane =
-        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 lane = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return apply(product, _mm512_sub_ps(set(distance), lane), slope);
   }
   STROBE_INLINE __m512 apply(__m512 product, __m512 distance, __m512& slope) const {
@@ -47,8 +47,8 @@ struct ScoreRule {
     // One lane, eight keys.
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i group = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(key / 8)), lane);
-    const Philox16 bits = philox(generator, batch_head,
-                                 _mm512_set1_epi32(static_cast<int>(query)), group);
+    const Philox16 bits =
+        philox(generator, batch_head, _mm512_set1_epi32(static_cast<int>(query)), group);
     const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(generator.threshold));
     uint64_t low = 0, high = 0;
     STROBE_UNROLL for (int w = 0; w < 4; ++w) {

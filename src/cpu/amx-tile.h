@@ -53,8 +53,8 @@ template <int kT>
 STROBE_AMX void tile_load(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
 }
-/// From L2 past L1, which keeps what it holds. What streams through L1 otherwise evicts the lines that
-/// scores and weights are about to be written to, at 4 cycles a line.
+/// From L2 past L1, which keeps what it holds. What streams through L1 otherwise evicts the lines
+/// that scores and weights are about to be written to, at 4 cycles a line.
 template <int kT>
 STROBE_AMX void tile_stream(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");

@@ -20,22 +20,44 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
-/// Minus the score of each query with the first key that it sees.
-static void fill_reference(const Forward& f, Range tile, float* reference) {
-  for (int64_t r = 0; r < kForwardTileQ; ++r) {
-    const Range seen = r < tile.size() ? f.sequence.mask.row(tile.begin + r) : Range{0, 0};
-    float score = 0;
-    if (!seen.empty()) {
+/// Minus the score of each query of a tile with the first key that it sees. block: the first
+/// super-block, which is packed.
+static void fill_reference(const Forward& f, Range block, int64_t t) {
+  const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
+              last = f.sequence.mask.row(tile.end - 1);
+  alignas(64) float score[kForwardTileQ] = {};
+  if (first.begin == last.begin && first.begin < block.end) {
+    const int64_t key = first.begin - block.begin, n = f.d_blocks;
+    const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
+    const Bf16* const k = f.s.k + key / kTile * n * kTileBf16;
+    tile_zero<0>();
+    tile_zero<1>();
+    for (int64_t d = 0; d < n; ++d) {
+      tile_load<4>(q + d * kTileBf16);
+      tile_load<5>(q + (n + d) * kTileBf16);
+      tile_load<6>(k + d * kTileBf16);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 5, 6>();
+    }
+    tile_store<0>(f.s.s);
+    tile_store<1>(f.s.s + kTileFloat);
+    for (int64_t r = 0; r < tile.size(); ++r) score[r] = f.s.s[r * kTile + key % kTile];
+  } else {
+    for (int64_t r = 0; r < tile.size(); ++r) {
+      const Range seen = f.sequence.mask.row(tile.begin + r);
+      if (seen.empty()) continue;
       const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
       const Rows k = f.k_rows({seen.begin, seen.begin + 1});
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.dim; d += kPair) {
         sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
       }
-      score = _mm512_reduce_add_ps(sum);
-      if (!__builtin_isfinite(score)) score = 0;
+      score[r] = _mm512_reduce_add_ps(sum);
     }
-    store(reference + r * kTile, set(-score));
+  }
+  for (int64_t r = 0; r < kForwardTileQ; ++r) {
+    const float x = __builtin_isfinite(score[r]) ? -score[r] : 0;
+    store(f.reference(t) + r * kTile, set(x));
   }
 }
 
@@ -58,25 +80,46 @@ STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float facto
   return _mm512_cmpneq_ps_mask(check, check) == 0;
 }
 
-/// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by bit.
+/// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by
+/// bit.
 static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const Range tile = f.tile(t);
-  const float scale = f.c.problem.scale;
+  const Mask& mask = f.sequence.mask;
+  // Rows that see nothing are the first or the last of a sequence.
+  const bool some_empty = mask.row(tile.begin).empty() || mask.row(tile.end - 1).empty();
   uint32_t failed = 0;
-  for (int64_t r = 0; r < tile.size(); ++r) {
-    const int64_t at = (t * kForwardTileQ + r) * kTile;
-    const bool empty = f.sequence.mask.row(tile.begin + r).empty();
-    const float sum = _mm512_reduce_add_ps(load(f.s.sum + at)) / static_cast<float>(kBf16Bias);
-    // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
-    // room before it overflows.
-    const bool good = empty || (sum > 0.5f && sum < 0x1p64f);
-    if (!good || !write_row(f, t, r, empty ? 0 : 1 / sum)) {
-      failed |= 1u << r;
-      continue;
+  for (int64_t half = 0; half < tile.size(); half += kTile) {
+    const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
+    __m512i lanes_of[16];
+    STROBE_UNROLL for (int i = 0; i < 16; ++i) {
+      lanes_of[i] = as_int(load(f.s.sum + at + i * kTile));
     }
+    transpose(lanes_of);
+    __m512 sum = as_float(lanes_of[0]);
+    STROBE_UNROLL for (int i = 1; i < 16; ++i) sum = _mm512_add_ps(sum, as_float(lanes_of[i]));
+    sum = _mm512_mul_ps(sum, set(static_cast<float>(1 / kBf16Bias)));
+
+    __mmask16 empty = 0;
+    for (int64_t r = 0; some_empty && r < n; ++r) {
+      if (mask.row(tile.begin + half + r).empty()) empty |= static_cast<__mmask16>(1u << r);
+    }
+    // The first key's weight is 1, so a smaller sum is as wrong as a sum that leaves O little room
+    // before it overflows.
+    const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
+                           _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ);
+    alignas(64) float factor[kTile];
+    store(factor, _mm512_maskz_div_ps(good & ~empty, set(1), sum));
     if (lse) {
-      lse[tile.begin + r] =
-          empty ? -kInfinity : __builtin_logf(sum) - scale * f.s.reference[at];
+      const __m512i rows =
+          _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+      const __m512 reference = _mm512_i32gather_ps(rows, f.s.reference + at, 4);
+      const __m512 x = _mm512_fnmadd_ps(set(f.c.problem.scale), reference, log(sum));
+      _mm512_mask_storeu_ps(lse + tile.begin + half, static_cast<__mmask16>(lanes(0, n)),
+                            _mm512_mask_mov_ps(x, empty, set(-kInfinity)));
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      const bool done = (good | empty) >> r & 1 && write_row(f, t, half + r, factor[r]);
+      failed |= static_cast<uint32_t>(!done) << (half + r);
     }
   }
   return failed;
@@ -113,8 +156,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
                   padded_dim(p.head_dim) / kPair,
                   padded_dim(p.head_dim_v) / kPair};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
-  float* const lse =
-      c.lse ? c.lse + f.sequence.lse_row + item.head * f.sequence.lse_head : nullptr;
+  float* const lse = c.lse ? c.lse + f.sequence.lse_row + item.head * f.sequence.lse_head : nullptr;
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
@@ -125,9 +167,6 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     return;
   }
 
-  for (int64_t t = 0; t < tiles; ++t) {
-    fill_reference(f, f.tile(t), f.s.reference + t * kForwardTileQ * kTile);
-  }
   __builtin_memset(f.s.sum, 0, static_cast<size_t>(tiles * kForwardTileQ * kTile) * sizeof(float));
   const Range keys = f.sequence.mask.kv_range({item.q_begin, item.q_end});
   for (int64_t k = keys.begin / kGroup * kGroup; k < keys.end; k += kSuperBlock) {
@@ -135,6 +174,9 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     const int64_t padded = round_up(block.size(), kGroup);
     pack_columns(f.k_rows(block), padded, f.s.k);
     const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    if (k <= keys.begin) {
+      for (int64_t t = 0; t < tiles; ++t) fill_reference(f, block, t);
+    }
     // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
     // a unit has 32 rows and 4 products for each block of 32 of either head dim.
     const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
@@ -170,7 +212,8 @@ static size_t backward_scratch(const BackwardContext& context) {
 static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * sequence.lse_head, n = item.q_end - item.q_begin;
+  const int64_t at = sequence.lse_row + item.head * sequence.lse_head,
+                n = item.q_end - item.q_begin;
   const Rows out(c.out, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
   const Rows dout(c.dout, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
@@ -248,8 +291,8 @@ static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float*
   const int64_t n = t.queries.size();
   for (int64_t e = 0; e < b.d_blocks * kPair; ++e) {
     for (int64_t q = 0; q < n; q += kTile) {
-      float* const tile = dq + (e / kTile * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat +
-                          e % kTile * kTile;
+      float* const tile =
+          dq + (e / kTile * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat + e % kTile * kTile;
       float* const row = sum + e * n + q;
       const auto lane = static_cast<__mmask16>(lanes(0, n - q));
       if constexpr (kToSum) {
@@ -268,8 +311,9 @@ static void backward_tile(const Backward& b, const QueryTile& t, Visit turn, boo
   tile.run_strips();
 
   uint32_t* const counter = turn_of(b.c, b.item.batch, t.head, t.queries.begin);
-  float* const sum = b.c.dq_sum + (b.sequence.lse_row + t.head * b.sequence.lse_head +
-                                   t.queries.begin) * b.c.dq_stride;
+  float* const sum =
+      b.c.dq_sum +
+      (b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin) * b.c.dq_stride;
   if (t.queries.size() == kBackwardTileQ) {
     if (!turn.first) wait_turn(counter, turn.order);
     tile.run_dq(turn.first ? nullptr : sum, turn.last ? b.s.dq : sum);

@@ -33,6 +33,7 @@ struct CommonParams {
   Dropout dropout;
   int32_t batch, heads, heads_kv, group;  // group: query heads per key head
   int32_t seqlen_q, seqlen_k;             // varlen: of the longest sequence
+  int64_t total_q, total_k;  // rows of a batch entry; varlen: of all sequences together
   int32_t head_dim, head_dim_v;
   int32_t causal;
   int64_t window_left, window_right;
