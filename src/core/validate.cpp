@@ -62,7 +62,18 @@ bool unset(const Strides& s) { return s.batch == 0 && s.seqlen == 0 && s.head ==
 
 Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t rows, int64_t heads,
                      int64_t dim, bool varlen, bool output) {
-  if (unset(s)) return {};
+  if (unset(s)) {  // contiguous, if that can be counted
+    int64_t count = dim;
+    for (const int64_t size : {heads, rows, varlen ? 1 : batch}) {
+      if (size > 0 && count > kMaxOffset / size) {
+        return invalid(format("%s: %" PRId64 " x %" PRId64 " x %" PRId64 " x %" PRId64
+                              " values, expected at most 2^58",
+                              name, varlen ? 1 : batch, rows, heads, dim));
+      }
+      count *= max64(size, 1);
+    }
+    return {};
+  }
   if (s.dim != 1) {
     return invalid(format("%s.stride[%d] = %" PRId64 ", expected 1 (last dimension contiguous)",
                           name, varlen ? 2 : 3, s.dim));

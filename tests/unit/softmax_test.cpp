@@ -25,7 +25,7 @@ struct Shape {
   int64_t q, k, d;
 };
 // Within one tile, across a few, and ragged.
-constexpr Shape kShapes[] = {{1, 5, 1}, {7, 64, 8}, {70, 333, 32}, {200, 200, 40}};
+constexpr Shape kShapes[] = {{1, 5, 1}, {7, 64, 8}, {70, 333, 32}, {140, 150, 24}};
 
 Case MakeCase(DType dtype, const Shape& shape, uint64_t seed = 1) {
   Case c;
@@ -158,8 +158,7 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
     int64_t left, right;
   } const masks[] = {{false, -1, -1}, {true, -1, -1}, {false, 20, 0},
                      {false, 0, 70},  {true, 3, -1},  {false, 90, 90}};
-  const std::vector<int64_t> places = {0,  1,   63, 64,
-                                       65, 127, 129};  // two of them at a time, in turn
+  const std::vector<int64_t> places = {0, 1, 63, 64, 65, 127, 129};  // in turn
   int place = 0;
   for (const DType dtype : kTypes) {
     for (const auto& mask : masks) {
@@ -172,16 +171,14 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
         for (int input = 0; input < 4; ++input) {
           for (const double special : {kNan, kInf, -kInf}) {
             if (input == 3 && !std::isnan(special)) continue;  // see Fixture::PutSpecials
-            for (int n = 0; n < 2; ++n) {
-              const int64_t at = places[static_cast<size_t>(place++ % 7)];
-              ExpectRight(c, [&](Fixture& f) {
-                const Strided* const inputs[] = {&f.q, &f.k, &f.v, &f.dout};
-                const Strided& t = *inputs[input];
-                t.Set(t.Index(0, at, at % 2, at % 24), special);
-              });
-              if (HasFailure())
-                FAIL() << "input "
-                       << "qkvo"[input] << ", row " << at << ", value " << special;
+            const int64_t at = places[static_cast<size_t>(place++ % 7)];
+            ExpectRight(c, [&](Fixture& f) {
+              const Strided* const inputs[] = {&f.q, &f.k, &f.v, &f.dout};
+              const Strided& t = *inputs[input];
+              t.Set(t.Index(0, at, at % 2, at % 24), special);
+            });
+            if (HasFailure()) {
+              FAIL() << "input qkvo[" << input << "], row " << at << ", value " << special;
             }
           }
         }

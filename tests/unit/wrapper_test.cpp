@@ -1,0 +1,200 @@
+// strobe.hpp: both forms of every call, and that nothing is lost on the way to the C interface.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <strobe/strobe.hpp>
+#include <vector>
+
+namespace {
+
+constexpr strobe::Problem kSmall = {
+    .batch = 2, .seqlen_q = 24, .seqlen_k = 24, .heads = 2, .head_dim = 16};
+
+std::vector<float> Tensor(float value) { return std::vector<float>(2 * 24 * 2 * 16, value); }
+
+TEST(Wrapper, DefaultsAreTheCInterfaces) {
+  strobe_problem wanted;
+  strobe_problem_init(&wanted, sizeof wanted);
+  const strobe_problem got = strobe::Problem{}.c();
+  EXPECT_TRUE(std::isnan(got.scale));
+  EXPECT_EQ(got.struct_size, wanted.struct_size);
+  EXPECT_EQ(got.direction, wanted.direction);
+  EXPECT_EQ(got.dtype, wanted.dtype);
+  EXPECT_EQ(got.device, wanted.device);
+  EXPECT_EQ(got.heads_kv, wanted.heads_kv);
+  EXPECT_EQ(got.head_dim_v, wanted.head_dim_v);
+  EXPECT_EQ(got.window_left, wanted.window_left);
+  EXPECT_EQ(got.window_right, wanted.window_right);
+  EXPECT_EQ(got.threads, wanted.threads);
+}
+
+TEST(Wrapper, EveryFieldArrives) {
+  const strobe::Strides s = {.batch = 1000, .seqlen = 100, .head = 10, .dim = 1};
+  const strobe_problem p = strobe::Problem{.direction = strobe::Direction::kBackward,
+                                           .dtype = strobe::DType::kFloat16,
+                                           .device = strobe::Device::kCuda,
+                                           .device_index = 1,
+                                           .batch = 2,
+                                           .seqlen_q = 3,
+                                           .seqlen_k = 4,
+                                           .heads = 5,
+                                           .heads_kv = 6,
+                                           .head_dim = 7,
+                                           .head_dim_v = 8,
+                                           .varlen = true,
+                                           .causal = true,
+                                           .total_q = 9,
+                                           .total_k = 10,
+                                           .window_left = 11,
+                                           .window_right = 12,
+                                           .scale = 13,
+                                           .softcap = 14,
+                                           .dropout_p = 0.5F,
+                                           .alibi = strobe::Alibi::kPerBatchHead,
+                                           .deterministic = true,
+                                           .has_dlse = true,
+                                           .threads = 15,
+                                           .q = s,
+                                           .k = s,
+                                           .v = s,
+                                           .out = s,
+                                           .dout = s,
+                                           .dq = s,
+                                           .dk = s,
+                                           .dv = s}
+                               .c();
+  EXPECT_EQ(p.direction, STROBE_BACKWARD);
+  EXPECT_EQ(p.dtype, STROBE_FLOAT16);
+  EXPECT_EQ(p.device, STROBE_CUDA);
+  EXPECT_EQ(p.device_index, 1);
+  const int64_t numbers[] = {p.batch,    p.seqlen_q,    p.seqlen_k,    p.heads,
+                             p.heads_kv, p.head_dim,    p.head_dim_v,  p.total_q,
+                             p.total_k,  p.window_left, p.window_right};
+  for (int64_t i = 0; i < 11; ++i) EXPECT_EQ(numbers[i], i + 2);
+  EXPECT_EQ(p.scale, 13);
+  EXPECT_EQ(p.softcap, 14);
+  EXPECT_EQ(p.dropout_p, 0.5F);
+  EXPECT_EQ(p.alibi, STROBE_ALIBI_PER_BATCH_HEAD);
+  EXPECT_EQ(p.threads, 15);
+  EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse, 4);
+  for (const strobe::Strides& t : {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv}) {
+    EXPECT_EQ(std::memcmp(&t, &s, sizeof s), 0);
+  }
+}
+
+TEST(Wrapper, ForwardAndBackward) {
+  const std::vector<float> q = Tensor(1), v = Tensor(3);
+  std::vector<float> out = Tensor(0), dq = Tensor(7), dk = Tensor(7), dv = Tensor(7);
+  std::vector<float> lse(2 * 2 * 24);
+  const strobe::Plan forward(kSmall);
+  forward.forward(
+      {.q = q.data(), .k = q.data(), .v = v.data(), .out = out.data(), .lse = lse.data()});
+  for (const float x : out) EXPECT_NEAR(x, 3, 1e-5);
+  // 16 products of 1 by 1, a quarter of them, and 24 equal weights.
+  for (const float x : lse) EXPECT_NEAR(x, 4 + std::log(24.0F), 1e-5);
+
+  strobe::Problem problem = kSmall;
+  problem.direction = strobe::Direction::kBackward;
+  const strobe::Plan backward(problem);
+  std::vector<std::byte> memory(backward.workspace_bytes() + 64);
+  void* start = memory.data();
+  size_t room = memory.size();
+  std::align(64, backward.workspace_bytes(), start, room);
+  backward.backward({.q = q.data(),
+                     .k = q.data(),
+                     .v = v.data(),
+                     .out = out.data(),
+                     .lse = lse.data(),
+                     .dout = q.data(),
+                     .dq = dq.data(),
+                     .dk = dk.data(),
+                     .dv = dv.data(),
+                     .workspace = {static_cast<std::byte*>(start), backward.workspace_bytes()}});
+  for (const float x : dq) EXPECT_NEAR(x, 0, 1e-5);
+  for (const float x : dk) EXPECT_NEAR(x, 0, 1e-5);
+  for (const float x : dv) EXPECT_NEAR(x, 1, 1e-5);
+}
+
+TEST(Wrapper, ErrorsCarryStatusAndText) {
+  strobe::Problem broken = kSmall;
+  broken.head_dim = 300;
+  try {
+    const strobe::Plan plan(broken);
+    FAIL() << "not refused";
+  } catch (const strobe::Error& error) {
+    EXPECT_EQ(error.status(), strobe::Status::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("head_dim = 300"), std::string::npos) << error.what();
+    EXPECT_EQ(strobe::last_error(), error.what());
+  }
+  EXPECT_FALSE(strobe::supports(broken));
+  EXPECT_NE(strobe::why(broken).find("head_dim = 300"), std::string::npos);
+}
+
+TEST(Wrapper, TryMakeLeavesThePlanOnFailure) {
+  strobe::Plan plan(kSmall);
+  const strobe_plan before = plan.c();
+  strobe::Problem broken = kSmall;
+  broken.batch = 0;
+  EXPECT_EQ(strobe::Plan::try_make(broken, plan), strobe::Status::kInvalidArgument);
+  EXPECT_EQ(plan.c().kernel, before.kernel);
+  EXPECT_EQ(plan.c().problem.batch, 2);
+  EXPECT_EQ(strobe::Plan::try_make(kSmall, plan), strobe::Status::kOk);
+}
+
+TEST(Wrapper, EmptyPlanIsRefused) {
+  const strobe::Plan plan;
+  EXPECT_STREQ(plan.kernel(), "");
+  EXPECT_EQ(plan.try_forward({}), strobe::Status::kInvalidArgument);
+  EXPECT_EQ(plan.try_backward({}), strobe::Status::kInvalidArgument);
+  EXPECT_THROW(plan.forward({}), strobe::Error);
+  EXPECT_NE(strobe::last_error(), "");
+}
+
+TEST(Wrapper, MissingTensorsAreNamed) {
+  EXPECT_EQ(strobe::Plan(kSmall).try_forward({}), strobe::Status::kInvalidArgument);
+  EXPECT_NE(strobe::last_error().find("q = NULL"), std::string::npos) << strobe::last_error();
+}
+
+TEST(Wrapper, TextIsWholeAndEndsWithoutNul) {
+  const strobe::Plan plan(kSmall);
+  const std::string text = plan.text();
+  EXPECT_EQ(text.size(), strobe_plan_text(&plan.c(), nullptr, 0));
+  EXPECT_EQ(text.find('\0'), std::string::npos);
+  EXPECT_NE(text.find(plan.kernel()), std::string::npos);
+  // Longer than any first guess at its length.
+  const std::string long_text(5000, 'x');
+  int calls = 0;
+  EXPECT_EQ(strobe::internal::all_text([&](char* to, size_t capacity) {
+              ++calls;
+              const size_t n = std::min(capacity - 1, long_text.size());
+              std::memcpy(to, long_text.data(), n);
+              to[n] = '\0';
+              return long_text.size();
+            }),
+            long_text);
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(Wrapper, Machine) {
+  const strobe::Machine m = strobe::machine();
+  EXPECT_GE(m.cpu_threads, 1);
+  EXPECT_FALSE(m.kernels.empty());
+  EXPECT_EQ(m.cuda_devices.empty(), !m.cuda_reason.empty());
+  EXPECT_STREQ(strobe::name(strobe::Status::kUnsupported), "STROBE_UNSUPPORTED");
+  EXPECT_EQ(strobe::version(), strobe_version());
+}
+
+TEST(Wrapper, DropoutMask) {
+  const std::vector<uint8_t> mask = strobe::dropout_mask(2, 3, 20, 30, 0.25F, 7);
+  ASSERT_EQ(mask.size(), 2U * 3 * 20 * 30);
+  double kept = 0;
+  for (const uint8_t keep : mask) kept += keep;
+  EXPECT_NEAR(kept / static_cast<double>(mask.size()), 0.75, 0.05);
+  EXPECT_THROW((void)strobe::dropout_mask(-1, 1, 1, 1, 0.5F, 1), strobe::Error);
+  EXPECT_THROW((void)strobe::dropout_mask(1, 1, 1, 1, 1.5F, 1), strobe::Error);
+}
+
+}  // namespace
