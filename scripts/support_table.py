@@ -51,6 +51,12 @@ def takes(index: int, name: str, fields: dict[str, object]) -> bool:
     return library.strobe_kernel_declines(index, ctypes.byref(problem), text, len(text)) == 0
 
 
+def machine_has_cuda() -> bool:
+    import strobe
+
+    return bool(strobe.info().cuda_devices)
+
+
 def rows() -> dict[str, str]:
     """A line of the table per kernel of the library."""
     library = _library.LIBRARY
@@ -64,9 +70,11 @@ def rows() -> dict[str, str]:
     index = 0
     while (raw := library.strobe_kernel_name(index)) is not None:
         name = raw.decode()
-        cells = ["yes" if takes(index, name, fields) else "-" for fields in FEATURES.values()]
-        lines[name] = f"| `{name}` | " + " | ".join(cells) + " |"
         index += 1
+        if name.startswith("cuda") and not machine_has_cuda():
+            continue  # what a CUDA kernel takes depends on the device
+        cells = ["yes" if takes(index - 1, name, fields) else "-" for fields in FEATURES.values()]
+        lines[name] = f"| `{name}` | " + " | ".join(cells) + " |"
     return lines
 
 
@@ -79,7 +87,8 @@ def main() -> int:
     before, rest = text.split(BEGIN)
     old, after = rest.split(END)
     known = {line.split("`")[1]: line for line in old.splitlines() if line.startswith("| `")}
-    known.update(rows())
+    asked = rows()
+    known = asked | {name: line for name, line in known.items() if name not in asked}
     # CUDA last, each back end widest first: the order in which a plan asks.
     order = sorted(known, key=lambda name: (name.startswith("cuda"), list(known).index(name)))
     header = ["| kernel | " + " | ".join(FEATURES) + " |", "| --- " * (len(FEATURES) + 1) + "|"]

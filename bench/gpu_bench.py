@@ -1,0 +1,204 @@
+"""Strobe and its peers on one GPU: same tensors, same process, in turns, L2 flushed, median.
+
+    make gpu-bench
+    python bench/gpu_bench.py --peers ../shared/peers/h200_bf16.csv     also the best known peer
+
+Peers are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN, memory-efficient).
+The grid is the FlashAttention papers': 16k tokens, hidden size 2048. With --peers, "best" is this
+run's cuDNN times the ratio of the best published kernel to cuDNN at that point. FLOP: forward
+4 * seqlen^2 * head_dim * heads * batch, halved when causal; backward 2.5 times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS, HIDDEN = 16384, 2048
+
+
+def commit() -> str:
+    try:
+        words = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def nvidia_smi(field: str) -> str:
+    words = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0")
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, flush: Any) -> dict[str, float]:
+    """Median seconds of each call, by CUDA events, with L2 overwritten before each."""
+    import torch
+
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    events = []
+    for _ in range(rounds):
+        for name, call in calls.items():
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            events.append((name, begin, end))
+    torch.cuda.synchronize()
+    for name, begin, end in events:
+        times[name].append(begin.elapsed_time(end) * 1e-3)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, flush: Any) -> dict[str, Any]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    import strobe
+
+    batch, heads = max(1, TOKENS // seqlen), HIDDEN // head_dim
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    torch.manual_seed(seqlen + head_dim)
+    q, k, v, dout = (
+        torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=kind) for _ in range(4)
+    )
+    peers = {
+        "fa2": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
+    grad = dout.transpose(1, 2)
+
+    def forward(backend: Any) -> Any:
+        with torch.no_grad(), sdpa_kernel(backend):
+            return sdpa(*(t.detach() for t in leaves), is_causal=causal)
+
+    out, lse = strobe.attention(q, k, v, causal=causal, return_lse=True)
+    reference = forward(peers["fa2"]).transpose(1, 2)
+    error = (out.float() - reference.float()).abs().max().item()
+    calls: dict[str, Callable[[], Any]] = {
+        "strobe": lambda: strobe.attention(q, k, v, causal=causal, out=out, return_lse=True)
+    }
+    for name, backend in peers.items():
+        calls[name] = lambda b=backend: forward(b)
+    flop = 4.0 * batch * heads * seqlen * seqlen * head_dim * (0.5 if causal else 1.0)
+    point: dict[str, Any] = {
+        "head_dim": head_dim, "causal": causal, "seqlen": seqlen, "batch": batch, "heads": heads,
+        "difference_to_fa2": error,
+    }
+    times = interleaved(calls, args.rounds, flush)
+    point["fwd"] = {name: flop / t * 1e-12 for name, t in times.items()}
+    if args.forward_only:
+        return point
+    calls = {
+        "strobe": lambda: strobe.attention_backward(dout, q, k, v, out, lse, causal=causal)
+    }
+    for name, backend in peers.items():
+        with sdpa_kernel(backend):
+            peer_out = sdpa(*leaves, is_causal=causal)
+        calls[name] = lambda o=peer_out: torch.autograd.grad(o, leaves, grad, retain_graph=True)
+    times = interleaved(calls, args.rounds, flush)
+    point["bwd"] = {name: 2.5 * flop / t * 1e-12 for name, t in times.items()}
+    return point
+
+
+def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for direction, peer in itertools.product(("fwd", "bwd"), ("fa2", "cudnn", "best")):
+        ratios = [
+            p[direction]["strobe"] / p[direction][peer]
+            for p in points if direction in p and peer in p[direction]
+        ]
+        if ratios:
+            mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
+            result[f"{direction}_over_{peer}"] = {"geometric_mean": mean, "worst": min(ratios)}
+            print(f"{direction} / {peer:5}: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--peers", type=Path, help="CSV with best_over_cudnn_fwd and _bwd")
+    parser.add_argument("--commit", help="of the library, where there is no git to ask")
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
+    args = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("gpu bench: skipped (no PyTorch, which brings the peers)")
+        return 0
+    if not torch.cuda.is_available():
+        print("gpu bench: skipped (no GPU)")
+        return 0
+
+    best: dict[tuple[int, int, int], dict[str, str]] = {}
+    if args.peers and args.peers.exists():
+        with args.peers.open() as file:
+            for row in csv.DictReader(file):
+                best[int(row["head_dim"]), int(row["causal"]), int(row["seqlen"])] = row
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": nvidia_smi("driver_version"),
+        "clocks": nvidia_smi("clocks.sm,clocks.mem,power.draw"),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "dtype": args.dtype,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")  # several times the L2
+    points = []
+    for head_dim, causal, seqlen in itertools.product(args.head_dims, (False, True), args.seqlens):
+        point = measure(head_dim, causal, seqlen, args, flush)
+        row = best.get((head_dim, int(causal), seqlen))
+        cells = []
+        for direction in ("fwd", "bwd"):
+            if direction not in point:
+                continue
+            speed = point[direction]
+            if row:
+                speed["best"] = speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"])
+            cells.append(
+                f"{direction} {speed['strobe']:4.0f}"
+                + "".join(
+                    f"  {name} {speed[name]:4.0f} ({speed['strobe'] / speed[name]:.2f})"
+                    for name in ("fa2", "cudnn", "best") if name in speed
+                )
+            )
+        points.append(point)
+        name = "causal" if causal else "full"
+        print(f"{head_dim:3} {name:6} {seqlen:5}  " + "  |  ".join(cells), flush=True)
+    result["grid"] = points
+    result["summary"] = summarise(points)
+    result["clocks_after"] = nvidia_smi("clocks.sm,clocks.mem,power.draw")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

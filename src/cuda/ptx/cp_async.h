@@ -1,0 +1,40 @@
+// cp.async: 16 bytes from global to shared memory, past the registers and L1.
+#ifndef STROBE_CUDA_PTX_CP_ASYNC_H_
+#define STROBE_CUDA_PTX_CP_ASYNC_H_
+
+#include <cstdint>
+
+namespace strobe::cuda::ptx {
+
+/// Copies the first `bytes` (0 to 16) and fills the rest of the 16 with zeros. With 0 nothing is
+/// read, so the source may then be any address.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+/// All 16 bytes, or zeros where `there` is false. A third of the instructions of the former, which
+/// has no counterpart in the machine and is pieced together.
+__device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global, bool there) {
+  asm volatile(
+      "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n}" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(there))
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until at most kPending of this thread's committed groups are under way. Other threads' and
+/// other warps' data is there only after a barrier.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace strobe::cuda::ptx
+
+#endif  // STROBE_CUDA_PTX_CP_ASYNC_H_

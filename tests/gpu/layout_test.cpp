@@ -1,0 +1,177 @@
+// What the CUDA kernels compute with indices alone, checked on the CPU: where things lie in shared
+// memory, what an mma fragment holds, in which order tiles are taken.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "cuda/static_order.cuh"
+#include "cuda/tile.cuh"
+
+namespace strobe::cuda {
+namespace {
+
+// Every (row, 16-byte chunk) of a tile has a place of its own, and the places fill the tile.
+template <int kRows, int kWidth>
+void check_places() {
+  using Tile = SharedTile<kRows, kWidth>;
+  std::set<int> places;
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kWidth; column += 8) {
+      const int at = Tile::offset(row, column);
+      EXPECT_EQ(at % 16, 0);
+      EXPECT_GE(at, 0);
+      EXPECT_LE(at + 16, Tile::kBytes);
+      EXPECT_TRUE(places.insert(at).second) << "row " << row << ", column " << column;
+    }
+  }
+  EXPECT_EQ(places.size() * 16, static_cast<size_t>(Tile::kBytes));
+}
+
+// 16-byte accesses of eight lanes are served together when they touch all 32 banks once.
+int banks_touched(const std::array<int, 8>& offsets) {
+  std::set<int> banks;
+  for (const int offset : offsets) {
+    for (int word = 0; word < 4; ++word) banks.insert((offset / 4 + word) % 32);
+  }
+  return static_cast<int>(banks.size());
+}
+
+template <int kRows, int kWidth>
+void check_fragments() {
+  using Tile = SharedTile<kRows, kWidth>;
+  for (int row = 0; row < kRows; row += 16) {
+    for (int column = 0; column < kWidth; column += 16) {
+      const int k = Tile::block_k(column), block = Tile::block_offset(row, column);
+      for (int phase = 0; phase < 4; ++phase) {  // ldmatrix reads eight lanes' rows at a time
+        std::array<int, 8> a{}, b{};
+        for (int i = 0; i < 8; ++i) {
+          const int lane = 8 * phase + i;
+          a[i] = block + Tile::fragment_offset(lane, k);
+          b[i] = block + Tile::fragment_offset_b(lane, k);
+          EXPECT_EQ(a[i], Tile::offset(row + lane % 16, column + lane / 16 * 8));
+          EXPECT_EQ(b[i], Tile::offset(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+          // What kernels compute: one register per lane, steps by exclusive or.
+          EXPECT_EQ(a[i], (Tile::fragment_offset(lane, 0) ^ 32 * k) + block);
+          EXPECT_EQ(b[i], (Tile::fragment_offset_b(lane, 0) ^ 32 * k) + block);
+        }
+        EXPECT_EQ(banks_touched(a), 32);
+        EXPECT_EQ(banks_touched(b), 32);
+      }
+    }
+  }
+}
+
+TEST(SharedTile, EveryChunkHasItsPlace) {
+  check_places<128, 64>();
+  check_places<64, 96>();
+  check_places<64, 128>();
+  check_places<64, 192>();
+  check_places<128, 256>();
+  check_places<32, 32>();
+}
+
+TEST(SharedTile, FragmentsWithoutBankConflicts) {
+  check_fragments<128, 64>();
+  check_fragments<64, 96>();
+  check_fragments<64, 128>();
+  check_fragments<64, 192>();
+  check_fragments<64, 256>();
+  check_fragments<32, 32>();
+}
+
+TEST(SharedTile, CopiesWithoutBankConflicts) {
+  // cp.async: lane i of eight writes chunk i of a row (64 columns), or of two rows (32 columns).
+  std::array<int, 8> wide{}, narrow{};
+  for (int row = 0; row < 64; row += 2) {
+    for (int i = 0; i < 8; ++i) {
+      wide[i] = SharedTile<64, 128>::offset(row, 8 * i);
+      narrow[i] = SharedTile<64, 96>::offset(row + i / 4, 8 * (i % 4));
+    }
+    EXPECT_EQ(banks_touched(wide), 32);
+    EXPECT_EQ(banks_touched(narrow), 32);
+  }
+}
+
+// An accumulator pair, converted, is the A operand of the next product: same rows and columns.
+TEST(Fragments, AccumulatorsAreOperandA) {
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int r = 0; r < 4; ++r) {
+      for (int half = 0; half < 2; ++half) {
+        const int accumulator = r / 2, i = 2 * (r % 2) + half;
+        EXPECT_EQ(operand_a_row(lane, r), accumulator_row(lane, i));
+        EXPECT_EQ(operand_a_column(lane, r, half), 8 * accumulator + accumulator_column(lane, i));
+      }
+    }
+  }
+}
+
+TEST(Divisor, EqualsDivision) {
+  std::vector<uint32_t> divisors{1, 2, 3, 5, 7, 8, 12, 100, 127, 128, 255, 641, 65535, 65536};
+  for (uint32_t d = 9; d < 0x7fffffffu; d = d * 3 + 1) divisors.push_back(d);
+  divisors.push_back(0x7fffffffu);
+  for (const uint32_t d : divisors) {
+    const Divisor divisor(d);
+    for (uint64_t q = 0; q * d <= 0x7fffffffu; q = q * 2 + 1) {
+      for (const int64_t n : {int64_t(q * d) - 1, int64_t(q * d), int64_t(q * d) + 1}) {
+        if (n < 0 || n > 0x7fffffff) continue;
+        ASSERT_EQ(divisor.divide(static_cast<uint32_t>(n)), static_cast<uint32_t>(n) / d)
+            << n << " / " << d;
+      }
+    }
+    ASSERT_EQ(divisor.divide(0x7fffffffu), 0x7fffffffu / d);
+  }
+}
+
+CommonParams params(int batch, int heads, int heads_kv, int seqlen, int head_dim, bool causal) {
+  CommonParams p{};
+  p.batch = batch, p.heads = heads, p.heads_kv = heads_kv, p.group = heads / heads_kv;
+  p.seqlen_q = p.seqlen_k = seqlen;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.causal = causal;
+  return p;
+}
+
+TEST(StaticOrder, TakesEveryTileOnce) {
+  for (const bool causal : {false, true}) {
+    for (const auto& p : {params(3, 7, 7, 1000, 128, causal), params(2, 12, 3, 9000, 256, causal),
+                          params(1, 1, 1, 1, 64, causal), params(5, 64, 8, 40000, 128, causal)}) {
+      const StaticOrder order = StaticOrder::make(p, 128);
+      ASSERT_EQ(order.items, int64_t{p.batch} * p.heads * ceil_div(p.seqlen_q, 128));
+      std::set<std::array<int, 3>> seen;
+      for (int64_t i = 0; i < order.items; ++i) {
+        const WorkItem item = order.item(i);
+        ASSERT_LT(item.batch, p.batch);
+        ASSERT_LT(item.head, p.heads);
+        ASSERT_LT(item.tile, static_cast<int32_t>(order.tiles));
+        ASSERT_TRUE(seen.insert({item.batch, item.head, item.tile}).second);
+      }
+    }
+  }
+}
+
+TEST(StaticOrder, CausalIsLongestFirstWithinAGroup) {
+  const CommonParams p = params(1, 16, 16, 16384, 128, true);
+  const StaticOrder order = StaticOrder::make(p, 128);
+  ASSERT_GT(order.group.value, 1u);
+  for (int64_t i = 1; i < int64_t{order.group_items.value}; ++i) {
+    EXPECT_LE(order.item(i).tile, order.item(i - 1).tile);
+  }
+}
+
+TEST(StaticOrder, MoreThanTwoToTheThirtyOneItems) {
+  const CommonParams p = params(1 << 20, 64, 64, 16384, 64, true);
+  const StaticOrder order = StaticOrder::make(p, 128);
+  ASSERT_EQ(order.items, int64_t{1} << 33);
+  const WorkItem last = order.item(order.items - 1), first = order.item(0);
+  EXPECT_EQ(last.batch, (1 << 20) - 1);
+  EXPECT_EQ(last.head, 63);
+  EXPECT_EQ(last.tile, 0);
+  EXPECT_EQ(first.batch, 0);
+  EXPECT_EQ(first.tile, 127);
+}
+
+}  // namespace
+}  // namespace strobe::cuda

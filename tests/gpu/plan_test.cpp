@@ -1,0 +1,93 @@
+// Plans for devices that are not there: which kernel takes what, and why the others decline.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+
+#include "cuda/dispatch.h"
+
+namespace strobe::cuda {
+namespace {
+
+DeviceProperties device(int compute_capability) {
+  DeviceProperties d;
+  d.compute_capability = compute_capability;
+  d.multiprocessors = compute_capability == 90 ? 132 : 108;
+  d.shared_bytes = compute_capability == 90   ? 227 << 10
+                   : compute_capability == 80 ? 163 << 10
+                                              : 99 << 10;  // 8.6, 8.9, 12.0
+  d.memory_bytes = int64_t{40} << 30;
+  return d;
+}
+
+AttentionProblem problem(int dtype, int64_t head_dim, int direction = STROBE_FORWARD) {
+  AttentionProblem p;
+  EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+  p.direction = direction;
+  p.dtype = dtype;
+  p.device = STROBE_CUDA;
+  p.batch = 2, p.heads = 8, p.heads_kv = 2;
+  p.seqlen_q = p.seqlen_k = 1000;
+  p.head_dim = head_dim;
+  return p;
+}
+
+TEST(CudaPlan, EveryHeadDimHasAForwardKernelOnEveryDevice) {
+  for (const int cc : {80, 86, 89, 90, 100, 120}) {
+    for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
+      for (int64_t dim = 1; dim <= 256; ++dim) {
+        Plan plan;
+        const Status s = plan_for(problem(dtype, dim), device(cc), plan);
+        ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+        EXPECT_LE(plan.shared_bytes, device(cc).shared_bytes);
+        EXPECT_GT(plan.tile_q, 0);
+        EXPECT_GT(plan.tile_k, 0);
+        EXPECT_EQ(plan.work_items, 2 * 8 * ((1000 + plan.block_q - 1) / plan.block_q));
+        EXPECT_GE(plan.grid[0], 1);
+        EXPECT_EQ(plan.block_threads % 32, 0);
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {
+  Plan a, b;
+  ASSERT_TRUE(plan_for(problem(STROBE_BFLOAT16, 128), device(80), a).ok());
+  ASSERT_TRUE(plan_for(problem(STROBE_BFLOAT16, 128), device(80), b).ok());
+  EXPECT_STREQ(a.kernel, "cuda_sm80");
+  EXPECT_EQ(a.tile_q, b.tile_q);
+  EXPECT_EQ(a.tile_k, b.tile_k);
+  EXPECT_EQ(a.shared_bytes, b.shared_bytes);
+  EXPECT_EQ(a.workspace_bytes, b.workspace_bytes);
+}
+
+TEST(CudaPlan, ReasonsNameWhatWasWanted) {
+  Plan plan;
+  Status s = plan_for(problem(STROBE_FLOAT32, 64), device(80), plan);
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("fp32"), std::string::npos) << s.text();
+  s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
+}
+
+TEST(CudaPlan, InvalidProblemsStayInvalid) {
+  Plan plan;
+  AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+  p.heads_kv = 3;
+  EXPECT_EQ(plan_for(p, device(80), plan).code(), STROBE_INVALID_ARGUMENT);
+}
+
+TEST(CudaMachine, WithoutADeviceThereIsAReason) {
+  // Never fails, never prints; with a GPU the reason is empty.
+  EXPECT_EQ(devices().empty(), no_devices_reason()[0] != '\0') << no_devices_reason();
+  for (const Kernel& kernel : kernels()) {
+    EXPECT_EQ(kernel.device, STROBE_CUDA);
+    if (devices().empty()) {
+      EXPECT_STREQ(kernel.unavailable(), no_devices_reason());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strobe::cuda

@@ -1,0 +1,290 @@
+"""The C ABI on torch tensors, and float64 attention to hold it against: shared by the GPU tests and the
+bench. Nothing of the oracle comes from the library, but for the dropout mask where `keep` is given it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python"))
+
+from strobe import _library as lib  # noqa: E402
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass
+class Case:
+    """A problem, as strobe_problem has it."""
+
+    batch: int = 1
+    seqlen_q: int = 1
+    seqlen_k: int = 1
+    heads: int = 1
+    heads_kv: int = 0
+    head_dim: int = 64
+    head_dim_v: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    scale: float = math.nan
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi: int = 0
+    has_dlse: bool = False
+    deterministic: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    lengths_q: list[int] = field(default_factory=list)  # varlen when not empty
+    lengths_k: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.heads_kv = self.heads_kv or self.heads
+        self.head_dim_v = self.head_dim_v or self.head_dim
+        if self.lengths_q:
+            self.batch = len(self.lengths_q)
+            self.seqlen_q, self.seqlen_k = max(self.lengths_q), max(self.lengths_k)
+
+    @property
+    def varlen(self) -> bool:
+        return bool(self.lengths_q)
+
+    @property
+    def real_scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim) if math.isnan(self.scale) else self.scale
+
+    def shape(self, of: str) -> tuple[int, ...]:
+        """Of q, k, v, out or their gradients."""
+        name = of.removeprefix("d") if of != "dout" else "out"
+        heads = self.heads if name in ("q", "out") else self.heads_kv
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        queries = name in ("q", "out")
+        if self.varlen:
+            return (sum(self.lengths_q if queries else self.lengths_k), heads, dim)
+        return (self.batch, self.seqlen_q if queries else self.seqlen_k, heads, dim)
+
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.varlen:
+            return (self.heads, sum(self.lengths_q))
+        return (self.batch, self.heads, self.seqlen_q)
+
+
+def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: torch.Tensor) -> Any:
+    p = lib.new_problem()
+    p.direction = int(backward)
+    p.dtype = DTYPES[case.dtype]
+    p.device, p.device_index = lib.CUDA, device_index
+    p.batch, p.seqlen_q, p.seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
+    p.heads, p.heads_kv = case.heads, case.heads_kv
+    p.head_dim, p.head_dim_v = case.head_dim, case.head_dim_v
+    p.varlen, p.causal = int(case.varlen), int(case.causal)
+    if case.varlen:
+        p.total_q, p.total_k = sum(case.lengths_q), sum(case.lengths_k)
+    p.window_left, p.window_right = case.window
+    p.scale, p.softcap, p.dropout_p, p.alibi = case.scale, case.softcap, case.dropout_p, case.alibi
+    p.has_dlse, p.deterministic = int(case.has_dlse), int(case.deterministic)
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        s = getattr(p, name)
+        strides = tensor.stride()
+        if len(strides) == 4:
+            s.batch = strides[0]
+        s.seqlen, s.head, s.dim = strides[-3:]
+        if tensor.shape[-1] == 1:
+            s.dim = 1
+    return p
+
+
+def offsets(lengths: list[int], device: torch.device | str = "cuda") -> torch.Tensor:
+    cu = [0]
+    for n in lengths:
+        cu.append(cu[-1] + n)
+    return torch.tensor(cu, dtype=torch.int32, device=device)
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class Forward:
+    """A plan and packed arguments: `run()` is one launch."""
+
+    def __init__(
+        self,
+        case: Case,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        self.plan = lib.make_plan(problem_of(case, False, q=q, k=k, v=v, out=out))
+        self.kernel = lib.text(self.plan.kernel)
+        cu_q = offsets(case.lengths_q) if case.varlen else None
+        cu_k = offsets(case.lengths_k) if case.varlen else None
+        size = int(self.plan.workspace_bytes)
+        workspace = torch.zeros(max(size, 1) + 64, dtype=torch.uint8, device="cuda")
+        aligned = (workspace.data_ptr() + 63) // 64 * 64
+        self.keep = (q, k, v, out, lse, alibi_slopes, cu_q, cu_k, workspace)
+        self.args = lib.pack_forward(
+            lib.FORWARD_ARGS_SIZE, pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse),
+            pointer(cu_q), pointer(cu_k), pointer(alibi_slopes), seed, offset, aligned, size,
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.plan)
+
+    def run(self) -> None:
+        status = lib.forward(self.address, self.args)
+        if status:
+            lib.check(status)
+
+
+class Backward:
+    def __init__(
+        self,
+        case: Case,
+        tensors: dict[str, torch.Tensor],  # q k v out dout dq dk dv
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        self.plan = lib.make_plan(problem_of(case, True, **tensors))
+        self.kernel = lib.text(self.plan.kernel)
+        cu_q = offsets(case.lengths_q) if case.varlen else None
+        cu_k = offsets(case.lengths_k) if case.varlen else None
+        size = int(self.plan.workspace_bytes)
+        # Whatever the workspace holds must not matter.
+        workspace = torch.full((max(size, 1) + 64,), 0xFF, dtype=torch.uint8, device="cuda")
+        aligned = (workspace.data_ptr() + 63) // 64 * 64
+        self.keep = (tensors, lse, dlse, alibi_slopes, cu_q, cu_k, workspace)
+        p = {name: pointer(tensor) for name, tensor in tensors.items()}
+        self.args = lib.pack_backward(
+            lib.BACKWARD_ARGS_SIZE, p["q"], p["k"], p["v"], p["out"], pointer(lse), p["dout"],
+            pointer(dlse), p["dq"], p["dk"], p["dv"], pointer(cu_q), pointer(cu_k),
+            pointer(alibi_slopes), seed, offset, aligned, size,
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.plan)
+
+    def run(self) -> None:
+        status = lib.backward(self.address, self.args)
+        if status:
+            lib.check(status)
+
+
+def host_dropout_mask(case: Case, seed: int, offset: int) -> torch.Tensor:
+    """[batch, heads, seqlen_q, seqlen_k] of the CPU library."""
+    mask = torch.empty(case.batch, case.heads, case.seqlen_q, case.seqlen_k, dtype=torch.uint8)
+    lib.check(
+        lib.LIBRARY.strobe_dropout_mask(
+            case.batch, case.heads, case.seqlen_q, case.seqlen_k, case.dropout_p, seed, offset,
+            mask.data_ptr(),
+        )
+    )  # fmt: skip
+    return mask.bool()
+
+
+def reference(
+    case: Case,
+    q: torch.Tensor,  # [seqlen_q, heads, head_dim] of one sequence
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None = None,  # [heads]
+    keep: torch.Tensor | None = None,  # [heads, seqlen_q, seqlen_k]
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [seqlen_q, heads, head_dim_v] and lse [heads, seqlen_q], in plain tensor operations of `dtype`.
+
+    With dtype float64 this is the oracle, with the case's own dtype the comparator. A key that a row
+    does not see contributes nothing, whatever K and V hold there.
+    """
+    nq, nk = q.shape[0], k.shape[0]
+    group = case.heads // case.heads_kv
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    s = torch.einsum("qhd,khd->hqk", q, k) * case.real_scale
+    if case.softcap > 0:
+        s = case.softcap * torch.tanh(s / case.softcap)
+    i = torch.arange(nq, device=q.device)[:, None] + (nk - nq)
+    j = torch.arange(nk, device=q.device)[None, :]
+    if slopes is not None:
+        s = s - slopes.to(dtype)[:, None, None] * (i - j).abs().to(dtype)
+    seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
+    left, right = case.window
+    if case.causal:
+        seen &= j <= i
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    s = s.masked_fill(~seen, -math.inf)
+    some = seen.any(-1)
+    lse = torch.logsumexp(s, -1) if nk else s.new_full((case.heads, nq), -math.inf)
+    p = torch.exp(s - torch.where(torch.isinf(lse) & (lse < 0), 0, lse)[..., None])
+    p = torch.where(seen, p, 0)
+    if keep is not None:
+        p = p * keep.to(dtype) / (1 - case.dropout_p)
+    finite = torch.isfinite(v)
+    if bool(finite.all()):
+        out = torch.einsum("hqk,khd->qhd", p, v)
+    else:
+        out = torch.einsum("hqk,khd->qhd", p, torch.where(finite, v, 0))
+        for key in (~finite).any(-1).any(-1).nonzero().flatten().tolist():
+            rows = seen[:, key].nonzero().flatten()
+            bad = torch.where(finite[key], 0, v[key])  # [heads, dim]
+            out[rows] += torch.where(
+                finite[key][None], 0, p[:, rows, key].T[..., None] * bad[None]
+            )
+    out[~some] = 0
+    return out, lse
+
+
+def by_sequence(case: Case) -> list[tuple[slice, slice]]:
+    """Rows of each sequence of a varlen case."""
+    places, at_q, at_k = [], 0, 0
+    for nq, nk in zip(case.lengths_q, case.lengths_k, strict=True):
+        places.append((slice(at_q, at_q + nq), slice(at_k, at_k + nk)))
+        at_q, at_k = at_q + nq, at_k + nk
+    return places
+
+
+def full_reference(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference` of all sequences: out and lse in the library's shapes."""
+    outs, lses = [], []
+    for b in range(case.batch):
+        rows_q, rows_k = by_sequence(case)[b] if case.varlen else (slice(None), slice(None))
+        at = (lambda t, rows: t[rows]) if case.varlen else (lambda t, rows: t[b])
+        sequence_keep = None
+        nq, nk = at(q, rows_q).shape[0], at(k, rows_k).shape[0]
+        if keep is not None:
+            sequence_keep = keep[b, :, :nq, :nk].to(q.device)
+        out, lse = reference(
+            case, at(q, rows_q), at(k, rows_k), at(v, rows_k),
+            None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
+            sequence_keep, dtype,
+        )  # fmt: skip
+        outs.append(out)
+        lses.append(lse)
+    if case.varlen:
+        return torch.cat(outs), torch.cat(lses, dim=-1)
+    return torch.stack(outs), torch.stack(lses)
