@@ -1,8 +1,11 @@
 // Every check of a problem and of launch arguments. A message names the argument, what was got and
 // what was wanted.
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <iterator>
 
 #include "core/problem.h"
 #include "core/workspace.h"
@@ -94,16 +97,13 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
   if (!output || batch == 0 || rows == 0 || heads == 0) return {};
   // An output must not overlap itself: with the dimensions sorted by stride, each step must clear
   // all that lies below.
-  for (int i = 0; i < 3; ++i) {
-    for (int j = i + 1; j < 3; ++j) {
-      if (std::llabs(extents[j].stride) < std::llabs(extents[i].stride))
-        std::swap(extents[i], extents[j]);
-    }
-  }
+  for (Extent& e : extents) e.stride = e.size <= 1 ? 0 : std::llabs(e.stride);
+  std::sort(std::begin(extents), std::end(extents),
+            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
   int64_t span = dim;
   for (const Extent& e : extents) {
     if (e.size <= 1) continue;
-    const int64_t magnitude = std::llabs(e.stride);
+    const int64_t magnitude = e.stride;
     if (magnitude < span) {
       return invalid(format("%s.stride of %s = %" PRId64 ", expected at least %" PRId64
                             " (an output must not overlap itself)",
