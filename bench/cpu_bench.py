@@ -12,6 +12,7 @@ times the forward. Results go to bench/results/ as JSON, with what they depend o
 from __future__ import annotations
 
 import argparse
+import functools
 import datetime
 import itertools
 import json
@@ -80,10 +81,9 @@ def interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str,
 def measure(
     dtype: str, head_dim: int, causal: bool, seqlen: int, threads: int, budget: float
 ) -> dict[str, Any]:
-    import torch
-    import torch.nn.functional as functional
-
     import strobe
+    import torch
+    from torch.nn import functional
 
     batch = max(1, TOKENS // seqlen)
     generator = torch.Generator().manual_seed(seqlen + head_dim)
@@ -182,9 +182,8 @@ def summary(points: list[dict[str, Any]], isa: str) -> list[dict[str, Any]]:
 
 def scaling(most: int, budget: float) -> list[dict[str, Any]]:
     """Speed of one sequence of 8192 tokens and 8 heads on 1, 2, 4, ... threads."""
-    import torch
-
     import strobe
+    import torch
 
     rows = []
     print(f"\n{'dtype':5} {'direction':9} {'threads':>7} {'GFLOP/s':>8} {'efficiency':>10}")
@@ -197,10 +196,10 @@ def scaling(most: int, budget: float) -> list[dict[str, Any]]:
             threads = 1
             while threads <= most:
                 if direction == "fwd":
-                    call = lambda n=threads: strobe.attention(q, k, v, threads=n)
+                    call = functools.partial(strobe.attention, q, k, v, threads=threads)
                 else:
-                    call = lambda n=threads: strobe.attention_backward(
-                        dout, q, k, v, out, lse, threads=n
+                    call = functools.partial(
+                        strobe.attention_backward, dout, q, k, v, out, lse, threads=threads
                     )
                 seconds = interleaved({"strobe": call}, budget)["strobe"]
                 speed = flop * (1 if direction == "fwd" else 2.5) / seconds * 1e-9
@@ -223,9 +222,8 @@ def scaling(most: int, budget: float) -> list[dict[str, Any]]:
 
 def memory() -> dict[str, Any]:
     """Extra memory of one head of 131,072 tokens, head_dim 64: the workspace that the plan asks for."""
-    import torch
-
     import strobe
+    import torch
 
     q = torch.empty(1, 131072, 1, 64, dtype=torch.bfloat16)
     rows: dict[str, Any] = {}
@@ -250,9 +248,8 @@ def main() -> None:
 
     # Before either library starts its threads: both read it once.
     os.environ["OMP_NUM_THREADS"] = str(max(args.threads, args.scaling))
-    import torch
-
     import strobe
+    import torch
 
     torch.set_num_threads(args.threads)
     info = strobe.info()

@@ -68,11 +68,10 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, flush: Any) ->
 
 
 def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, flush: Any) -> dict[str, Any]:
+    import strobe
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-    import strobe
 
     batch, heads = max(1, TOKENS // seqlen), HIDDEN // head_dim
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from strobe import _library  # noqa: E402
+from strobe import _library
 
 BEGIN, END = "<!-- support table: scripts/support_table.py -->", "<!-- end of support table -->"
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2

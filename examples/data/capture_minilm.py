@@ -220,7 +220,7 @@ def check_gradient(w: Weights, ids: torch.Tensor, grad: torch.Tensor) -> float:
     for spot in spots:
         move = torch.zeros_like(grad)
         move[spot] = 1.0
-        moves.append((f"dO{list((0, *spot))}", move))
+        moves.append((f"dO{[0, *spot]}", move))
     generator = torch.Generator().manual_seed(0)
     move = torch.randn(grad.shape, generator=generator, dtype=grad.dtype)
     moves.append(("a random direction", move / move.norm()))

@@ -32,8 +32,8 @@ if not torch.cuda.is_available():
     print("gpu tests: skipped (no GPU)")
     sys.exit(0)
 
-import strobe_torch as st  # noqa: E402
-from strobe_torch import Backward, Case, Forward, lib  # noqa: E402
+import strobe_torch as st
+from strobe_torch import Case, Forward, lib
 
 POISON = -6.0e4  # representable, after rounding, in all three types
 ZONE = 4096  # values before and after each output
@@ -203,7 +203,14 @@ def test_special(_: argparse.Namespace) -> None:
 
     for dim in (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float16):
-            base = dict(batch=1, seqlen_q=300, seqlen_k=300, heads=2, head_dim=dim, dtype=dtype)
+            base = {
+                "batch": 1,
+                "seqlen_q": 300,
+                "seqlen_k": 300,
+                "heads": 2,
+                "head_dim": dim,
+                "dtype": dtype,
+            }
             for causal in (False, True):
                 case = Case(**base, causal=causal)
                 for value in (math.inf, -math.inf, math.nan):
@@ -263,7 +270,7 @@ def test_errors(_: argparse.Namespace) -> None:
     run_case(case, 0)
 
 
-class _off_by_one_byte:  # noqa: N801 - stands in for a tensor
+class _off_by_one_byte:
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
 

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python"))
 
-from strobe import _library as lib  # noqa: E402
+from strobe import _library as lib
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -273,7 +273,7 @@ def full_reference(
     outs, lses = [], []
     for b in range(case.batch):
         rows_q, rows_k = by_sequence(case)[b] if case.varlen else (slice(None), slice(None))
-        at = (lambda t, rows: t[rows]) if case.varlen else (lambda t, rows: t[b])
+        at = (lambda t, rows: t[rows]) if case.varlen else (lambda t, rows, b=b: t[b])
         sequence_keep = None
         nq, nk = at(q, rows_q).shape[0], at(k, rows_k).shape[0]
         if keep is not None:
