@@ -12,8 +12,8 @@ times the forward. Results go to bench/results/ as JSON, with what they depend o
 from __future__ import annotations
 
 import argparse
-import functools
 import datetime
+import functools
 import itertools
 import json
 import math
