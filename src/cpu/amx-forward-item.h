@@ -62,12 +62,17 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   }
 }
 
-/// Writes row `r` of a tile, times `factor`. Returns whether all of it is finite.
+/// Writes row `r` of a tile, times `factor`; zeros where that is 0: O has nothing of a row that
+/// sees no key. Returns whether all of it is finite.
 STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float factor) {
   const int64_t dv = f.c.problem.head_dim_v;
   const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
   const int64_t row = f.sequence.q_row + f.tile(tile).begin + r;
   auto* const out = reinterpret_cast<Bf16*>(f.c.out.at(f.item.batch, row, f.item.head));
+  if (factor == 0) {
+    __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
+    return true;
+  }
   const __m512 times = set(factor);
   __m512 check = _mm512_setzero_ps();
   for (int64_t b = 0; b < f.dv_blocks; ++b) {
