@@ -328,8 +328,9 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
-  for (int64_t k_begin = keys.begin; k_begin < keys.end; k_begin += kForwardTileK) {
-    const Range block{k_begin, min64(k_begin + kForwardTileK, keys.end)};
+  // Blocks begin at multiples of their size: what is summed together does not depend on the item.
+  for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
+       block = block_at(keys, block.end, kForwardTileK)) {
     load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
               p.head_dim, s.k, d);
     load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),

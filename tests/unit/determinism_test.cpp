@@ -28,6 +28,11 @@ std::vector<Case> Cases() {
     c.seqlens_k = {900};
     cases.push_back(c);
 
+    c.window_left = 100;  // blocks of queries begin at different keys
+    c.window_right = 30;
+    cases.push_back(c);
+    c.window_left = c.window_right = -1;
+
     c.causal = true;
     c.dlse = true;
     c.heads = 6;
@@ -86,7 +91,7 @@ TEST(Determinism, ForwardDoesNotDependOnTheThreadCount) {
   for (Case c : Cases()) {
     c.threads = 1;
     const std::string one = Solve(c, false).forward;
-    for (const int32_t threads : {2, 3, 5, 8}) {
+    for (const int32_t threads : {2, 3, 5, 8, 64}) {
       c.threads = threads;
       ASSERT_TRUE(Solve(c, false).forward == one) << "threads " << threads << ": " << ToString(c);
     }
