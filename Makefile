@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test bench gpu-test gpu-bench format fuzz clean
+.PHONY: help demo test red-test bench plots gpu-test gpu-bench format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -12,6 +12,8 @@ red-test: ## show that the tests notice broken kernels
 	@scripts/red-test.sh
 bench: ## Strobe and PyTorch on the CPU, same tensors, same process; ARGS go to bench/cpu_bench.py
 	@scripts/bench.sh $(ARGS)
+plots: ## docs/figures from bench/results
+	@scripts/plots.sh $(ARGS)
 gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to tests/gpu/run_gpu_tests.py
 	@scripts/gpu.sh test $(ARGS)
 gpu-bench: ## on a machine with a GPU: Strobe and PyTorch's back ends; ARGS go to bench/gpu_bench.py

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the demo
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
+#   plots matplotlib in build/venv
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,12 +16,13 @@ case $part in
   test) why="to build and run the tests" ;;
   ci) why="for formatting, fuzzing and tests" ;;
   bench) why="to build and run the benchmarks" ;;
-  *) echo "setup: got part '$part', expected demo, test, ci or bench" >&2; exit 2 ;;
+  plots) why="to draw the figures" packages=() ;;
+  *) echo "setup: got part '$part', expected demo, test, ci, bench or plots" >&2; exit 2 ;;
 esac
 case $part in
   test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
-  test | ci | bench) packages+=(python3 python3-venv) ;;
+  test | ci | bench | plots) packages+=(python3 python3-venv) ;;
 esac
 
 if ! command -v apt-get >/dev/null; then
@@ -58,7 +60,7 @@ fi
 
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
-  [ "$part" != bench ] || requirements=python/requirements-bench.txt
+  case $part in bench | plots) requirements=python/requirements-$part.txt ;; esac
   # The copy inside the venv says what it has.
   have=build/venv/$(basename "$requirements")
   if ! cmp -s "$requirements" "$have"; then
