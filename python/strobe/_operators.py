@@ -36,7 +36,8 @@ _OPTIONS: Final = (
     "SymInt window_left, SymInt window_right, float softcap, bool deterministic"
 )
 _SCHEMAS: Final = {
-    "dropout_state": "(Device device) -> Tensor",
+    # By keyword: PyTorch's compiler looks for a random operator's device there.
+    "dropout_state": "(*, Device device) -> Tensor",
     "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     "attention_backward": (
         "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -59,7 +60,7 @@ _UINT64: Final = 2**64 - 1
 _CUDA_OFFSET_STEP: Final = 4
 
 
-def draw_dropout_state(device: Any) -> Tensor:
+def draw_dropout_state(*, device: Any) -> Tensor:
     """int64 (2,) in the CPU's memory: seed and offset for one call, from PyTorch's generator.
 
     device "cpu": two numbers of the CPU's default generator. A CUDA device: that device's seed and
@@ -455,7 +456,7 @@ def _register() -> None:
         ("attention_forward", _fake_forward),
         ("attention_backward", _fake_backward),
         ("attention_probabilities", _fake_probabilities),
-        ("dropout_state", lambda device: torch.empty(2, dtype=torch.int64, device="cpu")),
+        ("dropout_state", lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu")),
     ):
         torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
 

@@ -178,6 +178,15 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cast(q), cast(k), cast(v)
 
 
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """PyTorch itself would drop them without a word."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise Unsupported(
+            "forward-mode differentiation of attention is not supported: use backward-mode, or "
+            "plain tensor operations"
+        )
+
+
 # ------------------------------------------------------------------------------------- the one call
 
 
@@ -233,6 +242,8 @@ def _attention(
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, (*rows, "heads", "head_dim"))
+    if not tracing and forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     q, k, v = _autocast(q, k, v)
     window_left, window_right = _window(window_size)
     if cu_seqlens_q is not None:
@@ -241,7 +252,7 @@ def _attention(
     rng_state = None
     if dropout_p != 0:
         _check_dropout(dropout_p, softcap)
-        rng_state = _operators.dropout_state(q.device)
+        rng_state = _operators.dropout_state(device=q.device)
     options = (
         cu_seqlens_q,
         cu_seqlens_k,

@@ -441,7 +441,7 @@ def _cuda_forward(
             keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
         )
     if dropout_p > 0:
-        rng_state = _operators.draw_dropout_state(query.device)
+        rng_state = _operators.draw_dropout_state(device=query.device)
     else:
         rng_state = torch.zeros(2, dtype=torch.int64)
     options = _options(query, key, dropout_p, is_causal, scale, rng_state)

@@ -112,7 +112,7 @@ FUNCTIONS: dict[str, Function] = {
 def seed_dropout(inputs: Inputs, device: str, seed: int = 11) -> None:
     """Seeds PyTorch, and tells `inputs` which seed and offset the next call will draw."""
     torch.manual_seed(seed)
-    state = _operators.draw_dropout_state(torch.device(device))
+    state = _operators.draw_dropout_state(device=torch.device(device))
     inputs.options["dropout_seed"], inputs.options["dropout_offset"] = _operators.seed_and_offset(
         state
     )
