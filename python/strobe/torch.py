@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,6 +36,7 @@ __all__ = ["ServedCalls", "register", "sdpa_kernel", "why"]
 Tensor: TypeAlias = torch.Tensor
 
 _sdpa: Final = torch.nn.functional.scaled_dot_product_attention
+_multi_head: Final = torch.nn.functional.multi_head_attention_forward  # of nn.MultiheadAttention
 
 
 # ---------------------------------------------------------------------------------------------- why
@@ -206,20 +208,34 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Called for each function of PyTorch in the block."""
+        """Called for each function of PyTorch in the block, and for none that those call."""
         kwargs = kwargs or {}
-        if function is not _sdpa:
-            return function(*args, **kwargs)
+        if function is _sdpa:
+            return self._attention(*args, **kwargs)
+        if function is _multi_head:
+            return self._within(_multi_head)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """scaled_dot_product_attention, by whom it may be."""
         reason = why(*args, **kwargs)
-        tracing = torch.compiler.is_dynamo_compiling()
-        if reason:
-            if not tracing:
+        if not torch.compiler.is_dynamo_compiling():
+            if reason:
                 self.served.fallbacks[reason] = self.served.fallbacks.get(reason, 0) + 1
                 _remember(reason)
-            return function(*args, **kwargs)
-        if not tracing:
-            self.served.calls += 1
-        return _serve(*args, **kwargs)
+            else:
+                self.served.calls += 1
+        out: Tensor = _sdpa(*args, **kwargs) if reason else _serve(*args, **kwargs)
+        return out
+
+    def _within(self, function: Any) -> Callable[..., Any]:
+        """A Python function of torch.nn.functional that sees this scaled_dot_product_attention."""
+        names = {**function.__globals__, "scaled_dot_product_attention": self._attention}
+        copy = FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
 
 
 def _remember(reason: str) -> None:
