@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -16,7 +16,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 - 
 
     Args:
         input: (rows, ...).
-        indices: int64, (count,).
+        indices: int64 or int32, (count,).
 
     Returns:
         (count, ...); differentiable.
@@ -55,11 +55,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Args:
         hidden_states: (total, ...).
-        indices: what `unpad_input` gave, (total,).
+        indices: what `unpad_input` gave, int64 or int32 (total,).
         batch, seqlen: of the result.
 
     Returns:
         (batch, seqlen, ...); differentiable.
     """
-    rows: Any = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    return rows.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    rows = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
+    return rows.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
