@@ -70,7 +70,11 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         row = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
         patch.setitem(row, "supported_devices", ((lambda: True, "cpu"),))
     assert utils.is_flash_attn_2_available()
+    # The models are tiny: threads that wait for each other on a busy machine take most of the time.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield package
+    torch.set_num_threads(threads)
     patch.undo()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
