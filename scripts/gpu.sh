@@ -8,7 +8,19 @@ what=${1:?test or bench}; shift
 scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -- strobe
 export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so PYTHONPATH=python
 case $what in
-  test) exec "${PYTHON:-python3}" tests/gpu/run_gpu_tests.py "$@" ;;
+  test)
+    python=${PYTHON:-python3}
+    status=0
+    "$python" tests/gpu/run_gpu_tests.py "$@" || status=$?
+    # The GPU variants of the Python tests, when all was asked for.
+    if [ $# = 0 ] && "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+      if "$python" -c 'import pytest, hypothesis, ml_dtypes' 2>/dev/null; then
+        "$python" -m pytest -q tests/python -k cuda || status=$?
+      else
+        echo "gpu tests: tests/python skipped (no pytest, hypothesis or ml_dtypes)"
+      fi
+    fi
+    exit $status ;;
   bench) exec "${PYTHON:-python3}" bench/gpu_bench.py "$@" ;;
   *) echo "gpu.sh: got '$what', expected test or bench" >&2; exit 2 ;;
 esac
