@@ -119,6 +119,32 @@ def test_rng_state_is_checked() -> None:
         operators.attention_forward(q, k, v, *options(rng_state=torch.zeros(2), dropout_p=0.1))
 
 
+def test_a_cuda_generator_gives_its_seed_and_moves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generator:
+        offset = 8
+
+        def initial_seed(self) -> int:
+            return 2**64 - 3
+
+        def get_offset(self) -> int:
+            return self.offset
+
+        def set_offset(self, offset: int) -> None:
+            self.offset = offset
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(), Generator()))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = torch.device("cuda", 1)
+    for offset in (8, 12, 16):
+        state = operators.draw_dropout_state(device=device)
+        assert state.dtype == torch.int64
+        assert operators.seed_and_offset(state) == (2**64 - 3, offset)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(strobe.Unsupported, match="CUDA graph"):
+        operators.draw_dropout_state(device=device)
+
+
 # ---------------------------------------------------------------------------------------- compiler
 
 

@@ -255,6 +255,33 @@ def test_registered_under_inductor(device: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_kernels_for_cuda_are_right_about_all_but_the_device(dropout_p: float) -> None:
+    """They hold nothing of CUDA but their signatures, so CPU tensors will do."""
+    torch.manual_seed(0)
+    q, k, v = (heads_first("cpu", 2, 4, n, 16, grad=True) for n in (21, 17, 17))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        out, lse, _, _, max_q, max_k, seed, unused, mask = strobe.torch._cuda_forward(
+            None, None, q, k, v, dropout_p, True, scale=0.3
+        )
+    assert (max_q, max_k, seed.dtype, seed.shape) == (21, 17, torch.uint64, (2,))
+    assert (unused.dtype, unused.shape, mask.shape) == (torch.uint64, (), (0,))
+    assert out.stride() == q.stride()
+    torch.manual_seed(5)
+    with strobe.torch.sdpa_kernel():
+        wanted = scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=0.3)
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    options = (None, None, max_q, max_k, dropout_p, True, seed, unused)
+    with torch.no_grad():
+        found = strobe.torch._cuda_backward(
+            None, None, dout, q, k, v, out, lse, *options, scale=0.3
+        )
+    for a, b in zip(found, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.skipif(HAS_REGISTRY, reason="this PyTorch has the registry")
 def test_older_pytorch_says_so() -> None:
     with pytest.raises(strobe.Unsupported, match="sdpa_kernel"):
