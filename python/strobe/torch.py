@@ -188,8 +188,9 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
             model(x)
         print(served.calls, served.fallbacks)
 
-    Under torch.compile, enter it inside the compiled function or around the compiled call; compiled
-    calls are not counted. Gradients work after the block has ended, as they are recorded in it.
+    Under torch.compile, enter it around the compiled call or, with a PyTorch that can compile such
+    blocks (2.4 cannot), inside; compiled calls are not counted. Gradients work after the block has
+    ended, as they are recorded in it.
     """
 
     def __init__(self) -> None:

@@ -297,6 +297,9 @@ def test_vmap(device: str) -> None:
     torch.testing.assert_close(one.grad, wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="PyTorch before 2.5 calls entry by entry"
+)
 def test_vmap_refusals() -> None:
     q, k, v = qkv("cpu", 3, 9, 4, 16, grad=False)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -380,7 +383,8 @@ dist.destroy_process_group()
 
 
 def test_fsdp_of_two_processes(tmp_path: Path) -> None:
-    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this PyTorch has no fully_shard")
     commands = [
         [sys.executable, "-c", FSDP, str(rank), str(tmp_path / "rendezvous")] for rank in (0, 1)
