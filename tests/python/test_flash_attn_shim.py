@@ -61,6 +61,41 @@ def test_functions_are_strobes(flash_attn: Any) -> None:
 
 
 @pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_functions_without_autograd(packed: bool, dropout_p: float) -> None:
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    torch.manual_seed(0)
+    shape = (19, 2, 16) if packed else (2, 19, 2, 16)
+    q, k, v, dout = (torch.randn(shape, requires_grad=True) for _ in range(4))
+    offsets = torch.tensor([0, 7, 19], dtype=torch.int32)
+    lengths = (offsets, offsets, 12, 12) if packed else ()
+    options = (dropout_p, 0.2, True, 5, -1, 0.0, torch.rand(2))
+    forward = interface._flash_attn_varlen_forward if packed else interface._flash_attn_forward
+    backward = interface._flash_attn_varlen_backward if packed else interface._flash_attn_backward
+    torch.manual_seed(1)
+    out, lse, weights, rng_state = forward(q, k, v, *lengths, *options, True)
+    assert not out.requires_grad
+    assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    backward(dout, q, k, v, out, lse, dq, dk, None, *lengths, *options, False, rng_state=rng_state)
+
+    torch.manual_seed(1)
+    function = interface.flash_attn_varlen_func if packed else interface.flash_attn_func
+    p, scale, causal, left, right, softcap, slopes = options
+    wanted = function(
+        q, k, v, *lengths, p, scale, causal, (left, right), softcap, slopes, False, True
+    )
+    for a, b in zip((out, lse, weights), wanted, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip((dq, dk), torch.autograd.grad(wanted[0], (q, k), dout), strict=True):
+        assert torch.equal(a, b)
+    if packed:
+        with pytest.raises(NotImplementedError, match="seqused_k"):
+            forward(q, k, v, *lengths, *options, True, seqused_k=offsets[:2])
+
+
+@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     "name", ["flash_attn.ops", "flash_attn.modules.mha", "flash_attn.layers.patch_embed"]
 )
