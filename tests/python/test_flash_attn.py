@@ -28,7 +28,7 @@ from strobe.flash_attn import (  # noqa: E402
     flash_attn_varlen_qkvpacked_func,
 )
 
-from tensors import FUNCTIONS, Tensor, array, seed_dropout, takes, tensor  # noqa: E402
+from tensors import FUNCTIONS, Tensor, array, assert_same, seed_dropout, takes, tensor  # noqa: E402
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -161,7 +161,7 @@ def test_gradients_of_some_inputs_only(wanted: tuple[int, ...], device: str) -> 
     flash_attn_func(*some).backward(dout)
     for n, x in enumerate(some):
         if n in wanted:
-            assert torch.equal(x.grad, all_gradients[n])
+            assert_same(x.grad, all_gradients[n])
         else:
             assert x.grad is None
 
@@ -171,7 +171,7 @@ def test_gradient_of_lse_alone(device: str) -> None:
     q, k, v = qkv_of(device, 2, 17, 2, 16)
     lse = flash_attn_func(q, k, v, return_attn_probs=True)[1]
     lse.sum().backward()
-    probabilities = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k).float() / 4, -1)
+    probabilities = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) / 4, -1)
     expected = torch.einsum("bhqk,bkhd->bqhd", probabilities, k.float()) / 4
     torch.testing.assert_close(q.grad.float(), expected, rtol=2e-2, atol=2e-2)
     assert not v.grad.any()
@@ -195,7 +195,8 @@ def test_backward_twice_through_a_retained_graph(device: str) -> None:
     out = flash_attn_func(q, k, v)
     first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
     second = torch.autograd.grad(out.sum(), (q, k, v))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(first, second, strict=True):
+        assert_same(a, b)
 
 
 def test_parameters_and_modules(device: str) -> None:
@@ -208,7 +209,7 @@ def test_parameters_and_modules(device: str) -> None:
     again = flash_attn_func(*plain)
     again.sum().backward()
     assert torch.equal(out, again)
-    assert torch.equal(q.grad, plain[0].grad)
+    assert_same(q.grad, plain[0].grad)
 
 
 # ----------------------------------------------------------------------------------------- layouts
@@ -241,7 +242,8 @@ def test_any_strides(grad: bool, device: str) -> None:
     wanted = both(tensors, dout)
     for name in layouts(dout):
         found = both([layouts(x)[name] for x in tensors], layouts(dout)[name])
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+        for a, b in zip(found, wanted, strict=True):
+            assert_same(a, b)
 
 
 def test_expanded_inputs_and_gradients(device: str) -> None:
@@ -374,7 +376,7 @@ def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
     again.sum().backward()
     assert torch.equal(out, again)
     for x, gradient in zip((q, k, v), wanted, strict=True):
-        assert torch.equal(x.grad, gradient)
+        assert_same(x.grad, gradient)
 
 
 # ------------------------------------------------------------------------------ modes and contexts
