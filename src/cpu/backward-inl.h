@@ -103,14 +103,14 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
   }
 }
 
-/// P and dS of one row: scores s and dP in, both overwritten. `seen`: keys of the tile that the
-/// query sees.
+/// P and dS of one row: `width` scores s and dP in (whole vectors), both overwritten. `seen`: keys
+/// of the tile that the query sees.
 template <bool kPlain, bool kMasked>
 static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32_t batch_head,
                          int64_t query, int64_t position, int64_t key_begin, Range seen, float lse,
-                         float delta, float* s, float* dp) {
+                         float delta, int64_t width, float* s, float* dp) {
   const VF vlse = set(lse), vdelta = set(delta);
-  for (int64_t j = 0; j < kBackwardTileK; j += kLanes) {
+  for (int64_t j = 0; j < width; j += kLanes) {
     VF score = load(s + j), grad = load(dp + j);
     VF tanh = hn::Zero(f32);
     // Scaled before lse is taken away, as forward does: a row's one large weight is exactly 1
@@ -208,10 +208,11 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
   const float* const dout = s.dout + r0 * dv;
   float* const weights = s.p + r0 * kBackwardTileK;
   float* const ds = s.ds + r0 * kBackwardTileK;
-  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n,
-                   kBackwardTileK / kLanes, p.head_dim);
-  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n,
-                   kBackwardTileK / kLanes, p.head_dim_v);
+  const int64_t vectors = ceil_div(keys.size(), kLanes);
+  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n, vectors,
+                   p.head_dim);
+  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
+                   p.head_dim_v);
 
   const auto batch_head = static_cast<uint32_t>(sequence.batch * p.heads + head);
   const int64_t lse_at = sequence.lse_row + head * sequence.lse_head;
@@ -223,7 +224,7 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
     run(c, rule, batch_head, i, mask.position(i), keys.begin, seen, c.lse[lse_at + i],
-        c.delta[lse_at + i], s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
+        c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
     accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
