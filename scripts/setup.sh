@@ -20,7 +20,7 @@ case $part in
   *) echo "setup: got part '$part', expected demo, test, ci, bench or plots" >&2; exit 2 ;;
 esac
 case $part in
-  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
+  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu python3-dev) ;;&  # python3-dev: torch.compile's C++
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
   test | ci | bench | plots) packages+=(python3 python3-venv) ;;
 esac
