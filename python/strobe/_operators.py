@@ -25,6 +25,12 @@ import torch
 from . import functional
 from ._errors import InvalidArgument, Unsupported
 
+if not hasattr(torch.library, "register_autograd"):
+    raise ImportError(
+        f"strobe.flash_attn and strobe.torch need PyTorch 2.4 or newer, found {torch.__version__}; "
+        "strobe.attention works with older ones"
+    )
+
 Tensor: TypeAlias = torch.Tensor
 
 _LIBRARY: Final = torch.library.Library("strobe", "DEF")

@@ -6,7 +6,9 @@ import inspect
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -460,6 +462,77 @@ def test_fork() -> None:
         child.kill()
 
 
+# --------------------------------------------------------------------------------- GPUs and streams
+
+
+needs_cuda = pytest.mark.skipif(
+    not (torch.cuda.is_available() and strobe.info().cuda_devices), reason="no GPU"
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize("grad", [False, True])
+def test_cuda_graph(grad: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = qkv_of("cuda", 2, 65, 4, 64, grad=grad)
+    dout = torch.randn_like(q)
+
+    def step() -> list[Tensor]:
+        out = flash_attn_func(q, k, v, causal=True)
+        return [out, *(torch.autograd.grad(out, (q, k, v), dout) if grad else ())]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # plans, and whatever a first launch sets up
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert_same(a, b)
+
+
+@needs_cuda
+def test_cuda_streams() -> None:
+    torch.manual_seed(0)
+    problems = [qkv_of("cuda", 2, 100 * (n + 1), 4, 64, grad=False) for n in range(4)]
+    wanted = [flash_attn_func(*p) for p in problems]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        found = []
+        for p in problems:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found.append(flash_attn_func(*p))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@needs_cuda
+def test_cuda_memory_is_pytorchs() -> None:
+    q, k, v = qkv_of("cuda", 1, 4096, 8, 64)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    dout = torch.randn_like(q)
+
+    def peak(function: Callable[[], Tensor]) -> int:
+        torch.autograd.grad(function(), (q, k, v), dout)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(function(), (q, k, v), dout)
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    ours = peak(lambda: flash_attn_func(q, k, v, causal=True))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        theirs = peak(
+            lambda: sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+        )
+    assert ours >= 4 * q.numel() * 2  # out and gradients, at the least, are counted here
+    assert ours <= theirs
+
+
 # ----------------------------------------------------------------------------------------- refusals
 
 
@@ -551,6 +624,17 @@ def test_refusals_of_packed_tensors() -> None:
         flash_attn_kvpacked_func(X, qkv[:, :, :2].half())
     with pytest.raises(strobe.InvalidArgument, match=re.escape("cu_seqlens.dtype = int64")):
         flash_attn_varlen_qkvpacked_func(qkv[0], OFFSETS.long(), 5)
+
+
+def test_an_old_pytorch_is_refused() -> None:
+    program = (
+        "import torch; del torch.library.register_autograd; torch.__version__ = '2.3.1'; "
+        "import strobe.flash_attn"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "need PyTorch 2.4 or newer, found 2.3.1" in result.stderr
 
 
 def test_what_is_not_there_says_so() -> None:
