@@ -165,6 +165,16 @@ def _integer(name: str, value: Any) -> Any:
         raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
 
 
+def _number(name: str, value: Any) -> Any:
+    """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(f"{name} = {value!r}, expected a number") from None
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As autocast treats scaled_dot_product_attention: in its lower precision, but for float64."""
     device = q.device.type
@@ -212,6 +222,12 @@ def _attention(
 
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     """
+    if cu_seqlens_q is not None:
+        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
+    if softmax_scale is not None:
+        softmax_scale = _number("softmax_scale", softmax_scale)
+    softcap = _number("softcap", softcap)
     tracing = _is_tracing()
     plain = not tracing and _is_plain(q, k, v)
     if (
@@ -246,9 +262,6 @@ def _attention(
         _refuse_tangents(q, k, v)
     q, k, v = _autocast(q, k, v)
     window_left, window_right = _window(window_size)
-    if cu_seqlens_q is not None:
-        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
-        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
     rng_state = None
     if dropout_p != 0:
         _check_dropout(dropout_p, softcap)

@@ -42,6 +42,7 @@ from ._plans import (
     Launch,
     Options,
     Shapes,
+    as_value,
     bad_seed,
     bad_window,
     check_like_lse,
@@ -280,6 +281,12 @@ def attention(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    if type(scale) is not float and scale is not None:
+        scale = as_value(scale)
+    if type(softcap) is not float:
+        softcap = as_value(softcap)
+    if type(dropout_p) is not float:
+        dropout_p = as_value(dropout_p)
 
     key = (
         q_signature,
@@ -529,6 +536,12 @@ def attention_backward(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    if type(scale) is not float and scale is not None:
+        scale = as_value(scale)
+    if type(softcap) is not float:
+        softcap = as_value(softcap)
+    if type(dropout_p) is not float:
+        dropout_p = as_value(dropout_p)
 
     key = (
         q_signature,

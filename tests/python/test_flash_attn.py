@@ -561,6 +561,8 @@ OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
         ({"dropout_p": 0.1, "softcap": 3.0}, "softcap = 3.0 with dropout_p = 0.1"),
         ({"softcap": -1.0}, "softcap = -1"),
         ({"softmax_scale": float("nan")}, "softmax_scale = nan, expected a number"),
+        ({"softmax_scale": "x"}, "softmax_scale = 'x', expected a number"),
+        ({"softcap": torch.ones(2)}, "softcap = tensor([1., 1.]), expected a number"),
         ({"window_size": 3}, "window_size = 3, expected a pair"),
         ({"window_size": (-2, 0)}, "window"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape[0] = 3, expected 4"),
@@ -662,6 +664,15 @@ def test_lengths_may_be_tensors() -> None:
     five: Any = np.int64(5)
     found = flash_attn_varlen_func(X[0], X[0], X[0], OFFSETS, OFFSETS, longest, five)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_learned_scale_is_read_at_each_call(name: str) -> None:
+    value: Any = torch.tensor(0.5)
+    for _ in range(2):
+        found = flash_attn_func(X, X, X, **{name: value})
+        assert torch.equal(found, flash_attn_func(X, X, X, **{name: value.item()}))
+        value += 1
 
 
 def test_more_than_flash_attn_has(rng: np.random.Generator) -> None:
