@@ -24,8 +24,9 @@ def test_a_call_costs_at_most_8_us_beyond_the_c_function(device: str) -> None:
         for _ in range(5):  # the machine may be busy with something else
             times = bench.measure(device)
             overhead = times["flash_attn_func"] - times["C function"]
-            # On a slow machine everything takes longer: PyTorch's own call, 4 us on a fast one, too.
-            allowed = max(8.0, 2 * times["scaled_dot_product_attention"])
+            allowed = 8.0
+            if device == "cpu":  # a slow one shows in PyTorch's own call, 4 us on a fast one
+                allowed = max(allowed, 2 * times["scaled_dot_product_attention"])
             if overhead <= allowed:
                 break
     finally:
