@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU and nvcc: builds with CUDA, then tests or times. Python is the caller's: it needs
-# PyTorch, the tests' float64 reference and the bench's peer. Without a GPU both say so and end well.
-# Usage: scripts/gpu.sh test|bench [arguments of the script]
+# PyTorch, the tests' float64 reference and the bench's peer. Without a GPU all say so and end well.
+# Usage: scripts/gpu.sh test|bench|training [arguments of the script]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:?test or bench}; shift
+what=${1:?test, bench or training}; shift
 scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -- strobe
 export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so PYTHONPATH=python
 case $what in
@@ -22,5 +22,6 @@ case $what in
     fi
     exit $status ;;
   bench) exec "${PYTHON:-python3}" bench/gpu_bench.py "$@" ;;
-  *) echo "gpu.sh: got '$what', expected test or bench" >&2; exit 2 ;;
+  training) exec "${PYTHON:-python3}" bench/gpt_training.py "$@" ;;
+  *) echo "gpu.sh: got '$what', expected test, bench or training" >&2; exit 2 ;;
 esac
