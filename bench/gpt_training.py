@@ -239,7 +239,7 @@ def worker(configuration: str) -> None:
     """Prints the result of a configuration, as JSON, in the last line."""
     try:
         result = train(Configuration(**json.loads(configuration)))
-    except Exception as error:  # whatever it is, it is what became of this configuration
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what became of this configuration
         # PyTorch's allocator on the CPU raises a plain RuntimeError.
         no_memory = "allocate memory" in str(error)
         no_memory |= isinstance(error, (torch.OutOfMemoryError, MemoryError))
