@@ -200,23 +200,23 @@ def plot(trainings: dict[str, Training], path: Path) -> None:
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
     mpl.rcParams.update({"grid.alpha": 0.3, "svg.fonttype": "none", "svg.hashsalt": "strobe"})
     figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(7, 4.4), height_ratios=(3, 1), layout="constrained"
+        2, 1, sharex=True, figsize=(7, 4.8), height_ratios=(5, 3), layout="constrained"
     )
-    colors = {"Strobe": "#e8590c", "PyTorch": "#4dabf7", "PyTorch's math": "#74b816"}
-    steps = range(1, len(trainings["PyTorch"].losses) + 1)
-    above.plot(steps, trainings["PyTorch"].losses, color=colors["PyTorch"], lw=4, label="PyTorch")
-    for name, training in trainings.items():
-        if name == "PyTorch":
-            continue
-        above.plot(steps, training.losses, color=colors[name], lw=0.9, label=name)
-        apart = [x or float("nan") for x in differences(training, trainings["PyTorch"])]
-        below.plot(steps, apart, color=colors[name], lw=0.5)
+    strobe, pytorch = trainings["Strobe"], trainings["PyTorch"]
+    steps = range(1, len(strobe.losses) + 1)
+    above.plot(steps, pytorch.losses, color="#4dabf7", lw=4, label="PyTorch")
+    above.plot(steps, strobe.losses, color="#e8590c", lw=0.9, label="Strobe")
     above.set_ylabel("loss, nats per character")
     above.legend(frameon=False)
+    colors = {"Strobe": "#e8590c", "PyTorch's math": "#74b816"}
+    for name in [name for name in colors if name in trainings]:
+        apart = [max(x, 1e-7) for x in differences(trainings[name], pytorch)]  # no log of 0
+        below.plot(steps, apart, color=colors[name], lw=0.5, label=f"{name} to PyTorch")
+    below.legend(frameon=False, loc="lower right")
     below.set_yscale("log")
     below.yaxis.set_major_locator(LogLocator(numticks=4))
     below.yaxis.set_minor_locator(NullLocator())
-    below.set_ylabel("from PyTorch's")
+    below.set_ylabel("difference")
     below.set_xlabel("step")
     figure.suptitle("Character-level GPT, trained on a CPU in float32", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,6 +239,8 @@ def main() -> None:
     args = parser.parse_args()
 
     text = read(args.text)
+    if len(text) <= CONTEXT:
+        parser.error(f"--text has {len(text)} characters, expected more than {CONTEXT}")
     alphabet = "".join(sorted(set(text)))
     index = {c: i for i, c in enumerate(alphabet)}
     pieces = torch.tensor([index[c] for c in text]).unfold(0, CONTEXT + 1, 1)
