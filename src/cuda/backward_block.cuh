@@ -47,11 +47,9 @@ struct BackwardShape {
   static constexpr int kPass = kDqColumns > 64 ? kDqColumns / 2 : kDqColumns;
   // Registers for running ahead are few where sums and scores take 192 of 255.
   static constexpr int kAhead = 2;
-#ifdef STROBE_FRESH
-  static constexpr bool kFresh = STROBE_FRESH;
-#else
-  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160;
-#endif
+  /// Whether addresses that every step needs are computed anew (BackwardThread::Place): measured.
+  template <bool kRules>
+  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160 && (kRules || kN > 8);
 
   using KTile = SharedTile<kC.tile_k, kC.width>;
   using QTile = SharedTile<kC.tile_q, kC.width>;
@@ -221,7 +219,7 @@ struct SeenQueries {
 
 /// One thread's view of its block: addresses, barriers, copies, and the products that both halves
 /// make.
-template <BackwardConfig kC>
+template <BackwardConfig kC, bool kRules>
 struct BackwardThread {
   using Shape = BackwardShape<kC>;
   using T = typename Shape::T;
@@ -290,7 +288,7 @@ struct BackwardThread {
   }
   /// For what every step needs: kept where there are registers.
   __device__ __forceinline__ Place place() const {
-    if constexpr (Shape::kFresh) return fresh_place();
+    if constexpr (Shape::template kFresh<kRules>) return fresh_place();
     return {half_thread};
   }
   __device__ __forceinline__ void arrive_warp(uint32_t barrier) const {

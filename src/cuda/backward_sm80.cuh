@@ -43,10 +43,10 @@ namespace strobe::cuda::sm80 {
 // --- S^T, P, dV ---
 
 /// Fetches item i into its block, with its keys where their ring has a place; by the weights half.
-template <BackwardConfig kC>
-__device__ __forceinline__ void fetch_item(const BackwardThread<kC>& t, const BackwardOrder& order,
-                                           int i) {
-  using Thread = BackwardThread<kC>;
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ void fetch_item(const BackwardThread<kC, kRules>& t,
+                                           const BackwardOrder& order, int i) {
+  using Thread = BackwardThread<kC, kRules>;
   t.wait_empty(t.block_empty(i), i, 2);
   BackwardBlock& block = t.block(i);
   if (t.fresh_place().thread == 0) {
@@ -73,8 +73,9 @@ __device__ __forceinline__ void fetch_item(const BackwardThread<kC>& t, const Ba
 }
 
 template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void weights_half(BackwardThread<kC> t, const BackwardOrder& order) {
-  using Thread = BackwardThread<kC>;
+__device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
+                                             const BackwardOrder& order) {
+  using Thread = BackwardThread<kC, kRules>;
   using Shape = typename Thread::Shape;
   using T = typename Shape::T;
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
@@ -271,8 +272,8 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC> t, const Backwar
 // Each part has a counter of the key blocks that have added (not deterministic: whether one has).
 
 /// Key blocks that add to a step's dQ before this one, as far as it has to know.
-template <BackwardConfig kC>
-__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC>& t,
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>& t,
                                                const BackwardStep& step) {
   const int32_t q = step.tile * kC.tile_q;
   if (q >= t.block_int(offsetof(BackwardBlock, first_query))) return 0;
@@ -282,8 +283,9 @@ __device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC>& t,
   const Range keys = mask.kv_range({q, min64(q + kC.tile_q, mask.seqlen_q)});
   return static_cast<uint32_t>(b.key_begin / kC.tile_k - keys.begin / kC.tile_k);
 }
-template <BackwardConfig kC>
-__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC>& t, uint32_t tile) {
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules>& t,
+                                                  uint32_t tile) {
   return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + t.place().warp();
 }
 __device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
@@ -293,13 +295,14 @@ __device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
 }
 
 template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void gradients_half(BackwardThread<kC> t, const BackwardOrder& order) {
-  using Thread = BackwardThread<kC>;
+__device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
+                                               const BackwardOrder& order) {
+  using Thread = BackwardThread<kC, kRules>;
   using Shape = typename Thread::Shape;
   using T = typename Shape::T;
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
   const BackwardParams& p = t.p;
-  const float dp_scale = p.dropout.keep_scale / kWeightScale;
+  const float dp_scale = kRules ? p.dropout.keep_scale / kWeightScale : 1 / kWeightScale;
   int n_step = 0;  // of all items
   // A turn to pass on, a while after the additions, so that nobody waits for them to arrive.
   uint32_t pending_tile = 0, pending_order = 0;  // the counter's new value; 0: none
@@ -404,9 +407,10 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC> t, const Backw
       t.wait_empty(t.ds_empty(), n_step, 1);
       t.store_scores(Shape::kDsAt, ds);
       t.arrive_warp(t.ds_full());
-      const uint32_t tile = t.scratch_tile(
+      uint32_t tile = t.scratch_tile(
           static_cast<uint32_t>(t.block_int(offsetof(BackwardBlock, scratch))), step);
       uint32_t turn = look_at(turn_counter(t, tile));  // not needed before dQ is there
+      asm volatile("" : "+r"(tile));                   // addresses are not kept until then
 
       // dK needs the warp's own dS alone, unless queries are split; dQ that of all warps.
       if constexpr (Shape::kSplit) t.wait_full(t.ds_full(), n_step, 1);
@@ -417,6 +421,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC> t, const Backw
       if constexpr (!Shape::kSplit) t.wait_full(t.ds_full(), n_step, 1);
 
       const bool dq_seen_only = masked && t.block_int(offsetof(BackwardBlock, keys_nonfinite)) != 0;
+      BackwardStep after = step;
 #pragma unroll 1
       for (int pass = 0; pass < Shape::kDqColumns; pass += Shape::kPass) {
         float dq[2][Shape::kPass / 8][4] = {};
@@ -425,7 +430,9 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC> t, const Backw
           t.arrive_warp(t.ds_empty());
           if (steps == 1) t.arrive_warp(t.k_empty(t.item));
         }
+        // All that is left to look up, before the additions fill the queue to memory.
         const uint32_t order = turn_order(t, step);
+        if (pass + Shape::kPass == Shape::kDqColumns) after = t.after(step, t.limits());
         // No acquire: what follows goes to L2, where the others' additions have arrived by now.
         while (turn < order) turn = look_at(turn_counter(t, tile));
         __syncwarp();
@@ -433,7 +440,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC> t, const Backw
         t.add_dq(dq, pass, sum, order == 0);
         if (order == 0 || p.deterministic) pending_tile = tile, pending_order = order + 1;
       }
-      step = t.after(step, t.limits());
+      step = after;
     }
 
     if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item));
@@ -456,7 +463,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   uint32_t shared = ptx::shared_address(shared_bytes);
   asm volatile("" : "+r"(shared));  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
-  const BackwardThread<kC> t(p, scratch, shared, half);
+  const BackwardThread<kC, kRules> t(p, scratch, shared, half);
   if (threadIdx.x == 0) t.init_barriers();
   __syncthreads();
   if (half == 0) {
@@ -487,8 +494,10 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-/// L2 that a group of columns may take: their queries and the sums of their dQ.
-inline constexpr int64_t kBackwardGroupBytes = int64_t{32} << 20;
+/// Columns of a group: as many as L2 holds the queries and the sums of their dQ, for short
+/// sequences; but not so few that many key blocks of one column are under way at once, which add to
+/// the same tiles of dQ (and, in a deterministic launch, wait for one another).
+inline constexpr int64_t kBackwardGroupBytes = int64_t{32} << 20, kBackwardGroupColumns = 16;
 
 template <BackwardConfig kConfig>
 constexpr BackwardOrder backward_order(const BackwardParams& p) {
@@ -499,7 +508,8 @@ constexpr BackwardOrder backward_order(const BackwardParams& p) {
   o.columns = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads_kv) * o.parts;
   o.items = int64_t{o.columns} * o.blocks;
   const int64_t bytes = int64_t{p.seqlen_q} * o.heads_per_part * kConfig.width * 8;
-  o.group = static_cast<uint32_t>(max64(1, min64(kBackwardGroupBytes / max64(1, bytes), 65536)));
+  o.group = static_cast<uint32_t>(
+      max64(kBackwardGroupColumns, min64(kBackwardGroupBytes / max64(1, bytes), 65536)));
   // 32-bit arithmetic within a group.
   o.group = static_cast<uint32_t>(max64(1, min64(o.group, INT32_MAX / max64(1, o.blocks))));
   return o;

@@ -9,8 +9,9 @@
 
 namespace strobe::cuda {
 
-/// When a row is the planner's choice among rows that fit equally well.
-enum class When : int8_t { kAny, kCausal, kFull };
+/// When a row is the planner's choice among rows that fit equally well. kFew: few keys, up to 1024,
+/// or 2048 under a causal mask; also with softcap, ALiBi or dropout.
+enum class When : int8_t { kAny, kCausal, kFull, kFew };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
 /// runs, the rest of a tile being zeros.

@@ -57,11 +57,20 @@ struct ForwardTuning {
 };
 
 constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
-  if (c.width > 128) return {64, 2, 2, 1};
+  const int step = c.tile_k < 64 ? c.tile_k : 64;
+  if (c.width > 128) return {step, 0, c.tile_q / c.warps == 16 && c.warps == 8 ? 2 : 1, 1};
   if (c.width > 64) return {32, 0, 1, 2};
   // Short tiles of keys are for short sequences, where a third block on a multiprocessor covers for
   // the others' beginnings and ends.
   return c.tile_k > 64 ? ForwardTuning{64, 4, 1, 2} : ForwardTuning{32, 0, 1, 3};
+}
+
+/// The general kernel's: softcap, ALiBi and dropout want registers too.
+constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
+  ForwardTuning t = forward_tuning(c);
+  if (t.split == 1 && t.step > 32) t.step = 32;
+  if (t.min_blocks > 2) t.min_blocks = 2;
+  return t;
 }
 
 /// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
@@ -156,19 +165,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
 
-  Warp<Shape, kGeneral> w{p, lane, team, warp / Shape::kTeams};
-  w.limits = ring + static_cast<uint32_t>(Shape::kLimitsOffset + 8 * team_row);
+  Warp<Shape, kGeneral> w{p, lane, team, warp / Shape::kTeams, limits + team_row};
   w.q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team_row * QTile::kRowBytes);
   w.weights = ring + static_cast<uint32_t>(Shape::kWeightsOffset +
                                            team * 2 * Shape::kSplit * Shape::kWeightsBytes);
   w.rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
 
   // --- Copies: this thread's part of a block of K and V ---
-  const int chunk = thread % KTile::kChunks, first_row = thread / KTile::kChunks;
-  const auto own_place = static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
   const char *k_source = nullptr, *v_source = nullptr;  // in the next block
   const auto start_at = [&](const RowsView& k, const RowsView& v, int32_t block) {
-    const int64_t row = int64_t{block} * kTileK + first_row;
+    const int chunk = thread % KTile::kChunks;
+    const int64_t row = int64_t{block} * kTileK + thread / KTile::kChunks;
     k_source = k.data + row * k.stride_bytes + 16 * chunk;
     v_source = v.data + row * v.stride_bytes + 16 * chunk;
   };
@@ -179,8 +186,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, info->v, block * kTileK,
                                                  info->v.aligned(), thread);
     } else {
+      // Asked for again, which is cheaper than to keep all that follows from it.
+      int self;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self));
+      const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
-      const uint32_t k = stage + own_place, v = k + KTile::kBytes;
+      const uint32_t k = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
+      const uint32_t v = k + KTile::kBytes;
       const int k_columns = p.head_dim - 8 * chunk, v_columns = p.head_dim_v - 8 * chunk;
       const int32_t left = seqlen_k - block * kTileK;
       if (left >= kTileK) {
@@ -346,14 +358,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // --- Host ---
 
-template <ForwardConfig kC, ForwardTuning kT = forward_tuning(kC)>
+template <ForwardConfig kC, ForwardTuning kT>
 using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
 
 template <ForwardConfig kConfig>
 constexpr LaunchShape forward_shape() {
-  using Shape = ShapeOf<kConfig>;
-  return {Shape::kThreads, Shape::kSharedBytes};
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return {Plain::kThreads, max64(Plain::kSharedBytes, General::kSharedBytes)};
 }
 
 template <ForwardConfig kConfig>
@@ -391,17 +404,14 @@ inline bool in_units(const Tensor& t, int32_t dim) {
   return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
 }
 
-template <typename Shape>
-cudaError_t launch_shape(const ForwardParams& p, cudaStream_t stream) {
+template <ForwardConfig kConfig>
+cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
                      in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
                      in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
-  return plain ? launch_kernel<Shape, false>(p, stream) : launch_kernel<Shape, true>(p, stream);
-}
-
-template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  return launch_shape<ShapeOf<kConfig>>(params, stream);
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return plain ? launch_kernel<Plain, false>(p, stream) : launch_kernel<General, true>(p, stream);
 }
 
 }  // namespace strobe::cuda::sm80

@@ -124,8 +124,8 @@ class Consumer {
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
 
-  /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, the tile before is
-  /// finished, this one not always.
+  /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, all tiles before
+  /// are finished, and this one's last product may still be pending.
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
     const Blocks blocks = tile.part[warpgroup_];
     const int last = tile.block_begin, loaded = tile.loaded;
@@ -134,8 +134,7 @@ class Consumer {
     for (int n = tile.block_end - 1; n >= last; --n) {
       done_ = false;
       if (n >= blocks.end || n < blocks.begin) {
-        flush();
-        if (loaded) pass_block();
+        skip(loaded);
       } else if (kRule || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
         if (first_) begin_tile(tile);
         step<Kind::kMaximum>(n, n == blocks.begin, n < blocks.fast_begin || n >= blocks.fast_end);
@@ -147,7 +146,6 @@ class Consumer {
         }
       }
       if (done_) finish_tile();
-      tile_slot_ = slot_.stage();
     }
     if (first_ && real) {
       store_nothing(tile);
@@ -159,13 +157,23 @@ class Consumer {
   /// State of a new tile; that of the one before is kept until its O is done.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kRule) rule_ = score_rule(p_, tile.batch, tile.head);
+    retire();
+    tile_slot_ = slot_.stage();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max_[r] = -infinity();
+      sum_[r] = 0.f;
+      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position + row(r));
+    }
+  }
+
+  /// The tile before has no more scores to come.
+  __device__ __forceinline__ void retire() {
+    done_slot_ = tile_slot_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       done_max_[r] = max_[r];
       done_sum_[r] = sum_[r];
-      max_[r] = -infinity();
-      sum_[r] = 0.f;
-      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position + row(r));
     }
   }
 
@@ -243,36 +251,28 @@ class Consumer {
         : "memory");
   }
 
-  /// Takes a turn to do the pending O += P V, if there is one.
-  __device__ __forceinline__ void flush() {
-    const RingPosition<Tr::kStages> v_at{at_.count - 1};
-    if (pending_) shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
-    take_turn();
-    ptx::wgmma_fence();
-    issue_pv(v_at.stage());
-    ptx::wgmma_commit();
-    pass_turn();
-    ptx::wgmma_wait<0>();
-    ptx::pin(o_);
+  /// A block that this warpgroup does not need, or, where nothing is loaded, none: time to do what
+  /// is pending, in its turn. The block's barriers are warp 0's business.
+  __device__ __forceinline__ void skip(bool loaded) {
     if (pending_) {
+      const RingPosition<Tr::kStages> v_at{at_.count - 1};
+      shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
+      take_turn();
+      ptx::wgmma_fence();
+      issue_pv(v_at.stage());
+      ptx::wgmma_commit();
+      pass_turn();
+      ptx::wgmma_wait<0>();
+      ptx::pin(o_);
       arrive(shared_.v_ring.empty[v_at.stage()]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        done_max_[r] = max_[r];
-        done_sum_[r] = sum_[r];
-      }
+      retire();
       done_ = true;
+      pending_ = false;
+    } else {
+      take_turn();
+      pass_turn();
     }
-    pending_ = false;
-  }
-  /// A block that this warpgroup does not need: waits for it, so that the rings stay in step, and
-  /// frees it. After a flush, because the block's V is loaded into what the pending product frees.
-  __device__ __forceinline__ void pass_block() {
-    shared_.k_ring.full[at_.stage()].wait(at_.phase());
-    arrive(shared_.k_ring.empty[at_.stage()]);
-    shared_.v_ring.full[at_.stage()].wait(at_.phase());
-    arrive(shared_.v_ring.empty[at_.stage()]);
-    ++at_.count;
+    if (loaded) ++at_.count;
   }
 
   __device__ __forceinline__ void issue_qk(int stage) {
@@ -421,9 +421,9 @@ class Consumer {
     for (int i = 0; i < 4; ++i) s[i] = c[i];
   }
 
-  /// O and lse of the tile in slot tile_slot_, all of whose products are done.
+  /// O and lse of the tile in slot done_slot_, all of whose products are done.
   __device__ __forceinline__ void finish_tile() {
-    Tile<Tr::kWarpgroups>& tile = shared_.tiles[tile_slot_];
+    Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
     float factor[2];
     bool valid[2];
 #pragma unroll
@@ -472,7 +472,7 @@ class Consumer {
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
                                           tile.head, tile.first};
     }
-    arrive(shared_.tile_ring.empty[tile_slot_]);
+    arrive(shared_.tile_ring.empty[done_slot_]);
   }
 
   /// Columns 16i to 16i + 15 of the warp's rows.
@@ -506,7 +506,7 @@ class Consumer {
   }
   __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
     return static_cast<T*>(p_.out.data) + tile.batch * p_.out.batch_stride +
-           (tile.q_row + row) * p_.out.row_stride + tile.head * p_.out.head_stride;
+           int64_t{tile.map_q + row} * p_.out.row_stride + tile.head * p_.out.head_stride;
   }
 
   /// 0 and -inf: no row of the warpgroup sees a key.
@@ -535,8 +535,9 @@ class Consumer {
   int keep_o_ = 0;                // 0: the pending product overwrites O
   bool first_ = false;            // the block under way is its tile's first
 
-  bool done_ = false;  // O of the tile in tile_slot_ is complete
-  int tile_slot_ = 0;  // of the tile that O belongs to
+  int tile_slot_ = 0;  // of the tile that S belongs to
+  int done_slot_ = 0;  // of the tile that O belongs to, once it has no more scores to come
+  bool done_ = false;  // and when O is complete
   float done_max_[2], done_sum_[2];
 
   ScoreRule rule_;  // kRule
@@ -618,6 +619,8 @@ cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   constexpr auto kShared = static_cast<size_t>(kShape.shared_bytes);
   TileOrder order{StaticOrder::make(p, kConfig.tile_q), kConfig.tile_q, 0, nullptr};
   if (order.tiles.items == 0) return cudaSuccess;
+  if (order.tiles.items > INT32_MAX / 2)
+    return cudaErrorInvalidValue;  // tiles are counted in 32 bits
   static std::atomic<uint32_t> launches;
   order.nonce = 2 * launches.fetch_add(1, std::memory_order_relaxed) + 1;
   order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
@@ -631,9 +634,11 @@ cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   };
   cudaError_t error = make_map(maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
   if (error != cudaSuccess) return error;
-  error = make_map(maps.k, p.k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
+  // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+  const bool keys = p.total_k > 0;
+  error = make_map(maps.k, keys ? p.k : p.q, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
   if (error != cudaSuccess) return error;
-  error = make_map(maps.v, p.v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
+  error = make_map(maps.v, keys ? p.v : p.q, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
   if (error != cudaSuccess) return error;
   error = make_map(maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
   if (error != cudaSuccess) return error;

@@ -62,10 +62,10 @@ struct Warp {
 
   const ForwardParams& p;
   int lane;
-  int team, part;    // part: which of the warps that share rows
-  uint32_t limits;   // shared address of the limits of the warp's rows
-  uint32_t q_tile;   // shared address of the warp's rows of Q
-  uint32_t weights;  // shared address of the team's weights: [set][part]
+  int team, part;      // part: which of the warps that share rows
+  const int2* limits;  // keys [x, y) that the warp's rows see, in shared memory
+  uint32_t q_tile;     // shared address of the warp's rows of Q
+  uint32_t weights;    // shared address of the team's weights: [set][part]
   uint32_t q_fragment[kM][kKept ? kKept : 1][4];
   ScoreRule rule;
   int32_t position;                // of the warp's first row among the keys
@@ -257,18 +257,9 @@ struct Warp {
     }
   }
 
-  /// Keys [x, y) that a row sees.
-  __device__ __forceinline__ int2 limits_of(int row) const {
-    int2 limit;
-    asm volatile("ld.shared.v2.s32 {%0,%1}, [%2];"
-                 : "=r"(limit.x), "=r"(limit.y)
-                 : "r"(limits + static_cast<uint32_t>(8 * row))
-                 : "memory");
-    return limit;
-  }
-  /// The same, relative to this lane's first column of the keys from key0.
+  /// A row's limits, relative to this lane's first column of the keys from key0.
   __device__ __forceinline__ int2 limits_from(int32_t key0, int m, int h) const {
-    const int2 limit = limits_of(16 * m + lane / 4 + 8 * h);
+    const int2 limit = limits[16 * m + lane / 4 + 8 * h];
     return make_int2(limit.x - key0 - 2 * (lane % 4), limit.y - key0 - 2 * (lane % 4));
   }
 
@@ -418,7 +409,7 @@ struct Warp {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * m + lane / 4 + 8 * h;
-        const int2 limit = limits_of(row);
+        const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
         const RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
