@@ -8,6 +8,7 @@
 #include "cuda/backward_math.cuh"
 #include "cuda/backward_pre.cuh"
 #include "cuda/config.h"
+#include "cuda/dropout.cuh"
 #include "cuda/load.cuh"
 #include "cuda/ptx/arrive.h"
 #include "cuda/ptx/cp_async.h"

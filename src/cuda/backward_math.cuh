@@ -1,13 +1,13 @@
-// The products of the backward pass and the random bits of its transposed scores.
+// The products of the backward pass, and how its results leave registers.
 #ifndef STROBE_CUDA_BACKWARD_MATH_CUH_
 #define STROBE_CUDA_BACKWARD_MATH_CUH_
 
 #include <cstdint>
 
-#include "core/philox.h"
 #include "cuda/load.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/quad.cuh"
 #include "cuda/tile.cuh"
 
 namespace strobe::cuda {
@@ -99,48 +99,6 @@ __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
         }
       }
     }
-  }
-}
-
-/// Transposes the 4 x 4 words of a quad: lane t's word d becomes lane d's word t.
-__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4], int lane) {
-  const bool high = (lane & 2) != 0, odd = (lane & 1) != 0;
-  // First the 2 x 2 blocks off the diagonal, with the lane t ^ 2 ...
-  const uint32_t s0 = __shfl_xor_sync(0xffffffffu, high ? w[0] : w[2], 2);
-  const uint32_t s1 = __shfl_xor_sync(0xffffffffu, high ? w[1] : w[3], 2);
-  if (high) {
-    w[0] = s0, w[1] = s1;
-  } else {
-    w[2] = s0, w[3] = s1;
-  }
-  // ... then within the blocks, with the lane t ^ 1.
-  const uint32_t s2 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-  const uint32_t s3 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = s2, w[2] = s3;
-  } else {
-    w[1] = s2, w[3] = s3;
-  }
-}
-
-/// Dropout words of four 8 (keys) x 8 (queries) blocks of transposed scores: queries `query` +
-/// 8 * 0 .. 3, keys 8 * group to 8 * group + 7. word[d] has in its low and high half the random
-/// bits of this lane's key, lane / 4, and its two queries, 2 * (lane % 4) + {0, 1}, of block d.
-///
-/// A call of the generator gives eight keys of one query, two to a word. Lane 4 s + c calls it for
-/// query s of block c; a transpose within the quad then gives it word c of all four blocks, and
-/// movmatrix the halves of its own key from the words' owners.
-__device__ __forceinline__ void dropout_words_transposed(const Dropout& dropout,
-                                                         uint32_t batch_head, uint32_t query,
-                                                         uint32_t group, int lane,
-                                                         uint32_t (&word)[4]) {
-  const Philox4 mine =
-      dropout.bits(batch_head, query + static_cast<uint32_t>(8 * (lane % 4) + lane / 4), group);
-  uint32_t w[4] = {mine.word[0], mine.word[1], mine.word[2], mine.word[3]};
-  quad_transpose(w, lane);
-#pragma unroll
-  for (int d = 0; d < 4; ++d) {
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word[d]) : "r"(w[d]));
   }
 }
 

@@ -237,12 +237,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     block = static_cast<int32_t>(keys.begin) / kTileK;
     some_block = !keys.empty();
     start_at(k, v, block);
-    if constexpr (kGeneral) {
-      if (thread == kThreads - 1) info->k = k, info->v = v;
-      __syncthreads();
-    }
-    if (some_block) copy_next(ring, block, seqlen_k);
-    if (thread == kThreads - 1) {  // not of the warp that has the teams' keys to work out
+    const auto write_info = [&] {
+      if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
       *info = {k,
                v,
                rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
@@ -252,7 +248,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                begin,
                block,
                some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block};
+    };
+    if constexpr (kGeneral) {  // whose copies read it
+      write_info();
+      __syncthreads();
     }
+    if (some_block) copy_next(ring, block, seqlen_k);
+    if constexpr (!kGeneral) write_info();
     if (thread < Shape::kTeams) {
       Range some = keys, full = keys;
       if (limited) {
@@ -331,6 +333,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
+    // With no block at all Q is still on its way, and results are about to take its place.
+    ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, real = false;
     block = info->block_begin - 1;

@@ -65,6 +65,7 @@
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/quad.cuh"
 #include "cuda/score.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tensor_map.h"
@@ -459,8 +460,11 @@ class Consumer {
           ++o_at_.count;
         }
       } else {
-        store_global(tile, i, 0, valid[0], {block[0][0], block[0][2], block[1][0], block[1][2]});
-        store_global(tile, i, 1, valid[1], {block[0][1], block[0][3], block[1][1], block[1][3]});
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t w[4] = {block[0][r], block[0][2 + r], block[1][r], block[1][2 + r]};
+          store_global(tile, i, r, valid[r], w);
+        }
       }
     }
     // A NaN score shows in the sum, hence in the factor, and is as it should be.
@@ -487,22 +491,12 @@ class Consumer {
   /// Columns 16i to 16i + 31 of the thread's row r. Lane t of a quad has columns 2t, 2t + 1 of each
   /// 8; transposed, 8 in a row, so that a quad stores 64 bytes in a row.
   __device__ __forceinline__ void store_global(const Tile<Tr::kWarpgroups>& tile, int i, int r,
-                                               bool valid, uint4 v) {
-    transpose_quad(v);
+                                               bool valid, uint32_t (&w)[4]) {
+    quad_transpose(w, lane());
     const int column = 16 * i + 8 * (lane() % 4);
     if (valid && column < p_.head_dim_v)
-      *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) = v;
-  }
-  /// Lane t of a quad gives component i of v to lane i, and gets that lane's component t.
-  __device__ __forceinline__ void transpose_quad(uint4& v) {
-    const bool high = (lane() & 2) != 0, odd = (lane() & 1) != 0;
-    const uint32_t s0 = __shfl_xor_sync(0xffffffffu, high ? v.x : v.z, 2);
-    const uint32_t s1 = __shfl_xor_sync(0xffffffffu, high ? v.y : v.w, 2);
-    const uint32_t a0 = high ? s0 : v.x, a1 = high ? s1 : v.y;
-    const uint32_t a2 = high ? v.z : s0, a3 = high ? v.w : s1;
-    const uint32_t s2 = __shfl_xor_sync(0xffffffffu, odd ? a0 : a1, 1);
-    const uint32_t s3 = __shfl_xor_sync(0xffffffffu, odd ? a2 : a3, 1);
-    v = make_uint4(odd ? s2 : a0, odd ? a1 : s2, odd ? s3 : a2, odd ? a3 : s3);
+      *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
+          make_uint4(w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
     return static_cast<T*>(p_.out.data) + tile.batch * p_.out.batch_stride +
@@ -619,6 +613,7 @@ cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   constexpr auto kShared = static_cast<size_t>(kShape.shared_bytes);
   TileOrder order{StaticOrder::make(p, kConfig.tile_q), kConfig.tile_q, 0, nullptr};
   if (order.tiles.items == 0) return cudaSuccess;
+  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
   static std::atomic<uint32_t> launches;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/dropout.cuh"
 #include "cuda/params.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"

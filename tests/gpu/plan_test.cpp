@@ -61,6 +61,20 @@ TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {
   EXPECT_EQ(a.workspace_bytes, b.workspace_bytes);
 }
 
+// The Hopper forward draws no random numbers: with dropout it has to decline, in every shape.
+TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {
+  for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (const int64_t dim : {64, 96, 128, 192, 256}) {
+      AttentionProblem p = problem(STROBE_BFLOAT16, dim, direction);
+      p.dropout_p = 0.1f;
+      Plan plan;
+      const Status s = plan_for(p, device(90), plan);
+      ASSERT_TRUE(s.ok()) << s.text();
+      EXPECT_STREQ(plan.kernel, "cuda_sm80");
+    }
+  }
+}
+
 TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   Plan plan;
   Status s = plan_for(problem(STROBE_FLOAT32, 64), device(80), plan);
