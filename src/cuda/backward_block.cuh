@@ -45,12 +45,15 @@ struct BackwardShape {
   // dQ: 32 queries by kDqColumns a warp, in passes that leave registers beside dK.
   static constexpr int kDqRowWarps = kC.tile_q / 32;
   static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
-  static constexpr int kPass = kDqColumns > 64 ? kDqColumns / 2 : kDqColumns;
+  static constexpr int kPass =
+      kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
   // Registers for running ahead are few where sums and scores take 192 of 255.
   static constexpr int kAhead = 2;
-  /// Whether addresses that every step needs are computed anew (BackwardThread::Place): measured.
-  template <bool kRules>
-  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160 && (kRules || kN > 8);
+  /// Whether there are registers for softcap, ALiBi and dropout: else the row is for plain
+  /// problems.
+  static constexpr bool kHasRules = 8 * (kSumN + kN) < 192;
+  /// Whether addresses that every step needs are computed anew (BackwardThread::Place).
+  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160;
 
   using KTile = SharedTile<kC.tile_k, kC.width>;
   using QTile = SharedTile<kC.tile_q, kC.width>;
@@ -74,7 +77,8 @@ struct BackwardShape {
   static constexpr int kBlockAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
   static constexpr int kBlockBytes = 176;
   static constexpr int kLimitsAt = kBlockAt + 2 * kBlockBytes;
-  static constexpr int kSharedBytes = kLimitsAt + kKeyStages * 8 * kC.tile_k;
+  static constexpr int kPendingAt = kLimitsAt + kKeyStages * 8 * kC.tile_k;
+  static constexpr int kSharedBytes = kPendingAt + 8 * kHalfWarps;
 
   static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);
   static_assert(kN % 2 == 0 && kSumN % 4 == 0 && kPass % 16 == 0 && kDqColumns % kPass == 0);
@@ -131,8 +135,8 @@ struct alignas(16) BackwardBlock {
   const char *q, *dout;  // row 0 of the sequence, head 0
   Sequence sequence;
   int32_t batch, head_kv, part, key_begin;
-  int32_t head_begin;  // of the query heads
-  int32_t steps;       // -1: there is no item
+  int32_t head_begin, head_end;  // of the query heads
+  int32_t steps;                 // -1: there is no item
   int32_t copies;  // q and dout: 0 value by value, 1 sixteen bytes, 2 and all columns of the tile
   int32_t keys_nonfinite;
 
@@ -157,7 +161,8 @@ struct alignas(16) BackwardBlock {
     full_end = static_cast<int32_t>(full.end);
     first_query =
         key_begin == 0 ? 0 : static_cast<int32_t>(mask.q_range({key_begin - 1, key_begin}).end);
-    steps = min(heads_per_part, (head_kv + 1) * p.group - head_begin) * (tile_end - tile_begin);
+    head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
+    steps = (head_end - head_begin) * (tile_end - tile_begin);
     scratch = scratch_begin(p, tile_q, batch);
     const RowsView q_rows = rows_view(p.q, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim);
     const RowsView dout_rows =
@@ -235,8 +240,9 @@ struct BackwardThread {
   const BackwardScratch& scratch;
   const uint32_t shared;  // address of all shared memory
   const int half_thread;  // of the half
-  int item = 0;           // items so far: where the rings of K, V and blocks are
-  uint32_t block_now;     // address of the item's block
+  // Steps so far in the low half, items in the high half: where the rings are, for which either
+  // matters modulo 4 only. One register, for the kernel has none to spare.
+  uint32_t count = 0;
 
   __device__ __forceinline__ BackwardThread(const BackwardParams& params,
                                             const BackwardScratch& scratch_, uint32_t shared_,
@@ -244,8 +250,7 @@ struct BackwardThread {
       : p(params),
         scratch(scratch_),
         shared(shared_),
-        half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads),
-        block_now(block_at(0, 0)) {}
+        half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads) {}
 
   /// Where a thread stands, and what follows from it. Made anew for each phase of a step, behind
   /// the compiler's back: it would otherwise compute every address ahead of the loop and spill them
@@ -283,13 +288,13 @@ struct BackwardThread {
     }
   };
   __device__ __forceinline__ Place fresh_place() const {
-    int thread = half_thread;
-    asm volatile("" : "+r"(thread));
-    return {thread};
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return {thread % Shape::kHalfThreads};
   }
   /// For what every step needs: kept where there are registers.
   __device__ __forceinline__ Place place() const {
-    if constexpr (Shape::template kFresh<kRules>) return fresh_place();
+    if constexpr (Shape::kFresh) return fresh_place();
     return {half_thread};
   }
   __device__ __forceinline__ void arrive_warp(uint32_t barrier) const {
@@ -302,7 +307,7 @@ struct BackwardThread {
   }
   /// For SeenQueries of the lane's rows from the warp's row `row` on.
   __device__ __forceinline__ uint32_t seen_limits(const Place& me, int row) const {
-    return limits_at(item) + static_cast<uint32_t>(8 * (me.key_row() + row + me.lane() / 4));
+    return limits_at(item()) + static_cast<uint32_t>(8 * (me.key_row() + row + me.lane() / 4));
   }
 
   // The block of an item: read by address in the loop, as a whole where it is rare.
@@ -317,12 +322,14 @@ struct BackwardThread {
     return *reinterpret_cast<BackwardBlock*>(shared_bytes + Shape::kBlockAt +
                                              i % 2 * Shape::kBlockBytes);
   }
-  __device__ __forceinline__ void next_item() {
-    ++item;
-    block_now = block_at(item, 0);
+  __device__ __forceinline__ int item() const { return static_cast<int>(count >> 16); }
+  __device__ __forceinline__ int n_step() const { return static_cast<int>(count & 0xffffu); }
+  __device__ __forceinline__ void next_item() { count += 0x10000u; }
+  __device__ __forceinline__ void next_step() {
+    count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
   }
   __device__ __forceinline__ int32_t block_int(size_t offset) const {
-    return static_cast<int32_t>(load_shared(block_now + static_cast<uint32_t>(offset)));
+    return block_int(item(), offset);
   }
   /// Of the queries that see each key (key_limits); they come and go with K.
   __device__ __forceinline__ uint32_t limits_at(int i) const {
@@ -333,7 +340,7 @@ struct BackwardThread {
     int4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(block_now)
+                 : "r"(block_at(item(), 0))
                  : "memory");
     return x;
   }
@@ -347,6 +354,10 @@ struct BackwardThread {
                                                        const int4& limits) {
     const bool more = step.tile > limits.x;
     return {more ? step.head : step.head + 1, more ? step.tile - 1 : limits.y - 1};
+  }
+  __device__ __forceinline__ bool is_last(const BackwardStep& step) const {
+    return step.tile == block_int(offsetof(BackwardBlock, tile_begin)) &&
+           step.head + 1 == block_int(offsetof(BackwardBlock, head_end));
   }
   /// Also true of a tile that has queries past the end.
   __device__ __forceinline__ static bool masked(const BackwardStep& step, const int4& limits) {
@@ -421,6 +432,12 @@ struct BackwardThread {
   }
   __device__ __forceinline__ static void sync_weights_half() {
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kHalfThreads) : "memory");
+  }
+
+  /// A turn that the warp has still to pass on (gradients_half): scratch tile, and the counter's
+  /// new value, 0 for none. Lane 0's alone.
+  __device__ __forceinline__ uint32_t pending(const Place& me) const {
+    return shared + static_cast<uint32_t>(Shape::kPendingAt + 8 * me.warp());
   }
 
   __device__ __forceinline__ uint32_t tile_at(int offset, int stage) const {
@@ -632,11 +649,11 @@ struct BackwardThread {
   __device__ __forceinline__ bool keys_nonfinite() const {
     constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
     bool found = false;
-    for (int i = 16 * half_thread; i < KTile::kBytes; i += 16 * Shape::kHalfThreads) {
+    for (int i = 16 * fresh_place().thread; i < KTile::kBytes; i += 16 * Shape::kHalfThreads) {
       uint32_t x[4];
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                   : "r"(k_tile(item) + static_cast<uint32_t>(i))
+                   : "r"(k_tile(item()) + static_cast<uint32_t>(i))
                    : "memory");
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -652,7 +669,7 @@ struct BackwardThread {
                                               int32_t q_begin) const {
     const Place me = place();
     const uint32_t ds = shared + static_cast<uint32_t>(Shape::kDsAt) + me.score_part_b();
-    uint32_t keys = k_tile(item);
+    uint32_t keys = k_tile(item());
     int first = me.dq_column();
     first += pass;
     if constexpr (Shape::kPass % KTile::kPanel == 0) {
@@ -669,7 +686,7 @@ struct BackwardThread {
     if (seen_only) {
       const Place me = fresh_place();
       const int lane = me.lane(), row = me.dq_row();
-      const BackwardBlock& b = block(item);
+      const BackwardBlock& b = block(item());
       const Mask& mask = b.sequence.mask;
       int32_t begin[4], end[4];
 #pragma unroll
@@ -702,7 +719,7 @@ struct BackwardThread {
                                          bool start) const {
     const Place me = place();
     const int first = (me.dq_column() + pass) / 8;
-    sum += (me.dq_row() / 16 * (kC.width / 8) + first) * 128 + 4 * me.lane();
+    sum += (me.dq_row() / 16 * (kC.width / 8) + first) * 128 + sum_offset(me.lane());
     const auto each = [&](const auto& put) {
       if (p.head_dim == kC.width) {
 #pragma unroll
@@ -721,9 +738,9 @@ struct BackwardThread {
       }
     };
     if (start) {
-      each([](float* to, const float(&x)[4]) { store_four(to, x); });
+      each([](float* to, const float(&x)[4]) { sum_store(to, x); });
     } else {
-      each([](float* to, const float(&x)[4]) { reduce_add(to, x); });
+      each([](float* to, const float(&x)[4]) { sum_add(to, x); });
     }
   }
 
@@ -732,7 +749,7 @@ struct BackwardThread {
                                         const Tensor& tensor, int32_t dim, float* parts_sum,
                                         int32_t parts) const {
     const Place me = fresh_place();
-    const BackwardBlock& b = block(item);
+    const BackwardBlock& b = block(item());
     const int lane = me.lane(), column = me.column();
     const int32_t first = b.key_begin + me.key_row() + lane / 4;
     const int64_t seqlen = b.sequence.mask.seqlen_k;

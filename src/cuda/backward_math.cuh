@@ -179,12 +179,30 @@ __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, 
 #endif
 }
 
-/// Stores four neighbouring float32 values, or adds them to what is there; nobody waits.
-__device__ __forceinline__ void store_four(float* p, const float (&x)[4]) {
-  *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+// The sum of dQ in global memory: blocks of 16 x 8, 128 values each, in an order in which a warp's
+// mma accumulator is added with the fewest transactions. From 9.0 on, where a lane can add four
+// values at once: a lane's four values side by side. Before: value i of all lanes side by side.
+// (With four separate additions to the first layout each instruction would touch all sixteen
+// sectors of the block for an eighth of each, and these additions are then what the whole backward
+// pass waits for: docs/perf-log.md.) All kernels of a launch are of one image, hence of one mind.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kAddFour = true;
+#else
+inline constexpr bool kAddFour = false;
+#endif
+
+/// Where the lane's value 0 of a block is.
+__device__ __forceinline__ int sum_offset(int lane) { return kAddFour ? 4 * lane : lane; }
+/// p: see sum_offset. Nobody waits for the result.
+__device__ __forceinline__ void sum_store(float* p, const float (&x)[4]) {
+  if constexpr (kAddFour) {
+    *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[32 * i] = x[i];
+  }
 }
-/// red.add of four neighbouring float32 values; nobody waits for the result.
-__device__ __forceinline__ void reduce_add(float* p, const float (&x)[4]) {
+__device__ __forceinline__ void sum_add(float* p, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])
@@ -192,9 +210,19 @@ __device__ __forceinline__ void reduce_add(float* p, const float (&x)[4]) {
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + i), "f"(x[i]) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 32 * i), "f"(x[i])
+                 : "memory");
   }
 #endif
+}
+__device__ __forceinline__ void sum_load(const float* p, float (&x)[4]) {
+  if constexpr (kAddFour) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(p));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __ldcs(p + 32 * i);
+  }
 }
 
 }  // namespace strobe::cuda

@@ -80,38 +80,33 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
   using T = typename Shape::T;
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
   const BackwardParams& p = t.p;
-  int n_step = 0;  // of all items
 
-  /// The successor of item t.item's last step: fetches the next item and copies its first tile.
-  const auto next_item = [&](int n) {
-    fetch_item(t, order, t.item + 1);
-    if (t.block_int(t.item + 1, offsetof(BackwardBlock, steps)) > 0) {
-      t.load_step(t.item + 1, t.first_step(t.item + 1), n);
-    }
+  /// Fetches item i and copies its first tile, as step n.
+  const auto begin_item = [&](int i, int n) {
+    fetch_item(t, order, i);
+    if (t.block_int(i, offsetof(BackwardBlock, steps)) > 0) t.load_step(i, t.first_step(i), n);
   };
-  --t.item;
-  next_item(0);
-  ++t.item;
+  begin_item(0, 0);
   if (t.block_int(offsetof(BackwardBlock, steps)) < 0) return;
   if constexpr (Thread::kKeyStages == 1) t.load_k(0);
   t.load_v(0);
 
   for (;; t.next_item()) {
-    t.wait_full(t.block_full(t.item), t.item, 2);
-    int steps = t.block_int(offsetof(BackwardBlock, steps));
+    t.wait_full(t.block_full(t.item()), t.item(), 2);
+    const int steps = t.block_int(offsetof(BackwardBlock, steps));
     if (steps < 0) return;
-    BackwardStep step = t.first_step(t.item);
+    BackwardStep step = t.first_step(t.item());
     float dv[kM][Shape::kSumN][4] = {};
-    t.wait_full(t.k_full(t.item), t.item, Thread::kKeyStages);
-    if (steps == 0) next_item(n_step);
+    t.wait_full(t.k_full(t.item()), t.item(), Thread::kKeyStages);
+    if (steps == 0) begin_item(t.item() + 1, t.n_step());
 
 #pragma unroll 1
-    for (; steps > 0; --steps, ++n_step) {
-      const int stage = n_step % kStages;
+    for (bool more = steps > 0; more; t.next_step()) {
+      const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step, t.limits());
       const bool seen_only = masked && t.nonfinite(step);
 
-      t.wait_full(t.q_full(stage), n_step, kStages);
+      t.wait_full(t.q_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
       constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
       // Of the lane's two queries of each accumulator; as many as there are registers for.
@@ -121,7 +116,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
       const uint32_t lse_at =
           t.shared + static_cast<uint32_t>(Shape::kLseAt + 4 * (stage * kC.tile_q + me.query()) +
                                            8 * (me.lane() % 4));
-      t.scores(x, t.k_tile(t.item), t.tile_at(Shape::kQAt, stage), [&] {
+      t.scores(x, t.k_tile(t.item()), t.tile_at(Shape::kQAt, stage), [&] {
 #pragma unroll
         for (int n = 0; n < kHave; ++n) lse[n] = load_shared_pair(lse_at + 32 * n);
       });
@@ -143,7 +138,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
           batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
           key = t.block_int(offsetof(BackwardBlock, key_begin)) + me.key_row();
           distance = static_cast<float>(
-              static_cast<int32_t>(t.block(t.item).sequence.mask.position(q_begin)) +
+              static_cast<int32_t>(t.block(t.item()).sequence.mask.position(q_begin)) +
               2 * (lane % 4) - key - lane / 4);
         }
 #pragma unroll
@@ -221,7 +216,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
           }
         }
       };
-      t.wait_empty(t.exchange_empty(), n_step, 1);
+      t.wait_empty(t.exchange_empty(), t.n_step(), 1);
       if (kRules || masked) {  // one copy of the long code is enough
         weigh(std::true_type());
       } else {
@@ -229,38 +224,39 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
       }
       t.arrive_warp(t.exchange_full());
       t.arrive_warp(t.q_empty(stage));
-      if (steps == 1) t.arrive_warp(t.k_empty(t.item));
+      if (t.is_last(step)) t.arrive_warp(t.k_empty(t.item()));
       if constexpr (Shape::kSplit) {
-        t.wait_empty(t.weights_empty(), n_step, 1);
+        t.wait_empty(t.weights_empty(), t.n_step(), 1);
         t.store_scores(Shape::kWeightsAt, weight);
         Thread::sync_weights_half();
       }
 
       const BackwardStep after = t.after(step, t.limits());
       const auto copy_ahead = [&] {
-        if (steps > 1) {
-          t.load_step(t.item, after, n_step + 1);
+        if (!t.is_last(step)) {
+          t.load_step(t.item(), after, t.n_step() + 1);
         } else {
-          next_item(n_step + 1);
+          begin_item(t.item() + 1, t.n_step() + 1);
         }
       };
       if constexpr (kStages == 2) copy_ahead();  // where the step before was
-      t.wait_full(t.dout_full(stage), n_step, kStages);
+      t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
                    step.tile * kC.tile_q);
       t.arrive_warp(t.dout_empty(stage));
       if constexpr (Shape::kSplit) t.arrive_warp(t.weights_empty());
       if constexpr (kStages == 1) copy_ahead();
+      more = !t.is_last(step);
       step = after;
     }
 
-    if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item));
-    if (t.block_int(t.item + 1, offsetof(BackwardBlock, steps)) >= 0) {
-      if constexpr (Thread::kKeyStages == 1) t.load_k(t.item + 1);
-      t.load_v(t.item + 1);
+    if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item()));
+    if (t.block_int(t.item() + 1, offsetof(BackwardBlock, steps)) >= 0) {
+      if constexpr (Thread::kKeyStages == 1) t.load_k(t.item() + 1);
+      t.load_v(t.item() + 1);
     }
     t.store(dv, p.dropout.keep_scale / kWeightScale, p.dv, p.head_dim_v, t.scratch.dv, order.parts);
-    t.arrive_warp(t.block_empty(t.item));
+    t.arrive_warp(t.block_empty(t.item()));
   }
 }
 
@@ -278,7 +274,7 @@ __device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>&
   const int32_t q = step.tile * kC.tile_q;
   if (q >= t.block_int(offsetof(BackwardBlock, first_query))) return 0;
   if (!t.p.deterministic) return 1;
-  const BackwardBlock& b = t.block(t.item);
+  const BackwardBlock& b = t.block(t.item());
   const Mask& mask = b.sequence.mask;
   const Range keys = mask.kv_range({q, min64(q + kC.tile_q, mask.seqlen_q)});
   return static_cast<uint32_t>(b.key_begin / kC.tile_k - keys.begin / kC.tile_k);
@@ -303,39 +299,45 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
   const BackwardParams& p = t.p;
   const float dp_scale = kRules ? p.dropout.keep_scale / kWeightScale : 1 / kWeightScale;
-  int n_step = 0;  // of all items
-  // A turn to pass on, a while after the additions, so that nobody waits for them to arrive.
-  uint32_t pending_tile = 0, pending_order = 0;  // the counter's new value; 0: none
-  const auto pass_turn = [&] {
-    if (pending_order == 0) return;
-    __syncwarp();
-    if (t.place().lane() == 0) {
-      asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, pending_tile)),
-                   "r"(pending_order)
-                   : "memory");
-    }
-    pending_order = 0;
+  // Passes a turn on, a while after the additions, so that nobody waits for them to arrive.
+  const auto set_pending = [&](uint32_t tile, uint32_t value) {
+    const typename Thread::Place me = t.place();
+    if (me.lane() != 0) return;
+    store_shared(t.pending(me), tile);
+    store_shared(t.pending(me) + 4, value);
   };
+  const auto pass_turn = [&] {
+    __syncwarp();  // all lanes' additions
+    const typename Thread::Place me = t.place();
+    if (me.lane() != 0) return;
+    const uint2 pending = load_shared_wide<uint2>(t.pending(me));
+    if (pending.y == 0) return;
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, pending.x)),
+                 "r"(pending.y)
+                 : "memory");
+    store_shared(t.pending(me) + 4, 0);
+  };
+  set_pending(0, 0);
 
   for (;; t.next_item()) {
-    t.wait_full(t.block_full(t.item), t.item, 2);
-    int steps = t.block_int(offsetof(BackwardBlock, steps));
+    t.wait_full(t.block_full(t.item()), t.item(), 2);
+    const int steps = t.block_int(offsetof(BackwardBlock, steps));
     if (steps < 0) return;
-    BackwardStep step = t.first_step(t.item);
+    BackwardStep step = t.first_step(t.item());
     float dk[kM][Shape::kSumN][4] = {};
-    t.wait_full(t.k_full(t.item), t.item, Thread::kKeyStages);
+    t.wait_full(t.k_full(t.item()), t.item(), Thread::kKeyStages);
     if (t.keys_nonfinite())
-      store_shared(t.block_at(t.item, offsetof(BackwardBlock, keys_nonfinite)), 1);
-    t.wait_full(t.v_full(), t.item, 1);
+      store_shared(t.block_at(t.item(), offsetof(BackwardBlock, keys_nonfinite)), 1);
+    t.wait_full(t.v_full(), t.item(), 1);
     if (steps == 0) t.arrive_warp(t.v_empty());
 
 #pragma unroll 1
-    for (; steps > 0; --steps, ++n_step) {
-      const int stage = n_step % kStages;
+    for (bool more = steps > 0; more; t.next_step()) {
+      const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step, t.limits());
       const bool seen_only = masked && t.nonfinite(step);
 
-      t.wait_full(t.dout_full(stage), n_step, kStages);
+      t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
       const typename Thread::Place me = t.place();
       const uint32_t delta_at =
@@ -347,7 +349,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
 #pragma unroll
         for (int n = 0; n < kHave; ++n) delta[n] = load_shared_pair(delta_at + 32 * n);
       });
-      if (steps == 1) t.arrive_warp(t.v_empty());
+      if (t.is_last(step)) t.arrive_warp(t.v_empty());
       pass_turn();
 
       // dP to dS = P * (dP - delta), P from the other half.
@@ -396,7 +398,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
           }
         }
       };
-      t.wait_full(t.exchange_full(), n_step, 1);
+      t.wait_full(t.exchange_full(), t.n_step(), 1);
       if (kRules || masked) {
         differentiate(std::true_type());
       } else {
@@ -404,21 +406,22 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
       }
       t.arrive_warp(t.exchange_empty());
       t.arrive_warp(t.dout_empty(stage));
-      t.wait_empty(t.ds_empty(), n_step, 1);
+      t.wait_empty(t.ds_empty(), t.n_step(), 1);
       t.store_scores(Shape::kDsAt, ds);
       t.arrive_warp(t.ds_full());
       uint32_t tile = t.scratch_tile(
           static_cast<uint32_t>(t.block_int(offsetof(BackwardBlock, scratch))), step);
+
       uint32_t turn = look_at(turn_counter(t, tile));  // not needed before dQ is there
       asm volatile("" : "+r"(tile));                   // addresses are not kept until then
 
       // dK needs the warp's own dS alone, unless queries are split; dQ that of all warps.
-      if constexpr (Shape::kSplit) t.wait_full(t.ds_full(), n_step, 1);
-      t.wait_full(t.q_full(stage), n_step, kStages);
+      if constexpr (Shape::kSplit) t.wait_full(t.ds_full(), t.n_step(), 1);
+      t.wait_full(t.q_full(stage), t.n_step(), kStages);
       t.accumulate(dk, ds, Shape::kDsAt, t.tile_at(Shape::kQAt, stage), seen_only,
                    step.tile * kC.tile_q);
       t.arrive_warp(t.q_empty(stage));
-      if constexpr (!Shape::kSplit) t.wait_full(t.ds_full(), n_step, 1);
+      if constexpr (!Shape::kSplit) t.wait_full(t.ds_full(), t.n_step(), 1);
 
       const bool dq_seen_only = masked && t.block_int(offsetof(BackwardBlock, keys_nonfinite)) != 0;
       BackwardStep after = step;
@@ -428,7 +431,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
         t.multiply_dq(dq, pass, dq_seen_only, step.tile * kC.tile_q);
         if (pass + Shape::kPass == Shape::kDqColumns) {
           t.arrive_warp(t.ds_empty());
-          if (steps == 1) t.arrive_warp(t.k_empty(t.item));
+          if (t.is_last(step)) t.arrive_warp(t.k_empty(t.item()));
         }
         // All that is left to look up, before the additions fill the queue to memory.
         const uint32_t order = turn_order(t, step);
@@ -438,14 +441,15 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
         t.add_dq(dq, pass, sum, order == 0);
-        if (order == 0 || p.deterministic) pending_tile = tile, pending_order = order + 1;
+        if (order == 0 || p.deterministic) set_pending(tile, order + 1);
       }
+      more = !t.is_last(step);
       step = after;
     }
 
-    if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item));
+    if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item()));
     t.store(dk, p.scale, p.dk, p.head_dim, t.scratch.dk, order.parts);
-    t.arrive_warp(t.block_empty(t.item));
+    t.arrive_warp(t.block_empty(t.item()));
     pass_turn();
   }
 }
@@ -572,8 +576,13 @@ cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
 
   if (order.items > 0) {
     const bool rules = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, stream)
-                  : launch_backward_kernel<kConfig, false>(p, scratch, order, stream);
+    if constexpr (Shape::kHasRules) {
+      error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, stream)
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, stream);
+    } else {
+      error = rules ? cudaErrorNotSupported  // kernels.def says `plain`: the plan never does
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, stream);
+    }
     if (error != cudaSuccess) return error;
   }
   if (items > 0) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/rows.h"
@@ -25,19 +26,22 @@ namespace {
 template <typename Row>
 struct Entry {
   const Row* row;
+  const char* name;
   When when;
 };
 
-constexpr When any = When::kAny, causal = When::kCausal, full = When::kFull, few = When::kFew;
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, brief = When::kShort;
 
-bool suits(When when, const AttentionProblem& p) {
+bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
+  const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
   switch (when) {
-    case When::kCausal:
-      return p.causal != 0;
-    case When::kFull:
-      return p.causal == 0;
+    case When::kPlain:
+      return is_plain;
     case When::kFew:
-      return p.seqlen_k <= (p.causal ? 2048 : 1024) || p.softcap > 0 || p.alibi || p.dropout_p > 0;
+      return p.seqlen_k <= (p.causal ? 2048 : 1024) || !is_plain;
+    case When::kShort:
+      return (p.causal && p.seqlen_k <= 1024) ||
+             p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
     default:
       return true;
   }
@@ -45,17 +49,17 @@ bool suits(When when, const AttentionProblem& p) {
 
 // In the order of kernels.def. The null entry at the end keeps an array from being empty.
 #define STROBE_backward_ROW(name, when)
-#define STROBE_forward_ROW(name, when) {&name, when},
+#define STROBE_forward_ROW(name, when) {&name, #name, when},
 constexpr Entry<ForwardRow> kForward[] = {
 #include "cuda_rows.inc"
-    {nullptr, any}};
+    {nullptr, nullptr, any}};
 #undef STROBE_forward_ROW
 #undef STROBE_backward_ROW
 #define STROBE_forward_ROW(name, when)
-#define STROBE_backward_ROW(name, when) {&name, when},
+#define STROBE_backward_ROW(name, when) {&name, #name, when},
 constexpr Entry<BackwardRow> kBackward[] = {
 #include "cuda_rows.inc"
-    {nullptr, any}};
+    {nullptr, nullptr, any}};
 #undef STROBE_forward_ROW
 #undef STROBE_backward_ROW
 
@@ -71,10 +75,12 @@ constexpr auto& table() {
 struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";
-  int forced_arch = 0;  // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  std::string forced_row;  // STROBE_CUDA_ROW: of each direction, only rows with this in their name
 
   Machine() {
     if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
+    if (const char* forced = std::getenv("STROBE_CUDA_ROW")) forced_row = forced;
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
@@ -109,6 +115,13 @@ const Machine& machine() {
 
 // --- Which row ---
 
+// Whether tests or benches force another row (STROBE_CUDA_ROW names a row of this direction).
+bool is_ruled_out(std::string_view row) {
+  const std::string& forced = machine().forced_row;
+  const bool same_direction = row.starts_with("forward") == forced.starts_with("forward");
+  return !forced.empty() && same_direction && row.find(forced) == std::string_view::npos;
+}
+
 // Index in the table of the row that takes the problem; -1: none, and *reason says why.
 template <typename Row>
 int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
@@ -119,7 +132,7 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
   int64_t widest = 0, least_shared = 0;
   for (int i = 0; rows[i].row; ++i) {
     const auto& c = rows[i].row->config;
-    if (c.arch != arch || c.dtype != p.dtype) continue;
+    if (c.arch != arch || c.dtype != p.dtype || is_ruled_out(rows[i].name)) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     const int64_t shared = rows[i].row->shape.shared_bytes;
@@ -127,7 +140,10 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    if (!suits(rows[i].when, p)) continue;
+    const bool forced = !machine().forced_row.empty();
+    if (rows[i].when == When::kPlain || !forced) {  // not plain is what such a kernel cannot do
+      if (!suits(rows[i].when, c.tile_q, p, device)) continue;
+    }
     if (found < 0 || c.width < rows[found].row->config.width) found = i;
   }
   if (found >= 0 || !reason) return found;

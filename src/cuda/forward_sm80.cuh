@@ -73,19 +73,6 @@ constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
   return t;
 }
 
-/// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
-struct alignas(16) TeamKeys {
-  int32_t some_begin, some_end, full_begin, full_end;
-};
-/// Where a tile's keys, values and results are.
-struct alignas(16) TileInfo {
-  RowsView k, v, out;
-  float* lse;  // of the tile's first row; null: not wanted
-  int32_t batch, head, begin;
-  int32_t block_begin, block_end;
-};
-static_assert(sizeof(TileInfo) == 112);
-
 /// Adds V's infs and NaNs to the rows of the output tile that see them: what the second attempt's
 /// loop has left out. One thread per column.
 template <typename Shape>
@@ -146,6 +133,13 @@ __device__ __forceinline__ void copy_block(uint32_t to, const char* source, int6
   }
 }
 
+/// threadIdx.x, asked for again: else the compiler keeps all that follows from it, and spills it.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 template <typename Shape, bool kGeneral>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order) {
@@ -156,54 +150,41 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   extern __shared__ __align__(1024) char shared[];
   const uint32_t ring = ptx::shared_address(shared);
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // tells the compiler it is uniform
-  const int team = warp % Shape::kTeams, team_row = team * Shape::kRows;
+  const int thread = threadIdx.x;
   auto* const limits = reinterpret_cast<int2*>(shared + Shape::kLimitsOffset);
   auto* const team_keys = reinterpret_cast<TeamKeys*>(shared + Shape::kTeamKeysOffset);
   auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
 
-  Warp<Shape, kGeneral> w{p, lane, team, warp / Shape::kTeams, limits + team_row};
-  w.q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team_row * QTile::kRowBytes);
-  w.weights = ring + static_cast<uint32_t>(Shape::kWeightsOffset +
-                                           team * 2 * Shape::kSplit * Shape::kWeightsBytes);
-  w.rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
+  Warp<Shape, kGeneral> w{p, *info, limits, ring};
+  w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
-  const char *k_source = nullptr, *v_source = nullptr;  // in the next block
-  const auto start_at = [&](const RowsView& k, const RowsView& v, int32_t block) {
-    const int chunk = thread % KTile::kChunks;
-    const int64_t row = int64_t{block} * kTileK + thread / KTile::kChunks;
-    k_source = k.data + row * k.stride_bytes + 16 * chunk;
-    v_source = v.data + row * v.stride_bytes + 16 * chunk;
-  };
-  const auto copy_next = [&](uint32_t stage, int32_t block, int32_t seqlen_k) {
+  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
     if constexpr (kGeneral) {
-      load_tile<kTileK, Shape::kWidth, kThreads>(stage, info->k, block * kTileK, info->k.aligned(),
-                                                 thread);
-      load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, info->v, block * kTileK,
-                                                 info->v.aligned(), thread);
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage, k, block * kTileK, k.aligned(), thread);
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
+                                                 v.aligned(), thread);
     } else {
-      // Asked for again, which is cheaper than to keep all that follows from it.
-      int self;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self));
+      // All made anew for each block: registers are shorter than time is here.
+      const int self = thread_again();
       const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
-      const uint32_t k = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
-      const uint32_t v = k + KTile::kBytes;
+      const int64_t row = int64_t{block} * kTileK + first_row;
+      const char* const k_source = k.data + row * k_stride + 16 * chunk;
+      const char* const v_source = v.data + row * v_stride + 16 * chunk;
+      const uint32_t k_to = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
+      const uint32_t v_to = k_to + KTile::kBytes;
       const int k_columns = p.head_dim - 8 * chunk, v_columns = p.head_dim_v - 8 * chunk;
-      const int32_t left = seqlen_k - block * kTileK;
+      const int32_t left = k.rows - block * kTileK;
       if (left >= kTileK) {
-        copy_block<Shape, true>(k, k_source, k_stride, 0, k_columns);
-        copy_block<Shape, true>(v, v_source, v_stride, 0, v_columns);
+        copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
+        copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
       } else {
-        copy_block<Shape, false>(k, k_source, k_stride, left - first_row, k_columns);
-        copy_block<Shape, false>(v, v_source, v_stride, left - first_row, v_columns);
+        copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
+        copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
       }
-      k_source += kTileK * k_stride;
-      v_source += kTileK * v_stride;
     }
     ptx::cp_async_commit();
   };
@@ -236,7 +217,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (limited) keys = mask.kv_range(rows(0, kTileQ));
     block = static_cast<int32_t>(keys.begin) / kTileK;
     some_block = !keys.empty();
-    start_at(k, v, block);
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
       *info = {k,
@@ -247,14 +227,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.head,
                begin,
                block,
-               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block};
+               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block,
+               static_cast<int32_t>(mask.position(begin)),
+               kGeneral ? score_rule(p, item.batch, item.head).slope : 0.f,
+               0};
     };
-    if constexpr (kGeneral) {  // whose copies read it
-      write_info();
-      __syncthreads();
-    }
-    if (some_block) copy_next(ring, block, seqlen_k);
-    if constexpr (!kGeneral) write_info();
+    if (some_block) copy_next(ring, block, k, v);
+    write_info();
     if (thread < Shape::kTeams) {
       Range some = keys, full = keys;
       if (limited) {
@@ -267,12 +246,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (int i = thread; i < kTileQ; i += kThreads) {
       limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
     }
-    if constexpr (kGeneral) {
-      w.rule = score_rule(p, item.batch, item.head);
-      w.position = static_cast<int32_t>(mask.position(begin + team_row));
-      w.batch_head = static_cast<uint32_t>(item.batch * p.heads + item.head);
-      w.first_row = static_cast<uint32_t>(begin + team_row);
-    }
     if constexpr (Shape::kKept > 0) {
       if (some_block) ptx::cp_async_wait<1>();
     }
@@ -283,7 +256,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
-  bool careful = false, v_nonfinite = false;
+  bool careful = false;
   bool real = true;  // not: a turn that only copies the first block
   uint32_t stage = ring;
   for (;;) {
@@ -296,7 +269,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k.rows);
+      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
       if (!real) {
         real = true;
         stage = next;
@@ -310,9 +283,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
           constexpr uint16_t kExponent = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
           if ((values[i] & kExponent) == kExponent) values[i] = 0, found = true;
         }
-        v_nonfinite |= __syncthreads_or(found) != 0;
+        if (__syncthreads_or(found) && thread_again() == 0) info->v_nonfinite = 1;
       }
-      const TeamKeys keys = team_keys[team];
+      const TeamKeys keys = team_keys[w.team];
       uint32_t k_rows = stage;
       const int32_t key_end = (block + 1) * kTileK;
 #pragma unroll 1
@@ -339,13 +312,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     careful = true, real = false;
     block = info->block_begin - 1;
     stage = ring + Shape::kStageBytes;
-    start_at(info->k, info->v, block + 1);
   }
 
   // --- O / sum and lse ---
   const int32_t begin = info->begin;
-  w.finish(w.q_tile, info->lse ? info->lse + team_row : nullptr, info->out.rows - begin - team_row);
-  if (v_nonfinite) {
+  if constexpr (Shape::kSplit == 2) w.stand_at(thread_again());
+  const int rows_from = thread_again() / 32 % Shape::kTeams * Shape::kRows;
+#if __CUDA_ARCH__ < 900  // where ptxas would spill it around the loop
+  if constexpr (Shape::kKeepAll) w.lane = thread_again() % 32;
+#endif
+  w.finish(ring + static_cast<uint32_t>(Shape::kQOffset + rows_from * QTile::kRowBytes),
+           info->lse ? info->lse + rows_from : nullptr, info->out.rows - begin - rows_from);
+  if (info->v_nonfinite) {
     __syncthreads();
     add_nonfinite<Shape>(p, *info, shared + Shape::kQOffset);
     __syncthreads();
@@ -357,7 +335,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
   constexpr int kWarpRows = Shape::kRows / Shape::kSplit;
   store_rows<kTileQ, Shape::kWidth, kWarpRows, !kGeneral>(info->out, begin, ring + Shape::kQOffset,
-                                                          team_row + w.part * kWarpRows, lane);
+                                                          rows_from + w.part * kWarpRows, w.lane);
 }
 
 // --- Host ---
