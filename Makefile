@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test bench gpu-test gpu-bench format fuzz clean
+.PHONY: help demo test red-test bench gpu-test gpu-bench build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -16,6 +16,8 @@ gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to te
 	@scripts/gpu.sh test $(ARGS)
 gpu-bench: ## on a machine with a GPU: Strobe and PyTorch's back ends; ARGS go to bench/gpu_bench.py
 	@scripts/gpu.sh bench $(ARGS)
+build-times: ## how long each CUDA kernel took to compile; ARGS go to scripts/build_times.py
+	@scripts/build_times.py $(ARGS)
 format: ## clang-format over every source
 	@scripts/format.sh
 fuzz: ## libFuzzer targets, FUZZ_SECONDS (60) each

@@ -76,7 +76,7 @@ struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";
   int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
-  std::string forced_row;  // STROBE_CUDA_ROW: of each direction, only rows with this in their name
+  std::string forced_row;  // STROBE_CUDA_ROW: rows with this in their name come first
 
   Machine() {
     if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
@@ -115,11 +115,10 @@ const Machine& machine() {
 
 // --- Which row ---
 
-// Whether tests or benches force another row (STROBE_CUDA_ROW names a row of this direction).
-bool is_ruled_out(std::string_view row) {
+// Whether tests or benches ask for this row; a problem that it cannot do goes where it always does.
+bool is_forced(std::string_view row) {
   const std::string& forced = machine().forced_row;
-  const bool same_direction = row.starts_with("forward") == forced.starts_with("forward");
-  return !forced.empty() && same_direction && row.find(forced) == std::string_view::npos;
+  return !forced.empty() && row.find(forced) != std::string_view::npos;
 }
 
 // Index in the table of the row that takes the problem; -1: none, and *reason says why.
@@ -132,7 +131,7 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
   int64_t widest = 0, least_shared = 0;
   for (int i = 0; rows[i].row; ++i) {
     const auto& c = rows[i].row->config;
-    if (c.arch != arch || c.dtype != p.dtype || is_ruled_out(rows[i].name)) continue;
+    if (c.arch != arch || c.dtype != p.dtype) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     const int64_t shared = rows[i].row->shape.shared_bytes;
@@ -140,10 +139,9 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    const bool forced = !machine().forced_row.empty();
-    if (rows[i].when == When::kPlain || !forced) {  // not plain is what such a kernel cannot do
-      if (!suits(rows[i].when, c.tile_q, p, device)) continue;
-    }
+    const bool can = rows[i].when != When::kPlain || suits(When::kPlain, c.tile_q, p, device);
+    if (can && is_forced(rows[i].name)) return i;
+    if (!suits(rows[i].when, c.tile_q, p, device)) continue;
     if (found < 0 || c.width < rows[found].row->config.width) found = i;
   }
   if (found >= 0 || !reason) return found;
@@ -206,6 +204,9 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
   if (arch == 90) {
+    if (machine().forced_row.find("_sm80_") != std::string::npos) {
+      return "STROBE_CUDA_ROW asks for another kernel";
+    }
     if (std::string reason = tma_declines(p); !reason.empty()) return reason;
   }
   std::string reason;
