@@ -2,6 +2,7 @@
 // problem, and the launch.
 #include "cuda/dispatch.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -72,6 +73,14 @@ constexpr auto& table() {
   }
 }
 
+// As much of a text as there is room for.
+template <size_t kSize>
+void copy_text(char (&to)[kSize], const char* from) {
+  const size_t length = std::min(std::strlen(from), kSize - 1);
+  std::memcpy(to, from, length);
+  to[length] = '\0';
+}
+
 struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";
@@ -90,14 +99,14 @@ struct Machine {
                                : error == cudaErrorNoDevice || error == cudaSuccess
                                    ? "no NVIDIA GPU"
                                    : cudaGetErrorString(error);
-      std::strncpy(reason, text, sizeof reason - 1);
+      copy_text(reason, text);
       return;
     }
     for (int i = 0; i < count; ++i) {
       cudaDeviceProp properties;
       DeviceProperties d;
       if (cudaGetDeviceProperties(&properties, i) == cudaSuccess) {
-        std::strncpy(d.name, properties.name, sizeof d.name - 1);
+        copy_text(d.name, properties.name);
         d.compute_capability = 10 * properties.major + properties.minor;
         d.multiprocessors = properties.multiProcessorCount;
         d.shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
