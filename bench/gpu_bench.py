@@ -16,6 +16,7 @@ run's cuDNN times the ratio of the best published kernel to cuDNN at that point.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import itertools
@@ -96,13 +97,11 @@ def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, 
     packages: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
     problem = features.Problem("", head_dim, seqlen, causal, heads, heads)
     for version in (2, 3, 4):
-        try:
+        with contextlib.suppress(Exception):  # not installed, or it cannot: gpu_features says why
             made = {"q": q, "k": k, "v": v, "dout": dout}
             calls_of = features.flash_attn_calls(problem, made, version)
             calls_of[0](), calls_of[1]()
             packages[f"flash_attn{version}"] = calls_of
-        except Exception:  # noqa: BLE001 - not installed, or it cannot: gpu_features says why
-            continue
     leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
     grad = dout.transpose(1, 2)
 
