@@ -8,7 +8,7 @@ BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUM
 or in PyTorch's triton package. Without one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel) of each architecture:
-  spills     none (SPILLS lists the two rows that have some, outside of their loops, and the most they may have)
+  spills     none (SPILLS lists the rows that have a few words, and the most they may have)
   products   HGMMA on sm_90a, HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
              ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
   copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
@@ -30,12 +30,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# (row, architecture): stack bytes. All outside of the loops over blocks of keys or queries.
+# (row, architecture): stack bytes, of scalars that are read once a step or less.
 SPILLS = {
     # 160 registers with three warpgroups: scalars at a tile's begin and end, and the scheduler's warp.
     (r"forward_sm90_.*_64_192x128x2x12", "sm_90a"): 72,
-    # One word, once an item: dV and scores take 192 of the 255 registers.
-    (r"backward_sm80_.*_128_64x128x2x8", "sm_80"): 8,
+    # Two words: dV and scores take 192 of the 255 registers.
+    (r"backward_sm80_fp16_128_64x128x2x8", "sm_80"): 8,
 }
 
 

@@ -171,6 +171,8 @@ struct BackwardThread {
   __device__ __forceinline__ void next_item() { count += 0x10000u; }
   __device__ __forceinline__ void next_step() {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
+    // Before 9.0 ptxas otherwise keeps the items' half once more, and spills it.
+    if constexpr (!kAddFour) asm volatile("" : "+r"(count));
   }
   __device__ __forceinline__ int32_t block_int(size_t offset) const {
     return block_int(item(), offset);
