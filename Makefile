@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test bench plots gpu-test gpu-bench gpu-training format fuzz clean
+.PHONY: help demo test red-test bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -16,10 +16,14 @@ plots: ## docs/figures from bench/results
 	@scripts/plots.sh $(ARGS)
 gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to tests/gpu/run_gpu_tests.py
 	@scripts/gpu.sh test $(ARGS)
+gpu-sanitize: ## on a machine with a GPU: compute-sanitizer's four tools over every kernel instance; ARGS go to tests/gpu/sanitize.py
+	@scripts/gpu.sh sanitize $(ARGS)
 gpu-bench: ## on a machine with a GPU: Strobe and PyTorch's back ends; ARGS go to bench/gpu_bench.py
 	@scripts/gpu.sh bench $(ARGS)
 gpu-training: ## on a machine with a GPU: training of GPT models end to end; ARGS go to bench/gpt_training.py
 	@scripts/gpu.sh training $(ARGS)
+build-times: ## how long each CUDA kernel took to compile; ARGS go to scripts/build_times.py
+	@scripts/build_times.py $(ARGS)
 format: ## clang-format over every source
 	@scripts/format.sh
 fuzz: ## libFuzzer targets, FUZZ_SECONDS (60) each

@@ -1,9 +1,13 @@
 """Strobe and its peers on one GPU: same tensors, same process, in turns, L2 flushed, median.
 
-    make gpu-bench
+    make gpu-bench                                                      every section: about 20 minutes
+    make gpu-bench ARGS="--sections grid --head-dims 128"               a slice of the grid
+    make gpu-bench ARGS="--sections gqa,varlen,host --seconds 540"      some sections; stops in time
     python bench/gpu_bench.py --peers ../shared/peers/h200_bf16.csv     also the best known peer
 
-Peers are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN, memory-efficient).
+Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN,
+memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
+be imported. gpu_features.py has the other sections.
 The grid is the FlashAttention papers': 16k tokens, hidden size 2048. With --peers, "best" is this
 run's cuDNN times the ratio of the best published kernel to cuDNN at that point. FLOP: forward
 4 * seqlen^2 * head_dim * heads * batch, halved when causal; backward 2.5 times that.
@@ -12,6 +16,7 @@ run's cuDNN times the ratio of the best published kernel to cuDNN at that point.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import itertools
@@ -20,9 +25,12 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import gpu_features as features
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS, HIDDEN = 16384, 2048
@@ -84,6 +92,16 @@ def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, 
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
+    if seqlen <= 2048:
+        peers["math"] = SDPBackend.MATH
+    packages: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    problem = features.Problem("", head_dim, seqlen, causal, heads, heads)
+    for version in (2, 3, 4):
+        with contextlib.suppress(Exception):  # not installed, or it cannot: gpu_features says why
+            made = {"q": q, "k": k, "v": v, "dout": dout}
+            calls_of = features.flash_attn_calls(problem, made, version)
+            calls_of[0](), calls_of[1]()
+            packages[f"flash_attn{version}"] = calls_of
     leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
     grad = dout.transpose(1, 2)
 
@@ -99,6 +117,7 @@ def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, 
     }
     for name, backend in peers.items():
         calls[name] = lambda b=backend: forward(b)
+    calls |= {name: pair[0] for name, pair in packages.items()}
     flop = 4.0 * batch * heads * seqlen * seqlen * head_dim * (0.5 if causal else 1.0)
     point: dict[str, Any] = {
         "head_dim": head_dim, "causal": causal, "seqlen": seqlen, "batch": batch, "heads": heads,
@@ -115,6 +134,7 @@ def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, 
         with sdpa_kernel(backend):
             peer_out = sdpa(*leaves, is_causal=causal)
         calls[name] = lambda o=peer_out: torch.autograd.grad(o, leaves, grad, retain_graph=True)
+    calls |= {name: pair[1] for name, pair in packages.items()}
     times = interleaved(calls, args.rounds, flush)
     point["bwd"] = {name: 2.5 * flop / t * 1e-12 for name, t in times.items()}
     return point
@@ -134,6 +154,38 @@ def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def run_grid(
+    args: argparse.Namespace, best: dict[tuple[int, int, int], dict[str, str]], flush: Any, end: float,
+    result: dict[str, Any],
+) -> None:
+    points = []
+    for head_dim, causal, seqlen in itertools.product(args.head_dims, (False, True), args.seqlens):
+        if time.monotonic() > end:
+            print(f"out of time before head_dim {head_dim}, seqlen {seqlen}")
+            break
+        point = measure(head_dim, causal, seqlen, args, flush)
+        row = best.get((head_dim, int(causal), seqlen))
+        cells = []
+        for direction in ("fwd", "bwd"):
+            if direction not in point:
+                continue
+            speed = point[direction]
+            if row:
+                speed["best"] = speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"])
+            cells.append(
+                f"{direction} {speed['strobe']:4.0f}"
+                + "".join(
+                    f"  {name} {speed[name]:4.0f} ({speed['strobe'] / speed[name]:.2f})"
+                    for name in ("fa2", "cudnn", "flash_attn3", "flash_attn4", "best") if name in speed
+                )
+            )
+        points.append(point)
+        name = "causal" if causal else "full"
+        print(f"{head_dim:3} {name:6} {seqlen:5}  " + "  |  ".join(cells), flush=True)
+    result["grid"] = points
+    result["summary"] = summarise(points)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
@@ -141,6 +193,8 @@ def main() -> int:
     parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--sections", default=",".join(features.SECTIONS), help="of " + ", ".join(features.SECTIONS))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so long")
     parser.add_argument("--peers", type=Path, help="CSV with best_over_cudnn_fwd and _bwd")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
@@ -169,29 +223,20 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")  # several times the L2
-    points = []
-    for head_dim, causal, seqlen in itertools.product(args.head_dims, (False, True), args.seqlens):
-        point = measure(head_dim, causal, seqlen, args, flush)
-        row = best.get((head_dim, int(causal), seqlen))
-        cells = []
-        for direction in ("fwd", "bwd"):
-            if direction not in point:
-                continue
-            speed = point[direction]
-            if row:
-                speed["best"] = speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"])
-            cells.append(
-                f"{direction} {speed['strobe']:4.0f}"
-                + "".join(
-                    f"  {name} {speed[name]:4.0f} ({speed['strobe'] / speed[name]:.2f})"
-                    for name in ("fa2", "cudnn", "best") if name in speed
-                )
-            )
-        points.append(point)
-        name = "causal" if causal else "full"
-        print(f"{head_dim:3} {name:6} {seqlen:5}  " + "  |  ".join(cells), flush=True)
-    result["grid"] = points
-    result["summary"] = summarise(points)
+    end, sections = time.monotonic() + args.seconds, args.sections.split(",")
+    if "grid" in sections:
+        run_grid(args, best, flush, end, result)
+    for section in sections:
+        if section == "grid":
+            continue
+        if time.monotonic() > end:
+            print(f"out of time before section {section}")
+            break
+        try:
+            result[section] = features.run(section, args, flush, interleaved)
+        except Exception as e:  # noqa: BLE001 - the other sections are to run too
+            result[section] = {"error": f"{type(e).__name__}: {e}"}
+            print(f"{section}: FAILED: {type(e).__name__}: {e}", flush=True)
     result["clocks_after"] = nvidia_smi("clocks.sm,clocks.mem,power.draw")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")

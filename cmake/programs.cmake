@@ -13,6 +13,13 @@ target_link_libraries(strobe_tool
   PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json OpenMP::OpenMP_CXX
   PRIVATE strobe_flags)
 
+# `--device cuda` copies tensors to the GPU and back itself.
+if(TARGET strobe_cuda_objects)
+  target_compile_definitions(strobe_tool PRIVATE STROBE_HAVE_CUDA=1)
+  target_include_directories(strobe_tool SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(strobe_tool PRIVATE CUDA::cudart_static)
+endif()
+
 # strobe_program(TARGET NAME SOURCE): bin/NAME in the build tree, if SOURCE is there.
 function(strobe_program target name)
   strobe_sources(sources ${ARGN})

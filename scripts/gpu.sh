@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU and nvcc: builds with CUDA, then tests or times. Python is the caller's: it needs
 # PyTorch, the tests' float64 reference and the bench's peer. Without a GPU all say so and end well.
-# Usage: scripts/gpu.sh test|bench|training [arguments of the script]
+# STROBE_LIBRARY: a libstrobe.so built elsewhere, for a machine without nvcc; nothing is built then.
+# Usage: scripts/gpu.sh test|sanitize|bench|training [arguments of the script]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:?test, bench or training}; shift
-scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -- strobe
-export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so PYTHONPATH=python
+what=${1:?test, sanitize, bench or training}; shift
+if [ -z "${STROBE_LIBRARY:-}" ]; then
+  scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_cli strobe_host_cost
+  export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so
+fi
+export PYTHONPATH=python
+python=${PYTHON:-python3}
 case $what in
   test)
-    python=${PYTHON:-python3}
     status=0
     "$python" tests/gpu/run_gpu_tests.py "$@" || status=$?
     # The GPU variants of the Python tests, when all was asked for.
@@ -21,7 +25,8 @@ case $what in
       fi
     fi
     exit $status ;;
-  bench) exec "${PYTHON:-python3}" bench/gpu_bench.py "$@" ;;
-  training) exec "${PYTHON:-python3}" bench/gpt_training.py "$@" ;;
-  *) echo "gpu.sh: got '$what', expected test, bench or training" >&2; exit 2 ;;
+  sanitize) exec "$python" tests/gpu/sanitize.py "$@" ;;
+  bench) exec "$python" bench/gpu_bench.py "$@" ;;
+  training) exec "$python" bench/gpt_training.py "$@" ;;
+  *) echo "gpu.sh: got '$what', expected test, sanitize, bench or training" >&2; exit 2 ;;
 esac

@@ -9,9 +9,9 @@
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
-#include "cli/errors.h"
 #include "cli/machine_json.h"
 #include "cli/measure.h"
+#include "cli/mirror.h"
 #include "cli/random.h"
 #include "cli/terminal.h"
 
@@ -58,35 +58,52 @@ class BenchTensors {
   }
 
   [[nodiscard]] Timing Forward(const Plan& plan, double seconds) {
+    Mirror mirror(problem_.device, problem_.device_index);
     const Buffer workspace(plan.workspace_bytes());
-    const ForwardArgs args = {.q = q_.data(),
-                              .k = k_.data(),
-                              .v = v_.data(),
-                              .out = out_.data(),
-                              .lse = lse_.floats(),
-                              .workspace = workspace.span()};
-    return Measure([&] { plan.forward(args); }, seconds);
+    const ForwardArgs args = ForwardArguments(&mirror, workspace);
+    return Measure(
+        [&] {
+          plan.forward(args);
+          mirror.Wait();
+        },
+        seconds);
   }
 
   [[nodiscard]] Timing Backward(const Plan& plan, double seconds) {
+    Mirror mirror(problem_.device, problem_.device_index);
     const Plan forward = MakePlan(Direction::kForward);  // backward wants a true out and lse
-    forward.forward(
-        {.q = q_.data(), .k = k_.data(), .v = v_.data(), .out = out_.data(), .lse = lse_.floats()});
+    const Buffer forward_workspace(forward.workspace_bytes());
+    const ForwardArgs before = ForwardArguments(&mirror, forward_workspace);
+    forward.forward(before);
     const Buffer workspace(plan.workspace_bytes());
-    const BackwardArgs args = {.q = q_.data(),
-                               .k = k_.data(),
-                               .v = v_.data(),
-                               .out = out_.data(),
-                               .lse = lse_.floats(),
-                               .dout = dout_.data(),
-                               .dq = dq_.data(),
-                               .dk = dk_.data(),
-                               .dv = dv_.data(),
-                               .workspace = workspace.span()};
-    return Measure([&] { plan.backward(args); }, seconds);
+    const BackwardArgs args = {.q = before.q,
+                               .k = before.k,
+                               .v = before.v,
+                               .out = before.out,
+                               .lse = before.lse,
+                               .dout = mirror.In(dout_.data(), dout_.size()),
+                               .dq = mirror.Out(dq_.data(), dq_.size()),
+                               .dk = mirror.Out(dk_.data(), dk_.size()),
+                               .dv = mirror.Out(dv_.data(), dv_.size()),
+                               .workspace = mirror.Out(workspace.span())};
+    return Measure(
+        [&] {
+          plan.backward(args);
+          mirror.Wait();
+        },
+        seconds);
   }
 
  private:
+  ForwardArgs ForwardArguments(Mirror* mirror, const Buffer& workspace) const {
+    return {.q = mirror->In(q_.data(), q_.size()),
+            .k = mirror->In(k_.data(), k_.size()),
+            .v = mirror->In(v_.data(), v_.size()),
+            .out = mirror->Out(out_.data(), out_.size()),
+            .lse = mirror->Out(lse_.floats(), lse_.size() / sizeof(float)),
+            .workspace = mirror->Out(workspace.span())};
+  }
+
   Problem problem_;
   Buffer q_, k_, v_, dout_, out_, lse_, dq_, dk_, dv_;
 };
@@ -129,6 +146,7 @@ std::vector<Problem> Grid(const BenchOptions& o) {
         for (const int64_t seqlen : o.seqlens) {
           grid.push_back({.dtype = dtype,
                           .device = o.device,
+                          .device_index = static_cast<int32_t>(o.device_index),
                           .batch = o.batch > 0 ? o.batch : std::max<int64_t>(1, 4096 / seqlen),
                           .seqlen_q = seqlen,
                           .seqlen_k = seqlen,
@@ -155,19 +173,17 @@ int Bench(const BenchOptions& options) {
     if (options.direction != Which::kBackward) (void)Plan(problem);
     if (options.direction != Which::kForward) (void)Plan(backward);
   }
-  if (options.device != Device::kCpu) {
-    throw UserError("--device cuda: this version of the benchmark runs on the CPU only");
-  }
-
   const Machine m = machine();
+  const bool cuda = options.device == Device::kCuda;
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},
                                  {"results", nlohmann::ordered_json::array()}};
   if (!options.json) {
-    fmt::print(
-        "Strobe {} on {}, {} threads, {} heads. Median times; backward does 2.5 times the "
-        "work.\n\n",
-        version(), m.cpu_name, options.threads > 0 ? options.threads : m.cpu_threads,
-        options.heads);
+    const std::string where =
+        cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
+             : fmt::format("{}, {} threads", m.cpu_name,
+                           options.threads > 0 ? options.threads : m.cpu_threads);
+    fmt::print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
+               version(), where, options.heads);
     fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
                "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
   }

@@ -138,8 +138,14 @@ bool CaseTensor::RoomUntouched() const {
   return true;
 }
 
-void* CaseTensor::data() {
-  return bytes_.data() + static_cast<size_t>(offset_) * cli::Bytes(dtype_);
+void* CaseTensor::In(Mirror* mirror) {
+  return mirror->In(bytes_.data(), bytes_.size()) +
+         static_cast<size_t>(offset_) * cli::Bytes(dtype_);
+}
+
+void* CaseTensor::Out(Mirror* mirror) {
+  return mirror->Out(bytes_.data(), bytes_.size()) +
+         static_cast<size_t>(offset_) * cli::Bytes(dtype_);
 }
 
 Case::Case(const CaseSpec& spec) : spec_(spec), problem_(spec.problem) {
@@ -228,18 +234,20 @@ std::string Case::RunLibrary(int32_t threads) {
   forward.has_dlse = false;
   const Plan forward_plan(forward);
   const Buffer forward_workspace = poisoned(forward_plan.workspace_bytes());
+  Mirror mirror(problem_.device);
   forward_plan.forward(
-      {.q = q_.data(),
-       .k = k_.data(),
-       .v = v_.data(),
-       .out = out_.data(),
-       .lse = lse_.data(),
-       .cu_seqlens_q = cu_q_.data(),
-       .cu_seqlens_k = cu_k_.data(),
-       .alibi_slopes = slopes_.data(),
+      {.q = q_.In(&mirror),
+       .k = k_.In(&mirror),
+       .v = v_.In(&mirror),
+       .out = out_.Out(&mirror),
+       .lse = mirror.Out(lse_.data(), lse_.size()),
+       .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
+       .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
+       .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
        .dropout_seed = spec_.seed,
        .dropout_offset = spec_.seed >> 32,
-       .workspace = forward_workspace.span().first(forward_plan.workspace_bytes())});
+       .workspace = mirror.Out(forward_workspace.span()).first(forward_plan.workspace_bytes())});
+  mirror.Fetch();
   if (overrun(forward_workspace)) return "forward wrote past the end of its workspace";
   if (!out_.RoomUntouched()) return "forward wrote outside out";
   if (!spec_.backward) return "";
@@ -250,22 +258,23 @@ std::string Case::RunLibrary(int32_t threads) {
   const Plan backward_plan(backward);
   const Buffer backward_workspace = poisoned(backward_plan.workspace_bytes());
   backward_plan.backward(
-      {.q = q_.data(),
-       .k = k_.data(),
-       .v = v_.data(),
-       .out = out_.data(),
-       .lse = lse_.data(),
-       .dout = dout_.data(),
-       .dlse = dlse_.empty() ? nullptr : dlse_.data(),
-       .dq = dq_.data(),
-       .dk = dk_.data(),
-       .dv = dv_.data(),
-       .cu_seqlens_q = cu_q_.data(),
-       .cu_seqlens_k = cu_k_.data(),
-       .alibi_slopes = slopes_.data(),
+      {.q = q_.In(&mirror),
+       .k = k_.In(&mirror),
+       .v = v_.In(&mirror),
+       .out = out_.In(&mirror),
+       .lse = mirror.In(lse_.data(), lse_.size()),
+       .dout = dout_.In(&mirror),
+       .dlse = dlse_.empty() ? nullptr : mirror.In(dlse_.data(), dlse_.size()),
+       .dq = dq_.Out(&mirror),
+       .dk = dk_.Out(&mirror),
+       .dv = dv_.Out(&mirror),
+       .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
+       .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
+       .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
        .dropout_seed = spec_.seed,
        .dropout_offset = spec_.seed >> 32,
-       .workspace = backward_workspace.span().first(backward_plan.workspace_bytes())});
+       .workspace = mirror.Out(backward_workspace.span()).first(backward_plan.workspace_bytes())});
+  mirror.Fetch();
   if (overrun(backward_workspace)) return "backward wrote past the end of its workspace";
   if (!dq_.RoomUntouched()) return "backward wrote outside dq";
   if (!dk_.RoomUntouched()) return "backward wrote outside dk";

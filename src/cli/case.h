@@ -8,6 +8,7 @@
 #include <strobe/strobe.hpp>
 #include <vector>
 
+#include "cli/mirror.h"
 #include "cli/random.h"
 #include "cli/reference.h"
 
@@ -44,7 +45,9 @@ class CaseTensor {
   [[nodiscard]] bool RoomUntouched() const;
   [[nodiscard]] std::vector<std::byte> Bytes() const { return bytes_; }
 
-  [[nodiscard]] void* data();
+  // The first element, of the memory itself or of its mirror.
+  [[nodiscard]] void* In(Mirror* mirror);
+  [[nodiscard]] void* Out(Mirror* mirror);
   [[nodiscard]] int64_t rows() const { return batch_ * seqlen_; }
   [[nodiscard]] int64_t heads() const { return heads_; }
   [[nodiscard]] int64_t dim() const { return dim_; }

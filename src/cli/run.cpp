@@ -13,6 +13,7 @@
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/measure.h"
+#include "cli/mirror.h"
 #include "cli/safetensors.h"
 #include "cli/terminal.h"
 
@@ -84,6 +85,13 @@ struct Packing {
   // Elements before the first of this part.
   [[nodiscard]] int64_t Offset(const Tensor& t) const { return part * t.heads * t.dim; }
 };
+
+// From the first element to the last, what lies between included.
+size_t Elements(const Tensor& t) {
+  if (t.batch == 0 || t.seqlen == 0 || t.heads == 0 || t.dim == 0) return 0;
+  return static_cast<size_t>((t.batch - 1) * t.strides.batch + (t.seqlen - 1) * t.strides.seqlen +
+                             (t.heads - 1) * t.strides.head + t.dim);
+}
 
 DType FileDType(const TensorView& view) {
   for (const DType dtype : kDTypes) {
@@ -330,6 +338,19 @@ class Outputs {
 
   [[nodiscard]] const std::vector<TensorView>& views() const { return views_; }
 
+  // The counterpart of a pointer into one of the tensors.
+  template <typename T>
+  [[nodiscard]] T* Mirrored(Mirror* mirror, T* pointer) const {
+    auto* const at = reinterpret_cast<std::byte*>(pointer);
+    for (const Buffer& buffer : buffers_) {
+      if (buffer.data() <= at && at < buffer.data() + buffer.size()) {
+        return reinterpret_cast<T*>(mirror->Out(buffer.data(), buffer.size()) +
+                                    (at - buffer.data()));
+      }
+    }
+    return pointer;  // of no bytes
+  }
+
  private:
   void AddView(const std::string& name, const char* dtype, std::vector<int64_t> shape,
                size_t element) {
@@ -437,27 +458,29 @@ int Run(const RunOptions& options) {
   plain.SetStrides(&out);
   problem.out = out.strides;
   const Plan forward_plan(problem);
-  if (options.device != Device::kCpu) {
-    throw UserError(
-        "--device cuda: this version of the tool cannot move a file's tensors to a GPU");
-  }
 
   out = outputs.Add("out", like_out, plain, in.dtype);
   float* lse = outputs.AddFloats(
       "lse", in.varlen ? std::vector<int64_t>{in.q.heads, in.q.seqlen}
                        : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
   const Buffer forward_workspace(forward_plan.workspace_bytes());
-  const ForwardArgs forward_args = {.q = in.q.data,
-                                    .k = in.k.data,
-                                    .v = in.v.data,
-                                    .out = out.data,
-                                    .lse = lse,
-                                    .cu_seqlens_q = in.cu_seqlens_q.data(),
-                                    .cu_seqlens_k = in.cu_seqlens_k.data(),
-                                    .alibi_slopes = in.slopes.data(),
-                                    .dropout_seed = static_cast<uint64_t>(options.seed),
-                                    .dropout_offset = static_cast<uint64_t>(options.offset),
-                                    .workspace = forward_workspace.span()};
+  Mirror mirror(options.device, options.device_index);
+  const auto input = [&](const Tensor& t) {
+    return mirror.In(t.data, Elements(t) * Bytes(in.dtype));
+  };
+  const auto output = [&](const Tensor& t) { return outputs.Mirrored(&mirror, t.data); };
+  const ForwardArgs forward_args = {
+      .q = input(in.q),
+      .k = input(in.k),
+      .v = input(in.v),
+      .out = output(out),
+      .lse = outputs.Mirrored(&mirror, lse),
+      .cu_seqlens_q = mirror.In(in.cu_seqlens_q.data(), in.cu_seqlens_q.size()),
+      .cu_seqlens_k = mirror.In(in.cu_seqlens_k.data(), in.cu_seqlens_k.size()),
+      .alibi_slopes = mirror.In(in.slopes.data(), in.slopes.size()),
+      .dropout_seed = static_cast<uint64_t>(options.seed),
+      .dropout_offset = static_cast<uint64_t>(options.offset),
+      .workspace = mirror.Out(forward_workspace.span())};
 
   // Both plans before the first launch, so that what is refused is refused at once.
   Problem backward_problem = problem;
@@ -486,22 +509,22 @@ int Run(const RunOptions& options) {
     backward_problem.dv = dv.strides;
     backward_plan = Plan(backward_problem);
     backward_workspace = Buffer(backward_plan.workspace_bytes());
-    backward_args = {.q = in.q.data,
-                     .k = in.k.data,
-                     .v = in.v.data,
-                     .out = out.data,
-                     .lse = lse,
-                     .dout = in.dout.data,
-                     .dlse = in.dlse.empty() ? nullptr : in.dlse.data(),
-                     .dq = dq.data,
-                     .dk = dk.data,
-                     .dv = dv.data,
+    backward_args = {.q = forward_args.q,
+                     .k = forward_args.k,
+                     .v = forward_args.v,
+                     .out = forward_args.out,
+                     .lse = forward_args.lse,
+                     .dout = input(in.dout),
+                     .dlse = in.dlse.empty() ? nullptr : mirror.In(in.dlse.data(), in.dlse.size()),
+                     .dq = output(dq),
+                     .dk = output(dk),
+                     .dv = output(dv),
                      .cu_seqlens_q = forward_args.cu_seqlens_q,
                      .cu_seqlens_k = forward_args.cu_seqlens_k,
                      .alibi_slopes = forward_args.alibi_slopes,
                      .dropout_seed = forward_args.dropout_seed,
                      .dropout_offset = forward_args.dropout_offset,
-                     .workspace = backward_workspace.span()};
+                     .workspace = mirror.Out(backward_workspace.span())};
   }
 
   fmt::print("{}\n", Bold(options.input));
@@ -513,16 +536,24 @@ int Run(const RunOptions& options) {
   constexpr double kSeconds = 0.5;
   // The first launch checks the arguments, among them cu_seqlens, before the pairs are counted from
   // them.
-  const Timing forward =
-      Measure([&] { forward_plan.forward(forward_args); }, kSeconds, options.repeat);
+  const Timing forward = Measure(
+      [&] {
+        forward_plan.forward(forward_args);
+        mirror.Wait();
+      },
+      kSeconds, options.repeat);
   const double flop = ForwardFlop(Pairs(in, problem), in.q.heads, in.q.dim, in.v.dim);
   fmt::print("\n  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", "", "kernel", "threads",
              "workspace", "time", "runs", "speed");
   PrintLaunch("forward", forward_plan, forward, flop);
   std::fflush(stdout);
   if (backward) {
-    const Timing timing =
-        Measure([&] { backward_plan.backward(backward_args); }, kSeconds, options.repeat);
+    const Timing timing = Measure(
+        [&] {
+          backward_plan.backward(backward_args);
+          mirror.Wait();
+        },
+        kSeconds, options.repeat);
     PrintLaunch("backward", backward_plan, timing, BackwardFlop(flop));
   }
 
@@ -535,6 +566,7 @@ int Run(const RunOptions& options) {
     fmt::print("Nothing written: name a file with -o to keep the result.\n");
     return 0;
   }
+  mirror.Fetch();
   WriteSafetensors(options.output, outputs.views(),
                    {{"made_by", fmt::format("strobe {}", version())}});
   fmt::print("{}\n", Bold("wrote " + options.output));

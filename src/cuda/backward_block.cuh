@@ -1,13 +1,15 @@
-// The parts that the backward pass through mma.sync is made of: shapes, work items, copies, and the
-// products that its two halves have in common. backward_sm80.cuh puts them together and explains.
+// What the two halves of the backward pass through mma.sync have in common: addresses, barriers,
+// copies, products. backward_sm80.cuh puts them together and explains.
 #ifndef STROBE_CUDA_BACKWARD_BLOCK_CUH_
 #define STROBE_CUDA_BACKWARD_BLOCK_CUH_
 
 #include <cstddef>
 
+#include "cuda/backward_layout.cuh"
 #include "cuda/backward_math.cuh"
 #include "cuda/backward_pre.cuh"
 #include "cuda/config.h"
+#include "cuda/dropout.cuh"
 #include "cuda/load.cuh"
 #include "cuda/ptx/arrive.h"
 #include "cuda/ptx/cp_async.h"
@@ -16,160 +18,6 @@
 #include "cuda/tile.cuh"
 
 namespace strobe::cuda::sm80 {
-
-template <int32_t kDtype>
-struct BackwardValue {
-  using type = __half;
-};
-template <>
-struct BackwardValue<STROBE_BFLOAT16> {
-  using type = __nv_bfloat16;
-};
-
-template <BackwardConfig kC>
-struct BackwardShape {
-  static constexpr BackwardConfig kConfig = kC;
-  using T = typename BackwardValue<kC.dtype>::type;
-  static constexpr int kThreads = 32 * kC.warps;
-  static constexpr int kHalfWarps = kC.warps / 2;
-  static constexpr int kHalfThreads = 32 * kHalfWarps;
-  static constexpr int kKeyWarps = kC.tile_k / 32;
-  static constexpr int kQueryWarps = kHalfWarps / kKeyWarps;
-  static constexpr bool kSplit = kQueryWarps > 1;
-  static constexpr int kM = 2;                              // 16-key blocks of a warp
-  static constexpr int kQueries = kC.tile_q / kQueryWarps;  // of a warp's scores
-  static constexpr int kN = kQueries / 8;
-  static constexpr int kColumns = kC.width / kQueryWarps;  // of a warp's dV or dK
-  static constexpr int kSumN = kColumns / 8;
-  // dQ: 32 queries by kDqColumns a warp, in passes that leave registers beside dK.
-  static constexpr int kDqRowWarps = kC.tile_q / 32;
-  static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
-  static constexpr int kPass = kDqColumns > 64 ? kDqColumns / 2 : kDqColumns;
-  // Registers for running ahead are few where sums and scores take 192 of 255.
-  static constexpr int kAhead = 2;
-#ifdef STROBE_FRESH
-  static constexpr bool kFresh = STROBE_FRESH;
-#else
-  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160;
-#endif
-
-  using KTile = SharedTile<kC.tile_k, kC.width>;
-  using QTile = SharedTile<kC.tile_q, kC.width>;
-  using ScoreTile = SharedTile<kC.tile_k, kC.tile_q>;  // [key][query]
-
-  // stages: 1 everything once, 2 Q and dO twice, 3 K also.
-  static constexpr int kStages = kC.stages > 1 ? 2 : 1;
-  static constexpr int kKeyStages = kC.stages > 2 ? 2 : 1;
-
-  static constexpr int kKAt = 0;
-  static constexpr int kVAt = kKAt + kKeyStages * KTile::kBytes;
-  static constexpr int kQAt = kVAt + KTile::kBytes;
-  static constexpr int kDoutAt = kQAt + kStages * QTile::kBytes;
-  static constexpr int kDsAt = kDoutAt + kStages * QTile::kBytes;
-  static constexpr int kExchangeAt = kDsAt + ScoreTile::kBytes;
-  static constexpr int kWeightsAt = kExchangeAt + 2 * kC.tile_k * kC.tile_q;
-  static constexpr int kLseAt = kWeightsAt + (kSplit ? ScoreTile::kBytes : 0);
-  static constexpr int kDeltaAt = kLseAt + 4 * kStages * kC.tile_q;
-  static constexpr int kBarriersAt = kDeltaAt + 4 * kStages * kC.tile_q;
-  static constexpr int kBarriers = 9 + 2 * kKeyStages + 4 * kStages + 2 * kHalfWarps;
-  static constexpr int kBlockAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kBlockBytes = 176;
-  static constexpr int kLimitsAt = kBlockAt + 2 * kBlockBytes;
-  static constexpr int kSharedBytes = kLimitsAt + kKeyStages * 8 * kC.tile_k;
-
-  static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);
-  static_assert(kN % 2 == 0 && kSumN % 4 == 0 && kPass % 16 == 0 && kDqColumns % kPass == 0);
-  static_assert(kC.tile_q % 32 == 0 && kHalfWarps % kDqRowWarps == 0);
-  static_assert(kSharedBytes <= 232448, "227 KB are the most that any device has");
-
-  // Two blocks fit a multiprocessor's registers where a block has 128 threads.
-  static constexpr int kMinBlocks = kC.warps == 4 && 2 * (kSharedBytes + 1024) <= 233472 ? 2 : 1;
-};
-
-/// The order in which work items, each a (batch, key head, part of the group, key block), are
-/// taken. Columns, which are the first three, come in groups whose queries fit into L2 together;
-/// within a group the first key block comes first, of all its columns: under a causal mask that is
-/// the longest work first; and nobody waits for an item that is taken later.
-struct BackwardOrder {
-  uint32_t blocks, columns, group, parts;
-  int32_t heads_per_part;
-  int64_t items;
-};
-
-struct BackwardItem {
-  int32_t batch, head_kv, part, block;
-};
-
-STROBE_INLINE constexpr BackwardItem backward_item(const BackwardOrder& o, int32_t heads_kv,
-                                                   int64_t index) {
-  const uint32_t per_group = o.group * o.blocks;  // fits
-  uint32_t first, rest;
-  if (o.items <= INT32_MAX) {  // 32-bit division takes a fifth of the time
-    first = static_cast<uint32_t>(index) / per_group * o.group;
-    rest = static_cast<uint32_t>(index) % per_group;
-  } else {
-    first = static_cast<uint32_t>(index / per_group) * o.group;
-    rest = static_cast<uint32_t>(index % per_group);
-  }
-  const uint32_t here = o.columns - first < o.group ? o.columns - first : o.group;
-  const uint32_t column = first + rest % here, head = column / o.parts;
-  return {static_cast<int32_t>(head) / heads_kv, static_cast<int32_t>(head) % heads_kv,
-          static_cast<int32_t>(column % o.parts), static_cast<int32_t>(rest / here)};
-}
-
-/// A step of a block: one query tile of one head.
-struct BackwardStep {
-  int32_t head, tile;
-};
-
-/// A thread block's item, and where its steps are. It lives in shared memory: the same for all
-/// threads, and registers are what the kernel is short of.
-struct alignas(16) BackwardBlock {
-  int32_t tile_begin, tile_end;  // query tiles that see some key of the block
-  int32_t full_begin, full_end;  // queries that see every key of it
-  int32_t first_query;   // tiles from here on see no key before the block: it is the first to add
-  uint32_t scratch;      // first scratch tile of the sequence
-  const char *q, *dout;  // row 0 of the sequence, head 0
-  Sequence sequence;
-  int32_t batch, head_kv, part, key_begin;
-  int32_t head_begin;  // of the query heads
-  int32_t steps;       // -1: there is no item
-  int32_t copies;  // q and dout: 0 value by value, 1 sixteen bytes, 2 and all columns of the tile
-  int32_t keys_nonfinite;
-
-  __device__ __forceinline__ void fill(const BackwardParams& p, const BackwardItem& item,
-                                       int32_t heads_per_part, int32_t tile_q, int32_t tile_k,
-                                       int32_t width) {
-    batch = item.batch;
-    head_kv = item.head_kv;
-    part = item.part;
-    key_begin = item.block * tile_k;
-    head_begin = head_kv * p.group + item.part * heads_per_part;
-    keys_nonfinite = 0;
-    const Mask& mask = sequence.mask;
-    const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    const Range queries = mask.q_range(keys);
-    tile_begin = static_cast<int32_t>(queries.begin) / tile_q;
-    tile_end =
-        queries.empty() ? tile_begin : (static_cast<int32_t>(queries.end) + tile_q - 1) / tile_q;
-    // Keys past the end would count as seen: a block that has some is never unmasked.
-    const Range full = keys.size() < tile_k ? Range{0, 0} : mask.full_q_range(keys);
-    full_begin = static_cast<int32_t>(full.begin);
-    full_end = static_cast<int32_t>(full.end);
-    first_query =
-        key_begin == 0 ? 0 : static_cast<int32_t>(mask.q_range({key_begin - 1, key_begin}).end);
-    steps = min(heads_per_part, (head_kv + 1) * p.group - head_begin) * (tile_end - tile_begin);
-    scratch = scratch_begin(p, tile_q, batch);
-    const RowsView q_rows = rows_view(p.q, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim);
-    const RowsView dout_rows =
-        rows_view(p.dout, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim_v);
-    q = q_rows.data;
-    dout = dout_rows.data;
-    const bool aligned =
-        q_rows.aligned() && dout_rows.aligned() && (p.q.head_stride | p.dout.head_stride) % 8 == 0;
-    copies = !aligned ? 0 : p.head_dim == width && p.head_dim_v == width ? 2 : 1;
-  }
-};
 
 template <typename Value>
 __device__ __forceinline__ Value load_shared_wide(uint32_t address) {
@@ -221,7 +69,7 @@ struct SeenQueries {
 
 /// One thread's view of its block: addresses, barriers, copies, and the products that both halves
 /// make.
-template <BackwardConfig kC>
+template <BackwardConfig kC, bool kRules>
 struct BackwardThread {
   using Shape = BackwardShape<kC>;
   using T = typename Shape::T;
@@ -236,8 +84,9 @@ struct BackwardThread {
   const BackwardScratch& scratch;
   const uint32_t shared;  // address of all shared memory
   const int half_thread;  // of the half
-  int item = 0;           // items so far: where the rings of K, V and blocks are
-  uint32_t block_now;     // address of the item's block
+  // Steps so far in the low half, items in the high half: where the rings are, for which either
+  // matters modulo 4 only. One register, for the kernel has none to spare.
+  uint32_t count = 0;
 
   __device__ __forceinline__ BackwardThread(const BackwardParams& params,
                                             const BackwardScratch& scratch_, uint32_t shared_,
@@ -245,8 +94,7 @@ struct BackwardThread {
       : p(params),
         scratch(scratch_),
         shared(shared_),
-        half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads),
-        block_now(block_at(0, 0)) {}
+        half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads) {}
 
   /// Where a thread stands, and what follows from it. Made anew for each phase of a step, behind
   /// the compiler's back: it would otherwise compute every address ahead of the loop and spill them
@@ -284,9 +132,9 @@ struct BackwardThread {
     }
   };
   __device__ __forceinline__ Place fresh_place() const {
-    int thread = half_thread;
-    asm volatile("" : "+r"(thread));
-    return {thread};
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return {thread % Shape::kHalfThreads};
   }
   /// For what every step needs: kept where there are registers.
   __device__ __forceinline__ Place place() const {
@@ -303,7 +151,7 @@ struct BackwardThread {
   }
   /// For SeenQueries of the lane's rows from the warp's row `row` on.
   __device__ __forceinline__ uint32_t seen_limits(const Place& me, int row) const {
-    return limits_at(item) + static_cast<uint32_t>(8 * (me.key_row() + row + me.lane() / 4));
+    return limits_at(item()) + static_cast<uint32_t>(8 * (me.key_row() + row + me.lane() / 4));
   }
 
   // The block of an item: read by address in the loop, as a whole where it is rare.
@@ -318,12 +166,16 @@ struct BackwardThread {
     return *reinterpret_cast<BackwardBlock*>(shared_bytes + Shape::kBlockAt +
                                              i % 2 * Shape::kBlockBytes);
   }
-  __device__ __forceinline__ void next_item() {
-    ++item;
-    block_now = block_at(item, 0);
+  __device__ __forceinline__ int item() const { return static_cast<int>(count >> 16); }
+  __device__ __forceinline__ int n_step() const { return static_cast<int>(count & 0xffffu); }
+  __device__ __forceinline__ void next_item() { count += 0x10000u; }
+  __device__ __forceinline__ void next_step() {
+    count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
+    // Before 9.0 ptxas otherwise keeps the items' half once more, and spills it.
+    if constexpr (!kAddFour) asm volatile("" : "+r"(count));
   }
   __device__ __forceinline__ int32_t block_int(size_t offset) const {
-    return static_cast<int32_t>(load_shared(block_now + static_cast<uint32_t>(offset)));
+    return block_int(item(), offset);
   }
   /// Of the queries that see each key (key_limits); they come and go with K.
   __device__ __forceinline__ uint32_t limits_at(int i) const {
@@ -334,7 +186,7 @@ struct BackwardThread {
     int4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(block_now)
+                 : "r"(block_at(item(), 0))
                  : "memory");
     return x;
   }
@@ -348,6 +200,10 @@ struct BackwardThread {
                                                        const int4& limits) {
     const bool more = step.tile > limits.x;
     return {more ? step.head : step.head + 1, more ? step.tile - 1 : limits.y - 1};
+  }
+  __device__ __forceinline__ bool is_last(const BackwardStep& step) const {
+    return step.tile == block_int(offsetof(BackwardBlock, tile_begin)) &&
+           step.head + 1 == block_int(offsetof(BackwardBlock, head_end));
   }
   /// Also true of a tile that has queries past the end.
   __device__ __forceinline__ static bool masked(const BackwardStep& step, const int4& limits) {
@@ -422,6 +278,12 @@ struct BackwardThread {
   }
   __device__ __forceinline__ static void sync_weights_half() {
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kHalfThreads) : "memory");
+  }
+
+  /// A turn that the warp has still to pass on (gradients_half): scratch tile, and the counter's
+  /// new value, 0 for none. Lane 0's alone.
+  __device__ __forceinline__ uint32_t pending(const Place& me) const {
+    return shared + static_cast<uint32_t>(Shape::kPendingAt + 8 * me.warp());
   }
 
   __device__ __forceinline__ uint32_t tile_at(int offset, int stage) const {
@@ -633,11 +495,11 @@ struct BackwardThread {
   __device__ __forceinline__ bool keys_nonfinite() const {
     constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
     bool found = false;
-    for (int i = 16 * half_thread; i < KTile::kBytes; i += 16 * Shape::kHalfThreads) {
+    for (int i = 16 * fresh_place().thread; i < KTile::kBytes; i += 16 * Shape::kHalfThreads) {
       uint32_t x[4];
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                   : "r"(k_tile(item) + static_cast<uint32_t>(i))
+                   : "r"(k_tile(item()) + static_cast<uint32_t>(i))
                    : "memory");
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -653,7 +515,7 @@ struct BackwardThread {
                                               int32_t q_begin) const {
     const Place me = place();
     const uint32_t ds = shared + static_cast<uint32_t>(Shape::kDsAt) + me.score_part_b();
-    uint32_t keys = k_tile(item);
+    uint32_t keys = k_tile(item());
     int first = me.dq_column();
     first += pass;
     if constexpr (Shape::kPass % KTile::kPanel == 0) {
@@ -670,7 +532,7 @@ struct BackwardThread {
     if (seen_only) {
       const Place me = fresh_place();
       const int lane = me.lane(), row = me.dq_row();
-      const BackwardBlock& b = block(item);
+      const BackwardBlock& b = block(item());
       const Mask& mask = b.sequence.mask;
       int32_t begin[4], end[4];
 #pragma unroll
@@ -703,7 +565,7 @@ struct BackwardThread {
                                          bool start) const {
     const Place me = place();
     const int first = (me.dq_column() + pass) / 8;
-    sum += (me.dq_row() / 16 * (kC.width / 8) + first) * 128 + 4 * me.lane();
+    sum += (me.dq_row() / 16 * (kC.width / 8) + first) * 128 + sum_offset(me.lane());
     const auto each = [&](const auto& put) {
       if (p.head_dim == kC.width) {
 #pragma unroll
@@ -722,9 +584,9 @@ struct BackwardThread {
       }
     };
     if (start) {
-      each([](float* to, const float(&x)[4]) { store_four(to, x); });
+      each([](float* to, const float(&x)[4]) { sum_store(to, x); });
     } else {
-      each([](float* to, const float(&x)[4]) { reduce_add(to, x); });
+      each([](float* to, const float(&x)[4]) { sum_add(to, x); });
     }
   }
 
@@ -733,7 +595,7 @@ struct BackwardThread {
                                         const Tensor& tensor, int32_t dim, float* parts_sum,
                                         int32_t parts) const {
     const Place me = fresh_place();
-    const BackwardBlock& b = block(item);
+    const BackwardBlock& b = block(item());
     const int lane = me.lane(), column = me.column();
     const int32_t first = b.key_begin + me.key_row() + lane / 4;
     const int64_t seqlen = b.sequence.mask.seqlen_k;

@@ -1,13 +1,13 @@
-// The products of the backward pass and the random bits of its transposed scores.
+// The products of the backward pass, and how its results leave registers.
 #ifndef STROBE_CUDA_BACKWARD_MATH_CUH_
 #define STROBE_CUDA_BACKWARD_MATH_CUH_
 
 #include <cstdint>
 
-#include "core/philox.h"
 #include "cuda/load.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/quad.cuh"
 #include "cuda/tile.cuh"
 
 namespace strobe::cuda {
@@ -102,48 +102,6 @@ __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
   }
 }
 
-/// Transposes the 4 x 4 words of a quad: lane t's word d becomes lane d's word t.
-__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4], int lane) {
-  const bool high = (lane & 2) != 0, odd = (lane & 1) != 0;
-  // First the 2 x 2 blocks off the diagonal, with the lane t ^ 2 ...
-  const uint32_t s0 = __shfl_xor_sync(0xffffffffu, high ? w[0] : w[2], 2);
-  const uint32_t s1 = __shfl_xor_sync(0xffffffffu, high ? w[1] : w[3], 2);
-  if (high) {
-    w[0] = s0, w[1] = s1;
-  } else {
-    w[2] = s0, w[3] = s1;
-  }
-  // ... then within the blocks, with the lane t ^ 1.
-  const uint32_t s2 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-  const uint32_t s3 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = s2, w[2] = s3;
-  } else {
-    w[1] = s2, w[3] = s3;
-  }
-}
-
-/// Dropout words of four 8 (keys) x 8 (queries) blocks of transposed scores: queries `query` +
-/// 8 * 0 .. 3, keys 8 * group to 8 * group + 7. word[d] has in its low and high half the random
-/// bits of this lane's key, lane / 4, and its two queries, 2 * (lane % 4) + {0, 1}, of block d.
-///
-/// A call of the generator gives eight keys of one query, two to a word. Lane 4 s + c calls it for
-/// query s of block c; a transpose within the quad then gives it word c of all four blocks, and
-/// movmatrix the halves of its own key from the words' owners.
-__device__ __forceinline__ void dropout_words_transposed(const Dropout& dropout,
-                                                         uint32_t batch_head, uint32_t query,
-                                                         uint32_t group, int lane,
-                                                         uint32_t (&word)[4]) {
-  const Philox4 mine =
-      dropout.bits(batch_head, query + static_cast<uint32_t>(8 * (lane % 4) + lane / 4), group);
-  uint32_t w[4] = {mine.word[0], mine.word[1], mine.word[2], mine.word[3]};
-  quad_transpose(w, lane);
-#pragma unroll
-  for (int d = 0; d < 4; ++d) {
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word[d]) : "r"(w[d]));
-  }
-}
-
 /// Writes rows of 16 x 8 accumulators as T, times scale; block m is 16 rows on, accumulator n 8
 /// columns. After transposes within each quad a lane has eight columns of two rows, so a row is
 /// written 64 bytes at a time. row: this lane's upper row of block 0; rows past view.rows and
@@ -221,12 +179,30 @@ __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, 
 #endif
 }
 
-/// Stores four neighbouring float32 values, or adds them to what is there; nobody waits.
-__device__ __forceinline__ void store_four(float* p, const float (&x)[4]) {
-  *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+// The sum of dQ in global memory: blocks of 16 x 8, 128 values each, in an order in which a warp's
+// mma accumulator is added with the fewest transactions. From 9.0 on, where a lane can add four
+// values at once: a lane's four values side by side. Before: value i of all lanes side by side.
+// (With four separate additions to the first layout each instruction would touch all sixteen
+// sectors of the block for an eighth of each, and these additions are then what the whole backward
+// pass waits for: docs/perf-log.md.) All kernels of a launch are of one image, hence of one mind.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kAddFour = true;
+#else
+inline constexpr bool kAddFour = false;
+#endif
+
+/// Where the lane's value 0 of a block is.
+__device__ __forceinline__ int sum_offset(int lane) { return kAddFour ? 4 * lane : lane; }
+/// p: see sum_offset. Nobody waits for the result.
+__device__ __forceinline__ void sum_store(float* p, const float (&x)[4]) {
+  if constexpr (kAddFour) {
+    *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[32 * i] = x[i];
+  }
 }
-/// red.add of four neighbouring float32 values; nobody waits for the result.
-__device__ __forceinline__ void reduce_add(float* p, const float (&x)[4]) {
+__device__ __forceinline__ void sum_add(float* p, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])
@@ -234,9 +210,19 @@ __device__ __forceinline__ void reduce_add(float* p, const float (&x)[4]) {
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + i), "f"(x[i]) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 32 * i), "f"(x[i])
+                 : "memory");
   }
 #endif
+}
+__device__ __forceinline__ void sum_load(const float* p, float (&x)[4]) {
+  if constexpr (kAddFour) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(p));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __ldcs(p + 32 * i);
+  }
 }
 
 }  // namespace strobe::cuda

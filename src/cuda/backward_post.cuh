@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kPostThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = int64_t{tile.head} * scratch.tiles + scratch_begin(p, kTileQ, tile.batch) +
                      tile.begin / kTileQ;
-  const auto* const sum = reinterpret_cast<const float4*>(scratch.dq + at * (kTileQ * kWidth));
+  const float* const sum = scratch.dq + at * (kTileQ * kWidth);
   const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
   // No key block has come by a tile that sees no key.
   const bool visited =
@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kPostThreads)
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
       if (visited && 8 * (chunk + d) < p.head_dim) {
-        const float4 y = __ldcs(sum + (block * kChunks + chunk + d) * 32 + lane);
-        x[0][d][0] = y.x, x[0][d][1] = y.y, x[0][d][2] = y.z, x[0][d][3] = y.w;
+        sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
       }
     }
     store_accumulators<T>(dq, tile.begin + 16 * block + lane / 4, 8 * chunk, x, p.scale, lane);

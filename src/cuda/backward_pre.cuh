@@ -69,8 +69,8 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
 struct BackwardScratch {
   float* lse;           // [heads, tiles, tile_q]: lse * log2(e) - kWeightShift
   float* delta;         // [heads, tiles, tile_q]: (rowsum(dout * out) - dlse) / kWeightScale
-  float* dq;            // [heads, tiles, tile_q / 16, width / 8, 32, 4]: blocks of 16 x 8 in the
-                        // order in which the lanes of a warp hold an mma accumulator
+  float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
+                        // order of sum_offset
   uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
   uint32_t* turn;       // [heads, tiles, warps]: key blocks that have added to dq; unless
                         // deterministic, whether the first one has stored there

@@ -9,8 +9,14 @@
 
 namespace strobe::cuda {
 
-/// When a row is the planner's choice among rows that fit equally well.
-enum class When : int8_t { kAny, kCausal, kFull };
+/// When a row is the planner's choice among rows that fit equally well: a function of the problem
+/// and the device.
+enum class When : int8_t {
+  kAny,
+  kPlain,  // no softcap, ALiBi or dropout
+  kFew,    // few keys: up to 1024, or 2048 under a causal mask; also where not plain
+  kShort   // causal with up to 1024 keys, or no more tiles than multiprocessors
+};
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
 /// runs, the rest of a tile being zeros.

@@ -2,11 +2,13 @@
 // problem, and the launch.
 #include "cuda/dispatch.h"
 
+#include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/rows.h"
@@ -25,24 +27,40 @@ namespace {
 template <typename Row>
 struct Entry {
   const Row* row;
+  const char* name;
   When when;
 };
 
-constexpr When any = When::kAny, causal = When::kCausal, full = When::kFull;
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, brief = When::kShort;
+
+bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
+  const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
+  switch (when) {
+    case When::kPlain:
+      return is_plain;
+    case When::kFew:
+      return p.seqlen_k <= (p.causal ? 2048 : 1024) || !is_plain;
+    case When::kShort:
+      return (p.causal && p.seqlen_k <= 1024) ||
+             p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
+    default:
+      return true;
+  }
+}
 
 // In the order of kernels.def. The null entry at the end keeps an array from being empty.
 #define STROBE_backward_ROW(name, when)
-#define STROBE_forward_ROW(name, when) {&name, when},
+#define STROBE_forward_ROW(name, when) {&name, #name, when},
 constexpr Entry<ForwardRow> kForward[] = {
 #include "cuda_rows.inc"
-    {nullptr, any}};
+    {nullptr, nullptr, any}};
 #undef STROBE_forward_ROW
 #undef STROBE_backward_ROW
 #define STROBE_forward_ROW(name, when)
-#define STROBE_backward_ROW(name, when) {&name, when},
+#define STROBE_backward_ROW(name, when) {&name, #name, when},
 constexpr Entry<BackwardRow> kBackward[] = {
 #include "cuda_rows.inc"
-    {nullptr, any}};
+    {nullptr, nullptr, any}};
 #undef STROBE_forward_ROW
 #undef STROBE_backward_ROW
 
@@ -55,13 +73,23 @@ constexpr auto& table() {
   }
 }
 
+// As much of a text as there is room for.
+template <size_t kSize>
+void copy_text(char (&to)[kSize], const char* from) {
+  const size_t length = std::min(std::strlen(from), kSize - 1);
+  std::memcpy(to, from, length);
+  to[length] = '\0';
+}
+
 struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";
-  int forced_arch = 0;  // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  std::string forced_row;  // STROBE_CUDA_ROW: rows with this in their name come first
 
   Machine() {
     if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
+    if (const char* forced = std::getenv("STROBE_CUDA_ROW")) forced_row = forced;
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
@@ -71,14 +99,14 @@ struct Machine {
                                : error == cudaErrorNoDevice || error == cudaSuccess
                                    ? "no NVIDIA GPU"
                                    : cudaGetErrorString(error);
-      std::snprintf(reason, sizeof reason, "%.127s", text);
+      copy_text(reason, text);
       return;
     }
     for (int i = 0; i < count; ++i) {
       cudaDeviceProp properties;
       DeviceProperties d;
       if (cudaGetDeviceProperties(&properties, i) == cudaSuccess) {
-        std::snprintf(d.name, sizeof d.name, "%.127s", properties.name);
+        copy_text(d.name, properties.name);
         d.compute_capability = 10 * properties.major + properties.minor;
         d.multiprocessors = properties.multiProcessorCount;
         d.shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
@@ -95,6 +123,12 @@ const Machine& machine() {
 }
 
 // --- Which row ---
+
+// Whether tests or benches ask for this row; a problem that it cannot do goes where it always does.
+bool is_forced(std::string_view row) {
+  const std::string& forced = machine().forced_row;
+  return !forced.empty() && row.find(forced) != std::string_view::npos;
+}
 
 // Index in the table of the row that takes the problem; -1: none, and *reason says why.
 template <typename Row>
@@ -114,8 +148,9 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    const When now = p.causal ? causal : full;
-    if (rows[i].when != any && rows[i].when != now) continue;
+    const bool can = rows[i].when != When::kPlain || suits(When::kPlain, c.tile_q, p, device);
+    if (can && is_forced(rows[i].name)) return i;
+    if (!suits(rows[i].when, c.tile_q, p, device)) continue;
     if (found < 0 || c.width < rows[found].row->config.width) found = i;
   }
   if (found >= 0 || !reason) return found;
@@ -133,21 +168,35 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
   return -1;
 }
 
-// TMA reads 16-byte units: strides must be multiples of 8 values. Pointers are looked at when they
-// are there, at launch.
+// What the sm90 forward leaves to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
+// values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
+  if (p.dropout_p > 0) return "dropout_p > 0, expected 0 (it draws no random numbers)";
+  if (p.head_dim_v % 8 != 0) {
+    return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
+                  static_cast<long long>(p.head_dim_v));
+  }
   const struct {
     const char* name;
     const Strides& strides;
-    int64_t dim;
-  } tensors[] = {{"q", p.q, p.head_dim}, {"k", p.k, p.head_dim}, {"v", p.v, p.head_dim_v}};
+    int64_t rows, heads;
+  } tensors[] = {{"q", p.q, p.seqlen_q, p.heads},
+                 {"k", p.k, p.seqlen_k, p.heads_kv},
+                 {"v", p.v, p.seqlen_k, p.heads_kv},
+                 {"out", p.out, p.seqlen_q, p.heads}};
   for (const auto& t : tensors) {
-    const int64_t strides[] = {t.strides.batch, t.strides.seqlen, t.strides.head};
-    const char* const names[] = {"batch", "seqlen", "head"};
-    for (int i = 0; i < 3; ++i) {
-      if (strides[i] % 8 != 0) {
-        return format("%s.stride of %s = %lld, expected a multiple of 8 (TMA reads 16-byte units)",
-                      t.name, names[i], static_cast<long long>(strides[i]));
+    const struct {
+      const char* name;
+      int64_t stride, length;
+    } dims[] = {{"batch", t.strides.batch, p.varlen ? 1 : p.batch},
+                {"seqlen", t.strides.seqlen, t.rows},
+                {"head", t.strides.head, t.heads}};
+    for (const auto& dim : dims) {
+      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
+        return format(
+            "%s.stride of %s = %lld, expected a positive multiple of 8 (TMA reads "
+            "16-byte units)",
+            t.name, dim.name, static_cast<long long>(dim.stride));
       }
     }
   }
@@ -163,11 +212,10 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  if (p.dropout_p > 0) {
-    // The kernels have it, but not yet right: tests/gpu's random problems with dropout fail.
-    return "dropout_p > 0, expected 0 (dropout on the GPU is not released yet); the CPU has it";
-  }
   if (arch == 90) {
+    if (machine().forced_row.find("_sm80_") != std::string::npos) {
+      return "STROBE_CUDA_ROW asks for another kernel";
+    }
     if (std::string reason = tma_declines(p); !reason.empty()) return reason;
   }
   std::string reason;
@@ -387,9 +435,9 @@ Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
   return check_common_pointers(p, a);
 }
 
-bool aligned_for_tma(const void* a, const void* b, const void* c) {
-  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
-           reinterpret_cast<uintptr_t>(c)) &
+bool aligned_for_tma(const ForwardArgs& a) {
+  return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
+           reinterpret_cast<uintptr_t>(a.v) | reinterpret_cast<uintptr_t>(a.out)) &
           15) == 0;
 }
 
@@ -406,7 +454,7 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
   if constexpr (std::is_same_v<Row, ForwardRow>) {
     // Pointers are not known when a plan is made. Those that TMA cannot read go to mma.sync.
-    if (arch == 90 && !aligned_for_tma(args.q, args.k, args.v)) {
+    if (arch == 90 && !aligned_for_tma(args)) {
       const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
       if (other < 0) {
         return {STROBE_INVALID_ARGUMENT,

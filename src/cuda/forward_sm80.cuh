@@ -57,25 +57,21 @@ struct ForwardTuning {
 };
 
 constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
-  if (c.width > 128) return {64, 2, 2, 1};
+  const int step = c.tile_k < 64 ? c.tile_k : 64;
+  if (c.width > 128) return {step, 0, c.tile_q / c.warps == 16 && c.warps == 8 ? 2 : 1, 1};
   if (c.width > 64) return {32, 0, 1, 2};
   // Short tiles of keys are for short sequences, where a third block on a multiprocessor covers for
   // the others' beginnings and ends.
   return c.tile_k > 64 ? ForwardTuning{64, 4, 1, 2} : ForwardTuning{32, 0, 1, 3};
 }
 
-/// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
-struct alignas(16) TeamKeys {
-  int32_t some_begin, some_end, full_begin, full_end;
-};
-/// Where a tile's keys, values and results are.
-struct alignas(16) TileInfo {
-  RowsView k, v, out;
-  float* lse;  // of the tile's first row; null: not wanted
-  int32_t batch, head, begin;
-  int32_t block_begin, block_end;
-};
-static_assert(sizeof(TileInfo) == 112);
+/// The general kernel's: softcap, ALiBi and dropout want registers too.
+constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
+  ForwardTuning t = forward_tuning(c);
+  if (t.split == 1 && t.step > 32) t.step = 32;
+  if (t.min_blocks > 2) t.min_blocks = 2;
+  return t;
+}
 
 /// Adds V's infs and NaNs to the rows of the output tile that see them: what the second attempt's
 /// loop has left out. One thread per column.
@@ -137,6 +133,13 @@ __device__ __forceinline__ void copy_block(uint32_t to, const char* source, int6
   }
 }
 
+/// threadIdx.x, asked for again: else the compiler keeps all that follows from it, and spills it.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 template <typename Shape, bool kGeneral>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order) {
@@ -147,51 +150,41 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   extern __shared__ __align__(1024) char shared[];
   const uint32_t ring = ptx::shared_address(shared);
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // tells the compiler it is uniform
-  const int team = warp % Shape::kTeams, team_row = team * Shape::kRows;
+  const int thread = threadIdx.x;
   auto* const limits = reinterpret_cast<int2*>(shared + Shape::kLimitsOffset);
   auto* const team_keys = reinterpret_cast<TeamKeys*>(shared + Shape::kTeamKeysOffset);
   auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
 
-  Warp<Shape, kGeneral> w{p, lane, team, warp / Shape::kTeams};
-  w.limits = ring + static_cast<uint32_t>(Shape::kLimitsOffset + 8 * team_row);
-  w.q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team_row * QTile::kRowBytes);
-  w.weights = ring + static_cast<uint32_t>(Shape::kWeightsOffset +
-                                           team * 2 * Shape::kSplit * Shape::kWeightsBytes);
-  w.rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
+  Warp<Shape, kGeneral> w{p, *info, limits, ring};
+  w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
-  const int chunk = thread % KTile::kChunks, first_row = thread / KTile::kChunks;
-  const auto own_place = static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
-  const char *k_source = nullptr, *v_source = nullptr;  // in the next block
-  const auto start_at = [&](const RowsView& k, const RowsView& v, int32_t block) {
-    const int64_t row = int64_t{block} * kTileK + first_row;
-    k_source = k.data + row * k.stride_bytes + 16 * chunk;
-    v_source = v.data + row * v.stride_bytes + 16 * chunk;
-  };
-  const auto copy_next = [&](uint32_t stage, int32_t block, int32_t seqlen_k) {
+  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
     if constexpr (kGeneral) {
-      load_tile<kTileK, Shape::kWidth, kThreads>(stage, info->k, block * kTileK, info->k.aligned(),
-                                                 thread);
-      load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, info->v, block * kTileK,
-                                                 info->v.aligned(), thread);
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage, k, block * kTileK, k.aligned(), thread);
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
+                                                 v.aligned(), thread);
     } else {
+      // All made anew for each block: registers are shorter than time is here.
+      const int self = thread_again();
+      const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
-      const uint32_t k = stage + own_place, v = k + KTile::kBytes;
+      const int64_t row = int64_t{block} * kTileK + first_row;
+      const char* const k_source = k.data + row * k_stride + 16 * chunk;
+      const char* const v_source = v.data + row * v_stride + 16 * chunk;
+      const uint32_t k_to = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
+      const uint32_t v_to = k_to + KTile::kBytes;
       const int k_columns = p.head_dim - 8 * chunk, v_columns = p.head_dim_v - 8 * chunk;
-      const int32_t left = seqlen_k - block * kTileK;
+      const int32_t left = k.rows - block * kTileK;
       if (left >= kTileK) {
-        copy_block<Shape, true>(k, k_source, k_stride, 0, k_columns);
-        copy_block<Shape, true>(v, v_source, v_stride, 0, v_columns);
+        copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
+        copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
       } else {
-        copy_block<Shape, false>(k, k_source, k_stride, left - first_row, k_columns);
-        copy_block<Shape, false>(v, v_source, v_stride, left - first_row, v_columns);
+        copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
+        copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
       }
-      k_source += kTileK * k_stride;
-      v_source += kTileK * v_stride;
     }
     ptx::cp_async_commit();
   };
@@ -224,13 +217,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (limited) keys = mask.kv_range(rows(0, kTileQ));
     block = static_cast<int32_t>(keys.begin) / kTileK;
     some_block = !keys.empty();
-    start_at(k, v, block);
-    if constexpr (kGeneral) {
-      if (thread == kThreads - 1) info->k = k, info->v = v;
-      __syncthreads();
-    }
-    if (some_block) copy_next(ring, block, seqlen_k);
-    if (thread == kThreads - 1) {  // not of the warp that has the teams' keys to work out
+    const auto write_info = [&] {
+      if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
       *info = {k,
                v,
                rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
@@ -239,8 +227,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.head,
                begin,
                block,
-               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block};
-    }
+               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block,
+               static_cast<int32_t>(mask.position(begin)),
+               kGeneral ? score_rule(p, item.batch, item.head).slope : 0.f,
+               0};
+    };
+    if (some_block) copy_next(ring, block, k, v);
+    write_info();
     if (thread < Shape::kTeams) {
       Range some = keys, full = keys;
       if (limited) {
@@ -253,12 +246,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (int i = thread; i < kTileQ; i += kThreads) {
       limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
     }
-    if constexpr (kGeneral) {
-      w.rule = score_rule(p, item.batch, item.head);
-      w.position = static_cast<int32_t>(mask.position(begin + team_row));
-      w.batch_head = static_cast<uint32_t>(item.batch * p.heads + item.head);
-      w.first_row = static_cast<uint32_t>(begin + team_row);
-    }
     if constexpr (Shape::kKept > 0) {
       if (some_block) ptx::cp_async_wait<1>();
     }
@@ -269,7 +256,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
-  bool careful = false, v_nonfinite = false;
+  bool careful = false;
   bool real = true;  // not: a turn that only copies the first block
   uint32_t stage = ring;
   for (;;) {
@@ -282,7 +269,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k.rows);
+      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
       if (!real) {
         real = true;
         stage = next;
@@ -296,9 +283,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
           constexpr uint16_t kExponent = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
           if ((values[i] & kExponent) == kExponent) values[i] = 0, found = true;
         }
-        v_nonfinite |= __syncthreads_or(found) != 0;
+        if (__syncthreads_or(found) && thread_again() == 0) info->v_nonfinite = 1;
       }
-      const TeamKeys keys = team_keys[team];
+      const TeamKeys keys = team_keys[w.team];
       uint32_t k_rows = stage;
       const int32_t key_end = (block + 1) * kTileK;
 #pragma unroll 1
@@ -319,17 +306,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
+    // With no block at all Q is still on its way, and results are about to take its place.
+    ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, real = false;
     block = info->block_begin - 1;
     stage = ring + Shape::kStageBytes;
-    start_at(info->k, info->v, block + 1);
   }
 
   // --- O / sum and lse ---
   const int32_t begin = info->begin;
-  w.finish(w.q_tile, info->lse ? info->lse + team_row : nullptr, info->out.rows - begin - team_row);
-  if (v_nonfinite) {
+  if constexpr (Shape::kSplit == 2) w.stand_at(thread_again());
+  const int rows_from = thread_again() / 32 % Shape::kTeams * Shape::kRows;
+#if __CUDA_ARCH__ < 900  // where ptxas would spill it around the loop
+  if constexpr (Shape::kKeepAll) w.lane = thread_again() % 32;
+#endif
+  w.finish(ring + static_cast<uint32_t>(Shape::kQOffset + rows_from * QTile::kRowBytes),
+           info->lse ? info->lse + rows_from : nullptr, info->out.rows - begin - rows_from);
+  if (info->v_nonfinite) {
     __syncthreads();
     add_nonfinite<Shape>(p, *info, shared + Shape::kQOffset);
     __syncthreads();
@@ -341,19 +335,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
   constexpr int kWarpRows = Shape::kRows / Shape::kSplit;
   store_rows<kTileQ, Shape::kWidth, kWarpRows, !kGeneral>(info->out, begin, ring + Shape::kQOffset,
-                                                          team_row + w.part * kWarpRows, lane);
+                                                          rows_from + w.part * kWarpRows, w.lane);
 }
 
 // --- Host ---
 
-template <ForwardConfig kC, ForwardTuning kT = forward_tuning(kC)>
+template <ForwardConfig kC, ForwardTuning kT>
 using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
 
 template <ForwardConfig kConfig>
 constexpr LaunchShape forward_shape() {
-  using Shape = ShapeOf<kConfig>;
-  return {Shape::kThreads, Shape::kSharedBytes};
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return {Plain::kThreads, max64(Plain::kSharedBytes, General::kSharedBytes)};
 }
 
 template <ForwardConfig kConfig>
@@ -391,17 +386,14 @@ inline bool in_units(const Tensor& t, int32_t dim) {
   return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
 }
 
-template <typename Shape>
-cudaError_t launch_shape(const ForwardParams& p, cudaStream_t stream) {
+template <ForwardConfig kConfig>
+cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
                      in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
                      in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
-  return plain ? launch_kernel<Shape, false>(p, stream) : launch_kernel<Shape, true>(p, stream);
-}
-
-template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  return launch_shape<ShapeOf<kConfig>>(params, stream);
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return plain ? launch_kernel<Plain, false>(p, stream) : launch_kernel<General, true>(p, stream);
 }
 
 }  // namespace strobe::cuda::sm80

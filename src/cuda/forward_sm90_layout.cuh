@@ -62,7 +62,7 @@ struct Tile {
   int32_t first, rows;              // queries [first, first + rows) of the sequence
   int32_t map_batch, map_q, map_k;  // coordinates of query `first` and of key 0 in the tensor maps
   int32_t number, suspect;          // suspect: it is on the list of those that are not finite
-  int64_t q_row, lse_row;           // of query `first`
+  int64_t lse_row;                  // of query `first`
 };
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
@@ -91,7 +91,7 @@ struct Traits {
   static constexpr int kThreads = kWarpgroupThreads * (kWarpgroups + 1);
   // Together no more than the registers that the block starts with: 504 a thread of each warpgroup
   // with 3 warpgroups, 512 with 4.
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kWide ? 240 : 232;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 504 - 2 * kConsumerRegisters;
   static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);

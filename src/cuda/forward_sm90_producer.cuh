@@ -22,18 +22,32 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const Sequence sequence = p.sequence(place.batch);
+    const TileMask mask = TileMask::make(sequence.mask, place.begin);
     const int rows = min(static_cast<int>(sequence.mask.seqlen_q) - place.begin, order.tile_q);
-    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile.
+    if (lane == 0) {
+      tile.mask = mask;
+      tile.batch = place.batch;
+      tile.head = place.head;
+      tile.head_kv = place.head / p.group;
+      tile.rows = rows;
+      tile.first = place.begin;
+      tile.map_batch = p.cu_q ? 0 : place.batch;
+      tile.map_q = static_cast<int>(sequence.q_row) + place.begin;
+      tile.map_k = static_cast<int>(sequence.k_row);
+      tile.number = scheduler.number();
+      tile.suspect = 0;
+      tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
+    }
+    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile. The ends of the intervals
+    // that rows see never move back: the first and the last row tell for all.
     const int begin = lane < kWarpgroups ? lane * kWarpgroupRows : 0;
     const int end = lane < kWarpgroups ? min(begin + kWarpgroupRows, rows) : rows;
-    const Range queries{place.begin + begin, place.begin + end};
-    const Range keys = sequence.mask.kv_range(queries), full = sequence.mask.full_range(queries);
     Blocks blocks{};
-    if (begin < end && !keys.empty()) {
-      blocks.begin = static_cast<int>(keys.begin) / kTileK;
-      blocks.end = (static_cast<int>(keys.end) + kTileK - 1) / kTileK;
-      blocks.fast_begin = (static_cast<int>(full.begin) + kTileK - 1) / kTileK;
-      blocks.fast_end = static_cast<int>(full.end) / kTileK;
+    if (begin < end && mask.begin(begin) < mask.end(end - 1)) {
+      blocks.begin = mask.begin(begin) / kTileK;
+      blocks.end = (mask.end(end - 1) + kTileK - 1) / kTileK;
+      blocks.fast_begin = (mask.begin(end - 1) + kTileK - 1) / kTileK;
+      blocks.fast_end = mask.end(begin) / kTileK;
       // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
       // is free as soon as S is there, and the next tile's Q arrives under the softmax.
       if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
@@ -43,19 +57,6 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.loaded = blocks.end > 0;
       tile.block_begin = blocks.begin;
       tile.block_end = tile.loaded ? blocks.end : 1;
-      tile.batch = place.batch;
-      tile.head = place.head;
-      tile.head_kv = place.head / p.group;
-      tile.first = place.begin;
-      tile.rows = rows;
-      tile.mask = TileMask::make(sequence.mask, place.begin);
-      tile.map_batch = p.cu_q ? 0 : place.batch;
-      tile.map_q = static_cast<int>(sequence.q_row) + place.begin;
-      tile.map_k = static_cast<int>(sequence.k_row);
-      tile.number = scheduler.number();
-      tile.suspect = 0;
-      tile.q_row = sequence.q_row + place.begin;
-      tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
     }
     __syncwarp();
     if (lane == 0) shared.tile_ring.full[at.stage()].arrive();
@@ -92,6 +93,7 @@ template <typename Tr>
 __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   struct Place {
     int row, head, batch;
+    uint32_t idle;  // consumer warps that do not need the block
   };
   const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
                        uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
@@ -102,16 +104,18 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
       ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
                     ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
     }
+    // For those who will not come by. Here, because here the phase is known to be theirs.
+    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle);
     ++at.count;
   };
   RingPosition<Tr::kStages> k_at, v_at;
-  Place before{-1, 0, 0};  // the block whose V has still to be loaded
+  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
   const auto load_v = [&] {
     if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
     before.row = -1;
   };
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    Place place{0, tile.head_kv, tile.map_batch};
+    Place place{0, tile.head_kv, tile.map_batch, 0};
     // The scheduler gets as much time for the next tile as four steps take: two in which this warp
     // runs ahead, two to find the tile.
     const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
@@ -123,6 +127,8 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
         break;
       }
       place.row = tile.map_k + n * Tr::kTileK;
+      place.idle = 0;
+      for (const Blocks& part : tile.part) place.idle += n < part.begin || n >= part.end ? 4 : 0;
       load(shared.k_ring, k_at, shared.k, maps.k, place);
       load_v();
       before = place;
@@ -178,7 +184,7 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
           }
         } else {
           T* const out = static_cast<T*>(p.out.data) +
-                         (tile.q_row + w * kWarpgroupRows) * p.out.row_stride +
+                         int64_t{tile.map_q + w * kWarpgroupRows} * p.out.row_stride +
                          tile.head * p.out.head_stride + begin * 64;
           for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
             const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/dropout.cuh"
+#include "cuda/load.cuh"
 #include "cuda/params.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -45,6 +47,22 @@ struct ForwardShape {
   static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
 };
 
+/// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
+struct alignas(16) TeamKeys {
+  int32_t some_begin, some_end, full_begin, full_end;
+};
+/// Where a tile's keys, values and results are.
+struct alignas(16) TileInfo {
+  RowsView k, v, out;
+  float* lse;  // of the tile's first row; null: not wanted
+  int32_t batch, head, begin;
+  int32_t block_begin, block_end;
+  int32_t position;     // of row `begin` among the keys
+  float slope;          // ALiBi
+  int32_t v_nonfinite;  // V has infs or NaNs, which the second attempt has left out
+};
+static_assert(sizeof(TileInfo) == 112);
+
 enum class Rule { kPlain, kMasked, kOnline };
 
 /// What a warp holds and does: kRows rows of O, their softmax, and their queries.
@@ -61,18 +79,32 @@ struct Warp {
   using Scores = float[kM][kStep / 8][4];
 
   const ForwardParams& p;
-  int lane;
-  int team, part;    // part: which of the warps that share rows
-  uint32_t limits;   // shared address of the limits of the warp's rows
-  uint32_t q_tile;   // shared address of the warp's rows of Q
-  uint32_t weights;  // shared address of the team's weights: [set][part]
+  const TileInfo& info;
+  const int2* all_limits;  // keys [x, y) that the tile's rows see, in shared memory
+  uint32_t ring;           // address of all shared memory
+  int lane, team, part;    // part: which of the warps that share rows
+  const int2* limits;      // of the warp's rows
+  uint32_t q_tile;         // shared address of the warp's rows of Q
+  uint32_t weights;        // shared address of the team's weights: [set][part]
   uint32_t q_fragment[kM][kKept ? kKept : 1][4];
-  ScoreRule rule;
-  int32_t position;                // of the warp's first row among the keys
-  uint32_t batch_head, first_row;  // for dropout
+  float scale_log2;
 
   float o[kM][kN][4];
   float reference[kM][2], sum[kM][2];  // of rows lane / 4 and + 8; sums are this lane's part
+
+  /// Works out which warp this is.
+  __device__ __forceinline__ void stand_at(int thread) {
+    lane = thread % 32;
+    // The shuffle tells the compiler that the number is the same for a whole warp.
+    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+    team = warp % Shape::kTeams;
+    part = warp / Shape::kTeams;
+    scale_log2 = p.scale * kLog2e;
+    limits = all_limits + team * Shape::kRows;
+    q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team * Shape::kRows * QTile::kRowBytes);
+    weights = ring + static_cast<uint32_t>(Shape::kWeightsOffset +
+                                           team * 2 * kSplit * Shape::kWeightsBytes);
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -219,6 +251,8 @@ struct Warp {
 
   /// Softcap and ALiBi: q.k -> score in log 2 units.
   __device__ __forceinline__ void apply_features(Scores& s, int32_t key0) const {
+    const ScoreRule rule{scale_log2, p.scale, p.softcap, info.slope};
+    const int32_t position = info.position + team * Shape::kRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -240,6 +274,8 @@ struct Warp {
   /// Zeros in place of the weights that dropout takes; after they are summed, for dropout comes
   /// after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
+    const auto batch_head = static_cast<uint32_t>(info.batch * p.heads + info.head);
+    const auto first_row = static_cast<uint32_t>(info.begin + team * Shape::kRows);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -257,18 +293,9 @@ struct Warp {
     }
   }
 
-  /// Keys [x, y) that a row sees.
-  __device__ __forceinline__ int2 limits_of(int row) const {
-    int2 limit;
-    asm volatile("ld.shared.v2.s32 {%0,%1}, [%2];"
-                 : "=r"(limit.x), "=r"(limit.y)
-                 : "r"(limits + static_cast<uint32_t>(8 * row))
-                 : "memory");
-    return limit;
-  }
-  /// The same, relative to this lane's first column of the keys from key0.
+  /// A row's limits, relative to this lane's first column of the keys from key0.
   __device__ __forceinline__ int2 limits_from(int32_t key0, int m, int h) const {
-    const int2 limit = limits_of(16 * m + lane / 4 + 8 * h);
+    const int2 limit = limits[16 * m + lane / 4 + 8 * h];
     return make_int2(limit.x - key0 - 2 * (lane % 4), limit.y - key0 - 2 * (lane % 4));
   }
 
@@ -297,7 +324,7 @@ struct Warp {
           max[m][h] = fmaxf(max[m][h], fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         }
         // The scale is positive here, or 1 because the scores have it already.
-        const float scale = kGeneral ? 1.f : rule.scale_log2;
+        const float scale = kGeneral ? 1.f : scale_log2;
         max[m][h] = fmaxf(quad_max(max[m][h]) * scale, reference[m][h]);
         if constexpr (kSplit == 2) send_row(set, m, h, max[m][h]);
       }
@@ -355,7 +382,7 @@ struct Warp {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& x = s[m][n][2 * h + i];
-            x = exp2_fast(kGeneral ? x - subtract : fmaf(x, rule.scale_log2, -subtract));
+            x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
             if constexpr (kRule == Rule::kMasked) {
               x = 8 * n + i >= limit.x && 8 * n + i < limit.y ? x : 0.f;
             }
@@ -418,7 +445,7 @@ struct Warp {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * m + lane / 4 + 8 * h;
-        const int2 limit = limits_of(row);
+        const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
         const RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);

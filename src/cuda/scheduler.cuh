@@ -84,6 +84,7 @@ class TileScheduler {
   __device__ bool find(int32_t t, TilePlace& place) {
     if (!params_.cu_q) {
       if (t >= total_) return false;
+      __builtin_assume(order_.tiles.items <= INT32_MAX);  // the launcher saw to it
       const WorkItem item = order_.tiles.item(t);
       place = {item.batch, item.head, item.tile * order_.tile_q};
       return true;

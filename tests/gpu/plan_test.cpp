@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include "cuda/dispatch.h"
 
@@ -50,6 +51,44 @@ TEST(CudaPlan, EveryHeadDimHasAForwardKernelOnEveryDevice) {
   }
 }
 
+TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
+  for (const int cc : {80, 86, 89, 90, 100, 120}) {
+    for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
+      for (int64_t dim = 1; dim <= 256; ++dim) {
+        for (const float dropout : {0.f, 0.1f}) {
+          AttentionProblem p = problem(dtype, dim, STROBE_BACKWARD);
+          p.dropout_p = dropout;
+          Plan plan;
+          const Status s = plan_for(p, device(cc), plan);
+          ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+          EXPECT_LE(plan.shared_bytes, device(cc).shared_bytes);
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, ShortSequencesGetTheirOwnTiles) {
+  const auto tile = [](int64_t head_dim, int64_t seqlen, bool causal, int64_t batch) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, head_dim);
+    p.batch = batch, p.heads = p.heads_kv = 32;
+    p.seqlen_q = p.seqlen_k = seqlen;
+    p.causal = causal;
+    Plan plan;
+    EXPECT_TRUE(plan_for(p, device(90), plan).ok());
+    return std::pair{plan.tile_q, plan.tile_k};
+  };
+  using Tile = std::pair<int64_t, int64_t>;
+  EXPECT_EQ(tile(64, 512, true, 32), Tile(128, 128));
+  EXPECT_EQ(tile(64, 1024, true, 16), Tile(128, 128));
+  EXPECT_EQ(tile(64, 4096, true, 4), Tile(192, 128));
+  EXPECT_EQ(tile(64, 512, false, 32), Tile(192, 128));
+  EXPECT_EQ(tile(64, 512, false, 1), Tile(128, 128));  // 128 tiles, 132 multiprocessors
+  EXPECT_EQ(tile(256, 512, false, 32), Tile(128, 64));
+  EXPECT_EQ(tile(256, 8192, false, 2), Tile(128, 80));
+  EXPECT_EQ(tile(128, 512, false, 32), Tile(128, 128));
+}
+
 TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {
   Plan a, b;
   ASSERT_TRUE(plan_for(problem(STROBE_BFLOAT16, 128), device(80), a).ok());
@@ -59,6 +98,20 @@ TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {
   EXPECT_EQ(a.tile_k, b.tile_k);
   EXPECT_EQ(a.shared_bytes, b.shared_bytes);
   EXPECT_EQ(a.workspace_bytes, b.workspace_bytes);
+}
+
+// The Hopper forward draws no random numbers: with dropout it has to decline, in every shape.
+TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {
+  for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (const int64_t dim : {64, 96, 128, 192, 256}) {
+      AttentionProblem p = problem(STROBE_BFLOAT16, dim, direction);
+      p.dropout_p = 0.1f;
+      Plan plan;
+      const Status s = plan_for(p, device(90), plan);
+      ASSERT_TRUE(s.ok()) << s.text();
+      EXPECT_STREQ(plan.kernel, "cuda_sm80");
+    }
+  }
 }
 
 TEST(CudaPlan, ReasonsNameWhatWasWanted) {

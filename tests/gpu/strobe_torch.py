@@ -78,7 +78,8 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
     p = lib.new_problem()
     p.direction = int(backward)
     p.dtype = DTYPES[case.dtype]
-    p.device, p.device_index = lib.CUDA, device_index
+    host = any(tensor.device.type == "cpu" for tensor in tensors.values())
+    p.device, p.device_index = (lib.CPU, 0) if host else (lib.CUDA, device_index)
     p.batch, p.seqlen_q, p.seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     p.heads, p.heads_kv = case.heads, case.heads_kv
     p.head_dim, p.head_dim_v = case.head_dim, case.head_dim_v
@@ -87,7 +88,7 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
         p.total_q, p.total_k = sum(case.lengths_q), sum(case.lengths_k)
     p.window_left, p.window_right = case.window
     p.scale, p.softcap, p.dropout_p, p.alibi = case.scale, case.softcap, case.dropout_p, case.alibi
-    p.has_dlse, p.deterministic = int(case.has_dlse), int(case.deterministic)
+    p.has_dlse, p.deterministic = int(case.has_dlse and backward), int(case.deterministic)
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
             continue
@@ -112,6 +113,26 @@ def pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+class Workspace:
+    """Of a plan: aligned, poisoned (whatever it holds must not matter), between red zones."""
+
+    ZONE = 4096
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.storage = torch.full((size + 64 + 2 * self.ZONE,), 0xFF, dtype=torch.uint8, device=device)
+        self.address = (self.storage.data_ptr() + self.ZONE + 63) // 64 * 64
+        self.begin = self.address - self.storage.data_ptr()
+
+    def touched_outside(self) -> bool:
+        before, after = self.storage[: self.begin], self.storage[self.begin + self.size :]
+        return not bool((before == 0xFF).all() and (after == 0xFF).all())
+
+
+def stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 class Forward:
     """A plan and packed arguments: `run()` is one launch."""
 
@@ -129,16 +150,15 @@ class Forward:
     ) -> None:
         self.plan = lib.make_plan(problem_of(case, False, q=q, k=k, v=v, out=out))
         self.kernel = lib.text(self.plan.kernel)
-        cu_q = offsets(case.lengths_q) if case.varlen else None
-        cu_k = offsets(case.lengths_k) if case.varlen else None
-        size = int(self.plan.workspace_bytes)
-        workspace = torch.zeros(max(size, 1) + 64, dtype=torch.uint8, device="cuda")
-        aligned = (workspace.data_ptr() + 63) // 64 * 64
-        self.keep = (q, k, v, out, lse, alibi_slopes, cu_q, cu_k, workspace)
+        device = q.device
+        cu_q = offsets(case.lengths_q, device) if case.varlen else None
+        cu_k = offsets(case.lengths_k, device) if case.varlen else None
+        self.workspace = Workspace(int(self.plan.workspace_bytes), device)
+        self.keep = (q, k, v, out, lse, alibi_slopes, cu_q, cu_k)
         self.args = lib.pack_forward(
             lib.FORWARD_ARGS_SIZE, pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse),
-            pointer(cu_q), pointer(cu_k), pointer(alibi_slopes), seed, offset, aligned, size,
-            torch.cuda.current_stream().cuda_stream,
+            pointer(cu_q), pointer(cu_k), pointer(alibi_slopes), seed, offset,
+            self.workspace.address, self.workspace.size, stream_of(device),
         )  # fmt: skip
         self.address = ctypes.addressof(self.plan)
 
@@ -161,19 +181,17 @@ class Backward:
     ) -> None:
         self.plan = lib.make_plan(problem_of(case, True, **tensors))
         self.kernel = lib.text(self.plan.kernel)
-        cu_q = offsets(case.lengths_q) if case.varlen else None
-        cu_k = offsets(case.lengths_k) if case.varlen else None
-        size = int(self.plan.workspace_bytes)
-        # Whatever the workspace holds must not matter.
-        workspace = torch.full((max(size, 1) + 64,), 0xFF, dtype=torch.uint8, device="cuda")
-        aligned = (workspace.data_ptr() + 63) // 64 * 64
-        self.keep = (tensors, lse, dlse, alibi_slopes, cu_q, cu_k, workspace)
+        device = tensors["q"].device
+        cu_q = offsets(case.lengths_q, device) if case.varlen else None
+        cu_k = offsets(case.lengths_k, device) if case.varlen else None
+        self.workspace = Workspace(int(self.plan.workspace_bytes), device)
+        self.keep = (tensors, lse, dlse, alibi_slopes, cu_q, cu_k)
         p = {name: pointer(tensor) for name, tensor in tensors.items()}
         self.args = lib.pack_backward(
             lib.BACKWARD_ARGS_SIZE, p["q"], p["k"], p["v"], p["out"], pointer(lse), p["dout"],
             pointer(dlse), p["dq"], p["dk"], p["dv"], pointer(cu_q), pointer(cu_k),
-            pointer(alibi_slopes), seed, offset, aligned, size,
-            torch.cuda.current_stream().cuda_stream,
+            pointer(alibi_slopes), seed, offset, self.workspace.address, self.workspace.size,
+            stream_of(device),
         )  # fmt: skip
         self.address = ctypes.addressof(self.plan)
 
@@ -195,6 +213,46 @@ def host_dropout_mask(case: Case, seed: int, offset: int) -> torch.Tensor:
     return mask.bool()
 
 
+def scores(
+    case: Case, q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores [heads, q, k] without a mask, d(score) / d(scaled q . k), and which keys a row sees."""
+    nq, nk = q.shape[0], k.shape[0]
+    s = torch.einsum("qhd,khd->hqk", q, k) * case.real_scale
+    slope = torch.ones_like(s)
+    if case.softcap > 0:
+        t = torch.tanh(s / case.softcap)
+        s, slope = case.softcap * t, 1 - t * t
+    i = torch.arange(nq, device=q.device)[:, None] + (nk - nq)
+    j = torch.arange(nk, device=q.device)[None, :]
+    if slopes is not None:
+        s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs().to(s.dtype)
+    seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
+    left, right = case.window
+    if case.causal:
+        seen &= j <= i
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    return s, slope, seen
+
+
+def softmax(s: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and lse by the definition: a row that sees a score of +inf, or only -inf, gives NaN; one
+    that sees nothing has weights of 0 and lse -inf."""
+    some = seen.any(-1)
+    s = s.masked_fill(~seen, -math.inf)
+    if s.shape[-1] == 0:
+        return s, s.new_full(s.shape[:-1], -math.inf)
+    most = s.amax(-1)
+    most = torch.where(some, most, 0)
+    e = torch.where(seen, torch.exp(s - most[..., None]), 0)
+    total = e.sum(-1)
+    p = torch.where(seen, e / total[..., None], 0)
+    return p, torch.where(some, most + torch.log(total), -math.inf)
+
+
 def reference(
     case: Case,
     q: torch.Tensor,  # [seqlen_q, heads, head_dim] of one sequence
@@ -209,31 +267,13 @@ def reference(
     With dtype float64 this is the oracle, with the case's own dtype the comparator. A key that a row
     does not see contributes nothing, whatever K and V hold there.
     """
-    nq, nk = q.shape[0], k.shape[0]
     group = case.heads // case.heads_kv
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k = k.repeat_interleave(group, dim=1)
     v = v.repeat_interleave(group, dim=1)
-    s = torch.einsum("qhd,khd->hqk", q, k) * case.real_scale
-    if case.softcap > 0:
-        s = case.softcap * torch.tanh(s / case.softcap)
-    i = torch.arange(nq, device=q.device)[:, None] + (nk - nq)
-    j = torch.arange(nk, device=q.device)[None, :]
-    if slopes is not None:
-        s = s - slopes.to(dtype)[:, None, None] * (i - j).abs().to(dtype)
-    seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
-    left, right = case.window
-    if case.causal:
-        seen &= j <= i
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    s = s.masked_fill(~seen, -math.inf)
+    s, _slope, seen = scores(case, q, k, slopes)
     some = seen.any(-1)
-    lse = torch.logsumexp(s, -1) if nk else s.new_full((case.heads, nq), -math.inf)
-    p = torch.exp(s - torch.where(torch.isinf(lse) & (lse < 0), 0, lse)[..., None])
-    p = torch.where(seen, p, 0)
+    p, lse = softmax(s, seen)
     if keep is not None:
         p = p * keep.to(dtype) / (1 - case.dropout_p)
     finite = torch.isfinite(v)
@@ -249,6 +289,41 @@ def reference(
             )
     out[~some] = 0
     return out, lse
+
+
+def reference_backward(
+    case: Case,
+    q: torch.Tensor,  # [seqlen_q, heads, head_dim] of one sequence
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,  # [heads, seqlen_q]
+    slopes: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors."""
+    group = case.heads // case.heads_kv
+    q, dout = q.to(dtype), dout.to(dtype)
+    k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
+    s, slope, seen = scores(case, q, k, slopes)
+    p, _lse = softmax(s, seen)
+    dp = torch.einsum("qhd,khd->hqk", dout, v)
+    dropped = p
+    if keep is not None:
+        factor = keep.to(dtype) / (1 - case.dropout_p)
+        dp, dropped = dp * factor, p * factor
+    delta = (p * dp).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(dtype)
+    ds = p * (dp - delta[..., None]) * slope * case.real_scale
+    dq = torch.einsum("hqk,khd->qhd", ds, k)
+
+    def of_group(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(t.shape[0], case.heads_kv, group, t.shape[-1]).sum(2)
+
+    dk = of_group(torch.einsum("hqk,qhd->khd", ds, q))
+    return dq, dk, of_group(torch.einsum("hqk,qhd->khd", dropped, dout))
 
 
 def by_sequence(case: Case) -> list[tuple[slice, slice]]:
@@ -288,3 +363,31 @@ def full_reference(
     if case.varlen:
         return torch.cat(outs), torch.cat(lses, dim=-1)
     return torch.stack(outs), torch.stack(lses)
+
+
+def full_reference_backward(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> list[torch.Tensor]:
+    """`reference_backward` of all sequences: dq, dk, dv in the library's shapes."""
+    grads: list[list[torch.Tensor]] = [[], [], []]
+    for b in range(case.batch):
+        rows_q, rows_k = by_sequence(case)[b] if case.varlen else (slice(None), slice(None))
+        at = (lambda t, rows: t[rows]) if case.varlen else (lambda t, rows, b=b: t[b])
+        nq, nk = at(q, rows_q).shape[0], at(k, rows_k).shape[0]
+        found = reference_backward(
+            case, at(q, rows_q), at(k, rows_k), at(v, rows_k), at(dout, rows_q),
+            None if dlse is None else dlse[:, rows_q] if case.varlen else dlse[b],
+            None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
+            None if keep is None else keep[b, :, :nq, :nk].to(q.device), dtype,
+        )  # fmt: skip
+        for all_of_it, one in zip(grads, found, strict=True):
+            all_of_it.append(one)
+    return [torch.cat(g) if case.varlen else torch.stack(g) for g in grads]

@@ -20,6 +20,10 @@ class Barrier {
     ::cuda::ptx::mbarrier_arrive(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                  ::cuda::ptx::space_shared, &word_);
   }
+  __device__ __forceinline__ void arrive(uint32_t count) {
+    ::cuda::ptx::mbarrier_arrive(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
+                                 ::cuda::ptx::space_shared, &word_, count);
+  }
   /// Arrives, and adds `bytes` to what TMA has to deliver before the phase ends.
   __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
     ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,

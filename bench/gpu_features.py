@@ -1,0 +1,318 @@
+"""What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the cost of
+determinism, memory, host cost, and kernel rows against each other. Each section gives points: a label, TFLOP/s by
+name, and what a peer that is missing said.
+
+    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,memory,host,rows"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS, HIDDEN = 16384, 2048
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+
+class Problem(NamedTuple):
+    label: str
+    head_dim: int = 128
+    seqlen: int = 8192
+    causal: bool = True
+    heads: int = 16
+    heads_kv: int = 16
+    window: int = -1  # keys to the left
+    lengths: tuple[int, ...] = ()  # varlen
+    dtype: str = "bf16"
+    deterministic: bool = False
+
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs of one head that are computed."""
+        total = 0.0
+        for n in self.lengths or (self.seqlen,) * max(1, TOKENS // self.seqlen):
+            if self.window >= 0:
+                w = min(self.window, n)
+                total += w * (w + 1) / 2 + (n - w) * (w + 1)
+            else:
+                total += n * n * (0.5 if self.causal else 1.0)
+        return total
+
+    @property
+    def flop(self) -> float:
+        return 4.0 * self.pairs * self.head_dim * self.heads
+
+
+def tensors(p: Problem) -> dict[str, Any]:
+    import torch
+
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[p.dtype]
+    torch.manual_seed(1)
+    rows = (sum(p.lengths),) if p.lengths else (max(1, TOKENS // p.seqlen), p.seqlen)
+    made = {
+        name: torch.randn(*rows, heads, p.head_dim, device="cuda", dtype=kind)
+        for name, heads in (("q", p.heads), ("k", p.heads_kv), ("v", p.heads_kv), ("dout", p.heads))
+    }
+    if p.lengths:
+        ends = torch.tensor((0, *p.lengths)).cumsum(0)
+        made["cu"] = ends.to("cuda", torch.int32)
+    return made
+
+
+def strobe_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    import strobe
+
+    options: dict[str, Any] = {"causal": p.causal}
+    if p.window >= 0:
+        options["window"] = (p.window, 0)
+    if p.lengths:
+        longest = max(p.lengths)
+        options |= {"cu_seqlens_q": t["cu"], "cu_seqlens_k": t["cu"], "max_seqlen_q": longest, "max_seqlen_k": longest}
+    q, k, v, dout = t["q"], t["k"], t["v"], t["dout"]
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    return (
+        lambda: strobe.attention(q, k, v, out=out, return_lse=True, **options),
+        lambda: strobe.attention_backward(dout, q, k, v, out, lse, deterministic=p.deterministic, **options),
+    )
+
+
+def fa2_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """FlashAttention-2 in PyTorch, by its own operator, which knows windows and lengths."""
+    import torch
+
+    longest = max(p.lengths, default=p.seqlen)
+    left = p.window if p.window >= 0 else -1
+    sides = {"window_size_left": left, "window_size_right": 0 if p.causal or left >= 0 else -1}
+    if left < 0:
+        sides = {}
+    forward_op = torch.ops.aten._flash_attention_forward
+    backward_op = torch.ops.aten._flash_attention_backward
+    cu = t.get("cu")
+    q, k, v, dout = t["q"], t["k"], t["v"], t["dout"]
+
+    def forward() -> Any:
+        return forward_op(q, k, v, cu, cu, longest, longest, 0.0, p.causal, False, **sides)
+
+    out, lse, rng, unused, _ = forward()
+
+    def backward() -> Any:
+        return backward_op(
+            dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, p.causal, rng, unused, **sides
+        )
+
+    return forward, backward
+
+
+def flash_attn_calls(p: Problem, t: dict[str, Any], version: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The package flash_attn, version 2, 3 (flash_attn_interface) or 4 (flash_attn.cute), through autograd."""
+    import torch
+
+    if version == 2:
+        import flash_attn as package
+    elif version == 3:
+        import flash_attn_interface as package
+    else:
+        import flash_attn.cute as package
+    left, right = (p.window, 0) if p.window >= 0 else (None, None) if version == 4 else (-1, -1)
+    leaves = [t[n].detach().requires_grad_() for n in "qkv"]
+    options: dict[str, Any] = {"causal": p.causal, "window_size": (left, right)}
+    if version != 4:
+        options["deterministic"] = p.deterministic
+
+    def call(*qkv: Any) -> Any:
+        if p.lengths:
+            longest = max(p.lengths)
+            extra = {"cu_seqlens_q": t["cu"], "cu_seqlens_k": t["cu"]}
+            if version != 4:
+                extra |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            result = package.flash_attn_varlen_func(*qkv, **extra, **options)
+        else:
+            result = package.flash_attn_func(*qkv, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(*(leaf.detach() for leaf in leaves))
+
+    out = call(*leaves)
+    return forward, lambda: torch.autograd.grad(out, leaves, t["dout"], retain_graph=True)
+
+
+def point_of(p: Problem, args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> dict[str, Any]:
+    """Forward and backward of Strobe and of every peer that takes the problem, in turns."""
+    t = tensors(p)
+    point: dict[str, Any] = {"label": p.label, **p._asdict(), "missing": {}}
+    forwards, backwards = {}, {}
+    makers = {
+        "strobe": strobe_calls,
+        "fa2": fa2_calls,
+        "flash_attn2": lambda p, t: flash_attn_calls(p, t, 2),
+        "flash_attn3": lambda p, t: flash_attn_calls(p, t, 3),
+        "flash_attn4": lambda p, t: flash_attn_calls(p, t, 4),
+    }
+    for name, make in makers.items():
+        try:
+            forwards[name], backwards[name] = make(p, t)
+            forwards[name]()
+            backwards[name]()
+        except Exception as e:
+            if name == "strobe":
+                raise
+            forwards.pop(name, None), backwards.pop(name, None)
+            point["missing"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+    for direction, calls, factor in (("fwd", forwards, 1.0), ("bwd", backwards, 2.5)):
+        if direction == "bwd" and args.forward_only:
+            continue
+        times = interleaved(calls, args.rounds, flush)
+        point[direction] = {name: factor * p.flop / s * 1e-12 for name, s in times.items()}
+    return point
+
+
+def problems(section: str) -> list[Problem]:
+    if section == "fp16":
+        return [Problem(f"fp16 {d} causal", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, dtype="fp16") for d in (64, 128, 256)]
+    if section == "gqa":
+        return [Problem(f"GQA 4:1 {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d // 4) for d in (64, 128)]
+    if section == "window":
+        return [Problem(f"window 1024 {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, window=1023) for d in (64, 128)]
+    if section == "odd":
+        return [Problem(f"head_dim {d}", d, seqlen=4096) for d in (40, 72, 80, 96, 112, 160, 192)]
+    if section == "deterministic":
+        return [Problem(f"deterministic {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, deterministic=True) for d in (64, 128)]
+    if section == "varlen":
+        r = random.Random(7)  # log-uniform from 64 to 8k, as documents packed for training are
+        lengths: list[int] = []
+        while sum(lengths) < TOKENS:
+            lengths.append(min(int(64 * 128 ** r.random()), 8192))
+        return [Problem(f"varlen {len(lengths)} sequences {d}", d, lengths=tuple(lengths), heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128)]
+    raise ValueError(section)
+
+
+def extra_bytes(run: Callable[[], Any]) -> int:
+    """Peak bytes that `run` takes: what PyTorch gave out, and what left the device beside it (the library's own)."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    taken = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = run()
+    torch.cuda.synchronize()
+    outside = max(0, taken - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved())
+    del kept
+    return torch.cuda.max_memory_allocated() - before + outside
+
+
+def memory_point(seqlen: int) -> dict[str, Any]:
+    import strobe
+    import strobe_torch as st
+    import torch
+
+    q, k, v, dout = (torch.randn(1, seqlen, 1, 64, device="cuda").bfloat16() for _ in range(4))
+
+    def training() -> Any:
+        out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
+        return out, strobe.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    def standard() -> Any:
+        return torch.softmax(q[0, :, 0] @ k[0, :, 0].T / 8, -1) @ v[0, :, 0]
+
+    case = st.Case(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, heads=1, head_dim=64, causal=True)
+    point: dict[str, Any] = {"seqlen": seqlen, "strobe_bytes": extra_bytes(training)}
+    for name, backward in (("plan_forward_bytes", False), ("plan_backward_bytes", True)):
+        point[name] = int(st.lib.make_plan(st.problem_of(case, backward)).workspace_bytes)
+    if seqlen <= 65536:
+        point["standard_bytes"] = extra_bytes(standard)
+    return point
+
+
+def memory() -> list[dict[str, Any]]:
+    """Peak bytes beside the tensors, to a million tokens; standard attention's while it fits."""
+    points = []
+    for seqlen in (1024, 4096, 16384, 65536, 262144, 1 << 20):
+        points.append(memory_point(seqlen))
+        sizes = "  ".join(f"{n} {b / 2**20:.1f} MB" for n, b in points[-1].items() if n != "seqlen")
+        print(f"memory {seqlen:8}  {sizes}", flush=True)
+    return points
+
+
+def host() -> dict[str, Any]:
+    """bench/host_cost.cu, where it is built."""
+    program = ROOT / "build" / "cuda" / "bin" / "host_cost"
+    if not program.exists():
+        print("host cost: not built (cmake -DSTROBE_BUILD_BENCH=ON)")
+        return {"missing": str(program)}
+    text = subprocess.run([program], capture_output=True, text=True, check=False).stdout
+    print(text, end="", flush=True)
+    return {"text": text, "extra_us": next(iter(re.findall(r"([-\d.]+) more than an empty", text)), None)}
+
+
+# Rows whose choice has not been measured, on the problems between which the choice is.
+CHOICES = [
+    (("forward_sm90_bf16_64_128x128x2x8", "forward_sm90_bf16_64_192x128x2x12"), 64, (512, 1024, 2048, 4096)),
+    (("forward_sm90_bf16_256_128x64x2x8", "forward_sm90_bf16_256_128x80x2x8"), 256, (512, 1024, 2048, 8192)),
+    (("backward_sm80_bf16_128_64x128x2x8", "backward_sm80_bf16_128_64x64x2x8"), 128, (512, 2048, 8192)),
+]
+
+
+def rows(args: Any) -> list[dict[str, Any]]:
+    """Rows of kernels.def against each other: each in a process of its own, beside cuDNN as the yardstick."""
+    points = []
+    for names, head_dim, seqlens in CHOICES:
+        for name in names:
+            output = ROOT / "build" / f"row-{name}.json"
+            command = [sys.executable, str(ROOT / "bench" / "gpu_bench.py"), "--head-dims", str(head_dim), "--seqlens"]
+            command += [*map(str, seqlens), "--rounds", str(args.rounds), "--output", str(output), "--sections", "grid"]
+            if name.startswith("forward"):
+                command.append("--forward-only")
+            subprocess.run(command, env={**os.environ, "STROBE_CUDA_ROW": name}, stdout=subprocess.DEVNULL, check=True)
+            direction = "fwd" if name.startswith("forward") else "bwd"
+            for point in json.loads(output.read_text())["grid"]:
+                speed = point[direction]
+                points.append({"row": name, "seqlen": point["seqlen"], "causal": point["causal"], **speed})
+                print(
+                    f"{name:<38} {point['seqlen']:5} {'causal' if point['causal'] else 'full':6} "
+                    f"{speed['strobe']:4.0f}  cudnn {speed['cudnn']:4.0f} ({speed['strobe'] / speed['cudnn']:.3f})",
+                    flush=True,
+                )
+    return points
+
+
+def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> Any:
+    if section == "memory":
+        return memory()
+    if section == "host":
+        return host()
+    if section == "rows":
+        return rows(args)
+    points = []
+    for p in problems(section):
+        point = point_of(p, args, flush, interleaved)
+        points.append(point)
+        cells = []
+        for direction in ("fwd", "bwd"):
+            speed = point.get(direction, {})
+            if speed:
+                cells.append(
+                    f"{direction} {speed['strobe']:4.0f}"
+                    + "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.2f})" for n, x in speed.items() if n != "strobe")
+                )
+        print(f"{p.label:<28} " + "  |  ".join(cells), flush=True)
+        if p.deterministic:  # against the same without
+            plain = point_of(p._replace(deterministic=False), args, flush, interleaved)
+            cost = plain["bwd"]["strobe"] / point["bwd"]["strobe"] - 1
+            point["cost_of_determinism"] = cost
+            print(f"{'':<28} determinism costs {100 * cost:.1f} %", flush=True)
+    return points
+
+
+SECTIONS = ("grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "memory", "host", "rows")

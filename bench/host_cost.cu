@@ -1,0 +1,75 @@
+// What a call costs on the host, beside the launch of an empty kernel: microseconds, medians.
+//
+//     build/cuda/bin/host_cost
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <vector>
+
+#include "strobe/strobe.h"
+
+namespace {
+
+__global__ void empty() {}
+
+// Median microseconds of a call, over batches short enough not to fill the launch queue.
+template <typename Call>
+double cost(const Call& call) {
+  constexpr int kBatch = 100, kBatches = 50;
+  std::vector<double> times;
+  for (int i = 0; i < kBatches; ++i) {
+    cudaDeviceSynchronize();
+    const auto begin = std::chrono::steady_clock::now();
+    for (int j = 0; j < kBatch; ++j) call();
+    const auto end = std::chrono::steady_clock::now();
+    times.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / kBatch);
+  }
+  std::nth_element(times.begin(), times.begin() + kBatches / 2, times.end());
+  return times[kBatches / 2];
+}
+
+}  // namespace
+
+int main() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("host_cost: skipped (no GPU)\n");
+    return 0;
+  }
+  strobe_problem problem;
+  strobe_problem_init(&problem, sizeof problem);
+  problem.dtype = STROBE_BFLOAT16;
+  problem.device = STROBE_CUDA;
+  problem.batch = 1, problem.heads = 1, problem.head_dim = 64;
+  problem.seqlen_q = problem.seqlen_k = 64;
+  void *q, *k, *v, *out, *workspace;
+  for (void** p : {&q, &k, &v, &out, &workspace}) cudaMalloc(p, 1 << 20);
+  strobe_plan plan;
+  plan.struct_size = sizeof plan;
+  strobe_forward_args args{};
+  args.struct_size = sizeof args;
+  args.q = q, args.k = k, args.v = v, args.out = out;
+  args.workspace = workspace, args.workspace_bytes = 1 << 20;
+  int failures = 0;
+  const auto make = [&] { failures += strobe_plan_make(&problem, &plan) != STROBE_OK; };
+  const auto launch = [&] { failures += strobe_forward(&plan, &args) != STROBE_OK; };
+  make();
+  launch();
+  const double nothing = cost([] { empty<<<1, 32>>>(); });
+  const double planned = cost(make), launched = cost(launch);
+  const double both = cost([&] { make(), launch(); });
+  cudaPointerAttributes attributes;
+  const double asked = cost([&] { cudaPointerGetAttributes(&attributes, q); });
+  const double again = cost([] { empty<<<1, 32>>>(); });
+  std::printf("kernel                  %s\n", plan.kernel);
+  std::printf("empty launch            %.2f us, %.2f at the end\n", nothing, again);
+  std::printf("plan                    %.2f us\n", planned);
+  std::printf("launch                  %.2f us\n", launched);
+  std::printf("plan and launch         %.2f us: %.2f more than an empty launch\n", both,
+              both - std::min(nothing, again));
+  std::printf("cudaPointerGetAttributes %.2f us\n", asked);
+  if (failures > 0) std::printf("FAILED: %d calls, %s\n", failures, strobe_last_error());
+  return failures > 0;
+}

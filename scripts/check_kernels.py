@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""What ptxas made of every kernel instance: registers, spills, products, widths of memory accesses.
+
+    scripts/check_kernels.py [BUILD]            table of all instances, exit 1 where a rule is broken
+    scripts/check_kernels.py BUILD --only 128   instances with this in their name
+
+BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc,
+or in PyTorch's triton package. Without one it exits with 77 (skipped), unless --require is given.
+
+Rules, for the main kernels (forward_kernel, backward_kernel) of each architecture:
+  spills     none (SPILLS lists the rows that have a few words, and the most they may have)
+  products   HGMMA on sm_90a, HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
+             ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
+  copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
+  additions  on sm_90 the backward adds four values of dQ at a time
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# (row, architecture): stack bytes, of scalars that are read once a step or less.
+SPILLS = {
+    # 160 registers with three warpgroups: scalars at a tile's begin and end, and the scheduler's warp.
+    (r"forward_sm90_.*_64_192x128x2x12", "sm_90a"): 72,
+    # Two words: dV and scores take 192 of the 255 registers.
+    (r"backward_sm80_fp16_128_64x128x2x8", "sm_80"): 8,
+}
+
+
+@dataclass
+class Kernel:
+    row: str
+    name: str  # forward, backward
+    variant: str  # plain, or the one with softcap, ALiBi and dropout
+    arch: str
+    registers: int = 0
+    stack: int = 0
+    opcodes: Counter[str] = field(default_factory=Counter)
+    product_groups: list[int] = field(default_factory=list)  # wgmmas between two waits
+
+    def count(self, pattern: str) -> int:
+        return sum(n for op, n in self.opcodes.items() if re.match(pattern, op))
+
+
+def find_cuobjdump() -> str | None:
+    candidates = [os.environ.get("CUOBJDUMP"), shutil.which("cuobjdump")]
+    if nvcc := shutil.which("nvcc"):
+        candidates.append(str(Path(nvcc).resolve().parent / "cuobjdump"))
+    candidates += [str(p / "bin/cuobjdump") for p in sorted(Path("/usr/local").glob("cuda*"))]
+    spec = importlib.util.find_spec("triton")
+    packages = [Path(spec.origin).parents[1]] if spec and spec.origin else []
+    packages += (ROOT / "build/venv/lib").glob("python*/site-packages")
+    candidates += [str(p / "triton/backends/nvidia/bin/cuobjdump") for p in packages]
+    return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
+
+
+def dump(tool: str, flag: str, path: Path) -> str:
+    run = subprocess.run([tool, flag, str(path)], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise SystemExit(f"check_kernels: {tool} {flag} {path}: {run.stderr.strip()}")
+    return run.stdout
+
+
+def parse(tool: str, path: Path) -> list[Kernel]:
+    """The main kernels in an object file."""
+    row = path.name.removesuffix(".cu.o")
+    kernels: dict[tuple[str, str], Kernel] = {}
+    current: Kernel | None = None
+    arch = ""
+
+    def kernel_of(symbol: str) -> Kernel | None:
+        main = re.search(r"(forward|backward)_kernelI.*Lb([01])E+v", symbol)
+        if not main:
+            return None
+        variant = "plain" if main[2] == "0" else "general"
+        return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
+
+    for line in dump(tool, "-sass", path).splitlines():
+        if m := re.search(r"^arch = (sm_\w+)", line):
+            arch = m[1]
+        elif m := re.search(r"Function : (\S+)", line):
+            current = kernel_of(m[1])
+        elif current and (m := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)):
+            op = m[1]
+            current.opcodes[op] += 1
+            if op.startswith("HGMMA"):
+                if not current.product_groups:
+                    current.product_groups.append(0)
+                current.product_groups[-1] += 1
+            elif op.startswith("WARPGROUP.DEPBAR") and current.product_groups and current.product_groups[-1]:
+                current.product_groups.append(0)
+
+    for line in dump(tool, "-res-usage", path).splitlines():
+        if m := re.search(r"^arch = (sm_\w+)", line):
+            arch = m[1]
+        elif m := re.search(r"Function (\S+):", line):
+            current = kernel_of(m[1])
+        elif current and (m := re.search(r"REG:(\d+) STACK:(\d+)", line)):
+            current.registers, current.stack = int(m[1]), int(m[2])
+    return list(kernels.values())
+
+
+def faults(k: Kernel) -> list[str]:
+    found = []
+    allowed = next((b for (p, arch), b in SPILLS.items() if arch == k.arch and re.fullmatch(p, k.row)), 0)
+    if k.stack > allowed:
+        found.append(f"{k.stack} bytes of stack, expected at most {allowed}: spills or arrays")
+    groups = [n for n in k.product_groups if n]
+    if k.arch == "sm_90a":
+        if not groups:
+            found.append("no HGMMA")
+        elif min(groups) < 4:
+            found.append(f"wgmma is serialised: {groups} products between waits")
+    elif not k.count("HMMA"):
+        found.append("no HMMA")
+    copies = k.count(r"LDGSTS")
+    if copies != k.count(r"LDGSTS.*\.128"):
+        found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
+    if k.arch != "sm_90a" and not copies:
+        found.append("no asynchronous copies")
+    if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
+        found.append("O is not stored in 16 bytes")
+    if k.name == "backward":
+        if k.arch == "sm_90" and k.count("RED") != k.count(r"REDG?\.E\.ADD\.F32x4"):
+            found.append("dQ is not added four values at a time")
+        if not k.count(r"STG?\.E.*128"):
+            found.append("dK and dV are not stored in 16 bytes")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Registers, spills, products and access widths of every kernel.")
+    parser.add_argument("build", nargs="?", type=Path, default=ROOT / "build/cuda")
+    parser.add_argument("--only", default="", help="part of the rows' names")
+    parser.add_argument("--require", action="store_true", help="fail where cuobjdump is missing")
+    options = parser.parse_args()
+    tool = find_cuobjdump()
+    if not tool:
+        print("check_kernels: skipped, no cuobjdump (set CUOBJDUMP)")
+        return 1 if options.require else 77
+    objects = sorted(options.build.glob("src/cuda/CMakeFiles/*/kernels/*.cu.o"))
+    objects = [o for o in objects if options.only in o.name]
+    if not objects:
+        print(f"check_kernels: no objects in {options.build}: build the target strobe_cuda_objects", file=sys.stderr)
+        return 1
+    print(f"{'row':<38} {'kernel':<8} {'arch':<7} {'regs':>4} {'stack':>5} {'mma':>5} {'ldsm':>5} {'copies':>6} {'lds/sts<16':>10} {'ex2':>4}")
+    broken = 0
+    for path in objects:
+        kernels = parse(tool, path)
+        if not kernels:
+            print(f"{path.name}: no main kernel in it", file=sys.stderr)
+            broken += 1
+        for k in sorted(kernels, key=lambda k: (k.arch, k.variant)):
+            narrow = k.count(r"(LDS|STS)(?!M)") - k.count(r"(LDS|STS)\.128")
+            print(
+                f"{k.row:<38} {k.variant:<8} {k.arch:<7} {k.registers:>4} {k.stack:>5} {k.count('HG?MMA'):>5} "
+                f"{k.count('LDSM'):>5} {k.count('LDGSTS|UTMALDG'):>6} {narrow:>10} {k.count('MUFU.EX2'):>4}"
+            )
+            for fault in faults(k):
+                print(f"  FAULT: {fault}")
+                broken += 1
+    print(f"check_kernels: {len(objects)} rows, " + (f"{broken} faults" if broken else "no faults"))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
