@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test bench gpu-test gpu-sanitize gpu-bench build-times format fuzz clean
+.PHONY: help demo test red-test bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -12,6 +12,8 @@ red-test: ## show that the tests notice broken kernels
 	@scripts/red-test.sh
 bench: ## Strobe and PyTorch on the CPU, same tensors, same process; ARGS go to bench/cpu_bench.py
 	@scripts/bench.sh $(ARGS)
+plots: ## docs/figures from bench/results
+	@scripts/plots.sh $(ARGS)
 gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to tests/gpu/run_gpu_tests.py
 	@scripts/gpu.sh test $(ARGS)
 gpu-sanitize: ## on a machine with a GPU: compute-sanitizer's four tools over every kernel instance; ARGS go to tests/gpu/sanitize.py
@@ -20,6 +22,8 @@ gpu-bench: ## on a machine with a GPU: Strobe and PyTorch's back ends; ARGS go t
 	@scripts/gpu.sh bench $(ARGS)
 build-times: ## how long each CUDA kernel took to compile; ARGS go to scripts/build_times.py
 	@scripts/build_times.py $(ARGS)
+gpu-training: ## on a machine with a GPU: training of GPT models end to end; ARGS go to bench/gpt_training.py
+	@scripts/gpu.sh training $(ARGS)
 format: ## clang-format over every source
 	@scripts/format.sh
 fuzz: ## libFuzzer targets, FUZZ_SECONDS (60) each

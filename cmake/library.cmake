@@ -36,11 +36,15 @@ endfunction()
 # What hwy/detect_targets.h wants for HWY_AVX2 and HWY_AVX3, and what core/machine.cpp asks the CPU for: the same list.
 set(avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2 -DHWY_DISABLE_PCLMUL_AES)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512)
+if(STROBE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  # Clang 14 takes minutes over this file with both sanitizers; the asan preset, by GCC, has both.
+  set(amx_sanitize -fno-sanitize=undefined)
+endif()
 strobe_isa(portable src/cpu/kernels_portable.cpp)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2})
   strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512})
-  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16 ${amx_sanitize})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   # Highway's HWY_NEON includes AES on 64-bit Arm.
   strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto)

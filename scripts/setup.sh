@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the demo
-#   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv
+#   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
+#   plots matplotlib in build/venv
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,12 +16,13 @@ case $part in
   test) why="to build and run the tests" ;;
   ci) why="for formatting, fuzzing and tests" ;;
   bench) why="to build and run the benchmarks" ;;
-  *) echo "setup: got part '$part', expected demo, test, ci or bench" >&2; exit 2 ;;
+  plots) why="to draw the figures" packages=() ;;
+  *) echo "setup: got part '$part', expected demo, test, ci, bench or plots" >&2; exit 2 ;;
 esac
 case $part in
-  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
+  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu python3-dev) ;;&  # python3-dev: torch.compile's C++
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
-  test | ci | bench) packages+=(python3 python3-venv) ;;
+  test | ci | bench | plots) packages+=(python3 python3-venv) ;;
 esac
 
 if ! command -v apt-get >/dev/null; then
@@ -58,7 +60,7 @@ fi
 
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
-  [ "$part" != bench ] || requirements=python/requirements-bench.txt
+  case $part in bench | plots) requirements=python/requirements-$part.txt ;; esac
   # The copy inside the venv says what it has.
   have=build/venv/$(basename "$requirements")
   if ! cmp -s "$requirements" "$have"; then
@@ -66,5 +68,28 @@ if [ "$part" != demo ]; then
     python3 -m venv build/venv
     build/venv/bin/pip install -qq -r "$requirements"
     cp "$requirements" "$have"
+  fi
+fi
+
+# PyTorch, for the tests of its layer, where pip finds the CPU build (200 MB). What PyPI itself has brings several GB
+# of CUDA, so that takes a word: STROBE_TEST_TORCH says what to install instead.
+if [ "$part" = test ] || [ "$part" = ci ]; then
+  requirements=python/requirements-test-torch.txt
+  alone=python/requirements-test-nodeps.txt
+  have=build/venv/$(basename "$requirements")
+  if ! cat "$requirements" "$alone" | cmp -s - "$have"; then
+    torch=$(sed -n '/^torch==/p' "$requirements")
+    install() { build/venv/bin/pip install -qq --retries 1 "$@"; }
+    # shellcheck disable=SC2086 # options may be among the words, such as --index-url
+    if build/venv/bin/python -c "import torch" 2>/dev/null || install ${STROBE_TEST_TORCH:-$torch+cpu} >build/setup.log 2>&1
+    then
+      echo "setup: installing the Python packages of $requirements into build/venv $why"
+      install -r "$requirements"
+      install --no-deps -r "$alone"
+      cat "$requirements" "$alone" >"$have"
+    else
+      echo "setup: pip finds no ${STROBE_TEST_TORCH:-$torch+cpu}, so the tests of the PyTorch layer are skipped;" \
+        "STROBE_TEST_TORCH=$torch would install PyPI's (several GB)"
+    fi
   fi
 fi

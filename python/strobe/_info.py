@@ -39,6 +39,7 @@ class Info:
     compiler: str  # that built it
     python: str
     numpy: str
+    torch: str  # PyTorch's version, without importing it; "" when it is not installed
     cpu: str
     cpu_isa: str  # widest instruction set in use
     cpu_isas: tuple[str, ...]  # all that STROBE_CPU_ISA may force here, widest first
@@ -53,6 +54,7 @@ class Info:
             ("library", self.library),
             ("compiler", self.compiler),
             ("python", f"{self.python}, numpy {self.numpy}"),
+            ("pytorch", self.torch or "none: strobe.flash_attn and strobe.torch need 2.4 or newer"),
             ("cpu", f"{self.cpu or 'unknown'}, {self.cpu_threads} threads"),
             ("cpu isa", f"{self.cpu_isa} (STROBE_CPU_ISA may be {', '.join(self.cpu_isas)})"),
         ]
@@ -100,6 +102,16 @@ def _cuda_devices(count: int) -> tuple[CudaDevice, ...]:
     return tuple(devices)
 
 
+def _installed(distribution: str) -> str:
+    """Version of a distribution, "" if it is not there."""
+    from importlib import metadata  # 20 ms that `import strobe` need not take
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def info() -> Info:
     """Versions, the library's path, this machine's devices, and the kernels: which can run here,
     and why the others cannot. Print it, or read its fields.
@@ -116,6 +128,7 @@ def info() -> Info:
         compiler=_library.text(machine.compiler),
         python=platform.python_version(),
         numpy=np.__version__,
+        torch=_installed("torch"),
         cpu=_library.text(machine.cpu_name),
         cpu_isa=_library.text(machine.cpu_isa),
         cpu_isas=tuple(_library.text(machine.cpu_isas).split()),

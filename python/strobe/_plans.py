@@ -76,6 +76,16 @@ def real(name: str, value: Any) -> float:
     return number
 
 
+def as_value(option: Any) -> Any:
+    """An option as a float, if it is a number: plans are kept by its value, and an array of one
+    element would be kept by its identity, whatever it holds the next time.
+    """
+    try:
+        return float(option)
+    except (TypeError, ValueError):
+        return option  # refused when the plan is made
+
+
 def window_pair(window: Any) -> tuple[Any, Any]:
     try:
         left, right = window

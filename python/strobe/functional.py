@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import struct
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, overload
 
@@ -41,6 +42,7 @@ from ._plans import (
     Launch,
     Options,
     Shapes,
+    as_value,
     bad_seed,
     bad_window,
     check_like_lse,
@@ -66,6 +68,9 @@ AnyArray: TypeAlias = NDArray | SupportsDLPack
 
 _launch_forward: Final = _library.forward
 _launch_backward: Final = _library.backward
+
+# .text: why this thread's latest call went to another library, for `why`. Set by `strobe.torch`.
+latest_fallback: Final = threading.local()
 
 
 class _CallOptions(TypedDict, total=False):
@@ -276,6 +281,12 @@ def attention(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    if type(scale) is not float and scale is not None:
+        scale = as_value(scale)
+    if type(softcap) is not float:
+        softcap = as_value(softcap)
+    if type(dropout_p) is not float:
+        dropout_p = as_value(dropout_p)
 
     key = (
         q_signature,
@@ -525,6 +536,12 @@ def attention_backward(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    if type(scale) is not float and scale is not None:
+        scale = as_value(scale)
+    if type(softcap) is not float:
+        softcap = as_value(softcap)
+    if type(dropout_p) is not float:
+        dropout_p = as_value(dropout_p)
 
     key = (
         q_signature,
@@ -729,9 +746,9 @@ def plan(
 
 
 def why(
-    q: AnyArray | ArraySpec,
-    k: AnyArray | ArraySpec,
-    v: AnyArray | ArraySpec,
+    q: AnyArray | ArraySpec | None = None,
+    k: AnyArray | ArraySpec | None = None,
+    v: AnyArray | ArraySpec | None = None,
     *,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
@@ -752,8 +769,13 @@ def why(
 
     A bad request raises nothing: the answer is the text of what is wrong with it.
 
+    Without q, k and v: why this thread's latest call that Strobe might have served
+    (`strobe.torch`) was left to PyTorch's own kernel; "" when none was.
+
     Args: as `plan`.
     """
+    if q is None and k is None and v is None:
+        return str(getattr(latest_fallback, "text", ""))
     try:
         left, right = window_pair(window)
         options = Options(

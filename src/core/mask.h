@@ -30,6 +30,12 @@ STROBE_INLINE constexpr Range intersect(Range a, Range b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
+/// Cuts `range` at the multiples of `size`: the piece that begins at `begin`, empty past the end.
+STROBE_INLINE constexpr Range block_at(Range range, int64_t begin, int64_t size) {
+  const int64_t end = (begin / size + 1) * size;
+  return {begin, end < range.end ? end : range.end};
+}
+
 /// Causal and sliding-window masks of one sequence, aligned at the bottom right: query i stands at
 /// key position i + seqlen_k - seqlen_q and sees `left` keys before that position and `right` keys
 /// after it.

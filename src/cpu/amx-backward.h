@@ -1,19 +1,19 @@
 // The backward pass with AMX, bf16 (arXiv:2307.08691, algorithm 2).
 //
 // An item owns a block of up to 512 keys and meets one tile of 128 queries after the other. Scores
-// are computed transposed, 32 keys x 32 queries (a unit) at a time:
+// are computed transposed, 32 keys x 32 queries (a unit) at a time; queries lie along the lanes.
 //
-//     S  = K Q^T - lse / scale       dP = V dO^T - delta         tile products, float32
-//     P  = exp2(scale * S)           dS = P * dP                 vectors; queries lie along the
-//     lanes dV += P dO                     dK += dS Q                  32 keys (a strip) x 128
-//     queries each dQ^T += K^T dS                                             all keys of the item
-//     x 32 queries
+//     S = K Q^T - lse / scale         dP = V dO^T - delta       a unit: tile products, float32
+//     P = exp2(scale * S)             dS = P * dP               a unit: vectors
+//     dV += P dO                      dK += dS Q                32 keys (a strip) x 128 queries
+//     dQ^T += K^T dS                                            all keys of the item x 32 queries
 //
 // lse and delta enter as the products' initial values. P and dS are written as A operands (rows of
 // keys, the pairs of queries q and q + 16 being what one shuffle makes), dS also as a B operand
 // (pairs of keys k and k + 16). dQ crosses items: see turnstile.h; it travels transposed, in tiles.
 //
-// The vector work of a unit is issued between the tile products S and dP of the next one.
+// Pipeline. S is computed two units ahead of P and dS, dP one unit ahead, and the vector work of a
+// unit is issued between the tile instructions of those two products.
 #ifndef STROBE_CPU_AMX_BACKWARD_H_
 #define STROBE_CPU_AMX_BACKWARD_H_
 
@@ -30,6 +30,12 @@ constexpr int64_t kSubTiles = kBackwardTileQ / kSubTile;  // of a query tile
 constexpr int64_t kBackwardBlock = 512;
 constexpr int64_t kUnitTiles = 2 * kTileBf16;  // P or dS of a unit
 
+/// Which sub-tiles of a query tile see a strip (consecutive ones), and which of them not all of it.
+struct StripPlan {
+  int64_t begin, end;
+  uint32_t masked;
+};
+
 struct BackwardScratch {
   Bf16 *k, *v;          // rows
   Bf16* kt;             // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
@@ -44,6 +50,7 @@ struct BackwardScratch {
   Bf16* ds_pairs;                      // [strip][sub-tile] B operands: 2 tiles
   float* dq;                           // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
   float* spare;                        // a tile that nobody reads
+  StripPlan* plan;                     // [strip]
 };
 
 STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c) {
@@ -72,6 +79,7 @@ STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c
   s.p = arena.take<Bf16>(kSubTiles * kUnitTiles);
   s.ds = arena.take<Bf16>(kSubTiles * kUnitTiles);
   s.spare = arena.take<float>(kTileFloat);
+  s.plan = arena.take<StripPlan>(keys / kStrip);
   return s;
 }
 
@@ -107,12 +115,22 @@ struct QueryTile {
   STROBE_INLINE int64_t sub_tiles() const { return ceil_div(queries.size(), kSubTile); }
 };
 
-/// The sub-tiles that see a strip; consecutive.
-STROBE_AMX Range sub_tiles_of(const Backward& b, const QueryTile& t, int64_t strip) {
-  const Range seen = intersect(b.sequence.mask.q_range(b.strip(strip)), t.queries);
-  if (seen.empty()) return {0, 0};
-  return {(seen.begin - t.queries.begin) / kSubTile,
-          ceil_div(seen.end - t.queries.begin, kSubTile)};
+static void plan_strips(const Backward& b, const QueryTile& t) {
+  const Mask& mask = b.sequence.mask;
+  for (int64_t n = 0; n < b.strips(); ++n) {
+    StripPlan& plan = b.s.plan[n];
+    plan = {0, 0, 0};
+    const Range keys = b.strip(n), seen = intersect(mask.q_range(keys), t.queries);
+    if (seen.empty()) continue;
+    plan.begin = (seen.begin - t.queries.begin) / kSubTile;
+    plan.end = ceil_div(seen.end - t.queries.begin, kSubTile);
+    for (int64_t i = plan.begin; i < plan.end; ++i) {
+      const Range queries = t.sub_tile(i);
+      const bool whole = queries.size() == kSubTile && keys.size() == kStrip &&
+                         mask.full_range(queries).contains(keys);
+      plan.masked |= static_cast<uint32_t>(!whole) << i;
+    }
+  }
 }
 
 struct BackwardUnit {
@@ -128,7 +146,10 @@ class Gradients {
     TruncateToPairs pairs;
   };
 
-  STROBE_INLINE Gradients(const Backward& b, const QueryTile& t) : b_(b), t_(t) {}
+  STROBE_INLINE Gradients(const Backward& b, const QueryTile& t)
+      : b_(b), t_(t), constants_{FastExp2(b.c.problem.scale * kLog2e), {}} {}
+
+  STROBE_INLINE Constants constants() const { return constants_; }
 
   STROBE_INLINE void begin(BackwardUnit u, const float* s, const float* dp) {
     unit_ = u;
@@ -138,13 +159,11 @@ class Gradients {
     ds_ = b_.s.ds + u.sub_tile * kUnitTiles;
     ds_pairs_ = b_.ds_pairs(u.strip, u.sub_tile);
     left_ = kTile;
-    const Range queries = t_.sub_tile(u.sub_tile), keys = b_.strip(u.strip);
-    masked_ = queries.size() < kSubTile || keys.size() < kStrip ||
-              !b_.sequence.mask.full_range(queries).contains(keys);
+    slow_ = !t_.rule.plain || (b_.s.plan[u.strip].masked >> u.sub_tile & 1) != 0;
   }
   STROBE_INLINE bool start() {
     if (left_ == 0) return false;
-    if (t_.rule.plain && !masked_) return true;
+    if (!slow_) return true;
     finish_slowly();
     return false;
   }
@@ -242,11 +261,12 @@ class Gradients {
 
   const Backward& b_;
   const QueryTile& t_;
+  const Constants constants_;
   BackwardUnit unit_{};
   const float *s_ = nullptr, *dp_ = nullptr;
   Bf16 *p_ = nullptr, *ds_ = nullptr, *ds_pairs_ = nullptr;
   int64_t left_ = 0;  // pairs of rows
-  bool masked_ = false;
+  bool slow_ = false;
 };
 
 /// Adds weight * row for the rows that pack_pairs left out, pair by pair: dV += P dO, dK += dS Q.
@@ -308,24 +328,34 @@ class BackwardTile {
 
   /// dV and dK, and dS of all strips for dQ.
   STROBE_INLINE void run_strips() {
-    using Work = Gradients<kSteps>;
-    const typename Work::Constants constants = {FastExp2(b_.c.problem.scale * kLog2e), {}};
-    Work work(b_, t_);
-    BackwardUnit unit;
-    int64_t n = 0;
-    bool more = next_strip(0, unit);
-    if (!more) return;
+    plan_strips(b_, t_);
+    Gradients<kSteps> work(b_, t_);
+    const typename Gradients<kSteps>::Constants constants = work.constants();
+    // The units at hand: this one, whose P and dS are made; the next, whose S is there and dP
+    // comes; and the one after, whose S comes.
+    BackwardUnit unit = first_unit(0), next = after(unit), last = after(next);
+    if (unit.strip == b_.strips()) return;
     Idle idle;
-    scores(unit, n, idle, {});
-    while (more) {
-      // The next unit's S and dP beside this one's P and dS.
+    scores(unit, 0, idle, {});
+    gradients(unit, 0, idle, {});
+    if (next.strip < b_.strips()) {
+      scores(next, 1, idle, {});
+    } else {
       products_.flush();
-      work.begin(unit, b_.s.s + n % 2 * 4 * kTileFloat, b_.s.dp + n % 2 * 4 * kTileFloat);
-      const int64_t strip = unit.strip;
-      more = next(unit);
-      if (more) scores(unit, ++n, work, constants);
+    }
+    for (int64_t n = 0; unit.strip < b_.strips(); ++n) {
+      work.begin(unit, s_slot(n), dp_slot(n));
+      if (next.strip < b_.strips()) gradients(next, n + 1, work, constants);
+      if (last.strip < b_.strips()) {
+        scores(last, n + 2, work, constants);
+      } else {
+        products_.flush();
+      }
       work.finish(constants);
-      if (!more || unit.strip != strip) finish_strip(strip);
+      if (next.strip != unit.strip) finish_strip(unit.strip);
+      unit = next;
+      next = last;
+      last = after(last);
     }
     products_.flush();
   }
@@ -372,66 +402,69 @@ class BackwardTile {
     }
   }
 
-  STROBE_INLINE bool next_strip(int64_t strip, BackwardUnit& unit) const {
-    for (; strip < b_.strips(); ++strip) {
-      const Range seen = sub_tiles_of(b_, t_, strip);
-      if (seen.empty()) continue;
-      unit = {strip, seen.begin};
-      return true;
-    }
-    return false;
+  /// The first unit of a strip or those after it; strip == strips() where there is none.
+  STROBE_INLINE BackwardUnit first_unit(int64_t strip) const {
+    while (strip < b_.strips() && b_.s.plan[strip].begin == b_.s.plan[strip].end) ++strip;
+    return {strip, strip < b_.strips() ? b_.s.plan[strip].begin : 0};
   }
-  STROBE_INLINE bool next(BackwardUnit& unit) const {
-    if (++unit.sub_tile < sub_tiles_of(b_, t_, unit.strip).end) return true;
-    return next_strip(unit.strip + 1, unit);
+  STROBE_INLINE BackwardUnit after(BackwardUnit u) const {
+    if (u.strip == b_.strips()) return u;
+    if (u.sub_tile + 1 < b_.s.plan[u.strip].end) return {u.strip, u.sub_tile + 1};
+    return first_unit(u.strip + 1);
   }
   /// The strips that a sub-tile sees; consecutive.
   STROBE_INLINE Range strips_of(int64_t sub_tile) const {
     Range strips{0, 0};
     for (int64_t n = 0; n < b_.strips(); ++n) {
-      if (!sub_tiles_of(b_, t_, n).contains(sub_tile)) continue;
+      const StripPlan& plan = b_.s.plan[n];
+      if (sub_tile < plan.begin || sub_tile >= plan.end) continue;
       if (strips.empty()) strips.begin = n;
       strips.end = n + 1;
     }
     return strips;
   }
 
+  STROBE_INLINE float* s_slot(int64_t n) const { return b_.s.s + n % 2 * 4 * kTileFloat; }
+  STROBE_INLINE float* dp_slot(int64_t n) const { return b_.s.dp + n % 2 * 4 * kTileFloat; }
+
   template <typename Work>
   STROBE_INLINE void scores(BackwardUnit u, int64_t n, Work& work,
                             const typename Work::Constants& constants) {
-    const int64_t d = b_.d_blocks, dv = b_.dv_blocks;
-    const Quad<const float> zero = {nullptr, 0, 0};
-    const Quad<const float> lse = {b_.s.lse + u.sub_tile * kSubTile, kTile, 0};
-    const Quad<const float> delta = {b_.s.delta + u.sub_tile * kSubTile, kTile, 0};
-    const Product s = {b_.s.k + u.strip * kStrip * d * kPair,
+    const int64_t d = b_.d_blocks;
+    const Product m = {b_.s.k + u.strip * kStrip * d * kPair,
                        b_.s.q + u.sub_tile * kSubTile * d * kPair,
                        kTileBf16,
                        d * kTileBf16,
                        kTileBf16,
                        d * kTileBf16,
-                       t_.rule.plain ? lse : zero,
+                       {t_.rule.plain ? b_.s.lse + u.sub_tile * kSubTile : nullptr, kTile, 0},
                        0,
-                       {b_.s.s + n % 2 * 4 * kTileFloat, kTileFloat, 2 * kTileFloat},
+                       {s_slot(n), kTileFloat, 2 * kTileFloat},
                        64,
                        d};
-    products_.multiply<false>(s, work, constants);
-    const Product dp = {b_.s.v + u.strip * kStrip * dv * kPair,
-                        b_.s.dout + u.sub_tile * kSubTile * dv * kPair,
-                        kTileBf16,
-                        dv * kTileBf16,
-                        kTileBf16,
-                        dv * kTileBf16,
-                        t_.rule.plain ? delta : zero,
-                        0,
-                        {b_.s.dp + n % 2 * 4 * kTileFloat, kTileFloat, 2 * kTileFloat},
-                        64,
-                        dv};
-    products_.multiply<false>(dp, work, constants);
+    products_.multiply<true>(m, work, constants);
+  }
+  template <typename Work>
+  STROBE_INLINE void gradients(BackwardUnit u, int64_t n, Work& work,
+                               const typename Work::Constants& constants) {
+    const int64_t d = b_.dv_blocks;
+    const Product m = {b_.s.v + u.strip * kStrip * d * kPair,
+                       b_.s.dout + u.sub_tile * kSubTile * d * kPair,
+                       kTileBf16,
+                       d * kTileBf16,
+                       kTileBf16,
+                       d * kTileBf16,
+                       {t_.rule.plain ? b_.s.delta + u.sub_tile * kSubTile : nullptr, kTile, 0},
+                       0,
+                       {dp_slot(n), kTileFloat, 2 * kTileFloat},
+                       64,
+                       d};
+    products_.multiply<true>(m, work, constants);
   }
 
   /// dV += P dO and dK += dS Q.
   STROBE_INLINE void finish_strip(int64_t strip) {
-    const Range seen = sub_tiles_of(b_, t_, strip);
+    const Range seen = {b_.s.plan[strip].begin, b_.s.plan[strip].end};
     const int64_t d = b_.d_blocks, dv = b_.dv_blocks;
     float* const dv_sum = b_.s.dv + strip * kStrip * dv * kPair;
     float* const dk_sum = b_.s.dk + strip * kStrip * d * kPair;
@@ -470,49 +503,6 @@ class BackwardTile {
   const bool k_special_, q_special_;
   Products products_;
 };
-
-/// Writes a query tile's dQ from its transposed tiles.
-static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
-  const AttentionProblem& p = b.c.problem;
-  const __m512 scale = set(p.scale);
-  for (int64_t q = 0; q < t.queries.size(); q += kTile) {
-    for (int64_t e = 0; e < b.d_blocks; ++e) {
-      const float* const low = dq + (e * 2 * (kBackwardTileQ / kTile) + q / kTile) * kTileFloat;
-      const float* const high = low + kBackwardTileQ / kTile * kTileFloat;
-      __m512i x[16], y[16];
-      STROBE_UNROLL for (int i = 0; i < 16; ++i) {
-        x[i] = as_int(load(low + i * kTile));
-        y[i] = as_int(load(high + i * kTile));
-      }
-      transpose(x);
-      transpose(y);
-      for (int64_t r = 0; r < min64(kTile, t.queries.size() - q); ++r) {
-        auto* const to = reinterpret_cast<Bf16*>(
-            b.c.dq.at(b.item.batch, b.sequence.q_row + t.queries.begin + q + r, t.head));
-        __m512 first, second;
-        pair_columns(as_float(x[r]), as_float(y[r]), first, second);
-        write_block(first, second, scale, p.head_dim - e * kPair, to + e * kPair);
-      }
-    }
-  }
-}
-
-/// Rows of dK or dV from their tiles.
-static void write_rows(const Backward& b, const Tensor& tensor, const float* sum, int64_t blocks,
-                       int64_t dim, float factor) {
-  for (int64_t r = 0; r < b.item.k_end - b.item.k_begin; ++r) {
-    const float* const at = sum + r / kStrip * kStrip * blocks * kPair +
-                            r % kStrip / kTile * 2 * kTileFloat + r % kTile * kTile;
-    auto* const to = reinterpret_cast<Bf16*>(
-        tensor.at(b.item.batch, b.sequence.k_row + b.item.k_begin + r, b.item.head_kv));
-    for (int64_t e = 0; e < blocks; ++e) {
-      __m512 first, second;
-      pair_columns(load(at + e * 4 * kTileFloat), load(at + (e * 4 + 1) * kTileFloat), first,
-                   second);
-      write_block(first, second, set(factor), dim - e * kPair, to + e * kPair);
-    }
-  }
-}
 
 }  // namespace strobe::cpu::amx
 

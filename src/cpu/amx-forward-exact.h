@@ -134,8 +134,9 @@ static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end) {
       f.o_tile(tile), 0,
       static_cast<size_t>((tile_end - tile) * kForwardTileQ * f.dv_blocks * kPair) * sizeof(float));
   const Range keys = f.sequence.mask.kv_range({f.tile(tile).begin, f.tile(tile_end - 1).end});
-  for (int64_t k = keys.begin / kGroup * kGroup; k < keys.end; k += kSuperBlock) {
-    const Range block{k, min64(k + kSuperBlock, keys.end)};
+  const int64_t size = super_block(f.c.problem);
+  for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
+       block = block_at(keys, block.end, size)) {
     const int64_t padded = round_up(block.size(), kGroup);
     pack_columns(f.k_rows(block), padded, f.s.k);
     const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);

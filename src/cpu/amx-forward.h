@@ -1,7 +1,7 @@
 // The forward pass with AMX, bf16 (arXiv:2307.08691, algorithm 1, with the differences below).
 //
-// An item's queries are cut into tiles of 32, its keys into super-blocks of 512 that are packed
-// once and met by all tiles, and those into units of up to 128 keys = 4 groups of 32:
+// An item's queries are cut into tiles of 32, its keys into super-blocks of 1024 (or 512) that
+// are packed once and met by all tiles, and those into units of up to 128 keys = 4 groups of 32:
 //
 //     S [32 queries][32 keys] = Q K^T - reference      16 tile products at head_dim 128, a group
 //     P [32][32] = exp2(scale * S)                     vectors; keys lie along the lanes
@@ -17,9 +17,12 @@
 // Pipeline. Tile products run asynchronously, vector instructions beside them. Three streams move
 // through the units of a super-block, each ahead of the next:
 //
-//     scores: S of group g + 2 or so   ->   weights: rows of P of group g   ->   O of the last unit
+//     scores: S of the next group or two  ->  weights: rows of P of this one  ->  O of the last
+//     unit
 //
-// `weights` rows are issued a few at a time between the tile products of the other two.
+// Rows of weights are issued a few at a time between the tile instructions of the other two. What
+// is written over and over (S, P, the sums, a tile of O) is kept small enough for L1; K, V and Q
+// pass it by (tile_stream).
 #ifndef STROBE_CPU_AMX_FORWARD_H_
 #define STROBE_CPU_AMX_FORWARD_H_
 
@@ -31,7 +34,11 @@ constexpr int64_t kForwardTileQ = 32;
 constexpr int64_t kGroup = 32;  // keys
 constexpr int64_t kUnitGroups = 4;
 constexpr int64_t kUnit = kGroup * kUnitGroups;
-constexpr int64_t kSuperBlock = 1024;
+
+/// Keys of a super-block: up to 512 KB of K and V.
+STROBE_AMX int64_t super_block(const AttentionProblem& p) {
+  return p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
+}
 
 struct ForwardScratch {
   Bf16* q;            // rows, of all tiles of the item
@@ -48,7 +55,7 @@ struct ForwardScratch {
 STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t queries = round_up(c.block_q, kForwardTileQ);
-  const int64_t keys = min64(kSuperBlock, round_up(max64(p.seqlen_k, 1), kUnit));
+  const int64_t keys = min64(super_block(p), round_up(max64(p.seqlen_k, 1), kUnit));
   const int64_t d = padded_dim(p.head_dim), dv = padded_dim(p.head_dim_v);
   ForwardScratch s;
   s.q = arena.take<Bf16>(queries * d);
@@ -182,6 +189,7 @@ class ForwardPipeline {
   STROBE_INLINE void run() {
     const Constants constants = constants_;  // in registers: nobody else knows where these stand
     for (int64_t n = 0; n < ahead_; ++n) score_group(constants);
+    if (made_ == 0) return;
     flush();
     // Nothing in here depends on data: a branch that is not foreseen costs all that runs ahead.
     for (; weights_unit_ < made_; ++weights_unit_) {
@@ -199,9 +207,7 @@ class ForwardPipeline {
     }
     row_ = end_ = 0;
     if (any_special_) add_specials();
-    for (int64_t block = 0; made_ > 0 && block < f_.dv_blocks; ++block) {
-      add_output(block, constants);
-    }
+    for (int64_t block = 0; block < f_.dv_blocks; ++block) add_output(block, constants);
     flush();
   }
 

@@ -5,7 +5,8 @@
 // values that the sum runs over. What makes the kernels look as they do, measured on Sapphire
 // Rapids (docs/perf-log.md):
 //   - tiles are renamed: zeroing or loading a tile that is still in use costs nothing;
-//   - a tile load takes 9 cycles from L1 and 22 from L2, a store 17;
+//   - a tile load takes 9 cycles from L1, 22 from L2 into L1, 16 from L2 past L1 (tile_stream); a
+//     store 17, or 64 where its lines are not in L1;
 //   - while tiles are in use the second 512-bit FMA unit is switched off: fma, mul, max, scalef run
 //     once a cycle (port 0), add, integer and shuffle operations on port 5 beside them.
 #ifndef STROBE_CPU_AMX_TILE_H_
@@ -14,7 +15,9 @@
 // GCC 12's headers give _mm512_undefined_* an "uninitialized" value (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
@@ -53,8 +56,8 @@ template <int kT>
 STROBE_AMX void tile_load(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
 }
-/// From L2 past L1, which keeps what it holds. What streams through L1 otherwise evicts the lines
-/// that scores and weights are about to be written to, at 4 cycles a line.
+/// From L2 past L1, which keeps what it holds: what streams through L1 evicts the lines that scores
+/// and weights are about to be written to.
 template <int kT>
 STROBE_AMX void tile_stream(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");

@@ -103,14 +103,14 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
   }
 }
 
-/// P and dS of one row: scores s and dP in, both overwritten. `seen`: keys of the tile that the
-/// query sees.
+/// P and dS of one row: `width` scores s and dP in (whole vectors), both overwritten. `seen`: keys
+/// of the tile that the query sees.
 template <bool kPlain, bool kMasked>
 static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32_t batch_head,
                          int64_t query, int64_t position, int64_t key_begin, Range seen, float lse,
-                         float delta, float* s, float* dp) {
+                         float delta, int64_t width, float* s, float* dp) {
   const VF vlse = set(lse), vdelta = set(delta);
-  for (int64_t j = 0; j < kBackwardTileK; j += kLanes) {
+  for (int64_t j = 0; j < width; j += kLanes) {
     VF score = load(s + j), grad = load(dp + j);
     VF tanh = hn::Zero(f32);
     // Scaled before lse is taken away, as forward does: a row's one large weight is exactly 1
@@ -163,28 +163,44 @@ static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32
 }
 
 /// The three products for a tile where an operand holds an infinity or a NaN and some pairs are
-/// masked: only pairs that the mask allows are touched, so that 0 * NaN reaches nobody else.
+/// masked: only pairs that the mask allows are touched, so that 0 * NaN reaches nobody else. Rounds
+/// as gemm does.
 static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, Range queries,
                                  Range keys, const BackwardScratch& s, int64_t q_tile,
                                  int64_t key_offset, float* dq) {
   const AttentionProblem& p = c.problem;
+  const Mask& mask = sequence.mask;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const auto pair = [&](int64_t query, int64_t key) {
+    return (query - q_tile) * kBackwardTileK + key - keys.begin;
+  };
+  // row[e] += sum over the queries that see `key` of weight * other[query][e]
+  const auto add_over_queries = [&](const float* weights, const float* other, int64_t width,
+                                    int64_t key, float* row) {
+    for (int64_t e = 0; e < width; e += kLanes) {
+      VF sum = hn::Zero(f32);
+      for (int64_t i = queries.begin; i < queries.end; ++i) {
+        if (!mask.allows(i, key)) continue;
+        sum = hn::MulAdd(set(weights[pair(i, key)]), load(other + (i - q_tile) * width + e), sum);
+      }
+      store(hn::Add(load(row + e), sum), row + e);
+    }
+  };
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const int64_t row = key_offset + key - keys.begin;
+    add_over_queries(s.p, s.dout, dv, key, s.dv + row * dv);
+    add_over_queries(s.ds, s.q, d, key, s.dk + row * d);
+  }
   for (int64_t i = queries.begin; i < queries.end; ++i) {
-    const Range seen = intersect(sequence.mask.row(i), keys);
-    const int64_t r = i - q_tile;
-    for (int64_t j = seen.begin; j < seen.end; ++j) {
-      const VF weight = set(s.p[r * kBackwardTileK + j - keys.begin]);
-      const VF ds = set(s.ds[r * kBackwardTileK + j - keys.begin]);
-      const int64_t row = key_offset + j - keys.begin;
-      for (int64_t e = 0; e < dv; e += kLanes) {
-        float* const at = s.dv + row * dv + e;
-        store(hn::MulAdd(weight, load(s.dout + r * dv + e), load(at)), at);
+    const Range seen = intersect(mask.row(i), keys);
+    float* const row = dq + (i - q_tile) * d;
+    for (int64_t e = 0; e < d; e += kLanes) {
+      VF sum = hn::Zero(f32);
+      for (int64_t key = seen.begin; key < seen.end; ++key) {
+        const int64_t k_row = key_offset + key - keys.begin;
+        sum = hn::MulAdd(set(s.ds[pair(i, key)]), load(s.k + k_row * d + e), sum);
       }
-      for (int64_t e = 0; e < d; e += kLanes) {
-        float* const at = s.dk + row * d + e;
-        store(hn::MulAdd(ds, load(s.q + r * d + e), load(at)), at);
-        store(hn::MulAdd(ds, load(s.k + row * d + e), load(dq + r * d + e)), dq + r * d + e);
-      }
+      store(hn::Add(load(row + e), sum), row + e);
     }
   }
 }
@@ -208,10 +224,11 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
   const float* const dout = s.dout + r0 * dv;
   float* const weights = s.p + r0 * kBackwardTileK;
   float* const ds = s.ds + r0 * kBackwardTileK;
-  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n,
-                   kBackwardTileK / kLanes, p.head_dim);
-  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n,
-                   kBackwardTileK / kLanes, p.head_dim_v);
+  const int64_t vectors = ceil_div(keys.size(), kLanes);
+  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n, vectors,
+                   p.head_dim);
+  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
+                   p.head_dim_v);
 
   const auto batch_head = static_cast<uint32_t>(sequence.batch * p.heads + head);
   const int64_t lse_at = sequence.lse_row + head * sequence.lse_head;
@@ -223,7 +240,7 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
     run(c, rule, batch_head, i, mask.position(i), keys.begin, seen, c.lse[lse_at + i],
-        c.delta[lse_at + i], s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
+        c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
     accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);

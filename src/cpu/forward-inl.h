@@ -234,20 +234,21 @@ static bool softmax(const ForwardContext& c, const ScoreRule& rule, const Forwar
 }
 
 /// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: 0 *
-/// NaN must not reach a query that does not see the key.
+/// NaN must not reach a query that does not see the key. Rounds as gemm does.
 static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t dim_v, const float* v,
                                  int64_t v_stride, const float* pt, const float* alpha) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
     const VF a = load(alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
-      VF sum = hn::Mul(load(tile.ot + e * kForwardTileQ + at), a);
+      VF sum = hn::Zero(f32);
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
         sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
       }
-      store(sum, tile.ot + e * kForwardTileQ + at);
+      float* const ot = tile.ot + e * kForwardTileQ + at;
+      store(hn::MulAdd(load(ot), a, sum), ot);
     }
   }
 }
@@ -328,8 +329,9 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
-  for (int64_t k_begin = keys.begin; k_begin < keys.end; k_begin += kForwardTileK) {
-    const Range block{k_begin, min64(k_begin + kForwardTileK, keys.end)};
+  // Blocks begin at multiples of their size: what is summed together does not depend on the item.
+  for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
+       block = block_at(keys, block.end, kForwardTileK)) {
     load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
               p.head_dim, s.k, d);
     load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),

@@ -36,15 +36,7 @@ STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_
   VF sum[kRows][kVectors];
   float* const c = g.c + row * g.c_row + column;
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
-    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kOld == Old::kDrop) {
-        sum[r][v] = hn::Zero(f32);
-      } else {
-        sum[r][v] = load(c + r * g.c_row + v * kLanes);
-        if constexpr (kOld == Old::kScale)
-          sum[r][v] = hn::Mul(sum[r][v], load(g.alpha + column + v * kLanes));
-      }
-    }
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::Zero(f32);
   }
   const float* a = g.a + row * g.a_row;
   const float* b = g.b + column;
@@ -60,7 +52,15 @@ STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_
     b += b_row;
   }
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
-    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) store(sum[r][v], c + r * g.c_row + v * kLanes);
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* const at = c + r * g.c_row + v * kLanes;
+      // Not as the sum's initial value: adding up short sums rounds less than one long chain.
+      if constexpr (kOld == Old::kKeep) sum[r][v] = hn::Add(load(at), sum[r][v]);
+      if constexpr (kOld == Old::kScale) {
+        sum[r][v] = hn::MulAdd(load(at), load(g.alpha + column + v * kLanes), sum[r][v]);
+      }
+      store(sum[r][v], at);
+    }
   }
 }
 

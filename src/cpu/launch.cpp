@@ -56,6 +56,10 @@ constexpr double kFlopPerThread = 1e6;
 // Work is cut finer until each thread has about this many items, so that the last to finish is not
 // far behind.
 constexpr int64_t kItemsPerThread = 4;
+// What a forward launch has left for its last round, one item a thread, is cut into this many
+// pieces: with four rounds a thread that is held up in the last one otherwise costs a quarter of
+// the launch.
+constexpr int64_t kLastPieces = 4;
 // Work items that a deterministic backward is cut into at least, whatever the number of threads.
 constexpr int64_t kDeterministicItems = 128;
 
@@ -79,6 +83,39 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
   const int64_t blocks = max64(1, ceil_div(length, block));
   return max64(tile, round_up(ceil_div(length, blocks), tile));
 }
+
+// The items of a forward launch in the order in which they are handed out: the last queries first,
+// for under a causal mask they see the most keys, and the longest work should not start last. The
+// last few items come in pieces. A piece is made of whole tiles, so that results do not depend on
+// how the work is cut.
+class ForwardItems {
+ public:
+  explicit ForwardItems(const Plan& plan)
+      : heads_(plan.problem.heads),
+        others_(plan.problem.batch * heads_),
+        block_(plan.block_q),
+        piece_(round_up(ceil_div(plan.block_q, kLastPieces), plan.tile_q)),
+        pieces_(ceil_div(block_, piece_)),
+        blocks_(ceil_div(plan.problem.seqlen_q, block_)),
+        whole_(plan.threads > 1 ? max64(0, plan.work_items - plan.threads) : plan.work_items),
+        count_(whole_ + (plan.work_items - whole_) * pieces_) {}
+
+  int64_t count() const { return count_; }
+
+  // The end is not yet cut to the sequence's length.
+  ForwardItem operator[](int64_t n) const {
+    const bool whole = n < whole_;
+    const int64_t item = whole ? n : whole_ + (n - whole_) / pieces_;
+    const int64_t begin = (blocks_ - 1 - item / others_) * block_;
+    const int64_t batch = item % others_ / heads_, head = item % heads_;
+    if (whole) return {batch, head, begin, begin + block_};
+    const int64_t offset = (n - whole_) % pieces_ * piece_;
+    return {batch, head, begin + offset, begin + min64(offset + piece_, block_)};
+  }
+
+ private:
+  int64_t heads_, others_, block_, piece_, pieces_, blocks_, whole_, count_;
+};
 
 Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), p.varlen ? 0 : s.batch, s.seqlen,
@@ -207,19 +244,14 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
   const ForwardContext context = forward_context(plan, args);
   const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
-  const int64_t others = p.batch * p.heads, blocks = ceil_div(p.seqlen_q, plan.block_q);
-  Counter items(plan.work_items);
+  const ForwardItems items(plan);
+  Counter next(items.count());
   parallel(plan.threads, [&](int thread) {
-    items.drain([&](int64_t i) {
-      // The last queries first: under a causal mask they see the most keys, and the longest work
-      // should not start last.
-      const int64_t block = blocks - 1 - i / others, batch = i % others / p.heads,
-                    head = i % p.heads;
-      const int64_t seqlen = context.sequence(batch).mask.seqlen_q;
-      const int64_t begin = block * plan.block_q, end = min64(begin + plan.block_q, seqlen);
-      if (begin < end) {
-        isa.forward_block(context, {batch, head, begin, end},
-                          workspace.data() + static_cast<size_t>(thread) * scratch);
+    next.drain([&](int64_t n) {
+      ForwardItem item = items[n];
+      item.q_end = min64(item.q_end, context.sequence(item.batch).mask.seqlen_q);
+      if (item.q_begin < item.q_end) {
+        isa.forward_block(context, item, workspace.data() + static_cast<size_t>(thread) * scratch);
       }
     });
   });

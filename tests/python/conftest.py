@@ -39,6 +39,24 @@ def pytest_report_header() -> str:
     )
 
 
+def _devices() -> list[str]:
+    """Where tests with an argument `device` run: the CPU, and a GPU if PyTorch and Strobe have
+    one.
+    """
+    import strobe
+
+    try:
+        import torch
+    except ImportError:
+        return ["cpu"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() and strobe.info().cuda_devices else ["cpu"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices())
+
+
 @pytest.fixture
 def rng() -> object:
     import numpy as np

@@ -146,7 +146,7 @@ def test_why_answers_for_bad_requests(rng: np.random.Generator) -> None:
     assert "softcap = -1" in strobe.why(q, k, v, softcap=-1)
     assert strobe.why(q, k[..., :5], v).startswith("k.shape[3] = 5, expected 32")
     assert "window = 3" in strobe.why(q, k, v, window=3)  # type: ignore[arg-type]
-    assert "k = None" in strobe.why(q, None, v)  # type: ignore[arg-type]
+    assert "k = None" in strobe.why(q, None, v)
     assert "q is of type list" in strobe.why([1], k, v)  # type: ignore[arg-type]
 
 

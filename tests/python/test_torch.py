@@ -168,6 +168,17 @@ def test_refusals() -> None:
     refuses("k is on cpu, expected cuda:0 as q", q=x.cuda())
 
 
+def test_an_option_that_is_a_tensor_is_read_at_each_call() -> None:
+    x = torch.randn(1, 9, 2, 8)
+    for name in ("scale", "softcap"):
+        value: Any = torch.tensor(0.5)
+        for _ in range(2):
+            options: dict[str, Any] = {name: value.item()}
+            wanted = strobe.attention(x, x, x, **options)
+            assert torch.equal(strobe.attention(x, x, x, **{name: value}), wanted)
+            value += 1
+
+
 def test_gradients_in_inference_mode() -> None:
     with torch.inference_mode():
         x = torch.randn(1, 9, 2, 8)

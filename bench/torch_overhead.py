@@ -1,0 +1,101 @@
+"""Microseconds of a call from Python: tensors in, tensors out, on a problem too small to take time.
+
+    python bench/torch_overhead.py [--device cuda]
+
+Prints, of each function, the least mean over many short rounds: what the call costs on a quiet
+machine. On a GPU a call ends when its kernel is enqueued. The library's own part ("C function") is
+the same launch with arguments that are ready; the goal is at most 8 us beyond it, and less than
+PyTorch's scaled_dot_product_attention on a GPU's host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import strobe
+import torch
+from strobe import _library, functional
+from strobe.flash_attn import flash_attn_func
+
+
+def microseconds(function: Callable[[], Any], rounds: int = 100, calls: int = 200) -> float:
+    """The least mean of `rounds` times `calls` calls. No queue of a GPU gets full meanwhile."""
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, time.perf_counter() - start)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return best / calls * 1e6
+
+
+def c_function(q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    """strobe_forward with its plan and arguments at hand."""
+    functional.FORWARD_LAUNCHES.clear()
+    out = strobe.attention(q, k, v, causal=True)
+    (launch,) = functional.FORWARD_LAUNCHES.values()
+    workspace = launch.new_workspace(q) if launch.new_workspace else None
+    stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
+    arguments = _library.pack_forward(
+        _library.FORWARD_ARGS_SIZE,
+        *(x.data_ptr() for x in (q, k, v, out)),
+        *[0] * 6,
+        0 if workspace is None else workspace.data_ptr(),
+        launch.workspace_bytes,
+        stream,
+    )
+    # The tensors must live as long as the arguments that point to them.
+    return lambda _keep=(q, k, v, out, workspace): _library.forward(launch.address, arguments)
+
+
+def measure(device: str) -> dict[str, float]:
+    """Microseconds by name."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, 1, 1, 64, dtype=dtype, device=device) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    dout = torch.randn_like(q)
+
+    def backward(function: Callable[..., Any]) -> Callable[[], Any]:
+        out = function(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def ours(*x: Any) -> Any:
+        return flash_attn_func(*x, causal=True)
+
+    def torchs(*x: Any) -> Any:
+        return sdpa(*(t.transpose(1, 2) for t in x), is_causal=True).transpose(1, 2)
+
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    return {
+        "C function": microseconds(c_function(q, k, v)),
+        "strobe.attention": microseconds(lambda: strobe.attention(q, k, v, causal=True)),
+        "flash_attn_func": microseconds(lambda: flash_attn_func(q, k, v, causal=True)),
+        "scaled_dot_product_attention": microseconds(lambda: sdpa(*heads_first, is_causal=True)),
+        "flash_attn_func, with gradient": microseconds(lambda: ours(*leaves), 20),
+        "scaled_dot_product_attention, with gradient": microseconds(lambda: torchs(*leaves), 20),
+        "backward of flash_attn_func": microseconds(backward(ours), 20),
+        "backward of scaled_dot_product_attention": microseconds(backward(torchs), 20),
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
+    torch.set_num_threads(1)
+    found = measure(device)
+    print(f"PyTorch {torch.__version__}, Strobe {strobe.__version__}, {device}")
+    for name, time_us in found.items():
+        print(f"{time_us:8.1f} us  {name}")
+    print(f"{found['flash_attn_func'] - found['C function']:8.1f} us  beyond the C function")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Layers; of these, rotary embeddings only."""

@@ -1,0 +1,484 @@
+"""The operators `torch.ops.strobe.*`: attention as PyTorch's dispatcher, autograd, vmap and
+compiler see it.
+
+    dropout_state             seed and offset from PyTorch's generator; the only one with a side
+                              effect
+    attention_forward         (out, lse), a pure function of its arguments
+    attention_backward        (dq, dk, dv), likewise
+    attention_probabilities   the attention matrix itself, to test dropout with
+
+All randomness goes through `rng_state`, an argument of the others, so that a compiler may reorder
+or recompute them, and activation checkpointing, which replays the generators, sees the same
+weights dropped.
+
+Arrays, layouts and options are those of `strobe.attention`, whose docstring describes them. Kernels
+for CPU and CUDA are one Python function: `strobe.attention` finds the device's kernel, PyTorch's
+current stream, and takes workspaces from PyTorch's allocator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from . import functional
+from ._errors import InvalidArgument, Unsupported
+
+if not hasattr(torch.library, "register_autograd"):
+    raise ImportError(
+        f"strobe.flash_attn and strobe.torch need PyTorch 2.4 or newer, found {torch.__version__}; "
+        "strobe.attention works with older ones"
+    )
+
+Tensor: TypeAlias = torch.Tensor
+
+_LIBRARY: Final = torch.library.Library("strobe", "DEF")
+
+# Everything but the tensors q, k and v; the same in each operator that takes a problem.
+_OPTIONS: Final = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? rng_state, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, bool deterministic"
+)
+_SCHEMAS: Final = {
+    # By keyword: PyTorch's compiler looks for a random operator's device there.
+    "dropout_state": "(*, Device device) -> Tensor",
+    "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    "attention_backward": (
+        "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    ),
+    "attention_probabilities": f"(Tensor q, Tensor k, Tensor lse, {_OPTIONS}) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    _tags = [torch.Tag.pt2_compliant_tag]
+    if _name == "dropout_state":
+        _tags.append(torch.Tag.nondeterministic_seeded)
+    _LIBRARY.define(_name + _schema, tags=tuple(_tags))
+
+
+# ------------------------------------------------------------------------------------------ dropout
+
+_UINT64: Final = 2**64 - 1
+# Philox numbers that a CUDA generator counts for one call. Weights are told apart by their
+# position, so a step of 1 would do; PyTorch wants multiples of 4.
+_CUDA_OFFSET_STEP: Final = 4
+
+
+def draw_dropout_state(*, device: Any) -> Tensor:
+    """int64 (2,) in the CPU's memory: seed and offset for one call, from PyTorch's generator.
+
+    device "cpu": two numbers of the CPU's default generator. A CUDA device: that device's seed and
+    offset, and the offset moves on; nothing waits for the device.
+
+    Raises:
+        Unsupported: while a CUDA graph is captured, which would repeat one mask at each replay.
+    """
+    if device.type != "cuda":
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu")
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "dropout_p > 0 while a CUDA graph is captured: seed and offset would be those of the "
+            "capture at every replay; capture with dropout_p = 0"
+        )
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() & _UINT64, generator.get_offset()
+    generator.set_offset(offset + _CUDA_OFFSET_STEP)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.tensor([signed, offset], dtype=torch.int64, device="cpu")
+
+
+def seed_and_offset(rng_state: Tensor | None) -> tuple[int, int]:
+    """What `draw_dropout_state` gave, as the library takes it; (0, 0) without dropout."""
+    if rng_state is None:
+        return 0, 0
+    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
+        raise InvalidArgument(
+            f"rng_state is {rng_state.dtype} {tuple(rng_state.shape)}, expected torch.int64 (2,): "
+            "seed and offset"
+        )
+    seed, offset = rng_state.tolist()
+    return seed & _UINT64, offset & _UINT64
+
+
+# ----------------------------------------------------------------------------- forward and backward
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x, copied if its last dimension is not contiguous; other strides are read as they are."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The kernel of attention_forward: (out, lse), new contiguous tensors."""
+    seed, offset = seed_and_offset(rng_state)
+    out, lse = functional.attention(
+        rows_contiguous(q),
+        rows_contiguous(k),
+        rows_contiguous(v),
+        causal=causal,
+        window=(window_left, window_right),
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        dropout_offset=offset,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        return_lse=True,
+    )
+    return out, lse
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of attention_backward: new contiguous tensors. dout None: out was not used."""
+    seed, offset = seed_and_offset(rng_state)
+    dq, dk, dv = functional.attention_backward(
+        torch.zeros_like(out) if dout is None else rows_contiguous(dout),
+        rows_contiguous(q),
+        rows_contiguous(k),
+        rows_contiguous(v),
+        rows_contiguous(out),
+        lse.contiguous(),
+        causal=causal,
+        window=(window_left, window_right),
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        dropout_offset=offset,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dlse=None if dlse is None else dlse.contiguous(),
+        deterministic=deterministic,
+    )
+    return dq, dk, dv
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Shapes of the results. The kernel checks the rest when it runs."""
+    wanted = 4 if cu_seqlens_q is None else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != wanted:
+            raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if cu_seqlens_q is None:
+        batch, seqlen_q, heads, _ = q.shape
+        return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    total_q, heads, _ = q.shape
+    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+
+
+def _fake_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ----------------------------------------------------------------------------------------- autograd
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # inputs: q, k, v, then cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, then plain values
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
+
+
+def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """dq, dk, dv and None for each other input. compute: attention_backward or its kernel."""
+    absent = (None,) * (4 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, *absent)
+    return (*compute(dout, dlse, *ctx.saved_tensors, *ctx.options), *absent)
+
+
+def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    return _gradients(attention_backward, ctx, dout, dlse)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
+    raise Unsupported(
+        "the gradient of attention's gradient (double backward, create_graph=True) is not "
+        "supported: compute this attention with plain tensor operations, for example under "
+        "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    )
+
+
+class Attention(torch.autograd.Function):  # type: ignore[misc]
+    """attention_forward for eager tensors: 17 us where the operator's own autograd takes 80."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """As the operator."""
+        output = forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """As the operator's derivative."""
+        # With create_graph=True by way of the operator, whose own derivative says that it is none.
+        compute = attention_backward if torch.is_grad_enabled() else backward
+        return _gradients(compute, ctx, dout, dlse)
+
+
+# --------------------------------------------------------------------------------------------- vmap
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """(batch, ...) with a vmapped dimension of `size` as (size * batch, ...)."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+def _fold_options(
+    options: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, randomness: str
+) -> tuple[Any, ...]:
+    """Options of a dense problem whose batch is `size` times larger."""
+    cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
+    if rng_state is not None and randomness != "different":
+        raise Unsupported(
+            f"dropout_p > 0 under vmap with randomness={randomness!r}: expected 'different', each "
+            "entry drops weights of its own"
+        )
+    if alibi_slopes is not None:
+        if alibi_slopes.ndim == (1 if dims[2] is None else 2):  # (heads) for each entry
+            if dims[2] is not None:
+                slopes = alibi_slopes.movedim(dims[2], 0).unsqueeze(1)
+                alibi_slopes = slopes.expand(size, batch, -1).reshape(size * batch, -1)
+        else:
+            alibi_slopes = _fold(alibi_slopes, dims[2], size)
+        alibi_slopes = alibi_slopes.contiguous()
+    return (None, None, alibi_slopes, rng_state, *rest)
+
+
+def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
+    """A vmap rule that makes the vmapped dimension a part of the batch.
+
+    operator: its first `tensors` arguments are (batch, ...); query: which of them is q.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        size = info.batch_size
+        q, q_dim = arguments[query], in_dims[query]
+        batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+        folded = [
+            _fold(x, dim, size)
+            for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)
+        ]
+        options = _fold_options(
+            arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
+        )
+        found = operator(*folded, *options)
+        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
+
+    return rule
+
+
+# ------------------------------------------------------------------------------------ probabilities
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+) -> Tensor:
+    """exp(score - lse), zero where a query does not see a key.
+
+    q: (batch, seqlen_q, heads, head_dim); lse: (batch, heads, seqlen_q); slopes: (batch, heads).
+    """
+    (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = q.shape[1:], k.shape[1:3]
+    factor = head_dim**-0.5 if scale is None else scale
+    keys = k.float().repeat_interleave(heads // heads_kv, dim=2)
+    score = torch.einsum("bqhd,bkhd->bhqk", q.float(), keys) * factor
+    if softcap > 0:
+        score = softcap * torch.tanh(score / softcap)
+    position = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
+    distance = torch.arange(seqlen_k, device=q.device)[None, :] - position
+    if slopes is not None:
+        score = score - slopes[:, :, None, None] * distance.abs()
+    last = 0 if causal else right
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if last >= 0:
+        seen &= distance <= last
+    return torch.where(seen, torch.exp(score - lse[..., None]), 0.0)
+
+
+def probabilities(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Tensor:
+    """The kernel of attention_probabilities: the weights before dropout, negative where dropped.
+
+    (batch, heads, seqlen_q, seqlen_k) in q's dtype, with cu_seqlens the longest lengths and zeros
+    beyond a sequence's own. In plain tensor operations: memory grows with seqlen_q * seqlen_k.
+    """
+    heads = q.shape[-2]
+    mask = (causal, window_left, window_right, softcap)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        batch = q.shape[0]
+        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
+        weight = _scores(q, k, lse, slopes, scale, *mask)
+    else:
+        assert max_seqlen_q is not None
+        assert max_seqlen_k is not None
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        batch = len(starts_q) - 1
+        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
+        shape = (batch, heads, max_seqlen_q, max_seqlen_k)
+        weight = torch.zeros(shape, dtype=torch.float32, device=q.device)
+        for b in range(batch):
+            rows = slice(starts_q[b], starts_q[b + 1])
+            keys = slice(starts_k[b], starts_k[b + 1])
+            weight[b, :, : rows.stop - rows.start, : keys.stop - keys.start] = _scores(
+                q[None, rows],
+                k[None, keys],
+                lse[None, :, rows],
+                None if slopes is None else slopes[b : b + 1],
+                scale,
+                *mask,
+            )[0]
+    seed, offset = seed_and_offset(rng_state)
+    keep = functional.dropout_mask(
+        *weight.shape, dropout_p=dropout_p, dropout_seed=seed, dropout_offset=offset
+    )
+    kept = torch.from_numpy(keep).to(q.device)
+    return torch.where(kept, weight, -weight).to(q.dtype)
+
+
+def _fake_probabilities(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *options: Any,
+) -> Tensor:
+    heads = q.shape[-2]
+    if cu_seqlens_q is None:
+        return q.new_empty((q.shape[0], heads, q.shape[1], k.shape[1]))
+    return q.new_empty((cu_seqlens_q.shape[0] - 1, heads, max_seqlen_q, max_seqlen_k))
+
+
+# ------------------------------------------------------------------------------------- registration
+
+dropout_state: Final = torch.ops.strobe.dropout_state.default
+attention_forward: Final = torch.ops.strobe.attention_forward.default
+attention_backward: Final = torch.ops.strobe.attention_backward.default
+attention_probabilities: Final = torch.ops.strobe.attention_probabilities.default
+
+
+def _register() -> None:
+    def name(operator: str) -> str:
+        return f"strobe::{operator}"
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl("attention_forward", forward, key)
+        _LIBRARY.impl("attention_backward", backward, key)
+        _LIBRARY.impl("attention_probabilities", probabilities, key)
+    _LIBRARY.impl("dropout_state", draw_dropout_state, "CompositeExplicitAutograd")
+
+    for operator, fake in (
+        ("attention_forward", _fake_forward),
+        ("attention_backward", _fake_backward),
+        ("attention_probabilities", _fake_probabilities),
+        ("dropout_state", lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu")),
+    ):
+        torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
+
+    torch.library.register_autograd(
+        name("attention_forward"), _operator_gradients, setup_context=_save, lib=_LIBRARY
+    )
+    torch.library.register_autograd(
+        name("attention_backward"), _refuse_double_backward, lib=_LIBRARY
+    )
+    if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
+        for operator, overload, tensors, results, query in (
+            ("attention_forward", attention_forward, 3, 2, 0),
+            ("attention_backward", attention_backward, 7, 3, 2),
+        ):
+            rule = _vmap_over(overload, tensors, results, query)
+            torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
+
+
+_register()

@@ -1,0 +1,209 @@
+// What the forward pass does once for each item: copies of Q, K and V, the rows' references, the
+// results.
+#ifndef STROBE_CPU_AMX_FORWARD_ITEM_H_
+#define STROBE_CPU_AMX_FORWARD_ITEM_H_
+
+#include "cpu/amx-forward-exact.h"
+#include "cpu/amx-forward.h"
+
+namespace strobe::cpu::amx {
+
+static Tiles forward_tiles(const AttentionProblem& p) {
+  // Packing a block of K and V costs as much as 30 to 60 queries' scores with them. O, Q and a
+  // super-block of K and V stay in L2: 1.4 MB at head_dim 128.
+  const int64_t block = p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
+  return {kForwardTileQ, kUnit, block};
+}
+
+static size_t forward_scratch(const ForwardContext& context) {
+  Arena arena;
+  carve_forward(arena, context);
+  return arena.used();
+}
+
+/// Minus the score of each query of a tile with the first key that it sees. block: the first
+/// super-block, which is packed.
+static void fill_reference(const Forward& f, Range block, int64_t t) {
+  const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
+              last = f.sequence.mask.row(tile.end - 1);
+  alignas(64) float score[kForwardTileQ] = {};
+  if (first.begin == last.begin && first.begin < block.end) {
+    const int64_t key = first.begin - block.begin, n = f.d_blocks;
+    const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
+    const Bf16* const k = f.s.k + key / kTile * n * kTileBf16;
+    tile_zero<0>();
+    tile_zero<1>();
+    for (int64_t d = 0; d < n; ++d) {
+      tile_load<4>(q + d * kTileBf16);
+      tile_load<5>(q + (n + d) * kTileBf16);
+      tile_load<6>(k + d * kTileBf16);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 5, 6>();
+    }
+    tile_store<0>(f.s.s);
+    tile_store<1>(f.s.s + kTileFloat);
+    for (int64_t r = 0; r < tile.size(); ++r) score[r] = f.s.s[r * kTile + key % kTile];
+  } else {
+    for (int64_t r = 0; r < tile.size(); ++r) {
+      const Range seen = f.sequence.mask.row(tile.begin + r);
+      if (seen.empty()) continue;
+      const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
+      const Rows k = f.k_rows({seen.begin, seen.begin + 1});
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t d = 0; d < q.dim; d += kPair) {
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
+      }
+      score[r] = _mm512_reduce_add_ps(sum);
+    }
+  }
+  for (int64_t r = 0; r < kForwardTileQ; ++r) {
+    const float x = __builtin_isfinite(score[r]) ? -score[r] : 0;
+    store(f.reference(t) + r * kTile, set(x));
+  }
+}
+
+/// Writes row `r` of a tile, times `factor`; zeros where that is 0: O has nothing of a row that
+/// sees no key. Returns whether all of it is finite.
+STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float factor) {
+  const int64_t dv = f.c.problem.head_dim_v;
+  const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
+  const int64_t row = f.sequence.q_row + f.tile(tile).begin + r;
+  auto* const out = reinterpret_cast<Bf16*>(f.c.out.at(f.item.batch, row, f.item.head));
+  if (factor == 0) {
+    __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
+    return true;
+  }
+  const __m512 times = set(factor);
+  __m512 check = _mm512_setzero_ps();
+  for (int64_t b = 0; b < f.dv_blocks; ++b) {
+    __m512 first, second;
+    pair_columns(load(o + b * 4 * kTileFloat), load(o + (b * 4 + 1) * kTileFloat), first, second);
+    write_block(first, second, times, dv - b * kPair, out + b * kPair);
+    // 0 * x is NaN for what is not finite.
+    check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
+    check = _mm512_fmadd_ps(second, _mm512_setzero_ps(), check);
+  }
+  return _mm512_cmpneq_ps_mask(check, check) == 0;
+}
+
+/// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by
+/// bit.
+static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
+  const Range tile = f.tile(t);
+  const Mask& mask = f.sequence.mask;
+  // Rows that see nothing are the first or the last of a sequence.
+  const bool some_empty = mask.row(tile.begin).empty() || mask.row(tile.end - 1).empty();
+  uint32_t failed = 0;
+  for (int64_t half = 0; half < tile.size(); half += kTile) {
+    const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
+    __m512i lanes_of[16];
+    STROBE_UNROLL for (int i = 0; i < 16; ++i) {
+      lanes_of[i] = as_int(load(f.s.sum + at + i * kTile));
+    }
+    transpose(lanes_of);
+    __m512 sum = as_float(lanes_of[0]);
+    STROBE_UNROLL for (int i = 1; i < 16; ++i) sum = _mm512_add_ps(sum, as_float(lanes_of[i]));
+    sum = _mm512_mul_ps(sum, set(static_cast<float>(1 / kBf16Bias)));
+
+    __mmask16 empty = 0;
+    for (int64_t r = 0; some_empty && r < n; ++r) {
+      if (mask.row(tile.begin + half + r).empty()) empty |= static_cast<__mmask16>(1u << r);
+    }
+    // The first key's weight is 1, so a smaller sum is as wrong as a sum that leaves O little room
+    // before it overflows.
+    const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
+                           _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ);
+    alignas(64) float factor[kTile];
+    store(factor, _mm512_maskz_div_ps(good & ~empty, set(1), sum));
+    if (lse) {
+      const __m512i rows =
+          _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+      const __m512 reference = _mm512_i32gather_ps(rows, f.s.reference + at, 4);
+      const __m512 x = _mm512_fnmadd_ps(set(f.c.problem.scale), reference, log(sum));
+      _mm512_mask_storeu_ps(lse + tile.begin + half, static_cast<__mmask16>(lanes(0, n)),
+                            _mm512_mask_mov_ps(x, empty, set(-kInfinity)));
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      const bool done = (good | empty) >> r & 1 && write_row(f, t, half + r, factor[r]);
+      failed |= static_cast<uint32_t>(!done) << (half + r);
+    }
+  }
+  return failed;
+}
+
+/// Writes the rows among `rows` of a tile that amx-forward-exact.h computed.
+static void finish_exact(const Forward& f, int64_t t, uint32_t rows, float* lse) {
+  const Range tile = f.tile(t);
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    if (!(rows >> r & 1)) continue;
+    const int64_t at = (t * kForwardTileQ + r) * kTile;
+    const bool empty = f.sequence.mask.row(tile.begin + r).empty();
+    const float sum = f.s.sum[at];
+    // Seen scores that are all -inf leave a sum of 0, and give NaN as plain attention does.
+    const float nan = __builtin_nanf("");
+    const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
+    write_row(f, t, r, empty ? 0 : sum == 0 ? nan : keep_scale / sum);
+    if (lse) {
+      lse[tile.begin + r] = empty      ? -kInfinity
+                            : sum == 0 ? nan
+                                       : f.s.reference[at] + __builtin_logf(sum);
+    }
+  }
+}
+
+static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  configure_tiles();
+  Arena arena(scratch);
+  const AttentionProblem& p = c.problem;
+  const Forward f{c,
+                  c.sequence(item.batch),
+                  item,
+                  carve_forward(arena, c),
+                  padded_dim(p.head_dim) / kPair,
+                  padded_dim(p.head_dim_v) / kPair};
+  const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
+  float* const lse = c.lse ? c.lse + f.sequence.lse_row + item.head * f.sequence.lse_head : nullptr;
+  for (int64_t t = 0; t < tiles; ++t) {
+    pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
+  }
+  if (!ScoreRule(c, item.batch, item.head).plain) {
+    exact_tiles(f, 0, tiles);
+    for (int64_t t = 0; t < tiles; ++t) finish_exact(f, t, ~0u, lse);
+    _tile_release();
+    return;
+  }
+
+  __builtin_memset(f.s.sum, 0, static_cast<size_t>(tiles * kForwardTileQ * kTile) * sizeof(float));
+  const Range keys = f.sequence.mask.kv_range({item.q_begin, item.q_end});
+  const int64_t size = super_block(p);
+  for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
+       block = block_at(keys, block.end, size)) {
+    const int64_t padded = round_up(block.size(), kGroup);
+    pack_columns(f.k_rows(block), padded, f.s.k);
+    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    if (block.begin <= keys.begin) {
+      for (int64_t t = 0; t < tiles; ++t) fill_reference(f, block, t);
+    }
+    // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
+    // a unit has 32 rows and 4 products for each block of 32 of either head dim.
+    const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
+    if (rows >= 4) {
+      ForwardPipeline<4>(f, block, tiles, special).run();
+    } else if (rows >= 2) {
+      ForwardPipeline<2>(f, block, tiles, special).run();
+    } else {
+      ForwardPipeline<1>(f, block, tiles, special).run();
+    }
+  }
+  for (int64_t t = 0; t < tiles; ++t) {
+    const uint32_t failed = finish_tile(f, t, lse);
+    if (failed == 0) continue;
+    exact_tiles(f, t, t + 1);
+    finish_exact(f, t, failed, lse);
+  }
+  _tile_release();
+}
+
+}  // namespace strobe::cpu::amx
+
+#endif  // STROBE_CPU_AMX_FORWARD_ITEM_H_

@@ -1,0 +1,113 @@
+"""Every Python block of the README and of docs/pytorch.md runs as it stands."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(document: str) -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    assert found
+    return found
+
+
+def run(program: str, *flags: str) -> str:
+    if "import torch" in program and importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    path = [str(ROOT / "python" / "flash_attn_shim"), *filter(None, sys.path)]
+    result = subprocess.run(
+        [sys.executable, *flags, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("number", range(len(blocks("README.md"))))
+def test_quickstarts(number: int) -> None:
+    program = blocks("README.md")[number]
+    assert len(program.splitlines()) == 6
+    output = run(program, "-W", "error")
+    if "strobe.why()" in program:
+        assert output == "Strobe computed it\n"
+
+
+def test_pytorch_document() -> None:
+    """Its blocks build on each other."""
+    found = blocks("docs/pytorch.md")
+    if importlib.util.find_spec("torch") and not _has_flex_attention():
+        found = [block for block in found if "flex_attention" not in block]
+    run("\n".join(found))
+
+
+def _has_flex_attention() -> bool:
+    return importlib.util.find_spec("torch.nn.attention.flex_attention") is not None
+
+
+DOCUMENTS = (0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("seqlen_q", [5, 13])
+@pytest.mark.parametrize(
+    "row", ["causal", "sliding window", "local", "documents", "alibi", "softcap"]
+)
+def test_table_of_flex_attention_masks(row: str, seqlen_q: int) -> None:
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")  # PyTorch 2.5
+    flash = importlib.import_module("strobe.flash_attn")
+    torch.manual_seed(0)
+    seqlen_k = 13
+    n = seqlen_k - seqlen_q
+    document, slope = torch.tensor(DOCUMENTS), torch.rand(4)
+    q, k, v = (torch.randn(2, 4, length, 16) for length in (seqlen_q, seqlen_k, seqlen_k))
+    masks = {
+        "causal": lambda b, h, i, j: i + n >= j,
+        "sliding window": lambda b, h, i, j: (i + n >= j) & (i + n - j <= 3),
+        "local": lambda b, h, i, j: abs(i + n - j) <= 2,
+        "documents": lambda b, h, i, j: (document[i] == document[j]) & (i >= j),
+    }
+    scores = {
+        "alibi": lambda s, b, h, i, j: s - slope[h] * abs(i + n - j),
+        "softcap": lambda s, b, h, i, j: 0.7 * torch.tanh(s / 0.7),
+    }
+    arguments: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "sliding window": {"causal": True, "window_size": (3, 0)},
+        "local": {"window_size": (2, 2)},
+        "alibi": {"alibi_slopes": slope},
+        "softcap": {"softcap": 0.7},
+    }
+    block_mask = None
+    if row in masks:
+        block_mask = flex.create_block_mask(
+            masks[row], None, None, seqlen_q, seqlen_k, device="cpu"
+        )
+    wanted = flex.flex_attention(q, k, v, score_mod=scores.get(row), block_mask=block_mask)
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    if row == "documents":
+        if n:
+            pytest.skip("documents are for seqlen_q = seqlen_k")
+        lengths = torch.tensor([0, 3, 9, 13], dtype=torch.int32)
+        offsets = torch.cat((lengths, 13 + lengths[1:]))  # of the batch's two entries
+        packed = [x.flatten(0, 1) for x in rows]
+        out = flash.flash_attn_varlen_func(*packed, offsets, offsets, 6, 6, causal=True)
+        out = out.unflatten(0, (2, 13))
+    else:
+        out = flash.flash_attn_func(*rows, **arguments[row])
+    torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-5, atol=1e-5)

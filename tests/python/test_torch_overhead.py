@@ -1,0 +1,37 @@
+"""The time that a call from Python costs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "torch_overhead.py"
+
+
+def test_a_call_costs_at_most_8_us_beyond_the_c_function(device: str) -> None:
+    spec = importlib.util.spec_from_file_location("torch_overhead", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(5):  # the machine may be busy with something else
+            times = bench.measure(device)
+            overhead = times["flash_attn_func"] - times["C function"]
+            allowed = 8.0
+            if device == "cpu":  # a slow one shows in PyTorch's own call, 4 us on a fast one
+                allowed = max(allowed, 2 * times["scaled_dot_product_attention"])
+            if overhead <= allowed:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    print({name: round(time, 1) for name, time in times.items()})
+    assert overhead <= allowed, times
+    if device == "cuda":
+        assert times["flash_attn_func"] < times["scaled_dot_product_attention"], times

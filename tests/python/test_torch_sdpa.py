@@ -1,0 +1,302 @@
+"""scaled_dot_product_attention served by Strobe: context manager, PyTorch's registry, reasons."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import strobe
+
+import oracle
+from cases import DTYPES, Case
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+import strobe.torch  # noqa: E402
+
+from tensors import Tensor, array, takes, tensor  # noqa: E402
+
+HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
+
+
+def heads_first(device: str, *shape: int, grad: bool = False) -> Tensor:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.randn(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+@pytest.fixture
+def activated() -> Iterator[None]:
+    """Strobe as PyTorch's flash attention implementation."""
+    if not HAS_REGISTRY:
+        pytest.skip("this PyTorch has no register_flash_attention_impl")
+    strobe.torch.register()
+    torch.nn.attention.activate_flash_attention_impl("strobe")
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def check(
+    attention: Callable[..., Tensor], dtype: str, device: str, causal: bool, rng: Any
+) -> None:
+    """Output and gradients of `attention` against float64."""
+    case = Case(seqlen_q=45, seqlen_k=45, heads_kv=4, dtype=dtype, options={"causal": causal})
+    inputs = case.make(rng)
+    if not takes(inputs, device):
+        pytest.skip("no kernel on this device")
+    leaves = [
+        tensor(x, device).transpose(1, 2).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
+    ]
+    out = attention(*leaves, is_causal=causal)
+    dout = tensor(inputs.dout, device).transpose(1, 2)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    wanted, plain = inputs.reference(), inputs.reference(inputs.q.dtype)
+    found = [array(x.transpose(1, 2)) for x in (out, *gradients)]
+    for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
+        factor = oracle.OUT_FACTOR if name == "out" else oracle.GRADIENT_FACTOR
+        oracle.check(name, x, getattr(wanted, name), getattr(plain, name), factor)
+
+
+# --------------------------------------------------------------------------------- context manager
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_context_manager(dtype: str, causal: bool, device: str, rng: np.random.Generator) -> None:
+    with strobe.torch.sdpa_kernel() as served:
+        check(scaled_dot_product_attention, dtype, device, causal, rng)
+    assert (served.calls, served.fallbacks) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "options"),
+    [
+        (9, 9, {}),
+        (9, 17, {"is_causal": True}),  # aligned top left, unlike flash_attn's causal
+        (17, 9, {"is_causal": True}),
+        (5, 9, {"scale": 0.7}),
+        (5, 9, {"attn_mask": causal_lower_right(5, 9)}),
+        (9, 9, {"attn_mask": causal_upper_left(9, 9)}),
+    ],
+)
+def test_masks_and_lengths(seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (heads_first("cpu", 2, 4, n, 16, grad=True) for n in (seqlen_q, seqlen_k, seqlen_k))
+    wanted = scaled_dot_product_attention(q, k, v, **options)
+    with strobe.torch.sdpa_kernel() as served:
+        out = scaled_dot_product_attention(q, k, v, **options)
+    assert served.calls == 1
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(out)
+    for a, b in zip(
+        torch.autograd.grad(out, (q, k, v), dout),
+        torch.autograd.grad(wanted, (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_grouped_heads(device: str) -> None:
+    if "enable_gqa" not in str(scaled_dot_product_attention.__doc__):
+        pytest.skip("this PyTorch has no enable_gqa")
+    q, kv = heads_first(device, 2, 4, 9, 16), heads_first(device, 2, 2, 9, 16)
+    with strobe.torch.sdpa_kernel() as served:
+        out = scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+    assert served.calls == 1
+    wanted = scaled_dot_product_attention(q, *[kv.repeat_interleave(2, 1)] * 2)
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
+    with strobe.torch.sdpa_kernel(), pytest.raises(RuntimeError):
+        scaled_dot_product_attention(q, kv, kv)  # PyTorch's own refusal
+
+
+def test_fallbacks_give_their_reason() -> None:
+    q = heads_first("cpu", 2, 4, 9, 16)
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        ((q, q, q), {"attn_mask": torch.zeros(9, 9)}, "attn_mask is a Tensor of shape (9, 9)"),
+        ((q[0], q[0], q[0]), {}, "query.ndim = 3, expected 4"),
+        ((q.double(),) * 3, {}, "q.dtype = float64, expected float32, bfloat16 or float16"),
+        ((heads_first("cpu", 1, 1, 4, 300),) * 3, {}, "head_dim = 300"),
+    ]
+    for arguments, options, reason in calls:
+        wanted = scaled_dot_product_attention(*arguments, **options)
+        with strobe.torch.sdpa_kernel() as served:
+            assert torch.equal(scaled_dot_product_attention(*arguments, **options), wanted)
+        assert served.calls == 0
+        (given,) = served.fallbacks
+        assert reason in given
+        assert given == strobe.torch.why(*arguments, **options)
+        assert strobe.why().endswith(given)
+        assert strobe.why().startswith("scaled_dot_product_attention: PyTorch's own kernel ran")
+    assert strobe.torch.why(q, q, q) == ""
+    assert "heads" in strobe.torch.why(q, q[:, :2], q[:, :2])
+    assert "float16" in strobe.torch.why(q, q.half(), q)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(strobe.why).result() == ""  # each thread has its own
+
+
+def test_other_functions_and_other_threads_are_left_alone() -> None:
+    q = heads_first("cpu", 2, 4, 9, 16)
+    with strobe.torch.sdpa_kernel() as served, ThreadPoolExecutor(1) as pool:
+        pool.submit(scaled_dot_product_attention, q, q, q).result()
+        torch.softmax(q, -1)
+        assert served.calls == 0
+        scaled_dot_product_attention(q, q, q)
+    scaled_dot_product_attention(q, q, q)
+    assert served.calls == 1
+
+
+def operators_of(function: Callable[[], Any]) -> set[str]:
+    with torch.profiler.profile() as profile:
+        function()
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_under_compile(inside: bool) -> None:
+    if inside and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        pytest.skip("this PyTorch cannot compile a TorchFunctionMode")
+    torch._dynamo.reset()
+    q = heads_first("cpu", 2, 4, 9, 16)
+
+    def call(q: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def call_inside(q: Tensor) -> Tensor:
+        with strobe.torch.sdpa_kernel():
+            return call(q)
+
+    compiled = torch.compile(call_inside if inside else call, fullgraph=True, backend="aot_eager")
+
+    def run() -> Tensor:
+        if inside:
+            return compiled(q)
+        with strobe.torch.sdpa_kernel():
+            return compiled(q)
+
+    torch.testing.assert_close(run(), call(q), rtol=1e-5, atol=1e-5)
+    assert "strobe::attention_forward" in operators_of(run)
+    assert "strobe::attention_forward" not in operators_of(lambda: call(q))
+
+
+# ------------------------------------------------------------------------------- PyTorch's registry
+
+
+@pytest.mark.usefixtures("activated")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_registered(dtype: str, causal: bool, device: str, rng: np.random.Generator) -> None:
+    def flash(*arguments: Tensor, **options: Any) -> Tensor:
+        backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+        with torch.nn.attention.sdpa_kernel(backend):
+            return scaled_dot_product_attention(*arguments, **options)
+
+    check(flash, dtype, device, causal, rng)
+
+
+@pytest.mark.usefixtures("activated")
+def test_registered_is_strobe_and_restored(device: str) -> None:
+    assert torch.nn.attention.current_flash_attention_impl() == "strobe"
+    torch.manual_seed(0)
+    q, k, v = (heads_first(device, 2, 4, 64, 32) for _ in range(3))
+    own = strobe.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, is_causal=True), own)
+
+    before = strobe.why()
+    mask = torch.zeros(64, 64, dtype=q.dtype, device=device)
+    masked = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if device == "cpu":  # on CUDA devices PyTorch does not choose flash attention for this
+        assert "attn_mask is a Tensor" in strobe.why() != before
+    torch.nn.attention.restore_flash_attention_impl()
+    torch.testing.assert_close(
+        masked, scaled_dot_product_attention(q, k, v, attn_mask=mask), rtol=1e-2, atol=1e-2
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said when it is activated again
+        torch.nn.attention.activate_flash_attention_impl("strobe")
+
+
+@pytest.mark.usefixtures("activated")
+def test_registered_fallback_and_gradients() -> None:
+    torch.manual_seed(0)
+    q, k, v = (heads_first("cpu", 2, 4, n, 16, grad=True) for n in (9, 17, 17))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert "seqlen_q = 9, expected at least seqlen_k = 17" in strobe.why()
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    torch.nn.attention.restore_flash_attention_impl()
+    again = scaled_dot_product_attention(q, k, v, is_causal=True)
+    for a, b in zip(gradients, torch.autograd.grad(again.sum(), (q, k, v)), strict=True):
+        assert torch.equal(a, b)
+    torch.nn.attention.activate_flash_attention_impl("strobe")
+
+
+@pytest.mark.usefixtures("activated")
+def test_registered_under_inductor(device: str) -> None:
+    """Strides are what PyTorch's meta functions say, or the compiled code would refuse them."""
+    torch._dynamo.reset()
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = (heads_first(device, 2, 4, 33, 16, grad=True) for _ in range(3))
+    compiled = torch.compile(function, fullgraph=True)
+    dout = torch.randn_like(q)
+    found, wanted = compiled(q, k, v), function(q, k, v)
+    assert torch.equal(found, wanted)
+    for a, b in zip(
+        torch.autograd.grad(found, (q, k, v), dout),
+        torch.autograd.grad(wanted, (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_kernels_for_cuda_are_right_about_all_but_the_device(dropout_p: float) -> None:
+    """They hold nothing of CUDA but their signatures, so CPU tensors will do."""
+    torch.manual_seed(0)
+    q, k, v = (heads_first("cpu", 2, 4, n, 16, grad=True) for n in (21, 17, 17))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        out, lse, _, _, max_q, max_k, seed, unused, mask = strobe.torch._cuda_forward(
+            None, None, q, k, v, dropout_p, True, scale=0.3
+        )
+    assert (max_q, max_k, seed.dtype, seed.shape) == (21, 17, torch.uint64, (2,))
+    assert (unused.dtype, unused.shape, mask.shape) == (torch.uint64, (), (0,))
+    assert out.stride() == q.stride()
+    torch.manual_seed(5)
+    with strobe.torch.sdpa_kernel():
+        wanted = scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=0.3)
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    options = (None, None, max_q, max_k, dropout_p, True, seed, unused)
+    with torch.no_grad():
+        found = strobe.torch._cuda_backward(
+            None, None, dout, q, k, v, out, lse, *options, scale=0.3
+        )
+    for a, b in zip(found, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(HAS_REGISTRY, reason="this PyTorch has the registry")
+def test_older_pytorch_says_so() -> None:
+    with pytest.raises(strobe.Unsupported, match="sdpa_kernel"):
+        strobe.torch.register()
+
+
+def test_encoder_layer_of_pytorch() -> None:
+    """nn.MultiheadAttention reaches scaled_dot_product_attention by itself."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 9, 32)
+    wanted = layer(x)
+    with strobe.torch.sdpa_kernel() as served:
+        out = layer(x)
+    assert served.calls == 1
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
