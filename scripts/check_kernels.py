@@ -62,7 +62,9 @@ def find_cuobjdump() -> str | None:
     spec = importlib.util.find_spec("triton")
     packages = [Path(spec.origin).parents[1]] if spec and spec.origin else []
     packages += (ROOT / "build/venv/lib").glob("python*/site-packages")
-    candidates += [str(p / "triton/backends/nvidia/bin/cuobjdump") for p in packages]
+    for package in packages:  # of PyPI: nvidia-cuda-cuobjdump, triton
+        candidates += map(str, package.glob("nvidia/cu*/bin/cuobjdump"))
+        candidates.append(str(package / "triton/backends/nvidia/bin/cuobjdump"))
     return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
 
 
