@@ -4,8 +4,8 @@
     scripts/check_kernels.py [BUILD]            table of all instances, exit 1 where a rule is broken
     scripts/check_kernels.py BUILD --only 128   instances with this in their name
 
-BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc,
-or in PyTorch's triton package. Without one it exits with 77 (skipped), unless --require is given.
+BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc, or
+from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel) of each architecture:
   spills     none (SPILLS lists the rows that have a few words, and the most they may have)
@@ -25,7 +25,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,8 +161,9 @@ def main() -> int:
         return 1
     print(f"{'row':<38} {'kernel':<8} {'arch':<7} {'regs':>4} {'stack':>5} {'mma':>5} {'ldsm':>5} {'copies':>6} {'lds/sts<16':>10} {'ex2':>4}")
     broken = 0
-    for path in objects:
-        kernels = parse(tool, path)
+    with ProcessPoolExecutor() as pool:
+        parsed = list(pool.map(partial(parse, tool), objects))
+    for path, kernels in zip(objects, parsed, strict=True):
         if not kernels:
             print(f"{path.name}: no main kernel in it", file=sys.stderr)
             broken += 1
