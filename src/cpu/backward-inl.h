@@ -246,12 +246,12 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
     accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
     return;
   }
-  gemm<Old::kKeep>({weights, 1, kBackwardTileK, dout, dv, s.dv + key_offset * dv, dv}, keys.size(),
-                   dv / kLanes, n);
-  gemm<Old::kKeep>({ds, 1, kBackwardTileK, q, d, s.dk + key_offset * d, d}, keys.size(), d / kLanes,
-                   n);
-  gemm<Old::kKeep>({ds, kBackwardTileK, 1, s.k + key_offset * d, d, s.dq + r0 * d, d}, n,
-                   d / kLanes, keys.size());
+  gemm<Old::kAdd>({weights, 1, kBackwardTileK, dout, dv, s.dv + key_offset * dv, dv}, keys.size(),
+                  dv / kLanes, n);
+  gemm<Old::kAdd>({ds, 1, kBackwardTileK, q, d, s.dk + key_offset * d, d}, keys.size(), d / kLanes,
+                  n);
+  gemm<Old::kAdd>({ds, kBackwardTileK, 1, s.k + key_offset * d, d, s.dq + r0 * d, d}, n, d / kLanes,
+                  keys.size());
 }
 
 /// Adds the tile's dQ to the sum over key blocks; the last to add writes the result.

@@ -241,14 +241,14 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
     const VF a = load(alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
-      VF sum = hn::Zero(f32);
+      float* const ot = tile.ot + e * kForwardTileQ + at;
+      VF sum = hn::Mul(load(ot), a);
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
         sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
       }
-      float* const ot = tile.ot + e * kForwardTileQ + at;
-      store(hn::MulAdd(load(ot), a, sum), ot);
+      store(sum, ot);
     }
   }
 }
