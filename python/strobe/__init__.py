@@ -14,7 +14,8 @@ from ._arrays import ArraySpec
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import info
 from ._library import VERSION as __version__
-from .functional import attention, attention_backward, dropout_mask, plan, why
+from ._questions import dropout_mask, plan, why
+from .functional import attention, attention_backward
 
 __all__ = [
     "ArraySpec",

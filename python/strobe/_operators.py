@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import functional
+from . import _questions, functional
 from ._errors import InvalidArgument, Unsupported
 
 if not hasattr(torch.library, "register_autograd"):
@@ -415,7 +415,7 @@ def probabilities(
                 *mask,
             )[0]
     seed, offset = seed_and_offset(rng_state)
-    keep = functional.dropout_mask(
+    keep = _questions.dropout_mask(
         *weight.shape, dropout_p=dropout_p, dropout_seed=seed, dropout_offset=offset
     )
     kept = torch.from_numpy(keep).to(q.device)

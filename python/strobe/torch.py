@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 
-from . import _arrays, _operators, functional
+from . import _arrays, _operators, _questions, functional
 from ._errors import Error, Unsupported
 from .flash_attn import flash_attn_func
 
@@ -57,7 +57,7 @@ def _planned(
     q, k, v = (_arrays.ArraySpec(shape, dtype, device) for shape in (q_shape, k_shape, v_shape))
     try:
         for direction in (False, True):
-            functional.plan(
+            _questions.plan(
                 q, k, v, causal=causal, window=window, dropout_p=dropout_p, backward=direction
             )
     except Error as error:

@@ -427,38 +427,34 @@ class BackwardTile {
   STROBE_INLINE float* s_slot(int64_t n) const { return b_.s.s + n % 2 * 4 * kTileFloat; }
   STROBE_INLINE float* dp_slot(int64_t n) const { return b_.s.dp + n % 2 * 4 * kTileFloat; }
 
+  /// S of a unit, the n-th of the query tile.
   template <typename Work>
   STROBE_INLINE void scores(BackwardUnit u, int64_t n, Work& work,
                             const typename Work::Constants& constants) {
-    const int64_t d = b_.d_blocks;
-    const Product m = {b_.s.k + u.strip * kStrip * d * kPair,
-                       b_.s.q + u.sub_tile * kSubTile * d * kPair,
-                       kTileBf16,
-                       d * kTileBf16,
-                       kTileBf16,
-                       d * kTileBf16,
-                       {t_.rule.plain ? b_.s.lse + u.sub_tile * kSubTile : nullptr, kTile, 0},
-                       0,
-                       {s_slot(n), kTileFloat, 2 * kTileFloat},
-                       64,
-                       d};
-    products_.multiply<true>(m, work, constants);
+    transposed(u, b_.d_blocks, b_.s.k, b_.s.q, b_.s.lse, s_slot(n), work, constants);
   }
+  /// dP of a unit, the n-th of the query tile.
   template <typename Work>
   STROBE_INLINE void gradients(BackwardUnit u, int64_t n, Work& work,
                                const typename Work::Constants& constants) {
-    const int64_t d = b_.dv_blocks;
-    const Product m = {b_.s.v + u.strip * kStrip * d * kPair,
-                       b_.s.dout + u.sub_tile * kSubTile * d * kPair,
+    transposed(u, b_.dv_blocks, b_.s.v, b_.s.dout, b_.s.delta, dp_slot(n), work, constants);
+  }
+  /// to [keys][queries] = keys queries^T + initial [queries], where the rule is plain.
+  template <typename Work>
+  STROBE_INLINE void transposed(BackwardUnit u, int64_t blocks, const Bf16* keys,
+                                const Bf16* queries, const float* initial, float* to, Work& work,
+                                const typename Work::Constants& constants) {
+    const Product m = {keys + u.strip * kStrip * blocks * kPair,
+                       queries + u.sub_tile * kSubTile * blocks * kPair,
                        kTileBf16,
-                       d * kTileBf16,
+                       blocks * kTileBf16,
                        kTileBf16,
-                       d * kTileBf16,
-                       {t_.rule.plain ? b_.s.delta + u.sub_tile * kSubTile : nullptr, kTile, 0},
+                       blocks * kTileBf16,
+                       {t_.rule.plain ? initial + u.sub_tile * kSubTile : nullptr, kTile, 0},
                        0,
-                       {dp_slot(n), kTileFloat, 2 * kTileFloat},
+                       {to, kTileFloat, 2 * kTileFloat},
                        64,
-                       d};
+                       blocks};
     products_.multiply<true>(m, work, constants);
   }
 

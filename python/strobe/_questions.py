@@ -1,0 +1,209 @@
+"""Questions about a call, which compute no attention: how it would be done, which kernels take it,
+and which weights dropout keeps.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _library
+from ._arrays import KINDS, ArraySpec, imported
+from ._errors import Error, InvalidArgument
+from ._library import LIBRARY, Problem, check
+from ._plans import (
+    Options,
+    bad_seed,
+    integer,
+    longest,
+    make_problem,
+    no_array,
+    optional_spec,
+    real,
+    spec_of,
+    window_pair,
+)
+from .functional import AnyArray, latest_fallback
+
+
+def _described(
+    arrays: Sequence[Any],
+    options: Options,
+    backward: bool,
+    dlse: bool,
+) -> Problem:
+    """The problem of a call that will not be made; its results are taken to be contiguous."""
+    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+    with imported(names, arrays) as (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k):
+        if q is None or k is None or v is None:
+            raise no_array(names[:3], (q, k, v))
+        if cu_seqlens_q is not None and options.max_seqlen_q is None:
+            options.max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+        if cu_seqlens_k is not None and options.max_seqlen_k is None:
+            options.max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+        if options.threads == 0:
+            options.threads = KINDS[type(q)].threads()
+        shapes = make_problem(
+            _library.BACKWARD if backward else _library.FORWARD,
+            spec_of("q", q),
+            spec_of("k", k),
+            spec_of("v", v),
+            optional_spec("cu_seqlens_q", cu_seqlens_q),
+            optional_spec("cu_seqlens_k", cu_seqlens_k),
+            optional_spec("alibi_slopes", alibi_slopes),
+            options,
+        )
+        shapes.problem.has_dlse = backward and dlse
+        return shapes.problem
+
+
+def plan(
+    q: AnyArray | ArraySpec,
+    k: AnyArray | ArraySpec,
+    v: AnyArray | ArraySpec,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: AnyArray | ArraySpec | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: AnyArray | ArraySpec | None = None,
+    cu_seqlens_k: AnyArray | ArraySpec | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    deterministic: bool = False,
+    dlse: bool = False,
+    backward: bool = False,
+) -> str:
+    """How `attention` (with backward=True: `attention_backward`) would do this, in words.
+
+    Kernel, tile, threads or grid, workspace bytes, and why the kernels before it declined. Computes
+    nothing and reads no tensor.
+
+    Args: as `attention_backward`, except that dlse says whether there will be one. Instead of
+        arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine lacks.
+
+    Raises:
+        InvalidArgument, Unsupported: as the call itself would.
+    """
+    left, right = window_pair(window)
+    options = Options(
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        max_seqlen_q,
+        max_seqlen_k,
+        threads,
+        deterministic,
+    )
+    arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    return _library.plan_text(_library.make_plan(_described(arrays, options, backward, dlse)))
+
+
+def why(
+    q: AnyArray | ArraySpec | None = None,
+    k: AnyArray | ArraySpec | None = None,
+    v: AnyArray | ArraySpec | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: AnyArray | ArraySpec | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: AnyArray | ArraySpec | None = None,
+    cu_seqlens_k: AnyArray | ArraySpec | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    threads: int = 0,
+    deterministic: bool = False,
+    dlse: bool = False,
+    backward: bool = False,
+) -> str:
+    """Which kernels take this call: a line each, with the reasons of those that decline.
+
+    A bad request raises nothing: the answer is the text of what is wrong with it.
+
+    Without q, k and v: why this thread's latest call that Strobe might have served
+    (`strobe.torch`) was left to PyTorch's own kernel; "" when none was.
+
+    Args: as `plan`.
+    """
+    if q is None and k is None and v is None:
+        return str(getattr(latest_fallback, "text", ""))
+    try:
+        left, right = window_pair(window)
+        options = Options(
+            causal,
+            left,
+            right,
+            scale,
+            softcap,
+            dropout_p,
+            max_seqlen_q,
+            max_seqlen_k,
+            threads,
+            deterministic,
+        )
+        arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+        return _library.why_text(_described(arrays, options, backward, dlse))
+    except Error as error:
+        return str(error)
+
+
+def dropout_mask(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    dropout_p: float,
+    dropout_seed: int = 0,
+    dropout_offset: int = 0,
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which weights dropout keeps in `attention` and `attention_backward`: to test and to display.
+
+    Args:
+        batch, heads, seqlen_q, seqlen_k: of the weights; with cu_seqlens, the longest lengths.
+        dropout_p, dropout_seed, dropout_offset: as in `attention`.
+
+    Returns:
+        bool, (batch, heads, seqlen_q, seqlen_k): True where the weight is kept (and scaled by
+        1 / (1 - dropout_p)), False where it is dropped. Memory grows with seqlen_q * seqlen_k.
+
+    Raises:
+        InvalidArgument: a negative size, dropout_p outside [0, 1), a seed outside 0 to 2**64 - 1.
+    """
+    names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    sizes = [
+        integer(name, value)
+        for name, value in zip(names, (batch, heads, seqlen_q, seqlen_k), strict=True)
+    ]
+    for name, size in zip(names, sizes, strict=True):
+        if size < 0:
+            raise InvalidArgument(f"{name} = {size}, expected at least 0")
+    probability = real("dropout_p", dropout_p)
+    try:
+        struct.pack("QQ", dropout_seed, dropout_offset)
+    except struct.error:
+        raise bad_seed(dropout_seed, dropout_offset) from None
+    mask = np.empty(sizes, np.bool_)
+    check(
+        LIBRARY.strobe_dropout_mask(
+            *sizes,
+            probability,
+            operator.index(dropout_seed),
+            operator.index(dropout_offset),
+            _arrays.numpy_pointer(mask),
+        )
+    )
+    return mask
