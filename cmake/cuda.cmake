@@ -14,9 +14,6 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "no CUDA compiler found: building the CPU library alone (STROBE_CUDA=AUTO)")
   return()
 endif()
-# Each source says for itself what it is compiled for.
-set(CMAKE_CUDA_ARCHITECTURES OFF)
-set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   # The CMake of Debian 12 does not know that nvcc 13 has C++20.

@@ -78,7 +78,7 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
     p = lib.new_problem()
     p.direction = int(backward)
     p.dtype = DTYPES[case.dtype]
-    host = any(tensor.device.type == "cpu" for tensor in tensors.values())
+    host = bool(tensors) and all(tensor.device.type == "cpu" for tensor in tensors.values())
     p.device, p.device_index = (lib.CPU, 0) if host else (lib.CUDA, device_index)
     p.batch, p.seqlen_q, p.seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     p.heads, p.heads_kv = case.heads, case.heads_kv
@@ -150,7 +150,8 @@ class Forward:
     ) -> None:
         self.plan = lib.make_plan(problem_of(case, False, q=q, k=k, v=v, out=out))
         self.kernel = lib.text(self.plan.kernel)
-        device = q.device
+        # The plan's device, which a misplaced tensor of a test does not change.
+        device = next((t.device for t in (q, k, v, out) if t.device.type != "cpu"), q.device)
         cu_q = offsets(case.lengths_q, device) if case.varlen else None
         cu_k = offsets(case.lengths_k, device) if case.varlen else None
         self.workspace = Workspace(int(self.plan.workspace_bytes), device)
