@@ -12,6 +12,7 @@ times the forward. Results go to bench/results/ as JSON, with what they depend o
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import functools
 import itertools
@@ -180,29 +181,55 @@ def summary(points: list[dict[str, Any]], isa: str) -> list[dict[str, Any]]:
     return lines
 
 
+def at_once(calls: list[Callable[[], Any]], seconds: float) -> float:
+    """Calls a second, of all together, each repeated by a thread of its own: what the machine gives to work that
+    shares nothing. Neighbours on the same host, clocks and memory bandwidth show here as they do in one launch."""
+    begin = time.perf_counter()
+    end = begin + seconds
+
+    def repeat(call: Callable[[], Any]) -> float:
+        count, start = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() < end:
+            call()
+            count += 1
+        return count / (time.perf_counter() - start)
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return sum(pool.map(repeat, calls))
+
+
 def scaling(most: int, budget: float) -> list[dict[str, Any]]:
-    """Speed of one sequence of 8192 tokens and 8 heads on 1, 2, 4, ... threads."""
+    """Speed of one launch (8192 tokens, 8 heads) on 1, 2, 4, ... threads, into arrays that are there: new ones would
+    add the kernel's page faults, one after the other. Efficiency: of as many times one thread's speed; beside it, of
+    the speed of as many single-threaded launches at once."""
     import strobe
     import torch
 
     rows = []
-    print(f"\n{'dtype':5} {'direction':9} {'threads':>7} {'GFLOP/s':>8} {'efficiency':>10}")
+    print(f"\n{'dtype':8} {'direction':9} {'threads':>7} {'GFLOP/s':>8} {'efficiency':>10} {'of as many copies':>18}")
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, v, dout = (torch.randn(1, 8192, HEADS, 64).to(dtype) for _ in range(4))
-        out, lse = strobe.attention(q, k, v, return_lse=True)
+        sets = []
+        for _ in range(most):
+            q, k, v, dout = (torch.randn(1, 8192, HEADS, 64).to(dtype) for _ in range(4))
+            out, lse = strobe.attention(q, k, v, return_lse=True)
+            sets.append((dout, q, k, v, out, lse, tuple(torch.empty_like(t) for t in (q, k, v))))
+
+        def forward(n: int, threads: int) -> Callable[[], Any]:
+            _, q, k, v, out, _, _ = sets[n]  # noqa: B023
+            return functools.partial(strobe.attention, q, k, v, out=out, threads=threads)
+
+        def backward(n: int, threads: int) -> Callable[[], Any]:
+            *tensors, grads = sets[n]  # noqa: B023
+            return functools.partial(strobe.attention_backward, *tensors, grads=grads, threads=threads)
+
         flop = 4.0 * 8192 * 8192 * 64 * HEADS
-        for direction in ("fwd", "bwd"):
+        for direction, make, factor in (("fwd", forward, 1.0), ("bwd", backward, 2.5)):
             base = 0.0
             threads = 1
             while threads <= most:
-                if direction == "fwd":
-                    call = functools.partial(strobe.attention, q, k, v, threads=threads)
-                else:
-                    call = functools.partial(
-                        strobe.attention_backward, dout, q, k, v, out, lse, threads=threads
-                    )
-                seconds = interleaved({"strobe": call}, budget)["strobe"]
-                speed = flop * (1 if direction == "fwd" else 2.5) / seconds * 1e-9
+                seconds = interleaved({"strobe": make(0, threads)}, budget)["strobe"]
+                copies = 1e-9 * factor * flop * at_once([make(n, 1) for n in range(threads)], budget)
+                speed = factor * flop / seconds * 1e-9
                 base = base or speed
                 name = str(dtype).removeprefix("torch.")
                 rows.append(
@@ -212,10 +239,12 @@ def scaling(most: int, budget: float) -> list[dict[str, Any]]:
                         "threads": threads,
                         "gflops": speed,
                         "efficiency": speed / base / threads,
+                        "copies_gflops": copies,
+                        "efficiency_of_copies": speed / copies,
                     }
                 )
-                print(f"{name[:8]:8} {direction:6} {threads:7} {speed:8.0f} "
-                      f"{speed / base / threads:10.0%}", flush=True)
+                print(f"{name:8} {direction:9} {threads:7} {speed:8.0f} {speed / base / threads:10.0%} "
+                      f"{speed / copies:18.0%}", flush=True)
                 threads *= 2
     return rows
 

@@ -1,18 +1,20 @@
 """What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the cost of
-determinism, memory, host cost, and kernel rows against each other. Each section gives points: a label, TFLOP/s by
-name, and what a peer that is missing said.
+determinism, memory, host cost, kernel rows against each other, and the paper's own story. Each section gives points:
+a label, TFLOP/s by name, and what a peer that is missing said.
 
-    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,memory,host,rows"
+    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,memory,host,rows,story"
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,20 +247,44 @@ def memory() -> list[dict[str, Any]]:
     return points
 
 
+def program_of(name: str) -> Path | None:
+    """An executable of bench/, where it is built."""
+    program = ROOT / "build" / "cuda" / "bin" / name
+    if program.exists():
+        return program
+    print(f"{name}: not built (cmake -DSTROBE_BUILD_BENCH=ON)")
+    return None
+
+
 def host() -> dict[str, Any]:
-    """bench/host_cost.cu, where it is built."""
-    program = ROOT / "build" / "cuda" / "bin" / "host_cost"
-    if not program.exists():
-        print("host cost: not built (cmake -DSTROBE_BUILD_BENCH=ON)")
-        return {"missing": str(program)}
+    """bench/host_cost.cu."""
+    program = program_of("host_cost")
+    if program is None:
+        return {"missing": "host_cost"}
     text = subprocess.run([program], capture_output=True, text=True, check=False).stdout
     print(text, end="", flush=True)
     return {"text": text, "extra_us": next(iter(re.findall(r"([-\d.]+) more than an empty", text)), None)}
 
 
+def story(args: Any) -> dict[str, Any]:
+    """bench/paper_story.cu: standard attention to FlashAttention-2, step by step. Its JSON, or what it said instead."""
+    program = program_of("paper_story")
+    if program is None:
+        return {"missing": "paper_story"}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "story.json"
+        command = [str(program), "--rounds", str(args.rounds), "--json", str(output)]
+        if math.isfinite(args.seconds):  # of the whole bench: no section alone is to take longer
+            command += ["--seconds", str(args.seconds)]
+        status = subprocess.run(command, check=False).returncode
+        if status != 0:
+            raise RuntimeError(f"paper_story ended with status {status}")
+        return json.loads(output.read_text()) if output.exists() else {"missing": "paper_story skipped"}
+
+
 # Rows whose choice has not been measured, on the problems between which the choice is.
 CHOICES = [
-    (("forward_sm90_bf16_64_128x128x2x8", "forward_sm90_bf16_64_192x128x2x12"), 64, (512, 1024, 2048, 4096)),
+    (("forward_sm90_bf16_64_128x128x4x8", "forward_sm90_bf16_64_192x128x4x12"), 64, (512, 1024, 2048, 4096)),
     (("forward_sm90_bf16_256_128x64x2x8", "forward_sm90_bf16_256_128x80x2x8"), 256, (512, 1024, 2048, 8192)),
     (("backward_sm80_bf16_128_64x128x2x8", "backward_sm80_bf16_128_64x64x2x8"), 128, (512, 2048, 8192)),
 ]
@@ -294,6 +320,8 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
         return host()
     if section == "rows":
         return rows(args)
+    if section == "story":
+        return story(args)
     points = []
     for p in problems(section):
         point = point_of(p, args, flush, interleaved)
@@ -307,6 +335,10 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
                     + "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.2f})" for n, x in speed.items() if n != "strobe")
                 )
         print(f"{p.label:<28} " + "  |  ".join(cells), flush=True)
+        if p.dtype == "fp16":  # against the same in bf16
+            other = point_of(p._replace(dtype="bf16"), args, flush, interleaved)
+            point["over_bf16"] = {d: point[d]["strobe"] / other[d]["strobe"] for d in ("fwd", "bwd") if d in point}
+            print(f"{'':<28} over bf16: " + ", ".join(f"{d} {x:.3f}" for d, x in point["over_bf16"].items()), flush=True)
         if p.deterministic:  # against the same without
             plain = point_of(p._replace(deterministic=False), args, flush, interleaved)
             cost = plain["bwd"]["strobe"] / point["bwd"]["strobe"] - 1
@@ -315,4 +347,4 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
     return points
 
 
-SECTIONS = ("grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "memory", "host", "rows")
+SECTIONS = ("grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "memory", "host", "rows", "story")

@@ -1,6 +1,7 @@
 """Draws the figures of README.md and docs/ from the JSON files in bench/results/.
 
     make plots                       docs/figures/<result>_<direction>.{svg,png}
+                                     docs/figures/<result>_paper_story.{svg,png}, where it was measured
 
 Speed against sequence length, one panel for each head dimension, mask and dtype, as the papers on
 FlashAttention draw it. The background is left transparent and all ink is of middle brightness, so
@@ -17,6 +18,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 INK = "#7d8590"
@@ -35,6 +37,14 @@ GPU_NAMES = {
     "strobe": "Strobe",
 }
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+# Variants of bench/paper_story.cu: name, colour, marker. Some lie on one another: hence the markers.
+STORY = {
+    "standard": ("standard attention", "#ae7cd9", "s"),
+    "fa1": ("FlashAttention-1 schedule", "#e8a200", "o"),
+    "unscaled": ("+ unscaled accumulator", "#e8590c", "x"),
+    "sequence": ("+ parallel over the sequence", "#74b816", "^"),
+    "fa2": ("+ queries split across warps: FlashAttention-2", "#4dabf7", "D"),
+}
 
 Point = dict[str, Any]
 Speeds = dict[str, float]
@@ -104,6 +114,31 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}", fontsize=11)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    save(figure, path)
+
+
+def draw_story(story: dict[str, Any], path: Path) -> None:
+    """From standard attention to FlashAttention-2, head_dim 128: a line for each variant."""
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
+    for axes, causal in zip(panels, (False, True), strict=True):
+        points = [p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal]
+        points.sort(key=lambda p: p["seqlen"])
+        for key, (name, color, marker) in STORY.items():
+            measured = [(i, p["tflops"][key]) for i, p in enumerate(points) if key in p["tflops"]]
+            x, y = [i for i, _ in measured], [speed for _, speed in measured]
+            axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.5, label=name)
+        axes.set_title(f"bf16, head_dim 128, {'causal' if causal else 'no mask'}", fontsize=9)
+        axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
+        axes.set_xlabel("sequence length")
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("TFLOP/s")
+    figure.suptitle(f"The paper's own story, forward, {story['gpu']}", fontsize=11)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".svg"), transparent=True, metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"), transparent=True, dpi=110)
@@ -113,7 +148,7 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", nargs="*", type=Path, help="default: all that have a grid")
+    parser.add_argument("results", nargs="*", type=Path, help="default: all of bench/results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures")
     args = parser.parse_args()
     style = {f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")}
@@ -134,11 +169,13 @@ def main() -> None:
     )
     for path in args.results or sorted((ROOT / "bench" / "results").glob("*.json")):
         result = json.loads(path.read_text())
-        if "grid" not in result:
-            continue
         for direction in DIRECTIONS:
-            if all(direction in point for point in result["grid"]):
+            if "grid" in result and all(direction in point for point in result["grid"]):
                 draw(result, direction, args.output / f"{path.stem}_{direction}")
+        # A section of gpu_bench.py's result, or what paper_story --json wrote.
+        story = result.get("story", result)
+        if any(point["head_dim"] == 128 for point in story.get("points", [])):
+            draw_story(story, args.output / f"{path.stem}_paper_story")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ strobe_problem small_problem(Input& in) {
   if (in.flag()) p.dropout_p = in.take<float>();
   p.alibi = static_cast<int32_t>(in.range(0, 2));
   p.deterministic = in.flag();
+  p.batch_invariant = in.flag();
   p.has_dlse = in.flag();
   p.threads = static_cast<int32_t>(in.range(1, 2));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:?test, sanitize, bench or training}; shift
 if [ -z "${STROBE_LIBRARY:-}" ]; then
-  scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_cli strobe_host_cost
+  scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_cli strobe_host_cost strobe_paper_story
   export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so
 fi
 export PYTHONPATH=python

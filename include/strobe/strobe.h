@@ -116,8 +116,10 @@ typedef struct strobe_problem {
   int32_t deterministic; /* backward: the same bits for every thread count (they always repeat at a
                             fixed one) */
   int32_t has_dlse;      /* backward: the arguments carry dlse, a gradient of lse */
-  int32_t threads;  /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
-  int32_t reserved; /* 0 */
+  int32_t threads; /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
+  int32_t batch_invariant; /* 1: a sequence's bits depend neither on the other sequences of the
+                              batch nor on how many they are (backward: with deterministic too). 0
+                              (default): kernels may be chosen by the size of the whole */
 
   strobe_strides q, k, v, out;     /* both directions */
   strobe_strides dout, dq, dk, dv; /* backward */

@@ -105,9 +105,10 @@ struct Problem {
   float dropout_p = 0;                                    // probability, in [0, 1)
   Alibi alibi = Alibi::kNone;
 
-  bool deterministic = false;  // backward: the same bits for every number of threads
-  bool has_dlse = false;       // backward: the arguments carry a gradient of lse
-  int32_t threads = 0;         // at most; 0: OpenMP's number
+  bool deterministic = false;    // backward: the same bits for every number of threads
+  bool batch_invariant = false;  // bits do not depend on the other sequences of the batch
+  bool has_dlse = false;         // backward: the arguments carry a gradient of lse
+  int32_t threads = 0;           // at most; 0: OpenMP's number
 
   Strides q = {}, k = {}, v = {}, out = {};
   Strides dout = {}, dq = {}, dk = {}, dv = {};
@@ -138,6 +139,7 @@ struct Problem {
     p.dropout_p = dropout_p;
     p.alibi = static_cast<int32_t>(alibi);
     p.deterministic = deterministic;
+    p.batch_invariant = batch_invariant;
     p.has_dlse = has_dlse;
     p.threads = threads;
     p.q = q;

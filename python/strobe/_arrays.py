@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -238,13 +237,25 @@ def _torch_empty(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
     torch = _torch()
     index = None if like.device == "cpu" else like.device_index
     device = torch.device(like.device, index)
-    empty = partial(torch.empty, tuple(shape), dtype=getattr(torch, dtype), device=device)
-    return lambda _: empty()
+    with torch.inference_mode(False):
+        model = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+    # empty_like takes half the time of empty; of the model only its description is needed.
+    model.untyped_storage().resize_(0)
+    empty_like: Callable[[Any], Any] = torch.empty_like
+    return lambda _: empty_like(model)
 
 
 def torch_stream(device_index: int) -> int:
     """cudaStream_t of PyTorch's current stream on that device."""
-    return int(_torch().cuda.current_stream(device_index).cuda_stream)
+    torch = _torch()
+    # What PyTorch's own compiled code calls: 0.2 us, where making a Stream takes 2.
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw(device_index) if raw else int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+def torch_capturing() -> bool:
+    """Whether PyTorch's current stream is being captured into a graph."""
+    return bool(_torch().cuda.is_current_stream_capturing())
 
 
 # ------------------------------------------------------------------------------------------- DLPack

@@ -71,7 +71,7 @@ class Problem(ctypes.Structure):
         ("deterministic", ctypes.c_int32),
         ("has_dlse", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("batch_invariant", ctypes.c_int32),
         ("q", Strides),
         ("k", Strides),
         ("v", Strides),
@@ -199,6 +199,9 @@ pack_forward: Final = _packer(ForwardArgs).pack
 pack_backward: Final = _packer(BackwardArgs).pack
 FORWARD_ARGS_SIZE: Final = ctypes.sizeof(ForwardArgs)
 BACKWARD_ARGS_SIZE: Final = ctypes.sizeof(BackwardArgs)
+
+# A CUDA launch with a workspace of at most so many bytes does not allocate without one either.
+OWN_WORKSPACE: Final = 256 << 10
 
 _STATUS = ctypes.c_int
 # name: (result, arguments). Structs travel as addresses (c_void_p takes an int at no cost),

@@ -33,6 +33,9 @@ class Launch:
     new: tuple[Allocator, ...]  # make the results: out and lse, or dq, dk and dv
     # CUDA: workspaces are the framework's; None: the library makes its own.
     new_workspace: Allocator | None
+    # The library keeps so small a workspace itself, for each stream: a quarter of what an
+    # allocation costs. Not in a graph, whose replays must not share it with launches.
+    small: bool
     workspace_bytes: int
 
 
@@ -126,6 +129,7 @@ class Options:
     max_seqlen_k: Any
     threads: Any
     deterministic: Any = False
+    batch_invariant: Any = False
 
 
 @dataclass(slots=True)
@@ -212,6 +216,7 @@ def make_problem(
     problem.softcap = real("softcap", options.softcap)
     problem.dropout_p = real("dropout_p", options.dropout_p)
     problem.deterministic = bool(options.deterministic)
+    problem.batch_invariant = bool(options.batch_invariant)
     problem.threads = integer("threads", options.threads, 32)
     if alibi_slopes is not None:
         problem.alibi = _alibi(alibi_slopes, q, batch, heads)
@@ -313,6 +318,7 @@ def make_launch(
         device_index=q.device_index,
         new=new,
         new_workspace=new_workspace,
+        small=bytes_needed <= _library.OWN_WORKSPACE,
         workspace_bytes=bytes_needed if new_workspace else 0,
     )
     if len(cache) >= CAPACITY:
@@ -374,6 +380,7 @@ _HASHED_OPTIONS: Final = (
     "scale",
     "softcap",
     "dropout_p",
+    "batch_invariant",
     "threads",
 )
 

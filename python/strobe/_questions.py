@@ -78,6 +78,7 @@ def plan(
     max_seqlen_k: int | None = None,
     threads: int = 0,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     dlse: bool = False,
     backward: bool = False,
 ) -> str:
@@ -104,6 +105,7 @@ def plan(
         max_seqlen_k,
         threads,
         deterministic,
+        batch_invariant,
     )
     arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     return _library.plan_text(_library.make_plan(_described(arrays, options, backward, dlse)))
@@ -126,6 +128,7 @@ def why(
     max_seqlen_k: int | None = None,
     threads: int = 0,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     dlse: bool = False,
     backward: bool = False,
 ) -> str:
@@ -153,6 +156,7 @@ def why(
             max_seqlen_k,
             threads,
             deterministic,
+            batch_invariant,
         )
         arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
         return _library.why_text(_described(arrays, options, backward, dlse))

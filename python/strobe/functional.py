@@ -81,6 +81,7 @@ class _CallOptions(TypedDict, total=False):
     cu_seqlens_k: AnyArray | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    batch_invariant: bool
     threads: int
 
 
@@ -150,6 +151,7 @@ def attention(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
     threads: int = 0,
     out: Any = None,
     return_lse: bool = False,
@@ -184,6 +186,8 @@ def attention(
             lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
         max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
             found from cu_seqlens, if those are in the CPU's memory.
+        batch_invariant: a sequence's bits depend neither on the other sequences of the batch nor on
+            how many they are: by default kernels are chosen by the size of the whole.
         threads: CPU threads at most; 0: for PyTorch tensors torch.get_num_threads(), else OpenMP's
             number (OMP_NUM_THREADS) as it was when a call of this kind was first made.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
@@ -233,6 +237,7 @@ def attention(
                 cu_seqlens_k=arrays[6],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
+                batch_invariant=batch_invariant,
                 threads=threads,
                 out=arrays[3],
                 return_lse=return_lse,
@@ -293,6 +298,7 @@ def attention(
         scale,
         softcap,
         dropout_p,
+        batch_invariant,
         threads,
     )
     try:
@@ -301,7 +307,17 @@ def attention(
         raise unhashable(key[5:]) from None
     if launch is None:
         options = Options(
-            causal, left, right, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, threads
+            causal,
+            left,
+            right,
+            scale,
+            softcap,
+            dropout_p,
+            max_seqlen_q,
+            max_seqlen_k,
+            threads,
+            False,
+            batch_invariant,
         )
         shapes = make_problem(
             _library.FORWARD,
@@ -326,7 +342,7 @@ def attention(
     workspace_pointer = stream = 0
     if launch.on_cuda:
         stream = _arrays.torch_stream(launch.device_index)
-        if launch.new_workspace is not None:
+        if launch.new_workspace is not None and (not launch.small or _arrays.torch_capturing()):
             workspace = launch.new_workspace(q)
             workspace_pointer = workspace.data_ptr()
     try:
@@ -409,6 +425,7 @@ def attention_backward(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
     threads: int = 0,
     dlse: Any = None,
     deterministic: bool = False,
@@ -426,6 +443,7 @@ def attention_backward(
         causal, window, scale, softcap, alibi_slopes: as in `attention`.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
+        batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
@@ -482,6 +500,7 @@ def attention_backward(
                 cu_seqlens_k=arrays[9],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
+                batch_invariant=batch_invariant,
                 threads=threads,
                 dlse=arrays[6],
                 deterministic=deterministic,
@@ -557,6 +576,7 @@ def attention_backward(
         scale,
         softcap,
         dropout_p,
+        batch_invariant,
         threads,
     )
     try:
@@ -575,6 +595,7 @@ def attention_backward(
             max_seqlen_k,
             threads,
             deterministic,
+            batch_invariant,
         )
         specs = [spec_of(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
         shapes = make_problem(
@@ -623,7 +644,7 @@ def attention_backward(
     workspace_pointer = stream = 0
     if launch.on_cuda:
         stream = _arrays.torch_stream(launch.device_index)
-        if launch.new_workspace is not None:
+        if launch.new_workspace is not None and (not launch.small or _arrays.torch_capturing()):
             workspace = launch.new_workspace(q)
             workspace_pointer = workspace.data_ptr()
     try:

@@ -387,6 +387,7 @@ std::string Case::Describe() const {
   if (p.dropout_p > 0) text += fmt::format(", dropout {:.3g}", p.dropout_p);
   if (p.has_dlse) text += ", dlse";
   if (p.deterministic) text += ", deterministic";
+  if (p.batch_invariant) text += ", batch-invariant";
   static constexpr const char* kPlacements[] = {"", ", heads first", ", packed qkv", ", padded"};
   return text + kPlacements[static_cast<int>(spec_.placement)];
 }

@@ -36,6 +36,7 @@ struct RunOptions {
   int64_t offset = 0;
   bool alibi = false;
   bool deterministic = false;
+  bool batch_invariant = false;
   int64_t threads = 0;
   Device device = Device::kCpu;
   int64_t device_index = 0;

@@ -84,6 +84,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
           "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
   AddFlag(app, "--deterministic", &o->deterministic,
           "Backward: the same bits for every number of threads");
+  AddFlag(app, "--batch-invariant", &o->batch_invariant,
+          "Bits do not depend on the other sequences of the batch");
   app.add_flag_callback(
          "--forward", [o] { SetDirection(o, Which::kForward); },
          "Forward only, also when the file has dout")

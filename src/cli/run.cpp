@@ -397,6 +397,7 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.dropout_p = static_cast<float>(o.dropout_p);
   p.alibi = in.alibi;
   p.deterministic = o.deterministic;
+  p.batch_invariant = o.batch_invariant;
   p.threads = static_cast<int32_t>(o.threads);
   p.q = in.q.strides;
   p.k = in.k.strides;

@@ -159,12 +159,12 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(
       check_integer("alibi", p.alibi, STROBE_ALIBI_NONE, STROBE_ALIBI_PER_BATCH_HEAD));
   STROBE_RETURN_IF_ERROR(check_flag("deterministic", p.deterministic));
+  STROBE_RETURN_IF_ERROR(check_flag("batch_invariant", p.batch_invariant));
   STROBE_RETURN_IF_ERROR(check_flag("has_dlse", p.has_dlse));
   if (p.has_dlse && p.direction == STROBE_FORWARD) {
     return invalid("has_dlse = 1 with direction forward, expected direction backward");
   }
   STROBE_RETURN_IF_ERROR(check_integer("threads", p.threads, 0, 65536));
-  STROBE_RETURN_IF_ERROR(check_integer("reserved", p.reserved, 0, 0));
 
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = p.varlen ? p.total_k : p.seqlen_k;
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
@@ -306,6 +306,7 @@ std::string to_string(const AttentionProblem& p) {
   if (p.dropout_p > 0) s += format(", dropout %g", p.dropout_p);
   if (p.has_dlse) s += ", dlse";
   if (p.deterministic) s += ", deterministic";
+  if (p.batch_invariant) s += ", batch-invariant";
   return s;
 }
 

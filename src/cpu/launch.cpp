@@ -220,10 +220,15 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     scratch = isa.forward_scratch(forward_context(plan, {}));
   } else {
     const int64_t others = p.batch * p.heads_kv;
-    plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block, others,
-                                p.deterministic               ? kDeterministicItems
-                                : min64(threads, useful) == 1 ? 1
-                                                              : threads * kItemsPerThread);
+    if (p.batch_invariant && p.varlen) {
+      plan.block_k = tiles.max_block;
+    } else {
+      plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
+                                  p.batch_invariant ? p.heads_kv : others,
+                                  p.deterministic               ? kDeterministicItems
+                                  : min64(threads, useful) == 1 ? 1
+                                                                : threads * kItemsPerThread);
+    }
     plan.work_items = others * ceil_div(p.seqlen_k, plan.block_k);
     BackwardContext context = backward_context(plan, {}, isa.lanes);
     Arena arena;

@@ -32,15 +32,48 @@ struct BackwardSizes {
   int64_t batch, heads, heads_kv, seqlen_q, seqlen_k;
   bool varlen;
   int64_t total_q, total_k;  // varlen: of all sequences; total_k only decides sizes
+  bool batch_invariant;
+  int64_t dq_bytes;  // of dQ, where it is one piece of memory; else 0
 };
 
+/// Bytes of a tensor of 16-bit values that is one piece of memory, rows or heads first; else 0.
+STROBE_INLINE constexpr int64_t packed_bytes(int64_t batch, int64_t rows, int64_t heads,
+                                             int64_t dim, int64_t batch_stride, int64_t row_stride,
+                                             int64_t head_stride) {
+  const auto at = [](int64_t length, int64_t stride, int64_t packed) {
+    return length <= 1 || stride == packed;
+  };
+  const bool rows_first = at(rows, row_stride, heads * dim) && at(heads, head_stride, dim);
+  const bool heads_first = at(heads, head_stride, rows * dim) && at(rows, row_stride, dim);
+  const bool packed = (rows_first || heads_first) && at(batch, batch_stride, rows * heads * dim);
+  return packed ? 2 * batch * rows * heads * dim : 0;
+}
+
 STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
-  return {p.batch,    p.heads,       p.heads_kv, p.seqlen_q,
-          p.seqlen_k, p.varlen != 0, p.total_q,  rows_k(p)};
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          p.seqlen_q,
+          p.seqlen_k,
+          p.varlen != 0,
+          p.total_q,
+          rows_k(p),
+          p.batch_invariant != 0,
+          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
+                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
 }
 STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
-  return {p.batch,    p.heads,           p.heads_kv, p.seqlen_q,
-          p.seqlen_k, p.cu_q != nullptr, p.total_q,  p.cu_k ? p.total_k : p.batch * p.total_k};
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          p.seqlen_q,
+          p.seqlen_k,
+          p.cu_q != nullptr,
+          p.total_q,
+          p.cu_k ? p.total_k : p.batch * p.total_k,
+          p.batch_invariant != 0,
+          packed_bytes(p.cu_q ? 1 : p.batch, p.total_q, p.heads, p.head_dim, p.dq.batch_stride,
+                       p.dq.row_stride, p.dq.head_stride)};
 }
 
 /// Query tiles of one head in the scratch, all sequences together.
@@ -58,10 +91,13 @@ STROBE_INLINE constexpr uint32_t scratch_begin(const CommonParams& p, int32_t ti
 inline constexpr int64_t kWantedBlocks = 128;
 
 /// Into how many parts the query heads of a key head are cut: 1 where there are key blocks enough.
-/// The parts' dK and dV are summed in a fixed order afterwards.
+/// The parts' dK and dV are summed in a fixed order afterwards; so that a sequence's bits do not
+/// depend on the batch, batch_invariant counts its own blocks alone, and none where lengths vary.
 STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile_k) {
   const int64_t group = s.heads / s.heads_kv;
-  const int64_t blocks = s.batch * s.heads_kv * max64(1, ceil_div(s.seqlen_k, tile_k));
+  if (s.batch_invariant && s.varlen) return 1;
+  const int64_t blocks =
+      (s.batch_invariant ? 1 : s.batch) * s.heads_kv * max64(1, ceil_div(s.seqlen_k, tile_k));
   const int64_t parts = min64(group, ceil_div(kWantedBlocks, blocks));
   return ceil_div(group, ceil_div(group, parts));
 }
@@ -79,13 +115,22 @@ struct BackwardScratch {
   uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
 
+/// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
+/// and delta live there, where there is room.
 inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
-                                      int64_t tile_q, int64_t tile_k, int64_t turns) {
+                                      int64_t tile_q, int64_t tile_k, int64_t turns, void* dq) {
   BackwardScratch c{};
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
-  c.lse = arena.take<float>(all * tile_q);
-  c.delta = arena.take<float>(all * tile_q);
+  constexpr uintptr_t kAlignment = kWorkspaceAlignment;
+  if (s.dq_bytes >= 2 * all * tile_q * int64_t{sizeof(float)} + int64_t{kAlignment}) {
+    const uintptr_t at = (reinterpret_cast<uintptr_t>(dq) + kAlignment - 1) & ~(kAlignment - 1);
+    c.lse = dq ? reinterpret_cast<float*>(at) : nullptr;
+    c.delta = dq ? c.lse + all * tile_q : nullptr;
+  } else {
+    c.lse = arena.take<float>(all * tile_q);
+    c.delta = arena.take<float>(all * tile_q);
+  }
   c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(all);
   c.turn = arena.take<uint32_t>(all * turns);

@@ -36,6 +36,7 @@
 #include "cuda/backward_halves.cuh"
 #include "cuda/backward_post.cuh"
 #include "cuda/backward_pre.cuh"
+#include "cuda/launch_target.h"
 #include "cuda/rows.h"
 
 namespace strobe::cuda::sm80 {
@@ -72,15 +73,15 @@ constexpr LaunchShape backward_shape() {
 }
 
 template <BackwardConfig kConfig>
-constexpr BackwardScratch carve(Arena& arena, const BackwardSizes& sizes) {
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
   return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k,
-                        BackwardShape<kConfig>::kHalfWarps);
+                        BackwardShape<kConfig>::kHalfWarps, dq);
 }
 
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem));
+  carve<kConfig>(count, sizes_of(problem), nullptr);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -106,10 +107,8 @@ constexpr BackwardOrder backward_order(const BackwardParams& p) {
 }
 
 /// A kernel's leave to use more than 48 KB of shared memory, once per device.
-inline cudaError_t allow_backward_shared(const void* kernel, int bytes,
+inline cudaError_t allow_backward_shared(const void* kernel, int bytes, int device,
                                          std::atomic<uint64_t>& allowed) {
-  int device = 0;
-  if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
   const cudaError_t e =
@@ -120,34 +119,28 @@ inline cudaError_t allow_backward_shared(const void* kernel, int bytes,
 
 template <BackwardConfig kConfig, bool kRules>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
-                                   cudaStream_t stream) {
+                                   const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   static std::atomic<uint64_t> allowed{0};
   const void* const kernel = reinterpret_cast<const void*>(&backward_kernel<Shape, kRules>);
-  if (const cudaError_t e = allow_backward_shared(kernel, Shape::kSharedBytes, allowed);
-      e != cudaSuccess) {
-    return e;
-  }
-  int device = 0, processors = 0;
-  cudaError_t e = cudaGetDevice(&device);
+  const cudaError_t e = allow_backward_shared(kernel, Shape::kSharedBytes, target.device, allowed);
   if (e != cudaSuccess) return e;
-  e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (e != cudaSuccess) return e;
-  const auto blocks =
-      static_cast<uint32_t>(min64(order.items, int64_t{processors} * Shape::kMinBlocks));
+  const auto blocks = static_cast<uint32_t>(
+      min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));
   void* args[] = {&p, &scratch, &order};
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(Shape::kThreads), args, Shape::kSharedBytes,
-                          stream);
+                          target.stream);
 }
 
 template <BackwardConfig kConfig>
-cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
+  const cudaStream_t stream = target.stream;
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
   constexpr int kTileQ = kConfig.tile_q, kWidth = kConfig.width;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p));
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
   BackwardOrder order = backward_order<kConfig>(p);
 
   auto tiles = static_cast<int32_t>(ceil_div(p.seqlen_q, kTileQ));
@@ -163,11 +156,11 @@ cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
   if (order.items > 0) {
     const bool rules = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
     if constexpr (Shape::kHasRules) {
-      error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, stream)
-                    : launch_backward_kernel<kConfig, false>(p, scratch, order, stream);
+      error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, target)
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
     } else {
       error = rules ? cudaErrorNotSupported  // kernels.def says `plain`: the plan never does
-                    : launch_backward_kernel<kConfig, false>(p, scratch, order, stream);
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
     }
     if (error != cudaSuccess) return error;
   }

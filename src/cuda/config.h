@@ -14,8 +14,9 @@ namespace strobe::cuda {
 enum class When : int8_t {
   kAny,
   kPlain,  // no softcap, ALiBi or dropout
-  kFew,    // few keys: up to 1024, or 2048 under a causal mask; also where not plain
-  kShort   // causal with up to 1024 keys, or no more tiles than multiprocessors
+  kFew,    // few keys: a query sees up to 1024 on average; also where not plain
+  kSome,   // some keys: up to 4096 on average; also where not plain
+  kShort   // no more tiles than multiprocessors
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
@@ -52,7 +53,7 @@ struct LaunchShape {
 //     template <ForwardConfig kConfig>
 //     void forward_carve(Arena&, const AttentionProblem&, ForwardParams&);
 //     template <ForwardConfig kConfig>
-//     cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream);
+//     cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target);
 //
 // The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
 // on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,17 +32,25 @@ struct Entry {
   When when;
 };
 
-constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, brief = When::kShort;
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
+               brief = When::kShort;
 
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
   const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
+  // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
+  // decide, which are its size and, where lengths vary, the longest.
+  const auto keys_up_to = [&](int64_t most) {
+    return !(p.batch_invariant && p.varlen) && p.seqlen_k <= (p.causal ? 2 * most : most);
+  };
   switch (when) {
     case When::kPlain:
       return is_plain;
     case When::kFew:
-      return p.seqlen_k <= (p.causal ? 2048 : 1024) || !is_plain;
+      return keys_up_to(1024) || !is_plain;
+    case When::kSome:
+      return keys_up_to(4096) || !is_plain;
     case When::kShort:
-      return (p.causal && p.seqlen_k <= 1024) ||
+      return !p.batch_invariant &&
              p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
     default:
       return true;
@@ -277,6 +286,7 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.lse = a.lse;
   b.dlse = p.has_dlse ? a.dlse : nullptr;
   b.deterministic = p.deterministic;
+  b.batch_invariant = p.batch_invariant;
 }
 
 // --- Plan ---
@@ -435,6 +445,59 @@ Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
   return check_common_pointers(p, a);
 }
 
+// Small workspaces for callers that bring none: one block a stream, made once and kept, for the
+// launches of a stream come one after another. Not while a graph is captured: its replays may run
+// beside launches on the stream.
+constexpr size_t kOwnWorkspace = size_t{256} << 10;
+
+class StreamBlocks {
+ public:
+  // Null: the launch has to look for memory elsewhere.
+  static void* get(size_t bytes, int device, cudaStream_t stream) {
+    if (bytes > kOwnWorkspace) return nullptr;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;  // a handle comes back when its stream is destroyed; an id does not
+    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
+        cudaStreamGetId(stream, &id) != cudaSuccess) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    if (status != cudaStreamCaptureStatusNone) return nullptr;
+    thread_local Block last{};
+    if (last.memory && last.stream == id && last.device == device) return last.memory;
+    static StreamBlocks blocks;
+    last = blocks.find(id, device, stream);
+    return last.memory;
+  }
+
+ private:
+  struct Block {
+    unsigned long long stream;
+    int device;
+    void* memory;
+  };
+  static constexpr size_t kMost = 64;  // streams: 16 MB
+
+  Block find(unsigned long long id, int device, cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    for (const Block& block : blocks_) {
+      if (block.stream == id && block.device == device) return block;
+    }
+    Block made{id, device, nullptr};
+    if (blocks_.size() == kMost) return made;
+    if (cudaMallocAsync(&made.memory, kOwnWorkspace, stream) != cudaSuccess) {
+      cudaGetLastError();
+      made.memory = nullptr;
+      return made;
+    }
+    blocks_.push_back(made);
+    return made;
+  }
+
+  std::mutex mutex_;
+  std::vector<Block> blocks_;
+};
+
 bool aligned_for_tma(const ForwardArgs& a) {
   return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
            reinterpret_cast<uintptr_t>(a.v) | reinterpret_cast<uintptr_t>(a.out)) &
@@ -472,6 +535,9 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
+  if (!workspace && plan.workspace_bytes > 0) {
+    workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
+  }
   const bool own = !workspace && plan.workspace_bytes > 0;
   if (own) {
     // From the stream's memory pool: ordered like a launch, and capturable.
@@ -480,7 +546,8 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   }
   Arena arena(workspace);
   row->carve(arena, p, params);
-  cudaError_t error = row->launch(params, stream);
+  const int multiprocessors = devices[static_cast<size_t>(p.device_index)].multiprocessors;
+  cudaError_t error = row->launch(params, {stream, p.device_index, multiprocessors});
   if (own) {
     const cudaError_t freed = cudaFreeAsync(workspace, stream);
     if (error == cudaSuccess) error = freed;

@@ -40,6 +40,7 @@
 
 #include "cuda/config.h"
 #include "cuda/forward_warp.cuh"
+#include "cuda/launch_target.h"
 #include "cuda/load.cuh"
 #include "cuda/params.h"
 #include "cuda/ptx/cp_async.h"
@@ -355,9 +356,8 @@ template <ForwardConfig kConfig>
 void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
 /// A kernel's leave to use more than 48 KB of shared memory, once per device.
-inline cudaError_t allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>& allowed) {
-  int device = 0;
-  if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+inline cudaError_t allow_shared(const void* kernel, int bytes, int device,
+                                std::atomic<uint64_t>& allowed) {
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
   const cudaError_t e =
@@ -367,17 +367,16 @@ inline cudaError_t allow_shared(const void* kernel, int bytes, std::atomic<uint6
 }
 
 template <typename Shape, bool kGeneral>
-cudaError_t launch_kernel(const ForwardParams& params, cudaStream_t stream) {
+cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
   static std::atomic<uint64_t> allowed{0};
   const void* const kernel = reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>);
-  if (const cudaError_t e = allow_shared(kernel, Shape::kSharedBytes, allowed); e != cudaSuccess) {
-    return e;
-  }
+  const cudaError_t e = allow_shared(kernel, Shape::kSharedBytes, target.device, allowed);
+  if (e != cudaSuccess) return e;
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
   void* args[] = {const_cast<ForwardParams*>(&params), &order};
   return cudaLaunchKernel(kernel, dim3(grid.x, grid.y), dim3(Shape::kThreads), args,
-                          Shape::kSharedBytes, stream);
+                          Shape::kSharedBytes, target.stream);
 }
 
 /// Whether the rows of all heads are made of whole 16-byte units.
@@ -387,13 +386,13 @@ inline bool in_units(const Tensor& t, int32_t dim) {
 }
 
 template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
                      in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
                      in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
   using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
   using General = ShapeOf<kConfig, general_tuning(kConfig)>;
-  return plain ? launch_kernel<Plain, false>(p, stream) : launch_kernel<General, true>(p, stream);
+  return plain ? launch_kernel<Plain, false>(p, target) : launch_kernel<General, true>(p, target);
 }
 
 }  // namespace strobe::cuda::sm80

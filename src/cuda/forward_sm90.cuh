@@ -60,6 +60,7 @@
 #include "cuda/forward_sm90_consumer.cuh"
 #include "cuda/forward_sm90_layout.cuh"
 #include "cuda/forward_sm90_producer.cuh"
+#include "cuda/launch_target.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
@@ -135,7 +136,7 @@ void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& param
 }
 
 template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   constexpr auto kShared = static_cast<size_t>(kShape.shared_bytes);
   TileOrder order{StaticOrder::make(p, kConfig.tile_q), kConfig.tile_q, 0, nullptr};
@@ -162,26 +163,25 @@ cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = make_map(maps.v, keys ? p.v : p.q, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
   if (error != cudaSuccess) return error;
-  error = make_map(maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
-  if (error != cudaSuccess) return error;
+  if constexpr (TraitsOf<kConfig>::kStagesO) {
+    error = make_map(maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
+    if (error != cudaSuccess) return error;
+  }
 
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
   // round.
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
   const auto kernel =
       rule ? forward_kernel<TraitsOf<kConfig>, true> : forward_kernel<TraitsOf<kConfig>, false>;
-  int device = 0, multiprocessors = 0;
-  if ((error = cudaGetDevice(&device)) != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
+  const int device = target.device;
   static std::atomic<uint64_t> prepared[2];  // one bit a device; asking again does no harm
   if (device >= 64 || !(prepared[rule].load(std::memory_order_relaxed) >> device & 1)) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (error != cudaSuccess) return error;
     if (device < 64) prepared[rule].fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
   }
-  const int64_t blocks = min64(order.tiles.items, multiprocessors);
-  kernel<<<static_cast<unsigned>(blocks), kShape.threads, kShared, stream>>>(p, maps, order);
+  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
+  kernel<<<static_cast<unsigned>(blocks), kShape.threads, kShared, target.stream>>>(p, maps, order);
   return cudaGetLastError();
 }
 

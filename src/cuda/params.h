@@ -61,10 +61,8 @@ struct BackwardParams : CommonParams {
   Tensor out, dout, dq, dk, dv;
   const float* lse;
   const float* dlse;  // null: none
-  float* delta;       // as lse: rowsum(dout * out) - dlse, made by the pre kernel
-  float* dq_sum;      // float32 accumulator of dQ; layout is the kernel's own
-  void* workspace;    // turn counters and the like
-  int32_t deterministic;
+  void* workspace;
+  int32_t deterministic, batch_invariant;
 };
 
 }  // namespace strobe::cuda

@@ -2,11 +2,10 @@
 #ifndef STROBE_CUDA_ROWS_H_
 #define STROBE_CUDA_ROWS_H_
 
-#include <cuda_runtime_api.h>
-
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/config.h"
+#include "cuda/launch_target.h"
 #include "cuda/params.h"
 
 namespace strobe::cuda {
@@ -16,14 +15,14 @@ struct ForwardRow {
   LaunchShape shape;
   /// Takes what the kernel needs of the workspace: counts while the arena counts.
   void (*carve)(Arena& arena, const AttentionProblem& problem, ForwardParams& params);
-  cudaError_t (*launch)(const ForwardParams& params, cudaStream_t stream);
+  cudaError_t (*launch)(const ForwardParams& params, const LaunchTarget& target);
 };
 
 struct BackwardRow {
   BackwardConfig config;
   LaunchShape shape;  // of the main kernel
   void (*carve)(Arena& arena, const AttentionProblem& problem, BackwardParams& params);
-  cudaError_t (*launch)(const BackwardParams& params, cudaStream_t stream);
+  cudaError_t (*launch)(const BackwardParams& params, const LaunchTarget& target);
 };
 
 }  // namespace strobe::cuda

@@ -79,14 +79,41 @@ TEST(CudaPlan, ShortSequencesGetTheirOwnTiles) {
     return std::pair{plan.tile_q, plan.tile_k};
   };
   using Tile = std::pair<int64_t, int64_t>;
-  EXPECT_EQ(tile(64, 512, true, 32), Tile(128, 128));
-  EXPECT_EQ(tile(64, 1024, true, 16), Tile(128, 128));
+  EXPECT_EQ(tile(64, 512, true, 32), Tile(192, 128));
   EXPECT_EQ(tile(64, 4096, true, 4), Tile(192, 128));
   EXPECT_EQ(tile(64, 512, false, 32), Tile(192, 128));
   EXPECT_EQ(tile(64, 512, false, 1), Tile(128, 128));  // 128 tiles, 132 multiprocessors
   EXPECT_EQ(tile(256, 512, false, 32), Tile(128, 64));
+  EXPECT_EQ(tile(256, 8192, true, 2), Tile(128, 64));
   EXPECT_EQ(tile(256, 8192, false, 2), Tile(128, 80));
   EXPECT_EQ(tile(128, 512, false, 32), Tile(128, 128));
+}
+
+// With batch_invariant neither the batch's size nor, where lengths vary, the longest one chooses.
+TEST(CudaPlan, BatchInvariantPlansIgnoreTheBatch) {
+  for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (const int64_t dim : {64, 128, 256}) {
+      for (const int cc : {80, 90}) {
+        for (const bool varlen : {false, true}) {
+          std::vector<std::pair<int64_t, int64_t>> tiles;
+          for (const int64_t size : {1, 7, 300}) {
+            AttentionProblem p = problem(STROBE_BFLOAT16, dim, direction);
+            p.batch_invariant = 1;
+            p.batch = size;
+            p.varlen = varlen;
+            p.seqlen_q = p.seqlen_k = varlen ? 64 * size : 512;
+            if (varlen) p.total_q = p.total_k = p.batch * p.seqlen_q;
+            Plan plan;
+            const Status s = plan_for(p, device(cc), plan);
+            ASSERT_TRUE(s.ok()) << s.text();
+            tiles.emplace_back(plan.tile_q, plan.tile_k);
+          }
+          EXPECT_EQ(tiles[0], tiles[1]);
+          EXPECT_EQ(tiles[0], tiles[2]);
+        }
+      }
+    }
+  }
 }
 
 TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {

@@ -18,6 +18,7 @@ tests/gpu/sanitize.py has compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import random
@@ -108,9 +109,13 @@ def worst(x: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def check_close(
-    name: str, x: torch.Tensor, ref: torch.Tensor, comparator: torch.Tensor, factor: float = 2.0
-) -> float:
+    name: str, x: torch.Tensor, ref: torch.Tensor, comparator: torch.Tensor, factor: float = 2.0,
+    draws: Callable[[], list[torch.Tensor]] = list,
+) -> float:  # fmt: skip
+    """`draws`: more comparators, made where the one does not do."""
     got, allowed = worst(x, ref), worst(comparator, ref)
+    if not got <= factor * allowed + 1e-5:
+        allowed = max(allowed, *(worst(draw, ref) for draw in draws()), 0.0)
     if not math.isfinite(allowed):  # the comparator has no rule for NaN in V: be as strict as for finite data
         allowed = 0.02
     limit = factor * allowed + 1e-5
@@ -176,9 +181,26 @@ def run_backward(
     )
     check_guards(grads, launch.workspace)
     factor = 8.0 if case.alibi else 3.0
+    drawn: list[list[torch.Tensor]] = []
+
+    def draws(index: int) -> list[torch.Tensor]:
+        # On few keys the comparator may be exact by luck: with one, its weight is 1 and dS is 0 to the last bit. What
+        # the interface stores in between has rounding errors that no implementation can do without.
+        if not drawn:
+            exact_out, exact_lse = st.full_reference(case, **x, slopes=slopes, keep=keep)
+            for _ in range(4):
+                stored = (
+                    st.rounded_at_random(exact_out, case.dtype, g),
+                    st.rounded_at_random(exact_lse, torch.float32, g),
+                )
+                drawn.append(
+                    st.full_reference_backward(case, **x, dout=dout, dlse=dlse, slopes=slopes, keep=keep, stored=stored)
+                )
+        return [draw[index] for draw in drawn]
+
     ratios = [
-        check_close(name, guarded.tensor, ref, other, factor)
-        for (name, guarded), ref, other in zip(grads.items(), refs, others, strict=True)
+        check_close(name, guarded.tensor, ref, other, factor, functools.partial(draws, index))
+        for index, ((name, guarded), ref, other) in enumerate(zip(grads.items(), refs, others, strict=True))
     ]
     if case.deterministic:
         for guarded in grads.values():

@@ -1,25 +1,31 @@
-"""compute-sanitizer's memcheck, racecheck, synccheck and initcheck over `strobe check --device cuda`, with each row
-of kernels.def forced in turn.
+"""compute-sanitizer's memcheck, racecheck, synccheck and initcheck over every row of kernels.def, forced in turn.
 
-    make gpu-sanitize                                          everything: hours
+    make gpu-sanitize                                          everything
     make gpu-sanitize ARGS="--seconds 540"                     a slice: stops in time, says how to go on
     make gpu-sanitize ARGS="--tools racecheck --rows sm90"     one tool, rows with this in their name
 
-The tool `strobe` has no PyTorch in it, so that whatever is reported is of these kernels. One line a run.
+What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
+check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of two small problems. One line a
+run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rows import ROOT, ROWS
+from rows import ROOT, ROWS, Row
 
 TOOLS = {
     "memcheck": ["--leak-check", "no"],
@@ -30,13 +36,47 @@ TOOLS = {
 }
 
 
+def write_problem(path: Path, row: Row, seqlen_q: int, seqlen_k: int) -> None:
+    """A safetensors file of random q, k, v and dout, two query heads to a key head."""
+    r = random.Random(seqlen_q)
+    header, data = {}, b""
+    for name, seqlen, heads in (("q", seqlen_q, 2), ("k", seqlen_k, 1), ("v", seqlen_k, 1), ("dout", seqlen_q, 2)):
+        count = seqlen * heads * row.width
+        if row.dtype == "fp16":
+            values = struct.pack(f"<{count}e", *(r.gauss(0, 1) for _ in range(count)))
+        else:  # the upper half of a float32
+            singles = struct.pack(f"<{count}f", *(r.gauss(0, 1) for _ in range(count)))
+            values = b"".join(singles[i + 2 : i + 4] for i in range(0, 4 * count, 4))
+        kind = {"fp16": "F16", "bf16": "BF16"}[row.dtype]
+        header[name] = {"dtype": kind, "shape": [1, seqlen, heads, row.width], "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
+    if tool != "racecheck":
+        return [[str(options.strobe), "check", "--device", "cuda", "--cases", str(options.cases)]]
+    small = folder / f"{row.name}.safetensors"
+    # Ends inside a tile, two tiles at least, blocks that are masked, unmasked and left out.
+    write_problem(small, row, row.tile_q + 20, 3 * row.tile_k + 20)
+    run = [str(options.strobe), "run", str(small), "--device", "cuda", "--repeat", "1"]
+    run.append("--forward" if row.direction == "forward" else "--backward")
+    rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
+    if row.when != "plain" and row.arch == 80:
+        rule += ["--dropout", "0.2"]
+    return [[*run, "--causal"], [*run, "--window", "100", "30", "--deterministic", *rule]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over every kernel instance.")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--rows", default="bf16", help="part of the rows' names; fp16's kernels are the same code")
     parser.add_argument("--cases", type=int, default=1, help="of each of strobe check's features")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="runs at a time")
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--most", type=float, default=600, help="seconds of one run; longer ones count as dirty")
     parser.add_argument("--strobe", type=Path, default=ROOT / "build/cuda/bin/strobe")
     options = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
@@ -47,26 +87,41 @@ def main() -> int:
         print("sanitize: skipped (no GPU)")
         return 0
     runs = [(tool, row) for tool in options.tools.split(",") for row in ROWS if options.rows in row.name]
-    end, dirty = time.monotonic() + options.seconds, []
-    for number, (tool, row) in enumerate(runs):
-        if number < options.first:
-            continue
+    end, dirty, skipped = time.monotonic() + options.seconds, [], []
+    folder = Path(tempfile.mkdtemp())
+
+    def one(number: int, tool: str, row: Row) -> None:
         if time.monotonic() > end:
-            print(f"sanitize: out of time; go on with --first {number}")
-            break
+            skipped.append(number)
+            return
         start = time.monotonic()
-        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3", "--target-processes", "all"]
-        command += [str(options.strobe), "check", "--device", "cuda", "--cases", str(options.cases)]
         env = {**os.environ, "STROBE_CUDA_ROW": row.name}
-        run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        said = (run.stdout + run.stderr).splitlines()
-        summary = next((line for line in reversed(said) if "SUMMARY" in line), "no summary").strip("= ")
-        clean = run.returncode == 0
-        print(f"{number:>3} {tool:<9} {row.name:<40} {'clean' if clean else 'DIRTY'} {time.monotonic() - start:6.1f} s  {summary}", flush=True)
+        clean, summaries, complaints = True, [], []
+        for command in commands(tool, row, options, folder):
+            words = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3", "--target-processes", "all", *command]
+            try:
+                run = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=options.most)
+                code, said = run.returncode, (run.stdout + run.stderr).splitlines()
+            except subprocess.TimeoutExpired:
+                code, said = 124, [f"SUMMARY: not done after {options.most:.0f} s"]
+            summaries.append(next((line for line in reversed(said) if "SUMMARY" in line), "no summary").strip("= "))
+            clean &= code == 0 and summaries[-1] != "no summary"
+            complaints += [line for line in said if "=========" in line or "FAILED" in line or "strobe:" in line]
+        verdict, seconds = "clean" if clean else "DIRTY", time.monotonic() - start
+        lines = [f"{number:>3} {tool:<9} {row.name:<40} {verdict} {seconds:6.1f} s  {'; '.join(dict.fromkeys(summaries))}"]
         if not clean:
             dirty.append((tool, row.name))
-            print("\n".join("    " + line for line in said if "=========" in line or "FAILED" in line)[:4000], flush=True)
-    print(f"sanitize: {len(dirty)} dirty runs" + "".join(f"\n  {tool} {name}" for tool, name in dirty))
+            lines.append("\n".join("    " + line for line in complaints)[:4000])
+        print("\n".join(lines), flush=True)
+
+    # A run keeps a core busier than the GPU: several beside each other.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda run: one(run[0], *run[1]), list(enumerate(runs))[options.first :]))
+    shutil.rmtree(folder)
+    if skipped:
+        print(f"sanitize: out of time; go on with --first {min(skipped)}")
+    done = len(runs) - options.first - len(skipped)
+    print(f"sanitize: {done} runs, {len(dirty)} dirty" + "".join(f"\n  {tool} {name}" for tool, name in dirty))
     return 1 if dirty else 0
 
 

@@ -302,19 +302,29 @@ def reference_backward(
     slopes: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    stored: tuple[torch.Tensor, torch.Tensor] | None = None,  # out and lse of the sequence
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors."""
+    """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors.
+
+    With `stored`, from what the interface carries from forward to backward: the weights from lse, a float32, and the
+    mean of their gradient as dout . out with out rounded, against gradients of the weights summed in float32.
+    """
     group = case.heads // case.heads_kv
     q, dout = q.to(dtype), dout.to(dtype)
     k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
     s, slope, seen = scores(case, q, k, slopes)
     p, _lse = softmax(s, seen)
     dp = torch.einsum("qhd,khd->hqk", dout, v)
+    if stored is not None:
+        p = torch.where(seen, torch.exp(s - stored[1].to(dtype)[..., None]), 0)
+        dp = torch.einsum("qhd,khd->hqk", dout.float(), v.float()).to(dtype)
     dropped = p
     if keep is not None:
         factor = keep.to(dtype) / (1 - case.dropout_p)
         dp, dropped = dp * factor, p * factor
     delta = (p * dp).sum(-1)
+    if stored is not None:
+        delta = (dout * stored[0].to(dtype)).sum(-1).T
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     ds = p * (dp - delta[..., None]) * slope * case.real_scale
@@ -376,6 +386,7 @@ def full_reference_backward(
     slopes: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    stored: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """`reference_backward` of all sequences: dq, dk, dv in the library's shapes."""
     grads: list[list[torch.Tensor]] = [[], [], []]
@@ -388,7 +399,17 @@ def full_reference_backward(
             None if dlse is None else dlse[:, rows_q] if case.varlen else dlse[b],
             None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
             None if keep is None else keep[b, :, :nq, :nk].to(q.device), dtype,
+            None if stored is None else (at(stored[0], rows_q), stored[1][:, rows_q] if case.varlen else stored[1][b]),
         )  # fmt: skip
         for all_of_it, one in zip(grads, found, strict=True):
             all_of_it.append(one)
     return [torch.cat(g) if case.varlen else torch.stack(g) for g in grads]
+
+
+def rounded_at_random(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Each value moved to one of its two neighbours in `dtype`, or to itself where it is one of them."""
+    near = x.to(dtype)
+    other = torch.where(near.double() < x, math.inf, -math.inf).to(dtype)
+    coin = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
+    exact = (near.double() == x) | ~torch.isfinite(x)
+    return torch.where(coin & ~exact, torch.nextafter(near, other), near)

@@ -98,7 +98,9 @@ const std::vector<BadProblem>& BadProblems() {
       {"threads huge",
        [](P& p) { p.threads = std::numeric_limits<int32_t>::max(); },
        {"threads", "2147483647"}},
-      {"reserved", [](P& p) { p.reserved = 1; }, {"reserved", "1", "0"}},
+      {"batch_invariant",
+       [](P& p) { p.batch_invariant = -1; },
+       {"batch_invariant", "-1", "0 to 1"}},
       {"q.dim",
        [](P& p) {
          p.q = {192, 32, 8, 2};

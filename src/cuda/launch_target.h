@@ -1,0 +1,17 @@
+// Where a launch goes.
+#ifndef STROBE_CUDA_LAUNCH_TARGET_H_
+#define STROBE_CUDA_LAUNCH_TARGET_H_
+
+#include <cuda_runtime_api.h>
+
+namespace strobe::cuda {
+
+/// The dispatcher has asked the driver already; launchers need not.
+struct LaunchTarget {
+  cudaStream_t stream;
+  int device, multiprocessors;
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_LAUNCH_TARGET_H_

@@ -1,0 +1,79 @@
+"""With batch_invariant a sequence's bits are the same alone and in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import strobe
+
+torch = pytest.importorskip("torch")
+
+LENGTHS = (1, 70, 300, 0, 1025)
+
+
+def tensors(rows: tuple[int, ...], head_dim: int, dtype: Any, device: str) -> list[Any]:
+    generator = torch.Generator().manual_seed(sum(rows) + head_dim)
+    return [
+        torch.randn(*rows, heads, head_dim, generator=generator).to(device, dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+def both(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> list[Any]:
+    """out, lse, dq, dk, dv."""
+    options["batch_invariant"] = True
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    grads = strobe.attention_backward(dout, q, k, v, out, lse, deterministic=True, **options)
+    return [out, lse, *grads]
+
+
+def dtypes_of(device: str) -> list[Any]:
+    return [torch.bfloat16] if device == "cuda" else [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense(causal: bool, head_dim: int, device: str) -> None:
+    for dtype in dtypes_of(device):
+        for seqlen in (130, 1025):
+            of_all = tensors((5, seqlen), head_dim, dtype, device)
+            together = both(*of_all, causal=causal)
+            for b in (0, 4):
+                alone = both(*(x[b : b + 1] for x in of_all), causal=causal)
+                for name, x, y in zip(
+                    ("out", "lse", "dq", "dk", "dv"), together, alone, strict=True
+                ):
+                    assert torch.equal(x[b], y[0]), f"{name} of sequence {b}, {dtype}, {seqlen}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_varlen(head_dim: int, device: str) -> None:
+    for dtype in dtypes_of(device):
+        of_all = tensors((sum(LENGTHS),), head_dim, dtype, device)
+
+        def run(parts: list[Any], lengths: tuple[int, ...]) -> list[Any]:
+            ends = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+            longest = max(lengths)
+            return both(
+                *parts, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends,
+                max_seqlen_q=longest, max_seqlen_k=longest,
+            )  # fmt: skip
+
+        together = run(of_all, LENGTHS)
+        begin = 0
+        for length in LENGTHS:
+            rows = slice(begin, begin + length)
+            begin += length
+            if length == 0:
+                continue
+            alone = run([x[rows] for x in of_all], (length,))
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), together, alone, strict=True):
+                mine = x[:, rows] if name == "lse" else x[rows]
+                assert torch.equal(mine, y), f"{name} of the sequence of {length}, {dtype}"
+
+
+def test_the_plan_says_so() -> None:
+    q = strobe.ArraySpec((2, 9, 4, 64))
+    assert "batch-invariant" in strobe.plan(q, q, q, batch_invariant=True)
