@@ -1,6 +1,7 @@
 // What a call costs on the host, beside the launch of an empty kernel: microseconds, medians.
 //
 //     build/cuda/bin/host_cost
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,6 +21,24 @@ struct Parameters {
   char bytes[912];
 };
 __global__ void empty_with_parameters(const __grid_constant__ Parameters) {}
+
+// A tensor map of 64 x 64 values, as a launch on Hopper makes four; true where the device takes it.
+bool encode(void* data) {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                     &result);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  CUtensorMap map;
+  const cuuint64_t lengths[2] = {64, 64}, strides[1] = {128};
+  const cuuint32_t box[2] = {64, 64}, steps[2] = {1, 1};
+  return function && function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, data, lengths, strides,
+                              box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
 
 // Median microseconds of a call, over batches short enough not to fill the launch queue.
 template <typename Call>
@@ -77,6 +96,10 @@ int main() {
   }
   cudaPointerAttributes attributes;
   const double asked = cost([&] { cudaPointerGetAttributes(&attributes, q); });
+  int device;
+  const double device_asked = cost([&] { cudaGetDevice(&device); });
+  const double last_error = cost([] { cudaGetLastError(); });
+  const double mapped = cost([&] { failures += !encode(q); });
   std::printf("kernel                  %s\n", plan.kernel);
   std::printf("empty launch            %.2f us, %.2f with %zu bytes of parameters\n", nothing,
               with_parameters, sizeof parameters);
@@ -85,6 +108,9 @@ int main() {
   std::printf(
       "plan and launch         %.2f us: %.2f more than an empty launch, %.2f than the other\n",
       both, both - nothing, both - with_parameters);
+  std::printf(
+      "of which, possibly      %.2f us a tensor map, %.2f cudaGetDevice, %.2f cudaGetLastError\n",
+      mapped, device_asked, last_error);
   std::printf("cudaPointerGetAttributes %.2f us\n", asked);
   if (failures > 0) std::printf("FAILED: %d calls, %s\n", failures, strobe_last_error());
   return failures > 0;

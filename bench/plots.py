@@ -2,6 +2,7 @@
 
     make plots                       docs/figures/<result>_<direction>.{svg,png}
                                      docs/figures/<result>_paper_story.{svg,png}, where it was measured
+                                     docs/figures/<result>_memory.{svg,png}, likewise
 
 Speed against sequence length, one panel for each head dimension, mask and dtype, as the papers on
 FlashAttention draw it. The background is left transparent and all ink is of middle brightness, so
@@ -77,7 +78,9 @@ def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> N
         if name == "Strobe":
             for x, y in zip(places, heights, strict=True):
                 text = f"{y:.2f}" if y < 10 else f"{y:.0f}"
-                axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=6, color=INK)
+                axes.annotate(
+                    text, (x, y), ha="center", va="bottom", fontsize=6, color=INK
+                )
     axes.set_title(title, fontsize=9)
     axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
     axes.margins(y=0.12)
@@ -113,21 +116,41 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     machine = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}", fontsize=11)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
+    )
     save(figure, path)
 
 
 def draw_story(story: dict[str, Any], path: Path) -> None:
     """From standard attention to FlashAttention-2, head_dim 128: a line for each variant."""
-    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained"
+    )
     for axes, causal in zip(panels, (False, True), strict=True):
-        points = [p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal]
+        points = [
+            p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal
+        ]
         points.sort(key=lambda p: p["seqlen"])
         for key, (name, color, marker) in STORY.items():
-            measured = [(i, p["tflops"][key]) for i, p in enumerate(points) if key in p["tflops"]]
+            measured = [
+                (i, p["tflops"][key])
+                for i, p in enumerate(points)
+                if key in p["tflops"]
+            ]
             x, y = [i for i, _ in measured], [speed for _, speed in measured]
-            axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.5, label=name)
-        axes.set_title(f"bf16, head_dim 128, {'causal' if causal else 'no mask'}", fontsize=9)
+            axes.plot(
+                x,
+                y,
+                color=color,
+                marker=marker,
+                markersize=4,
+                linewidth=1.5,
+                label=name,
+            )
+        axes.set_title(
+            f"bf16, head_dim 128, {'causal' if causal else 'no mask'}", fontsize=9
+        )
         axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
         axes.set_xlabel("sequence length")
         axes.set_ylim(bottom=0)
@@ -135,6 +158,36 @@ def draw_story(story: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"The paper's own story, forward, {story['gpu']}", fontsize=11)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    save(figure, path)
+
+
+def draw_memory(result: dict[str, Any], path: Path) -> None:
+    """Peak memory beside the inputs, one head of 64, against the sequence length."""
+    points = sorted(result["memory"], key=lambda p: p["seqlen"])
+    figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+    for key, name, color, marker in (
+        ("standard_bytes", "standard attention, forward alone", "#ae7cd9", "s"),
+        ("strobe_bytes", "Strobe, forward and backward", COLORS["Strobe"], "o"),
+        ("plan_backward_bytes", "of that, workspace", "#4dabf7", "x"),
+    ):
+        measured = [(p["seqlen"], p[key] / 2**20) for p in points if p.get(key)]
+        axes.plot(
+            *zip(*measured, strict=True),
+            color=color,
+            marker=marker,
+            markersize=4,
+            linewidth=1.5,
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(
+        [p["seqlen"] for p in points], [length(p["seqlen"]) for p in points]
+    )
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("MB beside the inputs")
+    figure.suptitle(f"Peak memory, 1 head of 64, bf16, {result['gpu']}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False)
     save(figure, path)
 
 
@@ -148,7 +201,9 @@ def save(figure: Figure, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", nargs="*", type=Path, help="default: all of bench/results")
+    parser.add_argument(
+        "results", nargs="*", type=Path, help="default: all of bench/results"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures")
     args = parser.parse_args()
     style = {f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")}
@@ -172,6 +227,8 @@ def main() -> None:
         for direction in DIRECTIONS:
             if "grid" in result and all(direction in point for point in result["grid"]):
                 draw(result, direction, args.output / f"{path.stem}_{direction}")
+        if result.get("memory"):
+            draw_memory(result, args.output / f"{path.stem}_memory")
         # A section of gpu_bench.py's result, or what paper_story --json wrote.
         story = result.get("story", result)
         if any(point["head_dim"] == 128 for point in story.get("points", [])):

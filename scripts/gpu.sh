@@ -6,7 +6,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:?test, sanitize, bench or training}; shift
+built=
 if [ -z "${STROBE_LIBRARY:-}" ]; then
+  built=yes
   scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_cli strobe_host_cost strobe_paper_story
   export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so
 fi
@@ -25,7 +27,9 @@ case $what in
       fi
     fi
     exit $status ;;
-  sanitize) exec "$python" tests/gpu/sanitize.py "$@" ;;
+  sanitize)
+    [ -z "$built" ] || scripts/build.sh racecheck -- strobe_cli
+    exec "$python" tests/gpu/sanitize.py "$@" ;;
   bench) exec "$python" bench/gpu_bench.py "$@" ;;
   training) exec "$python" bench/gpt_training.py "$@" ;;
   *) echo "gpu.sh: got '$what', expected test, sanitize, bench or training" >&2; exit 2 ;;

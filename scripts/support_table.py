@@ -1,24 +1,24 @@
 """README's table of what runs where, asked of the library itself.
 
-    python scripts/support_table.py            rewrites the table in README.md
-    python scripts/support_table.py --check    exit 1 if README.md says something else
+    python scripts/support_table.py                                        rewrites the CPU's rows in README.md
+    python scripts/support_table.py --cuda build/cuda/tests/gpu/cuda_support   the CUDA kernels' rows; no GPU needed
+    ... --check                                                            exit 1 if README.md says something else
 
-STROBE_LIBRARY names the libstrobe.so to ask. Rows of kernels that it was built without are kept as
-README.md has them: a build without CUDA cannot speak for the CUDA kernels.
+STROBE_LIBRARY names the libstrobe.so to ask for the CPU's. Rows of the other kind are kept as README.md has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
-
-from strobe import _library
 
 BEGIN, END = "<!-- support table: scripts/support_table.py -->", "<!-- end of support table -->"
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -39,26 +39,27 @@ FEATURES: dict[str, dict[str, object]] = {
 }
 
 
-def takes(index: int, name: str, fields: dict[str, object]) -> bool:
+def takes(library: Any, index: int, fields: dict[str, object]) -> bool:
+    from strobe import _library
+
     problem = _library.Problem()
-    library = _library.LIBRARY
     library.strobe_problem_init(ctypes.byref(problem), ctypes.sizeof(problem))
-    wanted = {"dtype": BFLOAT16, "batch": 2, "seqlen_q": 128, "seqlen_k": 128, "heads": 4,
-              "head_dim": 64, "device": 1 if name.startswith("cuda") else 0, **fields}
+    wanted = {"dtype": BFLOAT16, "batch": 2, "seqlen_q": 128, "seqlen_k": 128, "heads": 4, "head_dim": 64, **fields}
     for field, value in wanted.items():
         setattr(problem, field, value)
     text = ctypes.create_string_buffer(512)
     return library.strobe_kernel_declines(index, ctypes.byref(problem), text, len(text)) == 0
 
 
-def machine_has_cuda() -> bool:
-    import strobe
-
-    return bool(strobe.info().cuda_devices)
+def line(name: str, answers: list[bool]) -> str:
+    return f"| `{name}` | " + " | ".join("yes" if yes else "-" for yes in answers) + " |"
 
 
-def rows() -> dict[str, str]:
-    """A line of the table per kernel of the library."""
+def cpu_rows() -> dict[str, str]:
+    """A line of the table per CPU kernel of the library."""
+    sys.path.insert(0, str(ROOT / "python"))
+    from strobe import _library
+
     library = _library.LIBRARY
     library.strobe_kernel_name.restype = ctypes.c_char_p
     library.strobe_kernel_name.argtypes = [ctypes.c_int32]
@@ -67,27 +68,37 @@ def rows() -> dict[str, str]:
         ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
     ]
     lines = {}
-    index = 0
-    while (raw := library.strobe_kernel_name(index)) is not None:
+    for index in itertools.count():
+        raw = library.strobe_kernel_name(index)
+        if raw is None:
+            return lines
         name = raw.decode()
-        index += 1
-        if name.startswith("cuda") and not machine_has_cuda():
-            continue  # what a CUDA kernel takes depends on the device
-        cells = ["yes" if takes(index - 1, name, fields) else "-" for fields in FEATURES.values()]
-        lines[name] = f"| `{name}` | " + " | ".join(cells) + " |"
+        if not name.startswith("cuda"):  # what those take depends on the device
+            lines[name] = line(name, [takes(library, index, fields) for fields in FEATURES.values()])
+    return lines
+
+
+def cuda_rows(program: Path) -> dict[str, str]:
+    """A line per CUDA kernel, on the oldest device that has it, by tests/gpu/support.cpp."""
+    lines = {}
+    for name, capability in (("cuda_sm90", 90), ("cuda_sm80", 80)):
+        questions = [" ".join([str(capability), *(f"{k}={v}" for k, v in f.items())]) for f in FEATURES.values()]
+        asked = subprocess.run([program], input="\n".join(questions) + "\n", capture_output=True, text=True, check=True)
+        lines[name] = line(name, [answer == name for answer in asked.stdout.split()])
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--cuda", type=Path, metavar="PROGRAM", help="cuda_support of a build with CUDA")
     args = parser.parse_args()
     readme = ROOT / "README.md"
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     old, after = rest.split(END)
-    known = {line.split("`")[1]: line for line in old.splitlines() if line.startswith("| `")}
-    asked = rows()
+    known = {row.split("`")[1]: row for row in old.splitlines() if row.startswith("| `")}
+    asked = cuda_rows(args.cuda) if args.cuda else cpu_rows()
     known = asked | {name: line for name, line in known.items() if name not in asked}
     # CUDA last, each back end widest first: the order in which a plan asks.
     order = sorted(known, key=lambda name: (name.startswith("cuda"), list(known).index(name)))

@@ -246,27 +246,29 @@ struct BackwardThread {
     return barrier(kExchangeBarriers + Shape::kHalfWarps + place().warp());
   }
   __device__ __forceinline__ void init_barriers() const {
+    constexpr uint32_t kOfWarp = ptx::kWarpArrivals, kOfHalf = Shape::kHalfWarps * kOfWarp,
+                       kOfAll = kC.warps * kOfWarp;
     ptx::barrier_init(v_full(), Shape::kHalfThreads);
-    ptx::barrier_init(v_empty(), Shape::kHalfWarps);
-    ptx::barrier_init(ds_full(), Shape::kHalfWarps);
-    ptx::barrier_init(ds_empty(), Shape::kHalfWarps);
-    ptx::barrier_init(weights_empty(), Shape::kHalfWarps);
+    ptx::barrier_init(v_empty(), kOfHalf);
+    ptx::barrier_init(ds_full(), kOfHalf);
+    ptx::barrier_init(ds_empty(), kOfHalf);
+    ptx::barrier_init(weights_empty(), kOfHalf);
     for (int i = 0; i < 2; ++i) {
       ptx::barrier_init(block_full(i), Shape::kHalfThreads);
-      ptx::barrier_init(block_empty(i), kC.warps);
+      ptx::barrier_init(block_empty(i), kOfAll);
     }
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(k_full(i), 2 * Shape::kHalfThreads);
-      ptx::barrier_init(k_empty(i), kC.warps);
+      ptx::barrier_init(k_empty(i), kOfAll);
     }
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(q_full(stage), Shape::kHalfThreads);
-      ptx::barrier_init(q_empty(stage), kC.warps);
+      ptx::barrier_init(q_empty(stage), kOfAll);
       ptx::barrier_init(dout_full(stage), Shape::kHalfThreads);
-      ptx::barrier_init(dout_empty(stage), kC.warps);
+      ptx::barrier_init(dout_empty(stage), kOfAll);
     }
     for (int w = 0; w < 2 * Shape::kHalfWarps; ++w) {
-      ptx::barrier_init(barrier(kExchangeBarriers + w), 1);
+      ptx::barrier_init(barrier(kExchangeBarriers + w), kOfWarp);
     }
   }
   /// Waits until the n-th use (from 0) of one of `stages` places is filled, or may be filled.

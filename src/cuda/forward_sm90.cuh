@@ -63,6 +63,7 @@
 #include "cuda/launch_target.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/tensor_map.h"
 
@@ -72,7 +73,7 @@ template <typename Tr, bool kRule>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TensorMaps maps,
                    const __grid_constant__ TileOrder order) {
-  constexpr uint32_t kWarps = 4 * Tr::kWarpgroups;
+  constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
@@ -80,11 +81,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::tma_prefetch(maps.q);
     ptx::tma_prefetch(maps.k);
     ptx::tma_prefetch(maps.v);
-    for (auto& ring : shared.q_ring) ring.init(1, 4);
-    for (auto& ring : shared.o_ring) ring.init(4, 1);
-    shared.k_ring.init(1, kWarps);
-    shared.v_ring.init(1, kWarps);
-    shared.tile_ring.init(1, kWarps + (Tr::kStagesO ? 3 : 2));
+    for (auto& ring : shared.q_ring) ring.init(1, 4 * kOfWarp);
+    for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
+    shared.k_ring.init(1, kWarps * kOfWarp);
+    shared.v_ring.init(1, kWarps * kOfWarp);
+    // Warps 0 and 1 are one thread each.
+    shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2);
     shared.request.init(1);
     shared.suspects = -1;
     ptx::fence_barrier_init();

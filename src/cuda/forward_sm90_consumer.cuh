@@ -10,6 +10,7 @@
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/quad.cuh"
 #include "cuda/score.cuh"
@@ -60,7 +61,7 @@ class Consumer {
   __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
   __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
     __syncwarp();
-    if (lane() == 0) barrier.arrive();
+    if (ptx::arrives(lane())) barrier.arrive();
   }
   __device__ __forceinline__ void take_turn() {
     ptx::named_barrier_sync<2 * kWarpgroupThreads>(1 + warpgroup_);

@@ -4,6 +4,7 @@
 
 #include "cuda/forward_sm90_layout.cuh"
 #include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/scheduler.cuh"
 
 namespace strobe::cuda::sm90 {
@@ -59,7 +60,7 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.block_end = tile.loaded ? blocks.end : 1;
     }
     __syncwarp();
-    if (lane == 0) shared.tile_ring.full[at.stage()].arrive();
+    if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
     ++at.count;
     shared.request.wait(request_phase);
     request_phase ^= 1;
@@ -71,12 +72,13 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     tile.batch = -1;
     tile.block_begin = tile.loaded = 0;
     tile.block_end = 1;
-    shared.tile_ring.full[at.stage()].arrive();
   }
+  if constexpr (ptx::kWarpArrivals > 1) __syncwarp();
+  if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
 }
 
-/// Calls run(tile) for tile after tile; when it returns, no lane of the warp reads the tile any
-/// more.
+/// Calls run(tile) for tile after tile, in a warp or in its lane 0 alone; when run returns, no lane
+/// of the warp reads the tile any more.
 template <typename Tr, typename Run>
 __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run run) {
   for (RingPosition<Tr::kTileSlots> at;; ++at.count) {
@@ -84,7 +86,8 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
     const Tile<Tr::kWarpgroups>& tile = shared.tiles[at.stage()];
     if (tile.batch < 0) return;
     run(tile);
-    if (threadIdx.x % 32 == 0) shared.tile_ring.empty[at.stage()].arrive();
+    if (ptx::arrives(static_cast<int>(threadIdx.x % 32)))
+      shared.tile_ring.empty[at.stage()].arrive();
   }
 }
 
@@ -105,7 +108,7 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
                     ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
     }
     // For those who will not come by. Here, because here the phase is known to be theirs.
-    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle);
+    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
     ++at.count;
   };
   RingPosition<Tr::kStages> k_at, v_at;
@@ -194,7 +197,7 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
           }
         }
         __syncwarp();
-        if (lane == 0) shared.o_ring[w].empty[0].arrive();
+        if (ptx::arrives(lane)) shared.o_ring[w].empty[0].arrive();
       }
     }
     __syncwarp();

@@ -5,8 +5,9 @@
     make gpu-sanitize ARGS="--tools racecheck --rows sm90"     one tool, rows with this in their name
 
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
-check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of two small problems. One line a
-run.
+check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of two small problems. racecheck
+follows an mbarrier's arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp
+arrives (src/cuda/ptx/warp_arrivals.h). One line a run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     small = folder / f"{row.name}.safetensors"
     # Ends inside a tile, two tiles at least, blocks that are masked, unmasked and left out.
     write_problem(small, row, row.tile_q + 20, 3 * row.tile_k + 20)
-    run = [str(options.strobe), "run", str(small), "--device", "cuda", "--repeat", "1"]
+    run = [str(options.strobe_racecheck), "run", str(small), "--device", "cuda", "--repeat", "1"]
     run.append("--forward" if row.direction == "forward" else "--backward")
     rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
     if row.when != "plain" and row.arch == 80:
@@ -78,6 +79,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--most", type=float, default=600, help="seconds of one run; longer ones count as dirty")
     parser.add_argument("--strobe", type=Path, default=ROOT / "build/cuda/bin/strobe")
+    parser.add_argument("--strobe-racecheck", type=Path, default=ROOT / "build/racecheck/bin/strobe", help="for racecheck")
     options = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:

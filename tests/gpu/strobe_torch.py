@@ -307,7 +307,8 @@ def reference_backward(
     """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors.
 
     With `stored`, from what the interface carries from forward to backward: the weights from lse, a float32, and the
-    mean of their gradient as dout . out with out rounded, against gradients of the weights summed in float32.
+    mean of their gradient as dout . out with out rounded, against gradients of the weights with the errors of float32
+    sums.
     """
     group = case.heads // case.heads_kv
     q, dout = q.to(dtype), dout.to(dtype)
@@ -317,7 +318,7 @@ def reference_backward(
     dp = torch.einsum("qhd,khd->hqk", dout, v)
     if stored is not None:
         p = torch.where(seen, torch.exp(s - stored[1].to(dtype)[..., None]), 0)
-        dp = torch.einsum("qhd,khd->hqk", dout.float(), v.float()).to(dtype)
+        dp = dp + tensor_core_noise(dout, v)
     dropped = p
     if keep is not None:
         factor = keep.to(dtype) / (1 - case.dropout_p)
@@ -404,6 +405,14 @@ def full_reference_backward(
         for all_of_it, one in zip(grads, found, strict=True):
             all_of_it.append(one)
     return [torch.cat(g) if case.varlen else torch.stack(g) for g in grads]
+
+
+def tensor_core_noise(dout: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What dout . v in float32 may be off by: tensor cores cut, and do not round, each sum of 16 products. One unit of
+    the last place of the length of both rows for each root of the number of such sums, as in a random walk."""
+    lengths = torch.einsum("qh,kh->hqk", dout.norm(dim=-1), v.norm(dim=-1))
+    steps = math.sqrt(max(1, math.ceil(v.shape[-1] / 16)))
+    return (torch.rand_like(lengths) * 2 - 1) * lengths * (2.0**-23 * steps)
 
 
 def rounded_at_random(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

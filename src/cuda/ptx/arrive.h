@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/warp_arrivals.h"
+
 namespace strobe::cuda::ptx {
 
 // A barrier is eight bytes of shared memory, here by their shared address. Its phases have a
@@ -25,10 +27,10 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// One arrival for the whole warp, after all its lanes are done.
+/// The warp's kWarpArrivals, after all its lanes are done.
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (arrives(lane)) barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
