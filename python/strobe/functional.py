@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, ove
 import numpy as np
 
 from . import _arrays, _library
-from ._arrays import DIRECT, KINDS, Spec, SupportsDLPack, imported
+from ._arrays import DIRECT, KINDS, TORCH, Spec, SupportsDLPack, imported
 from ._errors import InvalidArgument
 from ._library import (
     BACKWARD_ARGS_SIZE,
@@ -247,9 +247,28 @@ def attention(
         # The caller's own object, not what it was imported as.
         return (out, result[1]) if return_lse else out
 
-    q_pointer, q_signature = q_kind.view(q)
-    k_pointer, k_signature = k_kind.view(k)
-    v_pointer, v_signature = v_kind.view(v)
+    if q_kind is TORCH and k_kind is TORCH and v_kind is TORCH:
+        # The three views in one: each call and tuple less is a tenth of a microsecond.
+        q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        k_signature = v_signature = None
+        q_signature: Any = (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+        )
+    else:
+        q_pointer, q_signature = q_kind.view(q)
+        k_pointer, k_signature = k_kind.view(k)
+        v_pointer, v_signature = v_kind.view(v)
     if out is None:
         out_pointer, out_signature = 0, None
     else:
