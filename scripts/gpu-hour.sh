@@ -1,43 +1,45 @@
 #!/usr/bin/env bash
 # What to ask an hour with a GPU, most telling first, in steps of under ten minutes each.
 # Usage: scripts/gpu-hour.sh 1|2|...|7     one step; its output ends with a summary of a few lines
-# Takes libstrobe.so and the tool from build/cuda (STROBE_LIBRARY, STROBE_CLI to name others); PYTHON has PyTorch.
-# Results of the bench land in ${OUT:-bench/results}.
+# Takes libstrobe.so and the tools from build/cuda (STROBE_LIBRARY, STROBE_CLI to name others; step 3 also the tool of
+# build/racecheck, STROBE_CLI_RACECHECK); PYTHON has PyTorch. Results of the bench land in ${OUT:-bench/results}.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export STROBE_LIBRARY=${STROBE_LIBRARY:-$PWD/build/cuda/libstrobe.so} PYTHONPATH=python
 cli=${STROBE_CLI:-build/cuda/bin/strobe}
+cli_racecheck=${STROBE_CLI_RACECHECK:-build/racecheck/bin/strobe}
 python=${PYTHON:-python3}
 out=${OUT:-bench/results}
 tests() { "$python" tests/gpu/run_gpu_tests.py "$@"; }
-bench() { "$python" bench/gpu_bench.py "$@"; }
+bench() { "$python" bench/gpu_bench.py --peers ../shared/peers/h200_bf16.csv "$@"; }
+training() { "$python" bench/gpt_training.py "$@"; }
 status=0
 run() { echo "--- $*"; "$@" || status=1; }
 
 case ${1:?step, 1 to 7} in
-  1) # Does it work at all: both kernels, dropout, NaNs, bad input, graphs. About 5 minutes.
+  1) # Does it work: both kernels, dropout, NaNs, bad input, graphs, large shapes, random problems. Three minutes.
     [ ! -x "$cli" ] || run "$cli" check --device cuda --cases 6
-    run tests --only errors,special,graph,threads,cpu,random --random 300 --seconds 240
-    STROBE_CUDA_ARCH=80 run tests --only errors,special,graph,threads,cpu,random --random 300 --seconds 240
+    run tests --only errors,special,graph,threads,cpu,long,shapes,repeats,random --random 3000 --seconds 150
+    STROBE_CUDA_ARCH=80 run tests --only errors,special,graph,threads,random --first 3000 --random 3000 --seconds 60
+    run "$python" -m pytest -q tests/python -k "cuda or batch_inv"
     ;;
-  2) # Every row of kernels.def, forced.
-    run tests --only rows --seconds 540
+  2) # How fast: the whole grid, features, host cost, the paper's story, the cost of a call from Python. Three minutes, quiet.
+    run bench --rounds 11 --seconds 400 --output "$out/gpu_h200_bf16.json" \
+      --sections grid,host,fp16,gqa,varlen,window,odd,deterministic,memory,story
+    run "$python" bench/torch_overhead.py
     ;;
-  3) # Was the backward's bound the additions? Predictions: docs/perf-log.md. And the whole grid.
-    run bench --sections grid --rounds 11 --peers ../shared/peers/h200_bf16.csv --seconds 540 --output "$out/gpu_grid.json"
+  3) # compute-sanitizer: three minutes on 16 cores. racecheck wants the preset racecheck.
+    run "$python" tests/gpu/sanitize.py --seconds 540 --strobe "$cli" --strobe-racecheck "$cli_racecheck"
     ;;
-  4) # Which row for short sequences; host cost; deterministic; memory.
-    run bench --sections rows,host,deterministic,memory --rounds 9 --seconds 540 --output "$out/gpu_rows.json"
+  4) # Every row of kernels.def, forced; the choices between rows.
+    run tests --only rows --seconds 400
+    run bench --sections rows --rounds 9 --output "$out/gpu_rows.json"
     ;;
-  5) # Features against FlashAttention-2.
-    run bench --sections fp16,gqa,varlen,window,odd --rounds 9 --seconds 540 --output "$out/gpu_features.json"
+  5) # Random problems while time lasts.
+    run tests --only random --random 20000 --first 6000 --seconds 540
     ;;
-  6) # 1M tokens, 2^31 elements, 1,000 repeats, then random problems while time lasts.
-    run tests --only long,shapes,repeats,random --random 20000 --first 1000 --seconds 540
-    ;;
-  7) # compute-sanitizer, as many rows as fit; goes on with `make gpu-sanitize ARGS="--first N"`.
-    run "$python" tests/gpu/sanitize.py --tools racecheck,memcheck,synccheck,initcheck --seconds 540
-    ;;
+  6) run training --model 1.3B --output "$out/gpt_training_1.3b.json" ;;
+  7) run training --model 2.7B --output "$out/gpt_training_2.7b.json" ;;
   *) echo "gpu-hour: got '$1', expected 1 to 7" >&2; exit 2 ;;
 esac
 exit $status
