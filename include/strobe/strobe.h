@@ -73,7 +73,7 @@ typedef enum strobe_alibi {
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
  * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast); outputs must not
- * overlap. */
+ * overlap each other or an input. */
 typedef struct strobe_strides {
   int64_t batch, seqlen, head, dim;
 } strobe_strides;
@@ -117,9 +117,11 @@ typedef struct strobe_problem {
                             fixed one) */
   int32_t has_dlse;      /* backward: the arguments carry dlse, a gradient of lse */
   int32_t threads; /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
-  int32_t batch_invariant; /* 1: a sequence's bits depend neither on the other sequences of the
-                              batch nor on how many they are (backward: with deterministic too). 0
-                              (default): kernels may be chosen by the size of the whole */
+  int32_t
+      batch_invariant; /* 1: a sequence's bits depend neither on the other sequences of the batch
+                          nor on how many they are, for finite tensors laid out alike (backward:
+                          with deterministic too). Dropout still differs from place to place. 0
+                          (default): kernels may be chosen by the size of the whole */
 
   strobe_strides q, k, v, out;     /* both directions */
   strobe_strides dout, dq, dk, dv; /* backward */

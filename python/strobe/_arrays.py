@@ -239,6 +239,8 @@ def _torch_empty(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
     device = torch.device(like.device, index)
     with torch.inference_mode(False):
         model = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+    if type(model) is not torch.Tensor:  # fake ones, while somebody traces
+        return lambda _: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
     # empty_like takes half the time of empty; of the model only its description is needed.
     model.untyped_storage().resize_(0)
     empty_like: Callable[[Any], Any] = torch.empty_like

@@ -200,7 +200,7 @@ pack_backward: Final = _packer(BackwardArgs).pack
 FORWARD_ARGS_SIZE: Final = ctypes.sizeof(ForwardArgs)
 BACKWARD_ARGS_SIZE: Final = ctypes.sizeof(BackwardArgs)
 
-# A CUDA launch with a workspace of at most so many bytes does not allocate without one either.
+# A forward launch on CUDA that needs so little workspace does not allocate without one either.
 OWN_WORKSPACE: Final = 256 << 10
 
 _STATUS = ctypes.c_int

@@ -318,7 +318,8 @@ def make_launch(
         device_index=q.device_index,
         new=new,
         new_workspace=new_workspace,
-        small=bytes_needed <= _library.OWN_WORKSPACE,
+        small=shapes.problem.direction == _library.FORWARD
+        and bytes_needed <= _library.OWN_WORKSPACE,
         workspace_bytes=bytes_needed if new_workspace else 0,
     )
     if len(cache) >= CAPACITY:

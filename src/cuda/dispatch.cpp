@@ -7,13 +7,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "cuda/device_pointer.h"
 #include "cuda/rows.h"
 #include "cuda/static_order.cuh"
+#include "cuda/stream_blocks.h"
 
 namespace strobe::cuda {
 
@@ -185,19 +186,23 @@ std::string tma_declines(const AttentionProblem& p) {
     return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
                   static_cast<long long>(p.head_dim_v));
   }
+  const int64_t rows_of_map_q = p.varlen ? p.total_q : p.seqlen_q;
+  const int64_t rows_of_map_k = p.varlen ? p.total_k : p.seqlen_k;
+  // With batch_invariant a batch of one must go where a larger one goes.
+  const int64_t batch = p.varlen ? 1 : p.batch_invariant ? 2 : p.batch;
   const struct {
     const char* name;
     const Strides& strides;
     int64_t rows, heads;
-  } tensors[] = {{"q", p.q, p.seqlen_q, p.heads},
-                 {"k", p.k, p.seqlen_k, p.heads_kv},
-                 {"v", p.v, p.seqlen_k, p.heads_kv},
-                 {"out", p.out, p.seqlen_q, p.heads}};
+  } tensors[] = {{"q", p.q, rows_of_map_q, p.heads},
+                 {"k", p.k, rows_of_map_k, p.heads_kv},
+                 {"v", p.v, rows_of_map_k, p.heads_kv},
+                 {"out", p.out, rows_of_map_q, p.heads}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;
       int64_t stride, length;
-    } dims[] = {{"batch", t.strides.batch, p.varlen ? 1 : p.batch},
+    } dims[] = {{"batch", t.strides.batch, batch},
                 {"seqlen", t.strides.seqlen, t.rows},
                 {"head", t.strides.head, t.heads}};
     for (const auto& dim : dims) {
@@ -274,6 +279,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   fill_common(p, a, f);
   f.out = tensor(a.out, p.out, p);
   f.lse = a.lse;
+  f.batch_invariant = p.batch_invariant;
 }
 
 void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {
@@ -378,41 +384,6 @@ class DeviceGuard {
   cudaError_t error_;
 };
 
-// A kernel that reads host memory ends the process's CUDA context, so pointers are checked before.
-// Asking the driver takes a few hundred nanoseconds a pointer; addresses keep their kind, so each
-// thread remembers the 2 MB pages (the granularity of the driver's address ranges) that it has
-// asked about. A page that is freed and comes back as host memory is not noticed.
-bool on_device(const void* pointer, int device, cudaPointerAttributes& attributes) {
-  constexpr int kPageBits = 21;
-  constexpr size_t kSlots = 256;
-  thread_local uint64_t known[kSlots] = {};
-  const uint64_t page = reinterpret_cast<uintptr_t>(pointer) >> kPageBits;
-  const uint64_t key = (page << 11 | static_cast<uint64_t>(device)) + 1;
-  uint64_t& slot = known[(page ^ page >> 8) % kSlots];
-  if (slot == key) return true;
-  if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
-    cudaGetLastError();
-    attributes.type = cudaMemoryTypeUnregistered;
-  }
-  const bool good = attributes.type == cudaMemoryTypeManaged ||
-                    attributes.type == cudaMemoryTypeHost ||  // pinned: mapped on every device
-                    (attributes.type == cudaMemoryTypeDevice && attributes.device == device);
-  if (good) slot = key;
-  return good;
-}
-
-Status check_device_pointer(const char* name, const void* pointer, int device) {
-  cudaPointerAttributes attributes{};
-  if (!pointer || on_device(pointer, device, attributes)) return {};
-  if (attributes.type == cudaMemoryTypeDevice) {
-    return {STROBE_INVALID_ARGUMENT, format("%s = %p is memory of device %d, expected device %d",
-                                            name, pointer, attributes.device, device)};
-  }
-  return {
-      STROBE_INVALID_ARGUMENT,
-      format("%s = %p is host memory, expected memory of CUDA device %d", name, pointer, device)};
-}
-
 template <typename Args>
 Status check_common_pointers(const AttentionProblem& p, const Args& a) {
   const int device = p.device_index;
@@ -444,59 +415,6 @@ Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
   STROBE_RETURN_IF_ERROR(check_device_pointer("dv", a.dv, device));
   return check_common_pointers(p, a);
 }
-
-// Small workspaces for callers that bring none: one block a stream, made once and kept, for the
-// launches of a stream come one after another. Not while a graph is captured: its replays may run
-// beside launches on the stream.
-constexpr size_t kOwnWorkspace = size_t{256} << 10;
-
-class StreamBlocks {
- public:
-  // Null: the launch has to look for memory elsewhere.
-  static void* get(size_t bytes, int device, cudaStream_t stream) {
-    if (bytes > kOwnWorkspace) return nullptr;
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long id = 0;  // a handle comes back when its stream is destroyed; an id does not
-    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-        cudaStreamGetId(stream, &id) != cudaSuccess) {
-      cudaGetLastError();
-      return nullptr;
-    }
-    if (status != cudaStreamCaptureStatusNone) return nullptr;
-    thread_local Block last{};
-    if (last.memory && last.stream == id && last.device == device) return last.memory;
-    static StreamBlocks blocks;
-    last = blocks.find(id, device, stream);
-    return last.memory;
-  }
-
- private:
-  struct Block {
-    unsigned long long stream;
-    int device;
-    void* memory;
-  };
-  static constexpr size_t kMost = 64;  // streams: 16 MB
-
-  Block find(unsigned long long id, int device, cudaStream_t stream) {
-    const std::lock_guard lock(mutex_);
-    for (const Block& block : blocks_) {
-      if (block.stream == id && block.device == device) return block;
-    }
-    Block made{id, device, nullptr};
-    if (blocks_.size() == kMost) return made;
-    if (cudaMallocAsync(&made.memory, kOwnWorkspace, stream) != cudaSuccess) {
-      cudaGetLastError();
-      made.memory = nullptr;
-      return made;
-    }
-    blocks_.push_back(made);
-    return made;
-  }
-
-  std::mutex mutex_;
-  std::vector<Block> blocks_;
-};
 
 bool aligned_for_tma(const ForwardArgs& a) {
   return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
@@ -535,8 +453,10 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
-  if (!workspace && plan.workspace_bytes > 0) {
-    workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
+  if constexpr (std::is_same_v<Row, ForwardRow>) {
+    if (!workspace && plan.workspace_bytes > 0) {
+      workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
+    }
   }
   const bool own = !workspace && plan.workspace_bytes > 0;
   if (own) {

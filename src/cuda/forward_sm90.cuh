@@ -147,7 +147,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
   static std::atomic<uint32_t> launches;
-  order.nonce = 2 * launches.fetch_add(1, std::memory_order_relaxed) + 1;
+  // Odd, each once; spread out, so that no small number that lies there by chance is one.
+  order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
   order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
 
   TensorMaps maps;

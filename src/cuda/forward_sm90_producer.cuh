@@ -52,6 +52,11 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
       // is free as soon as S is there, and the next tile's Q arrives under the softmax.
       if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
+      // Rows past a sequence's end hold the next one's queries. In a fast block they can send their
+      // warp to `redo`, which changes the bits of the rows beside them.
+      if (p.batch_invariant && p.cu_q && (end - begin) % 16 != 0) {
+        blocks.fast_begin = blocks.fast_end = blocks.end;
+      }
     }
     if (lane < kWarpgroups) tile.part[lane] = blocks;
     if (lane == kWarpgroups) {

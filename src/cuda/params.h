@@ -55,6 +55,7 @@ struct ForwardParams : CommonParams {
   Tensor out;
   float* lse;  // null: not wanted
   void* workspace;
+  int32_t batch_invariant;
 };
 
 struct BackwardParams : CommonParams {

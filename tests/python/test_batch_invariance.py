@@ -48,6 +48,32 @@ def test_dense(causal: bool, head_dim: int, device: str) -> None:
                     assert torch.equal(x[b], y[0]), f"{name} of sequence {b}, {dtype}, {seqlen}"
 
 
+def test_a_window_and_many_threads(device: str) -> None:
+    """Tiles of one row, whose reference must not depend on how the batch's work is cut."""
+    dtype = torch.bfloat16
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(4, 2049, 16, 128, generator=generator).to(device, dtype) for _ in range(3)
+    )
+    options: dict[str, Any] = {"causal": True, "window": (512, 0), "batch_invariant": True}
+    out, lse = strobe.attention(q, k, v, return_lse=True, threads=16, **options)
+    for threads in (1, 16):
+        alone, alone_lse = strobe.attention(
+            q[:1], k[:1], v[:1], return_lse=True, threads=threads, **options
+        )
+        assert torch.equal(lse[0], alone_lse[0])
+        assert torch.equal(out[0], alone[0])
+
+
+def test_a_layout_that_only_a_batch_has(device: str) -> None:
+    """Keys that the whole batch shares have a batch stride of 0; a batch of one has any."""
+    dtype = torch.bfloat16
+    q, k, v, _ = tensors((3, 200), 64, dtype, device)
+    k, v = (x[:1].expand(3, -1, -1, -1) for x in (k, v))
+    out = strobe.attention(q, k, v, batch_invariant=True)
+    assert torch.equal(out[2], strobe.attention(q[2:], k[2:], v[2:], batch_invariant=True)[0])
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_varlen(head_dim: int, device: str) -> None:
     for dtype in dtypes_of(device):

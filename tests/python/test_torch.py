@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,16 @@ def test_a_tensor_through_dlpack_is_a_tensor() -> None:
     out = strobe.attention(Foreign(x), Foreign(x), Foreign(x))
     assert out.dtype.name == "bfloat16"
     assert np.array_equal(out, array(strobe.attention(x, x, x)))
+
+
+def test_a_call_within_fake_tensors_does_not_spoil_later_ones() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.randn(1, 11, 2, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True), suppress(Exception):
+        strobe.attention(x, x, x, return_lse=True)
+    out, lse = strobe.attention(x, x, x, return_lse=True)
+    assert type(out) is type(lse) is torch.Tensor
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
