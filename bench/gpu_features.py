@@ -287,6 +287,7 @@ def story(args: Any) -> dict[str, Any]:
 CHOICES = [
     (("forward_sm90_bf16_64_128x128x4x8", "forward_sm90_bf16_64_192x128x4x12"), 64, (512, 1024, 2048, 4096)),
     (("forward_sm90_bf16_256_128x64x2x8", "forward_sm90_bf16_256_128x80x2x8"), 256, (512, 1024, 2048, 8192)),
+    (("forward_sm80_bf16_64_128x64x2x4", "forward_sm80_bf16_64_128x128x2x4"), 64, (512, 1024, 2048)),
     (("backward_sm80_bf16_128_64x128x2x8", "backward_sm80_bf16_128_64x64x2x8"), 128, (512, 2048, 8192)),
 ]
 
