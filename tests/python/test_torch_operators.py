@@ -376,6 +376,8 @@ fully_shard(model, mesh=mesh)
 model(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
 for (name, p), wanted in zip(model.named_parameters(), alone.parameters()):
     torch.testing.assert_close(p.grad.full_tensor(), wanted.grad, msg=name)
+dist.barrier()  # the other one may still be gathering
+print("gradients agree", flush=True)
 dist.destroy_process_group()
 """
 
@@ -394,7 +396,9 @@ def test_fsdp_of_two_processes(tmp_path: Path) -> None:
     try:
         for worker in workers:
             output, _ = worker.communicate(timeout=120)
-            assert worker.returncode == 0, output
+            # Not the exit status: PyTorch's own threads now and then end a process with "terminate
+            # called without an active exception" while it shuts down, after all that is tested.
+            assert "gradients agree" in output, output
     finally:
         for worker in workers:
             worker.kill()
