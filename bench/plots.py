@@ -78,9 +78,7 @@ def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> N
         if name == "Strobe":
             for x, y in zip(places, heights, strict=True):
                 text = f"{y:.2f}" if y < 10 else f"{y:.0f}"
-                axes.annotate(
-                    text, (x, y), ha="center", va="bottom", fontsize=6, color=INK
-                )
+                axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=6, color=INK)
     axes.set_title(title, fontsize=9)
     axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
     axes.margins(y=0.12)
@@ -116,28 +114,18 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     machine = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}", fontsize=11)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
-    )
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     save(figure, path)
 
 
 def draw_story(story: dict[str, Any], path: Path) -> None:
     """From standard attention to FlashAttention-2, head_dim 128: a line for each variant."""
-    figure, panels = plt.subplots(
-        1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained"
-    )
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
     for axes, causal in zip(panels, (False, True), strict=True):
-        points = [
-            p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal
-        ]
+        points = [p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal]
         points.sort(key=lambda p: p["seqlen"])
         for key, (name, color, marker) in STORY.items():
-            measured = [
-                (i, p["tflops"][key])
-                for i, p in enumerate(points)
-                if key in p["tflops"]
-            ]
+            measured = [(i, p["tflops"][key]) for i, p in enumerate(points) if key in p["tflops"]]
             x, y = [i for i, _ in measured], [speed for _, speed in measured]
             axes.plot(
                 x,
@@ -148,9 +136,7 @@ def draw_story(story: dict[str, Any], path: Path) -> None:
                 linewidth=1.5,
                 label=name,
             )
-        axes.set_title(
-            f"bf16, head_dim 128, {'causal' if causal else 'no mask'}", fontsize=9
-        )
+        axes.set_title(f"bf16, head_dim 128, {'causal' if causal else 'no mask'}", fontsize=9)
         axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
         axes.set_xlabel("sequence length")
         axes.set_ylim(bottom=0)
@@ -181,9 +167,7 @@ def draw_memory(result: dict[str, Any], path: Path) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(
-        [p["seqlen"] for p in points], [length(p["seqlen"]) for p in points]
-    )
+    axes.set_xticks([p["seqlen"] for p in points], [length(p["seqlen"]) for p in points])
     axes.set_xlabel("sequence length")
     axes.set_ylabel("MB beside the inputs")
     figure.suptitle(f"Peak memory, 1 head of 64, bf16, {result['gpu']}", fontsize=11)
@@ -201,9 +185,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "results", nargs="*", type=Path, help="default: all of bench/results"
-    )
+    parser.add_argument("results", nargs="*", type=Path, help="default: all of bench/results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures")
     args = parser.parse_args()
     style = {f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")}

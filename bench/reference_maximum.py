@@ -30,9 +30,7 @@ def shares(weights: np.ndarray) -> np.ndarray:
     return weights.reshape(rows, columns // 8, 4, 2).sum(axis=(1, 3))
 
 
-def count(
-    scores: np.ndarray, causal: bool, tile_k: int, limit: float
-) -> tuple[int, int, float]:
+def count(scores: np.ndarray, causal: bool, tile_k: int, limit: float) -> tuple[int, int, float]:
     """Fast blocks of a head's warps, those computed again, log2 of the largest share that was not.
     scores: (seqlen, seqlen), in units of log 2."""
     seqlen = scores.shape[0]
@@ -45,9 +43,7 @@ def count(
         first = True
         for block in reversed(range(0, int(ends.max()), tile_k)):
             columns = np.arange(block, min(block + tile_k, seqlen))
-            s = np.where(
-                columns[None] < ends[:, None], scores[rows][:, columns], -np.inf
-            )
+            s = np.where(columns[None] < ends[:, None], scores[rows][:, columns], -np.inf)
             if first or block + tile_k > ends.min():  # masked, or the first
                 reference = np.maximum(reference, s.max(axis=1))
                 first = False

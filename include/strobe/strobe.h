@@ -117,11 +117,10 @@ typedef struct strobe_problem {
                             fixed one) */
   int32_t has_dlse;      /* backward: the arguments carry dlse, a gradient of lse */
   int32_t threads; /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
-  int32_t
-      batch_invariant; /* 1: a sequence's bits depend neither on the other sequences of the batch
-                          nor on how many they are, for finite tensors laid out alike (backward:
-                          with deterministic too). Dropout still differs from place to place. 0
-                          (default): kernels may be chosen by the size of the whole */
+  /* 1: a sequence's bits depend neither on the other sequences of the batch nor on how many they
+   * are, for finite tensors laid out alike (backward: with deterministic too). Dropout still
+   * differs from place to place. 0 (default): kernels may be chosen by the size of the whole. */
+  int32_t batch_invariant;
 
   strobe_strides q, k, v, out;     /* both directions */
   strobe_strides dout, dq, dk, dv; /* backward */
