@@ -30,7 +30,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from . import _operators
+from . import _operators, _repeat
 from ._errors import InvalidArgument, Unsupported
 from .functional import attention
 
@@ -54,6 +54,7 @@ _Tensor: Final = torch.Tensor
 _is_tracing: Final = torch.compiler.is_dynamo_compiling
 _is_grad_enabled: Final = torch.is_grad_enabled
 _is_autocast_enabled: Final = torch.is_autocast_enabled
+_attention_and_launch: Final[Any] = attention  # its overloads do not show what `_repeat` needs
 
 
 # -------------------------------------------------------------------------------- without dispatch
@@ -229,16 +230,24 @@ def _attention(
         softmax_scale = _number("softmax_scale", softmax_scale)
     softcap = _number("softcap", softcap)
     tracing = _is_tracing()
+    call = (softmax_scale, causal, window_size, softcap)
+    direct = not tracing and dropout_p == 0 and not return_attn_probs
+    repeats = (
+        direct and alibi_slopes is None and cu_seqlens_q is None and type(window_size) is tuple
+    )
+    if repeats:
+        out = _repeat.again(q, k, v, call)
+        if out is not None:
+            return out
     plain = not tracing and _is_plain(q, k, v)
     if (
         plain
+        and direct
         and not ((q.requires_grad or k.requires_grad or v.requires_grad) and _is_grad_enabled())
-        and not return_attn_probs
-        and dropout_p == 0
         and not _is_autocast_enabled("cpu" if q.is_cpu else "cuda")
     ):
         try:
-            return attention(
+            out, launch = _attention_and_launch(
                 q,
                 k,
                 v,
@@ -251,7 +260,11 @@ def _attention(
                 cu_seqlens_k=cu_seqlens_k,
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
+                _with_launch=True,
             )
+            if repeats:
+                _repeat.remember(q, k, v, call, launch)
+            return out
         except InvalidArgument:
             pass  # below, a contiguous copy may help, and if not, the message is given
 

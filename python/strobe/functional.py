@@ -155,6 +155,7 @@ def attention(
     threads: int = 0,
     out: Any = None,
     return_lse: bool = False,
+    _with_launch: bool = False,  # returns (out, Launch): for _repeat.py
 ) -> Any:
     """softmax(scale * q k^T + bias) v, exactly, in memory linear in the sequence length.
 
@@ -220,8 +221,9 @@ def attention(
         if q is None or k is None or v is None:
             raise no_array(("q", "k", "v"), (q, k, v))
         names = ("q", "k", "v", "out", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+        again: Any = attention
         with imported(names, (q, k, v, out, alibi_slopes, cu_seqlens_q, cu_seqlens_k)) as arrays:
-            result = attention(
+            result = again(
                 arrays[0],
                 arrays[1],
                 arrays[2],
@@ -241,6 +243,7 @@ def attention(
                 threads=threads,
                 out=arrays[3],
                 return_lse=return_lse,
+                _with_launch=_with_launch,
             )
         if out is None:
             return result
@@ -386,6 +389,8 @@ def attention(
     status = _launch_forward(launch.address, arguments)
     if status:
         check(status)
+    if _with_launch:
+        return out, launch
     return (out, lse) if return_lse else out
 
 

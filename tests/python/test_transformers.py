@@ -174,6 +174,12 @@ def test_equal_to_eager(
     assert found[1].keys() == wanted[1].keys()
     for parameter, gradient in found[1].items():
         reference, comparator = wanted[1][parameter], plain[1][parameter]
+        if parameter.endswith("key.bias"):
+            # Exactly zero, since softmax does not see what all keys share. What is left is rounding
+            # alone, and not the same: eager subtracts the sum of P * dP, FlashAttention that of
+            # dO * O, with O rounded. Its size is that of the query's bias, a sum of the same dS.
+            query = parameter.replace("key.bias", "query.bias")
+            comparator = reference + (plain[1][query] - wanted[1][query])
         oracle.check(parameter, gradient, reference, comparator, oracle.GRADIENT_FACTOR)
 
 

@@ -1,0 +1,138 @@
+"""Calls of flash_attn_func that repeat the one before take a short way (strobe._repeat): that they
+do, and that a call which differs in anything does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+import strobe  # noqa: E402
+from strobe import _repeat  # noqa: E402
+from strobe.flash_attn import flash_attn_func  # noqa: E402
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def tensors(device: str, seqlen: int = 5, heads: int = 2) -> list[Any]:
+    generator = torch.Generator().manual_seed(seqlen)
+    drawn = [torch.randn(1, seqlen, heads, 16, generator=generator) for _ in range(3)]
+    return [x.to(device, DTYPES[device]) for x in drawn]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[[], int]:
+    """After three calls alike: how many calls have gone the short way since."""
+    count = 0
+    inner = _repeat.again
+
+    def again(*arguments: Any) -> Any:
+        nonlocal count
+        out = inner(*arguments)
+        count += out is not None
+        return out
+
+    for _ in range(3):
+        q, k, v = tensors(device)
+        flash_attn_func(q, k, v, causal=True)
+    if _repeat._guard(tuple(tensors(device))) is None:
+        pytest.skip("this PyTorch's guards are not those that strobe._repeat knows")
+    monkeypatch.setattr(_repeat, "again", again)
+    return lambda: count
+
+
+def expected(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """By the long way."""
+    return strobe.attention(q, k, v, **{"causal": True} | options)
+
+
+def test_the_same_again(device: str, short: Callable[[], int]) -> None:
+    q, k, v = (x + 1 for x in tensors(device))  # other values, elsewhere
+    assert torch.equal(flash_attn_func(q, k, v, causal=True), expected(q, k, v))
+    assert short() == 1
+    out = flash_attn_func(q, k, v, causal=True)
+    assert out.data_ptr() not in (q.data_ptr(), k.data_ptr(), v.data_ptr())
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seqlen", "heads", "stride", "v alone", "dtype", "options", "window", "scale"],
+)
+def test_anything_else_goes_the_long_way(
+    change: str, device: str, short: Callable[[], int]
+) -> None:
+    q, k, v = tensors(device)
+    options: dict[str, Any] = {}
+    if change == "seqlen":
+        q, k, v = tensors(device, seqlen=6)
+    elif change == "heads":
+        q = torch.cat([q, q], 2)
+    elif change == "stride":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    elif change == "v alone":
+        v = v[..., :8]
+    elif change == "dtype":
+        q, k, v = (x.half() for x in (q, k, v))
+    elif change == "options":
+        options = {"causal": False}
+    elif change == "window":
+        options = {"window": (1, 0)}
+    else:
+        options = {"scale": 0.5}
+    names = {"window": "window_size", "scale": "softmax_scale"}
+    call = {"causal": True} | {names.get(name, name): x for name, x in options.items()}
+    found = flash_attn_func(q, k, v, **call)
+    assert torch.equal(found, expected(q, k, v, **options))
+    assert short() == 0
+
+
+def test_gradients_are_not_lost(device: str, short: Callable[[], int]) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+    flash_attn_func(q, k, v, causal=True).sum().backward()
+    assert all(x.grad is not None for x in (q, k, v))
+    with torch.no_grad():
+        for _ in range(3):
+            flash_attn_func(q, k, v, causal=True)
+    assert flash_attn_func(q, k, v, causal=True).requires_grad
+    assert short() == 0
+
+
+@pytest.mark.parametrize("mode", ["autocast", "flops", "vmap", "inference"])
+def test_modes_see_the_call(mode: str, device: str, short: Callable[[], int]) -> None:
+    q, k, v = tensors(device)
+    want = expected(q, k, v)
+    if mode == "vmap":
+        batched = torch.vmap(lambda x: flash_attn_func(x, k, v, causal=True))(q[None])
+        assert torch.equal(batched[0], want)
+    elif mode == "flops":
+        with FlopCounterMode(display=False):
+            flash_attn_func(q, k, v, causal=True)
+    else:
+        context = torch.autocast(device, torch.bfloat16) if mode == "autocast" else nullcontext()
+        with context, torch.inference_mode(mode == "inference"):
+            out = flash_attn_func(q, k, v, causal=True)
+        assert out.dtype == (torch.bfloat16 if mode == "autocast" else want.dtype)
+    assert short() == 0
+
+
+def test_errors_are_the_usual_ones(device: str, short: Callable[[], int]) -> None:
+    q, k, v = tensors(device)
+    with pytest.raises(strobe.InvalidArgument, match="window_size"):
+        flash_attn_func(q, k, v, causal=True, window_size=3)  # type: ignore[arg-type]
+    with pytest.raises(strobe.InvalidArgument, match="softcap"):
+        flash_attn_func(q, k, v, causal=True, softcap=-1.0)
+    assert short() == 0
+
+
+def test_two_shapes_in_turns(device: str) -> None:
+    for _ in range(3):
+        for seqlen in (3, 7):
+            q, k, v = tensors(device, seqlen)
+            assert torch.equal(flash_attn_func(q, k, v, causal=True), expected(q, k, v))
