@@ -245,7 +245,7 @@ struct BackwardThread {
   __device__ __forceinline__ uint32_t exchange_empty() const {
     return barrier(kExchangeBarriers + Shape::kHalfWarps + place().warp());
   }
-  __device__ __forceinline__ void init_barriers() const {
+  __device__ __forceinline__ void init_barriers_and_turns() const {
     constexpr uint32_t kOfWarp = ptx::kWarpArrivals, kOfHalf = Shape::kHalfWarps * kOfWarp,
                        kOfAll = kC.warps * kOfWarp;
     ptx::barrier_init(v_full(), Shape::kHalfThreads);
@@ -270,6 +270,9 @@ struct BackwardThread {
     for (int w = 0; w < 2 * Shape::kHalfWarps; ++w) {
       ptx::barrier_init(barrier(kExchangeBarriers + w), kOfWarp);
     }
+    for (int at = 0; at < Shape::kTurnBytes; at += 4) {
+      store_shared(shared + static_cast<uint32_t>(Shape::kTurnsAt + at), 0);
+    }
   }
   /// Waits until the n-th use (from 0) of one of `stages` places is filled, or may be filled.
   __device__ __forceinline__ static void wait_full(uint32_t barrier, int n, int stages) {
@@ -282,10 +285,9 @@ struct BackwardThread {
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kHalfThreads) : "memory");
   }
 
-  /// A turn that the warp has still to pass on (gradients_half): scratch tile, and the counter's
-  /// new value, 0 for none. Lane 0's alone.
-  __device__ __forceinline__ uint32_t pending(const Place& me) const {
-    return shared + static_cast<uint32_t>(Shape::kPendingAt + 8 * me.warp());
+  /// Where step n's turn waits to be passed on (store_turn), by the weights half two steps later.
+  __device__ __forceinline__ uint32_t turn_slot(const Place& me, int n) const {
+    return shared + static_cast<uint32_t>(Shape::kTurnsAt + 32 * me.warp() + 8 * (n & 3));
   }
 
   __device__ __forceinline__ uint32_t tile_at(int offset, int stage) const {

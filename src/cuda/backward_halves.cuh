@@ -4,10 +4,61 @@
 #define STROBE_CUDA_BACKWARD_HALVES_CUH_
 
 #include "cuda/backward_block.cuh"
+#include "cuda/backward_order.cuh"
 #include "cuda/dropout.cuh"
 #include "cuda/score.cuh"
 
 namespace strobe::cuda::sm80 {
+
+// --- Turns ---
+
+// Who adds to one warp's part of a query tile's dQ, and when. The first key block to come by
+// stores, so the others wait for it; in a deterministic launch each waits for the one before. Items
+// are handed out with key blocks ascending, so whoever waits, waits for an item that is under way.
+// Each part has a counter of the key blocks that have added (not deterministic: whether one has).
+//
+// To pass a turn on is a release, which waits until L2 has acknowledged the additions. In a
+// deterministic launch, where every step has one, the warp's fellow in the weights half does it,
+// which has the time: at its second step after, when it knows that the additions are issued. Not
+// for an item's last two steps: there it would wait for the next item, and the item for others that
+// wait for these turns.
+
+/// Key blocks that add to a step's dQ before this one, as far as it has to know.
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>& t,
+                                               const BackwardStep& step) {
+  const int32_t q = step.tile * kC.tile_q;
+  if (q >= t.block_int(offsetof(BackwardBlock, first_query))) return 0;
+  if (!t.p.deterministic) return 1;
+  const int32_t first_key = max(q + t.block_int(offsetof(BackwardBlock, first_key)), 0);
+  return static_cast<uint32_t>(t.block_int(offsetof(BackwardBlock, key_begin)) / kC.tile_k -
+                               first_key / kC.tile_k);
+}
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules>& t,
+                                                  uint32_t tile) {
+  return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + t.place().warp();
+}
+/// Leaves step n's turn to be passed on: the scratch tile, and the counter's new value; 0: none.
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ void store_turn(const BackwardThread<kC, kRules>& t, int n, uint2 turn) {
+  const uint32_t at = t.turn_slot(t.place(), n);
+  store_shared(at, turn.x);
+  store_shared(at + 4, turn.y);
+}
+/// Passes it on, after all additions that this thread knows of.
+template <BackwardConfig kC, bool kRules>
+__device__ __forceinline__ void release_turn(const BackwardThread<kC, kRules>& t, int n) {
+  const auto turn = load_shared_wide<uint2>(t.turn_slot(t.place(), n));
+  if (turn.y == 0) return;
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, turn.x)), "r"(turn.y)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
+  uint32_t now;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
 
 // --- S^T, P, dV ---
 
@@ -31,7 +82,14 @@ __device__ __forceinline__ void fetch_item(const BackwardThread<kC, kRules>& t,
         block.fill(t.p, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         break;
       }
-    } while (true);  // with varlen, short sequences have fewer key blocks than the longest
+      // With varlen, short sequences have fewer key blocks than the longest: nobody else need come
+      // across the gap.
+      const int64_t next =
+          past_gap(order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
+            return t.p.cu_k[batch + 1] - t.p.cu_k[batch] > block_of_sequence * kC.tile_k;
+          });
+      if (next > index + 1) atomicMax(t.scratch.ticket, static_cast<uint32_t>(next));
+    } while (true);
     if (index >= order.items) block.steps = -1;
   }
   Thread::sync_weights_half();
@@ -209,6 +267,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
         }
       };
       if constexpr (kStages == 2) copy_ahead();  // where the step before was
+      // The turn of two steps ago: the other half left it before it arrived for the last one.
+      if (p.deterministic && t.place().lane() == 0) {
+        release_turn(t, t.n_step() - 2);
+      }
       t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
                    step.tile * kC.tile_q);
@@ -231,34 +293,6 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
 
 // --- dP^T, dS, dK, dQ ---
 
-// Who adds to one warp's part of a query tile's dQ, and when. The first key block to come by
-// stores, so the others wait for it; in a deterministic launch each waits for the one before. Items
-// are handed out with key blocks ascending, so whoever waits, waits for an item that is under way.
-// Each part has a counter of the key blocks that have added (not deterministic: whether one has).
-
-/// Key blocks that add to a step's dQ before this one, as far as it has to know.
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>& t,
-                                               const BackwardStep& step) {
-  const int32_t q = step.tile * kC.tile_q;
-  if (q >= t.block_int(offsetof(BackwardBlock, first_query))) return 0;
-  if (!t.p.deterministic) return 1;
-  const BackwardBlock& b = t.block(t.item());
-  const Mask& mask = b.sequence.mask;
-  const Range keys = mask.kv_range({q, min64(q + kC.tile_q, mask.seqlen_q)});
-  return static_cast<uint32_t>(b.key_begin / kC.tile_k - keys.begin / kC.tile_k);
-}
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules>& t,
-                                                  uint32_t tile) {
-  return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + t.place().warp();
-}
-__device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
-  uint32_t now;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  return now;
-}
-
 template <BackwardConfig kC, bool kRules>
 __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
                                                const BackwardOrder& order) {
@@ -268,25 +302,14 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
   const BackwardParams& p = t.p;
   const float dp_scale = kRules ? p.dropout.keep_scale / kWeightScale : 1 / kWeightScale;
-  // Passes a turn on, a while after the additions, so that nobody waits for them to arrive.
-  const auto set_pending = [&](uint32_t tile, uint32_t value) {
-    const typename Thread::Place me = t.place();
-    if (me.lane() != 0) return;
-    store_shared(t.pending(me), tile);
-    store_shared(t.pending(me) + 4, value);
-  };
+  // Passes on the turn of the step before, a while after its additions, so that nobody waits for
+  // them to arrive.
   const auto pass_turn = [&] {
     __syncwarp();  // all lanes' additions
-    const typename Thread::Place me = t.place();
-    if (me.lane() != 0) return;
-    const uint2 pending = load_shared_wide<uint2>(t.pending(me));
-    if (pending.y == 0) return;
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, pending.x)),
-                 "r"(pending.y)
-                 : "memory");
-    store_shared(t.pending(me) + 4, 0);
+    if (t.place().lane() != 0) return;
+    release_turn(t, t.n_step() - 1);
+    store_turn(t, t.n_step() - 1, {0, 0});
   };
-  set_pending(0, 0);
 
   for (;; t.next_item()) {
     t.wait_full(t.block_full(t.item()), t.item(), 2);
@@ -318,8 +341,9 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
 #pragma unroll
         for (int n = 0; n < kHave; ++n) delta[n] = load_shared_pair(delta_at + 32 * n);
       });
-      if (t.is_last(step)) t.arrive_warp(t.v_empty());
-      pass_turn();
+      const bool is_last = t.is_last(step);
+      if (is_last) t.arrive_warp(t.v_empty());
+      if (is_last || !p.deterministic) pass_turn();
 
       // dP to dS = P * (dP - delta), P from the other half.
       uint32_t ds[kM][kN / 2][4];
@@ -404,13 +428,16 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
         }
         // All that is left to look up, before the additions fill the queue to memory.
         const uint32_t order = turn_order(t, step);
-        if (pass + Shape::kPass == Shape::kDqColumns) after = t.after(step, t.limits());
+        const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
+        if (last_pass) after = t.after(step, t.limits());
         // No acquire: what follows goes to L2, where the others' additions have arrived by now.
         while (turn < order) turn = look_at(turn_counter(t, tile));
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
         t.add_dq(dq, pass, sum, order == 0);
-        if (order == 0 || p.deterministic) set_pending(tile, order + 1);
+        if (last_pass && (order == 0 || p.deterministic) && t.place().lane() == 0) {
+          store_turn(t, t.n_step(), {tile, order + 1});
+        }
       }
       more = !t.is_last(step);
       step = after;

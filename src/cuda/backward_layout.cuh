@@ -3,7 +3,10 @@
 #ifndef STROBE_CUDA_BACKWARD_LAYOUT_CUH_
 #define STROBE_CUDA_BACKWARD_LAYOUT_CUH_
 
-#include "cuda/backward_pre.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/backward_order.cuh"
 #include "cuda/config.h"
 #include "cuda/load.cuh"
 #include "cuda/tile.cuh"
@@ -69,8 +72,9 @@ struct BackwardShape {
   static constexpr int kBlockAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
   static constexpr int kBlockBytes = 176;
   static constexpr int kLimitsAt = kBlockAt + 2 * kBlockBytes;
-  static constexpr int kPendingAt = kLimitsAt + kKeyStages * 8 * kC.tile_k;
-  static constexpr int kSharedBytes = kPendingAt + 8 * kHalfWarps;
+  static constexpr int kTurnsAt = kLimitsAt + kKeyStages * 8 * kC.tile_k;
+  static constexpr int kTurnBytes = 4 * 8 * kHalfWarps;
+  static constexpr int kSharedBytes = kTurnsAt + kTurnBytes;
 
   static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);
   static_assert(kN % 2 == 0 && kSumN % 4 == 0 && kPass % 16 == 0 && kDqColumns % kPass == 0);
@@ -80,37 +84,6 @@ struct BackwardShape {
   // Two blocks fit a multiprocessor's registers where a block has 128 threads.
   static constexpr int kMinBlocks = kC.warps == 4 && 2 * (kSharedBytes + 1024) <= 233472 ? 2 : 1;
 };
-
-/// The order in which work items, each a (batch, key head, part of the group, key block), are
-/// taken. Columns, which are the first three, come in groups whose queries fit into L2 together;
-/// within a group the first key block comes first, of all its columns: under a causal mask that is
-/// the longest work first; and nobody waits for an item that is taken later.
-struct BackwardOrder {
-  uint32_t blocks, columns, group, parts;
-  int32_t heads_per_part;
-  int64_t items;
-};
-
-struct BackwardItem {
-  int32_t batch, head_kv, part, block;
-};
-
-STROBE_INLINE constexpr BackwardItem backward_item(const BackwardOrder& o, int32_t heads_kv,
-                                                   int64_t index) {
-  const uint32_t per_group = o.group * o.blocks;  // fits
-  uint32_t first, rest;
-  if (o.items <= INT32_MAX) {  // 32-bit division takes a fifth of the time
-    first = static_cast<uint32_t>(index) / per_group * o.group;
-    rest = static_cast<uint32_t>(index) % per_group;
-  } else {
-    first = static_cast<uint32_t>(index / per_group) * o.group;
-    rest = static_cast<uint32_t>(index % per_group);
-  }
-  const uint32_t here = o.columns - first < o.group ? o.columns - first : o.group;
-  const uint32_t column = first + rest % here, head = column / o.parts;
-  return {static_cast<int32_t>(head) / heads_kv, static_cast<int32_t>(head) % heads_kv,
-          static_cast<int32_t>(column % o.parts), static_cast<int32_t>(rest / here)};
-}
 
 /// A step of a block: one query tile of one head.
 struct BackwardStep {
@@ -123,6 +96,7 @@ struct alignas(16) BackwardBlock {
   int32_t tile_begin, tile_end;  // query tiles that see some key of the block
   int32_t full_begin, full_end;  // queries that see every key of it
   int32_t first_query;   // tiles from here on see no key before the block: it is the first to add
+  int32_t first_key;     // of query 0; negative: query -first_key is the last to see key 0
   uint32_t scratch;      // first scratch tile of the sequence
   const char *q, *dout;  // row 0 of the sequence, head 0
   Sequence sequence;
@@ -153,6 +127,8 @@ struct alignas(16) BackwardBlock {
     full_end = static_cast<int32_t>(full.end);
     first_query =
         key_begin == 0 ? 0 : static_cast<int32_t>(mask.q_range({key_begin - 1, key_begin}).end);
+    // (Clamped, so that adding a query cannot overflow.)
+    first_key = static_cast<int32_t>(max64(mask.position(0) - mask.left, -mask.seqlen_q));
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
     steps = (head_end - head_begin) * (tile_end - tile_begin);
     scratch = scratch_begin(p, tile_q, batch);

@@ -17,17 +17,14 @@ inline constexpr int kPostThreads = 256;
 template <typename T, int kTileQ, int kWidth>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
-                         const __grid_constant__ BackwardScratch scratch, int32_t tiles,
-                         int64_t items) {
+                         const __grid_constant__ BackwardScratch scratch, int64_t items) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
-  const QueryTile tile = query_tile(p, index, items, tiles, kTileQ);
+  const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
   if (tile.begin >= seqlen) return;
-  const int64_t at = int64_t{tile.head} * scratch.tiles + scratch_begin(p, kTileQ, tile.batch) +
-                     tile.begin / kTileQ;
-  const float* const sum = scratch.dq + at * (kTileQ * kWidth);
+  const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
   const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
   // No key block has come by a tile that sees no key.
   const bool visited =

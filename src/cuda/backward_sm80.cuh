@@ -21,7 +21,7 @@
 //                  to its fellow of the second (negative: dropped)
 //                  dS [keys][queries]: for dQ
 //                  weights [keys][queries]: only where queries are split
-//                  the item's block, twice; the turn that a warp has still to pass on
+//                  the item's block, twice; the turns that are still to be passed on
 //   barriers       full and empty of each ring, of V, of the exchange (per pair of warps), of dS,
 //                  of the block; empty of weights: mbarriers, one arrival a warp for empty
 //                  weights full, block filled: named barrier of the weights half
@@ -30,14 +30,15 @@
 #ifndef STROBE_CUDA_BACKWARD_SM80_CUH_
 #define STROBE_CUDA_BACKWARD_SM80_CUH_
 
-#include <atomic>
-
 #include "cuda/backward_block.cuh"
 #include "cuda/backward_halves.cuh"
+#include "cuda/backward_order.cuh"
 #include "cuda/backward_post.cuh"
 #include "cuda/backward_pre.cuh"
 #include "cuda/launch_target.h"
 #include "cuda/rows.h"
+#include "cuda/shared_memory.h"
+#include "cuda/static_order.cuh"
 
 namespace strobe::cuda::sm80 {
 
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   asm volatile("" : "+r"(shared));  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
   const BackwardThread<kC, kRules> t(p, scratch, shared, half);
-  if (threadIdx.x == 0) t.init_barriers();
+  if (threadIdx.x == 0) t.init_barriers_and_turns();
   __syncthreads();
   if (half == 0) {
     weights_half<kC, kRules>(t, order);
@@ -85,45 +86,13 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-/// Columns of a group: as many as L2 holds the queries and the sums of their dQ, for short
-/// sequences; but not so few that many key blocks of one column are under way at once, which add to
-/// the same tiles of dQ (and, in a deterministic launch, wait for one another).
-inline constexpr int64_t kBackwardGroupBytes = int64_t{32} << 20, kBackwardGroupColumns = 16;
-
-template <BackwardConfig kConfig>
-constexpr BackwardOrder backward_order(const BackwardParams& p) {
-  BackwardOrder o{};
-  o.blocks = static_cast<uint32_t>(ceil_div(p.seqlen_k, kConfig.tile_k));
-  o.parts = static_cast<uint32_t>(group_parts(sizes_of(p), kConfig.tile_k));
-  o.heads_per_part = static_cast<int32_t>(ceil_div(p.group, o.parts));
-  o.columns = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads_kv) * o.parts;
-  o.items = int64_t{o.columns} * o.blocks;
-  const int64_t bytes = int64_t{p.seqlen_q} * o.heads_per_part * kConfig.width * 8;
-  o.group = static_cast<uint32_t>(
-      max64(kBackwardGroupColumns, min64(kBackwardGroupBytes / max64(1, bytes), 65536)));
-  // 32-bit arithmetic within a group.
-  o.group = static_cast<uint32_t>(max64(1, min64(o.group, INT32_MAX / max64(1, o.blocks))));
-  return o;
-}
-
-/// A kernel's leave to use more than 48 KB of shared memory, once per device.
-inline cudaError_t allow_backward_shared(const void* kernel, int bytes, int device,
-                                         std::atomic<uint64_t>& allowed) {
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t e =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return e;
-}
-
 template <BackwardConfig kConfig, bool kRules>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
-  static std::atomic<uint64_t> allowed{0};
+  static SharedMemoryLeave leave;
   const void* const kernel = reinterpret_cast<const void*>(&backward_kernel<Shape, kRules>);
-  const cudaError_t e = allow_backward_shared(kernel, Shape::kSharedBytes, target.device, allowed);
+  const cudaError_t e = allow_shared_memory(kernel, Shape::kSharedBytes, target.device, leave);
   if (e != cudaSuccess) return e;
   const auto blocks = static_cast<uint32_t>(
       min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));
@@ -141,13 +110,12 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
-  BackwardOrder order = backward_order<kConfig>(p);
+  BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
 
-  auto tiles = static_cast<int32_t>(ceil_div(p.seqlen_q, kTileQ));
-  int64_t items = int64_t{p.batch} * p.heads * tiles;
+  int64_t items = query_tiles(p, scratch.tiles);
   const GridSize grid = grid_for(max64(1, items));
   int32_t turns = Shape::kHalfWarps;
-  void* pre[] = {&p, &scratch, &tiles, &items, &turns};
+  void* pre[] = {&p, &scratch, &items, &turns};
   cudaError_t error =
       cudaLaunchKernel(reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>),
                        dim3(grid.x, grid.y), dim3(kPreThreads), pre, 0, stream);
@@ -165,7 +133,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     if (error != cudaSuccess) return error;
   }
   if (items > 0) {
-    void* post[] = {&p, &scratch, &tiles, &items};
+    void* post[] = {&p, &scratch, &items};
     error =
         cudaLaunchKernel(reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>),
                          dim3(grid.x, grid.y), dim3(kPostThreads), post, 0, stream);

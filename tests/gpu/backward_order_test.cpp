@@ -1,0 +1,166 @@
+// In which order the backward pass takes its work items, and which tiles of the scratch are whose:
+// index arithmetic of the CUDA kernels, checked on the CPU.
+#include "cuda/backward_order.cuh"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "cuda/backward_scratch.cuh"
+
+namespace strobe::cuda {
+namespace {
+
+constexpr int32_t kTile = 64;
+
+// Packed sequences, as the kernels are told of them.
+struct Packed {
+  std::vector<int32_t> cu{0};
+  CommonParams params{};
+
+  Packed(const std::vector<int32_t>& lengths, int32_t heads) {
+    for (const int32_t n : lengths) {
+      cu.push_back(cu.back() + n);
+      params.seqlen_q = params.seqlen_k = std::max(params.seqlen_q, n);
+    }
+    params.cu_q = params.cu_k = cu.data();
+    params.batch = static_cast<int32_t>(lengths.size());
+    params.heads = params.heads_kv = heads;
+    params.group = 1;
+    params.total_q = params.total_k = cu.back();
+  }
+  int32_t length(int32_t b) const {
+    return cu[static_cast<size_t>(b) + 1] - cu[static_cast<size_t>(b)];
+  }
+};
+
+std::vector<int32_t> random_lengths(std::mt19937& random) {
+  std::vector<int32_t> lengths(1 + random() % 12);
+  for (int32_t& n : lengths)
+    n = random() % 4 == 0 ? 0 : static_cast<int32_t>(random() % (random() % 2 ? 900 : 70));
+  return lengths;
+}
+
+BackwardOrder order_of(const Packed& p, uint32_t parts, uint32_t group) {
+  BackwardOrder o{};
+  o.blocks = static_cast<uint32_t>(ceil_div(p.params.seqlen_k, kTile));
+  o.parts = parts;
+  o.columns = static_cast<uint32_t>(p.params.batch * p.params.heads_kv) * parts;
+  o.group = group;
+  o.items = int64_t{o.columns} * o.blocks;
+  return o;
+}
+
+bool exists(const Packed& p, int32_t batch, int32_t block) {
+  return p.length(batch) > block * kTile;
+}
+
+TEST(BackwardOrder, TakesEveryItemOnceWithKeyBlocksAscending) {
+  BackwardOrder o{};
+  for (const uint32_t group : {1u, 3u, 16u, 100u}) {
+    o.blocks = 5, o.parts = 2, o.columns = 2 * 3 * 2, o.group = group;
+    o.items = int64_t{o.columns} * o.blocks;
+    std::map<std::array<int, 3>, int> next;  // key block of a column
+    for (int64_t i = 0; i < o.items; ++i) {
+      const BackwardItem item = backward_item(o, 3, i);
+      ASSERT_LT(item.batch, 2);
+      ASSERT_LT(item.head_kv, 3);
+      ASSERT_LT(item.part, 2);
+      ASSERT_EQ(item.block, (next[{item.batch, item.head_kv, item.part}]++));
+    }
+    EXPECT_EQ(next.size(), o.columns);
+  }
+}
+
+// From any gap, what past_gap leaves out is not there, and what it finds lies ahead.
+TEST(BackwardOrder, PastGapLeavesOutNothing) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    const Packed p(random_lengths(random), 1 + static_cast<int32_t>(random() % 4));
+    const BackwardOrder o = order_of(p, 1 + static_cast<uint32_t>(random() % 3),
+                                     1 + static_cast<uint32_t>(random() % 40));
+    const auto there = [&](int32_t b, int32_t block) { return exists(p, b, block); };
+    const auto item_exists = [&](int64_t i) {
+      const BackwardItem item = backward_item(o, p.params.heads_kv, i);
+      return there(item.batch, item.block);
+    };
+    for (int64_t i = 0; i < o.items; ++i) {
+      if (item_exists(i)) continue;
+      const int64_t next = past_gap(o, p.params.heads_kv, i, there);
+      ASSERT_GT(next, i);
+      ASSERT_LE(next, o.items);
+      for (int64_t j = i; j < next; ++j)
+        ASSERT_FALSE(item_exists(j)) << "round " << round << ": " << j;
+    }
+  }
+}
+
+// The way round: few draws, however unequal the lengths.
+TEST(BackwardOrder, AGapTakesFewDraws) {
+  std::vector<int32_t> lengths(40, 10);
+  lengths.push_back(100000);
+  const Packed p(lengths, 8);
+  const BackwardOrder o = order_of(p, 1, 16);
+  int64_t draws = 0, found = 0;
+  const auto there = [&](int32_t b, int32_t block) { return exists(p, b, block); };
+  for (int64_t i = 0; i < o.items; ++draws) {
+    const BackwardItem item = backward_item(o, p.params.heads_kv, i);
+    if (there(item.batch, item.block)) {
+      ++found, ++i;
+    } else {
+      i = past_gap(o, p.params.heads_kv, i, there);
+    }
+  }
+  EXPECT_EQ(found, 8 * (40 + ceil_div(100000, kTile)));
+  EXPECT_LT(draws - found, o.columns);
+}
+
+// Every row of every head is in one tile, and tiles of the scratch are in memory as they are
+// numbered.
+TEST(QueryTile, CoversEveryRowOnce) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 200; ++round) {
+    const Packed p(random_lengths(random), 1 + static_cast<int32_t>(random() % 3));
+    BackwardSizes sizes{};
+    sizes.batch = p.params.batch, sizes.varlen = true, sizes.total_q = p.params.total_q;
+    const auto tiles = static_cast<uint32_t>(scratch_tiles(sizes, kTile));
+    std::set<std::array<int, 3>> seen;
+    for (int64_t i = 0; i < query_tiles(p.params, tiles); ++i) {
+      const QueryTile tile = query_tile(p.params, i, tiles, kTile);
+      ASSERT_LT(tile.head, p.params.heads);
+      ASSERT_GE(tile.begin, 0);
+      if (tile.begin >= p.length(tile.batch)) continue;
+      EXPECT_EQ(tile.scratch, int64_t{tile.head} * tiles +
+                                  scratch_begin(p.params, kTile, tile.batch) + tile.begin / kTile);
+      ASSERT_TRUE(seen.insert({tile.batch, tile.head, tile.begin}).second);
+    }
+    size_t wanted = 0;
+    for (int32_t b = 0; b < p.params.batch; ++b) {
+      wanted += static_cast<size_t>(ceil_div(p.length(b), kTile) * p.params.heads);
+    }
+    ASSERT_EQ(seen.size(), wanted) << "round " << round;
+  }
+}
+
+TEST(QueryTile, OfEqualLengths) {
+  CommonParams p{};
+  p.batch = 3, p.heads = 5, p.seqlen_q = 130;
+  std::set<std::array<int, 3>> seen;
+  for (int64_t i = 0; i < query_tiles(p, 9); ++i) {
+    const QueryTile tile = query_tile(p, i, 9, kTile);
+    ASSERT_LT(tile.batch, 3);
+    ASSERT_LT(tile.begin, 130);
+    EXPECT_EQ(tile.scratch, i);
+    ASSERT_TRUE(seen.insert({tile.batch, tile.head, tile.begin}).second);
+  }
+  EXPECT_EQ(seen.size(), 45u);
+}
+
+}  // namespace
+}  // namespace strobe::cuda
