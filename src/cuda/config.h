@@ -14,7 +14,7 @@ namespace strobe::cuda {
 enum class When : int8_t {
   kAny,
   kPlain,  // no softcap, ALiBi or dropout
-  kFew,    // few keys: a query sees up to 1024 on average; also where not plain
+  kFew,    // few keys: a query sees up to 256 on average; also where not plain
   kSome,   // some keys: up to 4096 on average; also where not plain
   kShort   // no more tiles than multiprocessors
 };

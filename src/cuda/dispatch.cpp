@@ -47,7 +47,7 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
     case When::kPlain:
       return is_plain;
     case When::kFew:
-      return keys_up_to(1024) || !is_plain;
+      return keys_up_to(256) || !is_plain;
     case When::kSome:
       return keys_up_to(4096) || !is_plain;
     case When::kShort:
@@ -273,6 +273,11 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
   c.scale = p.scale;
   c.softcap = p.softcap;
+  constexpr float kLog2e = 1.44269504088896340736f;
+  c.cap_log2 = p.softcap * kLog2e;
+  // Finite, so that a score of 0 stays 0 under the smallest of caps.
+  const float power = p.softcap > 0 ? 2 * kLog2e * p.scale / p.softcap : 0;
+  c.cap_power = std::clamp(power, -3e38f, 3e38f);
 }
 
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams& f) {

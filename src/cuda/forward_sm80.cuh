@@ -36,8 +36,6 @@
 #ifndef STROBE_CUDA_FORWARD_SM80_CUH_
 #define STROBE_CUDA_FORWARD_SM80_CUH_
 
-#include <atomic>
-
 #include "cuda/config.h"
 #include "cuda/forward_warp.cuh"
 #include "cuda/launch_target.h"
@@ -45,6 +43,7 @@
 #include "cuda/params.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/rows.h"
+#include "cuda/shared_memory.h"
 #include "cuda/static_order.cuh"
 
 namespace strobe::cuda::sm80 {
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                block,
                some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block,
                static_cast<int32_t>(mask.position(begin)),
-               kGeneral ? score_rule(p, item.batch, item.head).slope : 0.f,
+               kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
     };
     if (some_block) copy_next(ring, block, k, v);
@@ -355,22 +354,11 @@ constexpr LaunchShape forward_shape() {
 template <ForwardConfig kConfig>
 void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
-/// A kernel's leave to use more than 48 KB of shared memory, once per device.
-inline cudaError_t allow_shared(const void* kernel, int bytes, int device,
-                                std::atomic<uint64_t>& allowed) {
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t e =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return e;
-}
-
 template <typename Shape, bool kGeneral>
 cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
-  static std::atomic<uint64_t> allowed{0};
+  static SharedMemoryLeave leave;
   const void* const kernel = reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>);
-  const cudaError_t e = allow_shared(kernel, Shape::kSharedBytes, target.device, allowed);
+  const cudaError_t e = allow_shared_memory(kernel, Shape::kSharedBytes, target.device, leave);
   if (e != cudaSuccess) return e;
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);

@@ -65,6 +65,7 @@
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/shared_memory.h"
 #include "cuda/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
@@ -176,13 +177,10 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
   const auto kernel =
       rule ? forward_kernel<TraitsOf<kConfig>, true> : forward_kernel<TraitsOf<kConfig>, false>;
-  const int device = target.device;
-  static std::atomic<uint64_t> prepared[2];  // one bit a device; asking again does no harm
-  if (device >= 64 || !(prepared[rule].load(std::memory_order_relaxed) >> device & 1)) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (error != cudaSuccess) return error;
-    if (device < 64) prepared[rule].fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
-  }
+  static SharedMemoryLeave leave[2];
+  error = allow_shared_memory(reinterpret_cast<const void*>(kernel), kShared, target.device,
+                              leave[rule]);
+  if (error != cudaSuccess) return error;
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   kernel<<<static_cast<unsigned>(blocks), kShape.threads, kShared, target.stream>>>(p, maps, order);
   return cudaGetLastError();

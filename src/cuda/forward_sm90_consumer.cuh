@@ -253,16 +253,18 @@ class Consumer {
   /// Softcap and ALiBi.
   __device__ __forceinline__ void apply_rule_to_scores(int first_key) {
     if constexpr (kRule) {
+      rule_.template choose<true>([&](auto caps, auto slopes) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float distance = position_[r] - static_cast<float>(first_key + first_column());
+        for (int r = 0; r < 2; ++r) {
+          const float distance = position_[r] - static_cast<float>(first_key + first_column());
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          float tanh;
-          score(r, i) = apply_rule(rule_, score(r, i),
-                                   fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)), tanh);
+          for (int i = 0; i < kScores; ++i) {
+            float tanh;
+            score(r, i) = apply_rule<caps.value, slopes.value>(
+                rule_, score(r, i), fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)), tanh);
+          }
         }
-      }
+      });
     }
   }
 

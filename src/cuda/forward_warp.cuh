@@ -58,7 +58,7 @@ struct alignas(16) TileInfo {
   int32_t batch, head, begin;
   int32_t block_begin, block_end;
   int32_t position;     // of row `begin` among the keys
-  float slope;          // ALiBi
+  float slope_log2;     // ALiBi
   int32_t v_nonfinite;  // V has infs or NaNs, which the second attempt has left out
 };
 static_assert(sizeof(TileInfo) == 112);
@@ -251,25 +251,35 @@ struct Warp {
 
   /// Softcap and ALiBi: q.k -> score in log 2 units.
   __device__ __forceinline__ void apply_features(Scores& s, int32_t key0) const {
-    const ScoreRule rule{scale_log2, p.scale, p.softcap, info.slope};
+    // A tile of 128 x 64 at width 128 has no register to spare: ptxas spills the position where it
+    // is computed anew on 9.0, and where it is not before that.
+#if __CUDA_ARCH__ >= 900
     const int32_t position = info.position + team * Shape::kRows;
+#endif
+    score_rule(p, info.slope_log2).choose<false>([&](auto caps, auto slopes) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const auto start =
-            static_cast<float>(position + 16 * m + lane / 4 + 8 * h - key0 - 2 * (lane % 4));
+        for (int h = 0; h < 2; ++h) {
+          const ScoreRule rule = score_rule(p, info.slope_log2);
+#if __CUDA_ARCH__ < 900
+          const int32_t position = info.position + team * Shape::kRows;
+#endif
+          const auto start =
+              static_cast<float>(position + 16 * m + lane / 4 + 8 * h - key0 - 2 * (lane % 4));
 #pragma unroll
-        for (int n = 0; n < kStep / 8; ++n) {
+          for (int n = 0; n < kStep / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = s[m][n][2 * h + i];
-            float tanh;
-            x = apply_rule(rule, x, fabsf(start - static_cast<float>(8 * n + i)), tanh);
+            for (int i = 0; i < 2; ++i) {
+              float& x = s[m][n][2 * h + i];
+              float tanh;
+              x = apply_rule<caps.value, slopes.value>(
+                  rule, x, fabsf(start - static_cast<float>(8 * n + i)), tanh);
+            }
           }
         }
       }
-    }
+    });
   }
   /// Zeros in place of the weights that dropout takes; after they are summed, for dropout comes
   /// after the softmax.

@@ -39,6 +39,7 @@ struct CommonParams {
   int64_t window_left, window_right;
   int64_t lse_head_stride;  // seqlen_q, or total_q
   float scale, softcap;
+  float cap_log2, cap_power;  // of ScoreRule (score.cuh), from softcap: 0 without
 
   STROBE_INLINE Sequence sequence(int32_t b) const {
     if (!cu_q) {
