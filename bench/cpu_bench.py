@@ -12,7 +12,6 @@ times the forward. Results go to bench/results/ as JSON, with what they depend o
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
 import functools
 import itertools
@@ -181,70 +180,57 @@ def summary(points: list[dict[str, Any]], isa: str) -> list[dict[str, Any]]:
     return lines
 
 
-def at_once(calls: list[Callable[[], Any]], seconds: float) -> float:
-    """Calls a second, of all together, each repeated by a thread of its own: what the machine gives to work that
-    shares nothing. Neighbours on the same host, clocks and memory bandwidth show here as they do in one launch."""
-    begin = time.perf_counter()
-    end = begin + seconds
-
-    def repeat(call: Callable[[], Any]) -> float:
-        count, start = 0, time.perf_counter()
-        while count == 0 or time.perf_counter() < end:
-            call()
-            count += 1
-        return count / (time.perf_counter() - start)
-
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        return sum(pool.map(repeat, calls))
+def peaks(most: int) -> dict[str, dict[int, float]]:
+    """GFLOP/s of the arithmetic units alone by dtype and number of threads (bench/cpu_peak.cpp, where it is built):
+    what the machine gives at most. The CPUs of a virtual machine may be two to a core."""
+    program = Path(os.environ.get("STROBE_CPU_PEAK", ROOT / "build" / "release" / "bin" / "cpu_peak"))
+    found: dict[str, dict[int, float]] = {}
+    for line in command(str(program), str(most)).splitlines():
+        words = line.split()
+        found.setdefault(words[0], {})[int(words[-6])] = 1000 * float(words[-4])
+    return found
 
 
 def scaling(most: int, budget: float) -> list[dict[str, Any]]:
     """Speed of one launch (8192 tokens, 8 heads) on 1, 2, 4, ... threads, into arrays that are there: new ones would
     add the kernel's page faults, one after the other. Efficiency: of as many times one thread's speed; beside it, of
-    the speed of as many single-threaded launches at once."""
+    as many times one thread's speed as the arithmetic units have of theirs."""
     import strobe
     import torch
 
     rows = []
-    print(f"\n{'dtype':8} {'direction':9} {'threads':>7} {'GFLOP/s':>8} {'efficiency':>10} {'of as many copies':>18}")
+    peak = peaks(most)
+    print(f"\n{'dtype':8} {'direction':9} {'threads':>7} {'GFLOP/s':>8} {'efficiency':>10} {'units':>6} {'of theirs':>10}")
     for dtype in (torch.float32, torch.bfloat16):
-        sets = []
-        for _ in range(most):
-            q, k, v, dout = (torch.randn(1, 8192, HEADS, 64).to(dtype) for _ in range(4))
-            out, lse = strobe.attention(q, k, v, return_lse=True)
-            sets.append((dout, q, k, v, out, lse, tuple(torch.empty_like(t) for t in (q, k, v))))
-
-        def forward(n: int, threads: int) -> Callable[[], Any]:
-            _, q, k, v, out, _, _ = sets[n]  # noqa: B023
-            return functools.partial(strobe.attention, q, k, v, out=out, threads=threads)
-
-        def backward(n: int, threads: int) -> Callable[[], Any]:
-            *tensors, grads = sets[n]  # noqa: B023
-            return functools.partial(strobe.attention_backward, *tensors, grads=grads, threads=threads)
-
+        q, k, v, dout = (torch.randn(1, 8192, HEADS, 64).to(dtype) for _ in range(4))
+        out, lse = strobe.attention(q, k, v, return_lse=True)
+        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        units = peak.get({torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], {})
         flop = 4.0 * 8192 * 8192 * 64 * HEADS
-        for direction, make, factor in (("fwd", forward, 1.0), ("bwd", backward, 2.5)):
-            base = 0.0
-            threads = 1
+        calls: dict[str, tuple[Callable[..., Any], float]] = {
+            "fwd": (functools.partial(strobe.attention, q, k, v, out=out), flop),
+            "bwd": (functools.partial(strobe.attention_backward, dout, q, k, v, out, lse, grads=grads), 2.5 * flop),
+        }
+        for direction, (call, work) in calls.items():
+            base, threads = 0.0, 1
             while threads <= most:
-                seconds = interleaved({"strobe": make(0, threads)}, budget)["strobe"]
-                copies = 1e-9 * factor * flop * at_once([make(n, 1) for n in range(threads)], budget)
-                speed = factor * flop / seconds * 1e-9
+                launch = functools.partial(call, threads=threads)
+                speed = work / interleaved({"strobe": launch}, budget)["strobe"] * 1e-9
                 base = base or speed
-                name = str(dtype).removeprefix("torch.")
-                rows.append(
-                    {
-                        "dtype": name,
-                        "direction": direction,
-                        "threads": threads,
-                        "gflops": speed,
-                        "efficiency": speed / base / threads,
-                        "copies_gflops": copies,
-                        "efficiency_of_copies": speed / copies,
-                    }
-                )
-                print(f"{name:8} {direction:9} {threads:7} {speed:8.0f} {speed / base / threads:10.0%} "
-                      f"{speed / copies:18.0%}", flush=True)
+                row = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "direction": direction,
+                    "threads": threads,
+                    "gflops": speed,
+                    "efficiency": speed / base / threads,
+                }
+                if threads in units:
+                    row["units_gflops"] = units[threads]
+                    row["units_efficiency"] = units[threads] / units[1] / threads
+                    row["of_units"] = row["efficiency"] / row["units_efficiency"]
+                rows.append(row)
+                print(f"{row['dtype']:8} {direction:9} {threads:7} {speed:8.0f} {row['efficiency']:10.0%} "
+                      f"{row.get('units_efficiency', math.nan):6.0%} {row.get('of_units', math.nan):10.0%}", flush=True)  # fmt: skip
                 threads *= 2
     return rows
 

@@ -1,8 +1,9 @@
-"""What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the cost of
-determinism, memory, host cost, kernel rows against each other, and the paper's own story. Each section gives points:
-a label, TFLOP/s by name, and what a peer that is missing said.
+"""What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the costs of
+determinism and of batch invariance, memory, host cost, the Hopper forward against the mma.sync one, kernel rows
+against each other, and the paper's own story. Each section gives points: a label, TFLOP/s by name, and what a peer
+that is missing said.
 
-    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,memory,host,rows,story"
+    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,batch_invariant,paths,memory,host,rows,story"
 """
 
 from __future__ import annotations
@@ -35,12 +36,21 @@ class Problem(NamedTuple):
     lengths: tuple[int, ...] = ()  # varlen
     dtype: str = "bf16"
     deterministic: bool = False
+    batch_invariant: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    batch: int = 0  # 0: as many as make TOKENS
+
+    @property
+    def sequences(self) -> int:
+        """Of one length."""
+        return self.batch or max(1, TOKENS // self.seqlen)
 
     @property
     def pairs(self) -> float:
         """Query-key pairs of one head that are computed."""
         total = 0.0
-        for n in self.lengths or (self.seqlen,) * max(1, TOKENS // self.seqlen):
+        for n in self.lengths or (self.seqlen,) * self.sequences:
             if self.window >= 0:
                 w = min(self.window, n)
                 total += w * (w + 1) / 2 + (n - w) * (w + 1)
@@ -58,7 +68,7 @@ def tensors(p: Problem) -> dict[str, Any]:
 
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[p.dtype]
     torch.manual_seed(1)
-    rows = (sum(p.lengths),) if p.lengths else (max(1, TOKENS // p.seqlen), p.seqlen)
+    rows = (sum(p.lengths),) if p.lengths else (p.sequences, p.seqlen)
     made = {
         name: torch.randn(*rows, heads, p.head_dim, device="cuda", dtype=kind)
         for name, heads in (("q", p.heads), ("k", p.heads_kv), ("v", p.heads_kv), ("dout", p.heads))
@@ -66,13 +76,16 @@ def tensors(p: Problem) -> dict[str, Any]:
     if p.lengths:
         ends = torch.tensor((0, *p.lengths)).cumsum(0)
         made["cu"] = ends.to("cuda", torch.int32)
+    if p.alibi:
+        made["slopes"] = 2.0 ** -torch.linspace(1, 8, p.heads, device="cuda")
     return made
 
 
 def strobe_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     import strobe
 
-    options: dict[str, Any] = {"causal": p.causal}
+    options: dict[str, Any] = {"causal": p.causal, "batch_invariant": p.batch_invariant, "softcap": p.softcap}
+    options["alibi_slopes"] = t.get("slopes")
     if p.window >= 0:
         options["window"] = (p.window, 0)
     if p.lengths:
@@ -90,6 +103,8 @@ def fa2_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callabl
     """FlashAttention-2 in PyTorch, by its own operator, which knows windows and lengths."""
     import torch
 
+    if p.softcap or p.alibi:
+        raise NotImplementedError("softcap or ALiBi")
     longest = max(p.lengths, default=p.seqlen)
     left = p.window if p.window >= 0 else -1
     sides = {"window_size_left": left, "window_size_right": 0 if p.causal or left >= 0 else -1}
@@ -148,8 +163,15 @@ def flash_attn_calls(p: Problem, t: dict[str, Any], version: int) -> tuple[Calla
     return forward, lambda: torch.autograd.grad(out, leaves, t["dout"], retain_graph=True)
 
 
-def point_of(p: Problem, args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> dict[str, Any]:
-    """Forward and backward of Strobe and of every peer that takes the problem, in turns."""
+def point_of(
+    p: Problem,
+    args: Any,
+    flush: Any,
+    interleaved: Callable[..., dict[str, float]],
+    variants: dict[str, Problem] | None = None,
+) -> dict[str, Any]:
+    """Forward and backward of Strobe, of every peer that takes the problem, and of Strobe on variants of it, by name,
+    that are as much work: all in turns."""
     t = tensors(p)
     point: dict[str, Any] = {"label": p.label, **p._asdict(), "missing": {}}
     forwards, backwards = {}, {}
@@ -170,12 +192,23 @@ def point_of(p: Problem, args: Any, flush: Any, interleaved: Callable[..., dict[
                 raise
             forwards.pop(name, None), backwards.pop(name, None)
             point["missing"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+    for name, variant in (variants or {}).items():
+        forwards[name], backwards[name] = strobe_calls(variant, tensors(variant))
     for direction, calls, factor in (("fwd", forwards, 1.0), ("bwd", backwards, 2.5)):
         if direction == "bwd" and args.forward_only:
             continue
         times = interleaved(calls, args.rounds, flush)
         point[direction] = {name: factor * p.flop / s * 1e-12 for name, s in times.items()}
     return point
+
+
+def packed_lengths() -> tuple[int, ...]:
+    """Log-uniform from 64 to 8k, as documents packed for training are."""
+    r = random.Random(7)
+    lengths: list[int] = []
+    while sum(lengths) < TOKENS:
+        lengths.append(min(int(64 * 128 ** r.random()), 8192))
+    return tuple(lengths)
 
 
 def problems(section: str) -> list[Problem]:
@@ -189,12 +222,31 @@ def problems(section: str) -> list[Problem]:
         return [Problem(f"head_dim {d}", d, seqlen=4096) for d in (40, 72, 80, 96, 112, 160, 192)]
     if section == "deterministic":
         return [Problem(f"deterministic {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, deterministic=True) for d in (64, 128)]
+    if section == "batch_invariant":
+        # Where the flag may choose another row or order: many tiles, few, and a group that is split.
+        shapes = [Problem(f"{d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128, 256)]
+        shapes += [Problem("64, 1k", 64, seqlen=1024, heads=32, heads_kv=32)]
+        shapes += [Problem("128, one short sequence", seqlen=512, batch=1)]
+        shapes += [Problem("128, GQA 8:1, one sequence", seqlen=2048, batch=1, heads=32, heads_kv=4)]
+        shapes += [Problem("128, packed", lengths=packed_lengths())]
+        return [p._replace(label=f"batch invariant {p.label}", batch_invariant=True) for p in shapes]
+    if section == "paths":
+        plain = Problem("plain")
+        return [
+            plain,
+            plain._replace(label="fp16", dtype="fp16"),
+            plain._replace(label="GQA 4:1", heads_kv=4),
+            plain._replace(label="packed", lengths=packed_lengths()),
+            plain._replace(label="window 1024", window=1023),
+            plain._replace(label="softcap", softcap=30.0),
+            plain._replace(label="ALiBi", alibi=True),
+            *(Problem(f"head_dim {d}", d, seqlen=4096) for d in (40, 64, 72, 80, 96, 112, 160, 192, 256)),
+            *(Problem(f"softcap {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, softcap=30.0) for d in (64, 256)),
+            *(Problem(f"ALiBi {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, alibi=True) for d in (64, 256)),
+        ]
     if section == "varlen":
-        r = random.Random(7)  # log-uniform from 64 to 8k, as documents packed for training are
-        lengths: list[int] = []
-        while sum(lengths) < TOKENS:
-            lengths.append(min(int(64 * 128 ** r.random()), 8192))
-        return [Problem(f"varlen {len(lengths)} sequences {d}", d, lengths=tuple(lengths), heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128)]
+        lengths = packed_lengths()
+        return [Problem(f"varlen {len(lengths)} sequences {d}", d, lengths=lengths, heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128)]
     raise ValueError(section)
 
 
@@ -315,6 +367,35 @@ def rows(args: Any) -> list[dict[str, Any]]:
     return points
 
 
+def paths(args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> list[dict[str, Any]]:
+    """The forward by the kernel that the plan takes, and by the mma.sync one: the latter in a process of its own."""
+    speeds = []
+    for p in problems("paths"):
+        forward = strobe_calls(p, tensors(p))[0]
+        speeds.append(p.flop / interleaved({"strobe": forward}, args.rounds, flush)["strobe"] * 1e-12)
+    points = [{"label": p.label, **p._asdict(), "fwd": {"strobe": x}} for p, x in zip(problems("paths"), speeds, strict=True)]
+    if os.environ.get("STROBE_CUDA_ARCH"):
+        return points
+    output = ROOT / "build" / "paths-sm80.json"
+    command = [sys.executable, str(ROOT / "bench" / "gpu_bench.py"), "--sections", "paths", "--rounds", str(args.rounds)]
+    command += ["--output", str(output)]
+    subprocess.run(command, env={**os.environ, "STROBE_CUDA_ARCH": "80"}, stdout=subprocess.DEVNULL, check=True)
+    for point, other in zip(points, json.loads(output.read_text())["paths"], strict=True):
+        point["fwd"]["sm80"] = other["fwd"]["strobe"]
+        point["over_sm80"] = point["fwd"]["strobe"] / point["fwd"]["sm80"]
+        print(f"{point['label']:<28} fwd {point['fwd']['strobe']:4.0f}  mma.sync {point['fwd']['sm80']:4.0f} ({point['over_sm80']:.2f})", flush=True)
+    return points
+
+
+# Of a problem: the same without what its section is about, timed in the same rounds.
+def variants_of(p: Problem) -> dict[str, Problem]:
+    if p.dtype == "fp16":
+        return {"bf16": p._replace(dtype="bf16")}
+    if p.deterministic or p.batch_invariant:
+        return {"without": p._replace(deterministic=False, batch_invariant=False)}
+    return {}
+
+
 def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> Any:
     if section == "memory":
         return memory()
@@ -324,9 +405,11 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
         return rows(args)
     if section == "story":
         return story(args)
+    if section == "paths":
+        return paths(args, flush, interleaved)
     points = []
     for p in problems(section):
-        point = point_of(p, args, flush, interleaved)
+        point = point_of(p, args, flush, interleaved, variants_of(p))
         points.append(point)
         cells = []
         for direction in ("fwd", "bwd"):
@@ -334,19 +417,12 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
             if speed:
                 cells.append(
                     f"{direction} {speed['strobe']:4.0f}"
-                    + "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.2f})" for n, x in speed.items() if n != "strobe")
+                    + "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.3f})" for n, x in speed.items() if n != "strobe")
                 )
         print(f"{p.label:<28} " + "  |  ".join(cells), flush=True)
-        if p.dtype == "fp16":  # against the same in bf16
-            other = point_of(p._replace(dtype="bf16"), args, flush, interleaved)
-            point["over_bf16"] = {d: point[d]["strobe"] / other[d]["strobe"] for d in ("fwd", "bwd") if d in point}
-            print(f"{'':<28} over bf16: " + ", ".join(f"{d} {x:.3f}" for d, x in point["over_bf16"].items()), flush=True)
-        if p.deterministic:  # against the same without
-            plain = point_of(p._replace(deterministic=False), args, flush, interleaved)
-            cost = plain["bwd"]["strobe"] / point["bwd"]["strobe"] - 1
-            point["cost_of_determinism"] = cost
-            print(f"{'':<28} determinism costs {100 * cost:.1f} %", flush=True)
     return points
 
 
-SECTIONS = ("grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "memory", "host", "rows", "story")
+SECTIONS = (
+    "grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
+)  # fmt: skip

@@ -22,22 +22,32 @@ struct Parameters {
 };
 __global__ void empty_with_parameters(const __grid_constant__ Parameters) {}
 
+// A function of the driver's, which nothing here links against.
+template <typename Function>
+Function driver(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  return reinterpret_cast<Function>(found);
+}
+
 // A tensor map of 64 x 64 values, as a launch on Hopper makes four; true where the device takes it.
+CUtensorMap map;
 bool encode(void* data) {
-  static const auto function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                     &result);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  CUtensorMap map;
+  static const auto function = driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const cuuint64_t lengths[2] = {64, 64}, strides[1] = {128};
   const cuuint32_t box[2] = {64, 64}, steps[2] = {1, 1};
   return function && function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, data, lengths, strides,
                               box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// The same map for other data.
+bool replace(void* data) {
+  static const auto function =
+      driver<decltype(&cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+  return function && function(&map, data) == CUDA_SUCCESS;
 }
 
 // Median microseconds of a call, over batches short enough not to fill the launch queue.
@@ -100,6 +110,20 @@ int main() {
   const double device_asked = cost([&] { cudaGetDevice(&device); });
   const double last_error = cost([] { cudaGetLastError(); });
   const double mapped = cost([&] { failures += !encode(q); });
+  const double remapped = cost([&] { failures += !replace(k); });
+  // The same launch with a block's shape as the Hopper forward's, and by the driver's function.
+  const int shared = 200 << 10;
+  cudaFuncSetAttribute(empty_with_parameters, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const double shaped = cost([&] { empty_with_parameters<<<1, 384, shared>>>(parameters); });
+  const auto launch_by_driver = driver<decltype(&cuLaunchKernel)>("cuLaunchKernel");
+  cudaKernel_t kernel{};
+  failures +=
+      cudaGetKernel(&kernel, reinterpret_cast<const void*>(&empty_with_parameters)) != cudaSuccess;
+  void* pointers[] = {const_cast<Parameters*>(&parameters)};
+  const double direct = cost([&] {
+    failures += launch_by_driver(reinterpret_cast<CUfunction>(kernel), 1, 1, 1, 384, 1, 1, shared,
+                                 nullptr, pointers, nullptr) != CUDA_SUCCESS;
+  });
   std::printf("kernel                  %s\n", plan.kernel);
   std::printf("empty launch            %.2f us, %.2f with %zu bytes of parameters\n", nothing,
               with_parameters, sizeof parameters);
@@ -109,8 +133,12 @@ int main() {
       "plan and launch         %.2f us: %.2f more than an empty launch, %.2f than the other\n",
       both, both - nothing, both - with_parameters);
   std::printf(
-      "of which, possibly      %.2f us a tensor map, %.2f cudaGetDevice, %.2f cudaGetLastError\n",
-      mapped, device_asked, last_error);
+      "of which, possibly      %.2f us a tensor map (%.2f for other data), %.2f cudaGetDevice, "
+      "%.2f "
+      "cudaGetLastError\n",
+      mapped, remapped, device_asked, last_error);
+  std::printf("empty launch, 384 threads, 200 KB of shared memory   %.2f us, %.2f by the driver\n",
+              shaped, direct);
   std::printf("cudaPointerGetAttributes %.2f us\n", asked);
   if (failures > 0) std::printf("FAILED: %d calls, %s\n", failures, strobe_last_error());
   return failures > 0;
