@@ -238,7 +238,13 @@ struct BackwardThread {
   __device__ __forceinline__ uint32_t q_empty(int stage) const { return of_stage(1, stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return of_stage(2, stage); }
   __device__ __forceinline__ uint32_t dout_empty(int stage) const { return of_stage(3, stage); }
-  static constexpr int kExchangeBarriers = 9 + 2 * kKeyStages + 4 * kStages;
+  /// The gradients half has issued its additions to a step's dQ; only in a deterministic launch.
+  /// The steps take two barriers in turns: who waits for one must not take it for the one after
+  /// next.
+  __device__ __forceinline__ uint32_t added(int n) const {
+    return barrier(9 + 2 * kKeyStages + 4 * kStages + n % 2);
+  }
+  static constexpr int kExchangeBarriers = 11 + 2 * kKeyStages + 4 * kStages;
   __device__ __forceinline__ uint32_t exchange_full() const {
     return barrier(kExchangeBarriers + place().warp());
   }
@@ -267,6 +273,8 @@ struct BackwardThread {
       ptx::barrier_init(dout_full(stage), Shape::kHalfThreads);
       ptx::barrier_init(dout_empty(stage), kOfAll);
     }
+    ptx::barrier_init(added(0), kOfHalf);
+    ptx::barrier_init(added(1), kOfHalf);
     for (int w = 0; w < 2 * Shape::kHalfWarps; ++w) {
       ptx::barrier_init(barrier(kExchangeBarriers + w), kOfWarp);
     }
@@ -285,7 +293,7 @@ struct BackwardThread {
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kHalfThreads) : "memory");
   }
 
-  /// Where step n's turn waits to be passed on (store_turn), by the weights half two steps later.
+  /// Where step n's turn waits to be passed on (release_turn). Not deterministic: n is 0.
   __device__ __forceinline__ uint32_t turn_slot(const Place& me, int n) const {
     return shared + static_cast<uint32_t>(Shape::kTurnsAt + 32 * me.warp() + 8 * (n & 3));
   }

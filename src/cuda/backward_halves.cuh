@@ -18,10 +18,9 @@ namespace strobe::cuda::sm80 {
 // Each part has a counter of the key blocks that have added (not deterministic: whether one has).
 //
 // To pass a turn on is a release, which waits until L2 has acknowledged the additions. In a
-// deterministic launch, where every step has one, the warp's fellow in the weights half does it,
-// which has the time: at its second step after, when it knows that the additions are issued. Not
-// for an item's last two steps: there it would wait for the next item, and the item for others that
-// wait for these turns.
+// deterministic launch, where every step has one, the weights half does it, two steps later: one of
+// its warps, each in its turn, for all warps of the gradients half. Not for an item's last two
+// steps: there it would wait for the next item, and the item for others that wait for these turns.
 
 /// Key blocks that add to a step's dQ before this one, as far as it has to know.
 template <BackwardConfig kC, bool kRules>
@@ -36,23 +35,20 @@ __device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>&
 }
 template <BackwardConfig kC, bool kRules>
 __device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules>& t,
-                                                  uint32_t tile) {
-  return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + t.place().warp();
+                                                  uint32_t tile, int warp) {
+  return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + warp;
 }
-/// Leaves step n's turn to be passed on: the scratch tile, and the counter's new value; 0: none.
+/// Passes on a warp's turn, after all additions that this thread knows of; false where the slot
+/// holds none. A slot holds a scratch tile and the counter's new value, which is not 0.
 template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void store_turn(const BackwardThread<kC, kRules>& t, int n, uint2 turn) {
-  const uint32_t at = t.turn_slot(t.place(), n);
-  store_shared(at, turn.x);
-  store_shared(at + 4, turn.y);
-}
-/// Passes it on, after all additions that this thread knows of.
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void release_turn(const BackwardThread<kC, kRules>& t, int n) {
-  const auto turn = load_shared_wide<uint2>(t.turn_slot(t.place(), n));
-  if (turn.y == 0) return;
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, turn.x)), "r"(turn.y)
+__device__ __forceinline__ bool release_turn(const BackwardThread<kC, kRules>& t, uint32_t slot,
+                                             int warp) {
+  const auto turn = load_shared_wide<uint2>(slot);
+  if (turn.y == 0) return false;
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, turn.x, warp)),
+               "r"(turn.y)
                : "memory");
+  return true;
 }
 __device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
   uint32_t now;
@@ -108,6 +104,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
   const BackwardParams& p = t.p;
 
+  /// Whether it is this warp's part to pass on the turn of two steps ago.
+  const auto passes_turn = [&] {
+    return p.deterministic && t.place().warp() == t.n_step() % Shape::kHalfWarps;
+  };
   /// Fetches item i and copies its first tile, as step n.
   const auto begin_item = [&](int i, int n) {
     fetch_item(t, order, i);
@@ -133,6 +133,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
       const bool masked = t.masked(step, t.limits());
       const bool seen_only = masked && t.nonfinite(step);
 
+      // The additions of two steps ago. Now, while registers are free; and before this step's
+      // weights are handed on, without which the other half cannot end this step, whose barrier is
+      // the same.
+      if (passes_turn()) t.wait_empty(t.added(t.n_step()), t.n_step(), 2);
       t.wait_full(t.q_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
       constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
@@ -267,9 +271,9 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
         }
       };
       if constexpr (kStages == 2) copy_ahead();  // where the step before was
-      // The turn of two steps ago: the other half left it before it arrived for the last one.
-      if (p.deterministic && t.place().lane() == 0) {
-        release_turn(t, t.n_step() - 2);
+      if (passes_turn()) {
+        const int lane = t.place().lane();  // of each warp's counter one
+        if (lane < Shape::kHalfWarps) release_turn(t, t.turn_slot(t.place(), t.n_step() - 2), lane);
       }
       t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
@@ -307,8 +311,8 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
   const auto pass_turn = [&] {
     __syncwarp();  // all lanes' additions
     if (t.place().lane() != 0) return;
-    release_turn(t, t.n_step() - 1);
-    store_turn(t, t.n_step() - 1, {0, 0});
+    const uint32_t slot = t.turn_slot(t.place(), p.deterministic ? t.n_step() - 1 : 0);
+    if (release_turn(t, slot, t.place().warp())) store_shared(slot + 4, 0);
   };
 
   for (;; t.next_item()) {
@@ -405,8 +409,9 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
       uint32_t tile = t.scratch_tile(
           static_cast<uint32_t>(t.block_int(offsetof(BackwardBlock, scratch))), step);
 
-      uint32_t turn = look_at(turn_counter(t, tile));  // not needed before dQ is there
-      asm volatile("" : "+r"(tile));                   // addresses are not kept until then
+      uint32_t turn =
+          look_at(turn_counter(t, tile, t.place().warp()));  // not needed before dQ is there
+      asm volatile("" : "+r"(tile));                         // addresses are not kept until then
 
       // dK needs the warp's own dS alone, unless queries are split; dQ that of all warps.
       if constexpr (Shape::kSplit) t.wait_full(t.ds_full(), t.n_step(), 1);
@@ -431,13 +436,16 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
         if (last_pass) after = t.after(step, t.limits());
         // No acquire: what follows goes to L2, where the others' additions have arrived by now.
-        while (turn < order) turn = look_at(turn_counter(t, tile));
+        while (turn < order) turn = look_at(turn_counter(t, tile, t.place().warp()));
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
         t.add_dq(dq, pass, sum, order == 0);
         if (last_pass && (order == 0 || p.deterministic) && t.place().lane() == 0) {
-          store_turn(t, t.n_step(), {tile, order + 1});
+          const uint32_t slot = t.turn_slot(t.place(), p.deterministic ? t.n_step() : 0);
+          store_shared(slot, tile);
+          store_shared(slot + 4, order + 1);
         }
+        if (last_pass && p.deterministic) t.arrive_warp(t.added(t.n_step()));
       }
       more = !t.is_last(step);
       step = after;

@@ -68,7 +68,7 @@ struct BackwardShape {
   static constexpr int kLseAt = kWeightsAt + (kSplit ? ScoreTile::kBytes : 0);
   static constexpr int kDeltaAt = kLseAt + 4 * kStages * kC.tile_q;
   static constexpr int kBarriersAt = kDeltaAt + 4 * kStages * kC.tile_q;
-  static constexpr int kBarriers = 9 + 2 * kKeyStages + 4 * kStages + 2 * kHalfWarps;
+  static constexpr int kBarriers = 11 + 2 * kKeyStages + 4 * kStages + 2 * kHalfWarps;
   static constexpr int kBlockAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
   static constexpr int kBlockBytes = 176;
   static constexpr int kLimitsAt = kBlockAt + 2 * kBlockBytes;

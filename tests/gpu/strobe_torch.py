@@ -262,11 +262,13 @@ def reference(
     slopes: torch.Tensor | None = None,  # [heads]
     keep: torch.Tensor | None = None,  # [heads, seqlen_q, seqlen_k]
     dtype: torch.dtype = torch.float64,
+    stored_weights: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [seqlen_q, heads, head_dim_v] and lse [heads, seqlen_q], in plain tensor operations of `dtype`.
 
     With dtype float64 this is the oracle, with the case's own dtype the comparator. A key that a row
-    does not see contributes nothing, whatever K and V hold there.
+    does not see contributes nothing, whatever K and V hold there. With `stored_weights` each weight is
+    off by a random part of what rounding it to the case's dtype may cost, wherever the weights' scale is.
     """
     group = case.heads // case.heads_kv
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -275,6 +277,9 @@ def reference(
     s, _slope, seen = scores(case, q, k, slopes)
     some = seen.any(-1)
     p, lse = softmax(s, seen)
+    if stored_weights is not None:
+        spacing = torch.finfo(case.dtype).eps / 2
+        p = p * (1 + spacing * (2 * torch.rand(p.shape, generator=stored_weights, device=p.device, dtype=dtype) - 1))
     if keep is not None:
         p = p * keep.to(dtype) / (1 - case.dropout_p)
     finite = torch.isfinite(v)
@@ -355,6 +360,7 @@ def full_reference(
     slopes: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    stored_weights: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference` of all sequences: out and lse in the library's shapes."""
     outs, lses = [], []
@@ -368,7 +374,7 @@ def full_reference(
         out, lse = reference(
             case, at(q, rows_q), at(k, rows_k), at(v, rows_k),
             None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
-            sequence_keep, dtype,
+            sequence_keep, dtype, stored_weights,
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
