@@ -37,6 +37,7 @@ class Launch:
     # allocation costs. Not in a graph, whose replays must not share it with launches.
     small: bool
     workspace_bytes: int
+    repeat: Any = None  # what `_repeat` knows of calls that took this
 
 
 # Plans by signature. Plain dicts, whose look-ups and stores are atomic: a lock could be held when
@@ -208,7 +209,10 @@ def make_problem(
     problem.batch, problem.heads, problem.heads_kv = batch, heads, heads_kv
     problem.head_dim, problem.head_dim_v = head_dim, head_dim_v
 
-    problem.causal = bool(options.causal)
+    try:
+        problem.causal = bool(options.causal)
+    except (TypeError, ValueError, RuntimeError):  # an array, a tensor of several values
+        raise InvalidArgument(f"causal = {options.causal!r}, expected a bool") from None
     problem.window_left = integer("window[0]", options.window_left)
     problem.window_right = integer("window[1]", options.window_right)
     if options.scale is not None:

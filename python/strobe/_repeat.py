@@ -1,9 +1,8 @@
 """Calls that repeat the one before: nothing has changed but where the tensors lie.
 
 A model calls attention with the same shapes again and again. PyTorch's guards, which compiled code
-is entered through, compare the type, dtype, device, shape, strides and requires_grad of three
-tensors and the dispatch keys, those of modes at work (autocast, vmap, fake tensors, FLOP counters,
-inference_mode) included, in 0.2 us. To read all that from Python and look the plan up takes 2.5.
+is entered through, compare the type, dtype, device, shape, strides, requires_grad and dispatch keys
+of three tensors in 0.2 us. To read all that from Python and look the plan up takes 2.5.
 """
 
 from __future__ import annotations
@@ -20,9 +19,21 @@ from ._plans import Launch
 
 _number_of_threads: Final = torch.get_num_threads
 _tracing_state: Final = torch._C._get_tracing_state
+_modes: Final = torch._C._len_torch_dispatch_stack
 _forward: Final = _library.forward
 _pack: Final = _library.pack_forward
 _ARGS_SIZE: Final = _library.FORWARD_ARGS_SIZE
+# lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, dropout_offset
+_NOTHING: Final = (0,) * 6
+
+
+_key_included: Final = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
+_PRE_DISPATCH: Final = getattr(torch._C.DispatchKey, "PreDispatch", None)
+
+
+def pre_dispatch() -> bool:
+    """Whether operators are traced before dispatch, on a stack of modes of its own (export)."""
+    return _key_included is not None and _PRE_DISPATCH is not None and _key_included(_PRE_DISPATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,37 +51,67 @@ _last: _Call | None = None
 _seen: Launch | None = None  # by the call before
 
 
-def _guard(tensors: tuple[Any, ...]) -> Callable[[Any, Any, Any], bool] | None:
-    """PyTorch's comparison with these tensors; None where it has another interface than this."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
+def _guard(*tensors: Any) -> Callable[[Any, Any, Any], bool]:
+    """PyTorch's comparison with these three tensors."""
+    from torch._C._dynamo.guards import TensorGuards
 
-        sizes: list[Any] = [list(x.shape) for x in tensors]
-        strides: list[Any] = [list(x.stride()) for x in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        check: Callable[[Any, Any, Any], bool] = guards.check
-        # That it tells them apart, too.
-        other = torch.empty(0)
-        if not check(*tensors) or check(tensors[0], tensors[1], other):
-            return None
-    except Exception:  # private, so it may change in any way: calls are slower then
-        return None
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[[Any, Any, Any], bool] = guards.check
     return check
+
+
+def _guards_work() -> bool:
+    """Whether they are those that this module knows: they are private, so they may change."""
+    try:
+        q, k, v = (torch.empty(1, 2, 3, 4) for _ in range(3))
+        same = _guard(q, k, v)
+        others = [
+            torch.empty(1, 2, 3, 5),
+            torch.empty(1, 2, 4, 3).transpose(2, 3),
+            torch.empty(1, 2, 3, 4, dtype=torch.bfloat16),
+            torch.empty(1, 2, 3, 4, requires_grad=True),
+        ]
+        return same(q, k, v) and same(k, v, q) and not any(same(q, x, v) for x in others)
+    except Exception:  # calls are slower then
+        return False
+
+
+WORKS: Final = _guards_work()
+
+
+def simple(causal: Any, window_size: Any) -> bool:
+    """Whether these can be compared by == at no risk: a tensor or an array may have another value
+    next time, or several.
+    """
+    return (
+        type(causal) is bool
+        and type(window_size) is tuple
+        and len(window_size) == 2
+        and type(window_size[0]) is int
+        and type(window_size[1]) is int
+    )
 
 
 def remember(q: Any, k: Any, v: Any, options: tuple[Any, ...], launch: Launch) -> None:
     """After a call that went the long way. Only what comes twice in a row is worth a guard.
 
-    q, k, v: plain tensors, none of which requires grad, outside of every mode.
-    options: compared by ==.
+    q, k, v: plain tensors, outside of every mode. options: compared by ==.
     """
     global _last, _seen
     if launch is not _seen:
         _seen = launch
-    elif not (q.requires_grad or k.requires_grad or v.requires_grad):
-        same = _guard((q, k, v))
-        if same is not None:
-            _last = _Call(same, options, 0 if launch.on_cuda else _number_of_threads(), launch)
+        return
+    if not WORKS or q is k or k is v or q is v:  # guards tell tensors from one that comes twice
+        return
+    call: _Call | None = launch.repeat
+    if call is None or call.options != options or not call.same(q, k, v):
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return
+        threads = 0 if launch.on_cuda else _number_of_threads()
+        call = launch.repeat = _Call(_guard(q, k, v), options, threads, launch)
+    _last = call
 
 
 def again(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
@@ -78,11 +119,13 @@ def again(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     last = _last
     if (
         last is None
-        or last.options != options
-        or not last.same(q, k, v)
+        or _modes()  # first: the guards do not see all of them, and what is compared may be traced
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
+        or last.options != options
+        or not last.same(q, k, v)
         or (last.threads and last.threads != _number_of_threads())
+        or pre_dispatch()
     ):
         return None
     launch = last.launch
@@ -106,7 +149,3 @@ def again(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
         stream,
     )
     return None if _forward(launch.address, arguments) else out
-
-
-# lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, dropout_offset
-_NOTHING: Final = (0,) * 6

@@ -62,13 +62,15 @@ _attention_and_launch: Final[Any] = attention  # its overloads do not show what 
 
 def _number_of_modes() -> int:
     """How many are at work that must see each operator: dispatch modes (fake tensors, FLOP
-    counters, export), functorch transforms (vmap, grad), torch.jit.trace, forward-mode autograd.
+    counters, export), functorch transforms (vmap, grad), torch.jit.trace, forward-mode autograd,
+    tracing before dispatch.
     """
     count: int = (
         torch._C._len_torch_dispatch_stack()
         + (torch._C._functorch.maybe_current_level() is not None)
         + (torch._C._get_tracing_state() is not None)
         + (forward_ad._current_level >= 0)
+        + _repeat.pre_dispatch()
     )
     return count
 
@@ -233,7 +235,10 @@ def _attention(
     call = (softmax_scale, causal, window_size, softcap)
     direct = not tracing and dropout_p == 0 and not return_attn_probs
     repeats = (
-        direct and alibi_slopes is None and cu_seqlens_q is None and type(window_size) is tuple
+        direct
+        and alibi_slopes is None
+        and cu_seqlens_q is None
+        and _repeat.simple(causal, window_size)
     )
     if repeats:
         out = _repeat.again(q, k, v, call)

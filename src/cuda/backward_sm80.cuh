@@ -112,6 +112,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
+  // Items are drawn in 32 bits, and each thread block draws one past the end.
+  if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
   int64_t items = query_tiles(p, scratch.tiles);
   const GridSize grid = grid_for(max64(1, items));

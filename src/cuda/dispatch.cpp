@@ -274,9 +274,10 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.scale = p.scale;
   c.softcap = p.softcap;
   constexpr float kLog2e = 1.44269504088896340736f;
-  c.cap_log2 = p.softcap * kLog2e;
-  // Finite, so that a score of 0 stays 0 under the smallest of caps.
-  const float power = p.softcap > 0 ? 2 * kLog2e * p.scale / p.softcap : 0;
+  // Finite, as twice that is: no NaN under the largest of caps, and a score of 0 stays 0 under the
+  // smallest.
+  c.cap_log2 = std::min(p.softcap * kLog2e, 1e38f);
+  const float power = p.softcap > 0 ? 2 * kLog2e * (p.scale / p.softcap) : 0;
   c.cap_power = std::clamp(power, -3e38f, 3e38f);
 }
 

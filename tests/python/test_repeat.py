@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import strobe  # noqa: E402
@@ -42,7 +44,7 @@ def short(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[[], int]:
     for _ in range(3):
         q, k, v = tensors(device)
         flash_attn_func(q, k, v, causal=True)
-    if _repeat._guard(tuple(tensors(device))) is None:
+    if not _repeat.WORKS:
         pytest.skip("this PyTorch's guards are not those that strobe._repeat knows")
     monkeypatch.setattr(_repeat, "again", again)
     return lambda: count
@@ -120,6 +122,56 @@ def test_modes_see_the_call(mode: str, device: str, short: Callable[[], int]) ->
             out = flash_attn_func(q, k, v, causal=True)
         assert out.dtype == (torch.bfloat16 if mode == "autocast" else want.dtype)
     assert short() == 0
+
+
+class Ignored(TorchDispatchMode):  # type: ignore[misc]
+    """A mode that PyTorch's guards do not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_that_guards_do_not_see(device: str, short: Callable[[], int]) -> None:
+    q, k, v = tensors(device)
+    want = expected(q, k, v)
+    with Ignored() as mode:
+        flash_attn_func(q, k, v, causal=True)
+    assert any("strobe" in name for name in mode.seen)
+    for pre_dispatch in (False, True):
+        traced = make_fx(
+            lambda a, b, c: flash_attn_func(a, b, c, causal=True), pre_dispatch=pre_dispatch
+        )(q, k, v)
+        assert torch.equal(traced(q, k, v), want)
+    assert short() == 0
+
+
+def test_options_that_change_in_place(device: str, short: Callable[[], int]) -> None:
+    q, k, v = tensors(device)
+    left = torch.tensor(1)
+    for _ in range(3):
+        flash_attn_func(q, k, v, causal=True, window_size=(left, left))
+    left.fill_(3)
+    found = flash_attn_func(q, k, v, causal=True, window_size=(3, 3))
+    assert torch.equal(found, expected(q, k, v, window=(3, 3)))
+    flash_attn_func(q, k, v, causal=torch.tensor(True))
+    with pytest.raises(strobe.InvalidArgument, match="causal"):
+        flash_attn_func(q, k, v, causal=torch.tensor([True, False]))
+    assert short() == 0
+
+
+def test_one_tensor_for_all(device: str) -> None:
+    q, _, _ = tensors(device)
+    for _ in range(4):
+        assert torch.equal(flash_attn_func(q, q, q, causal=True), expected(q, q, q))
 
 
 def test_errors_are_the_usual_ones(device: str, short: Callable[[], int]) -> None:
