@@ -69,7 +69,7 @@ struct SeenQueries {
 
 /// One thread's view of its block: addresses, barriers, copies, and the products that both halves
 /// make.
-template <BackwardConfig kC, bool kRules, bool kOrdered>
+template <BackwardConfig kC, bool kRules>
 struct BackwardThread {
   using Shape = BackwardShape<kC>;
   using T = typename Shape::T;
@@ -87,10 +87,6 @@ struct BackwardThread {
   // Steps so far in the low half, items in the high half: where the rings are, for which either
   // matters modulo 4 only. One register, for the kernel has none to spare.
   uint32_t count = 0;
-
-  /// kOrdered: the kernel can keep the order of additions to dQ. What only that takes costs the
-  /// other one 2 % where it is there and not used.
-  __device__ __forceinline__ bool deterministic() const { return kOrdered && p.deterministic; }
 
   __device__ __forceinline__ BackwardThread(const BackwardParams& params,
                                             const BackwardScratch& scratch_, uint32_t shared_,

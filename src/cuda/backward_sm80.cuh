@@ -45,7 +45,7 @@ namespace strobe::cuda::sm80 {
 // --- The kernel ---
 
 // (A type for its template argument: nvcc 13's stubs cannot name a value of class type.)
-template <typename Shape, bool kRules, bool kOrdered>
+template <typename Shape, bool kRules>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   uint32_t shared = ptx::shared_address(shared_bytes);
   asm volatile("" : "+r"(shared));  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
-  const BackwardThread<kC, kRules, kOrdered> t(p, scratch, shared, half);
+  const BackwardThread<kC, kRules> t(p, scratch, shared, half);
   if (threadIdx.x == 0) t.init_barriers_and_turns();
   __syncthreads();
   if (half == 0) {
-    weights_half<kC, kRules, kOrdered>(t, order);
+    weights_half<kC, kRules>(t, order);
   } else {
-    gradients_half<kC, kRules, kOrdered>(t, order);
+    gradients_half<kC, kRules>(t, order);
   }
 }
 
@@ -86,13 +86,12 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-template <BackwardConfig kConfig, bool kRules, bool kOrdered>
+template <BackwardConfig kConfig, bool kRules>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   static SharedMemoryLeave leave;
-  const void* const kernel =
-      reinterpret_cast<const void*>(&backward_kernel<Shape, kRules, kOrdered>);
+  const void* const kernel = reinterpret_cast<const void*>(&backward_kernel<Shape, kRules>);
   const cudaError_t e = allow_shared_memory(kernel, Shape::kSharedBytes, target.device, leave);
   if (e != cudaSuccess) return e;
   const auto blocks = static_cast<uint32_t>(
@@ -126,16 +125,12 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
 
   if (order.items > 0) {
     const bool rules = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    if (rules) {
-      if constexpr (Shape::kHasRules) {
-        error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
-      } else {
-        error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
-      }
-    } else if (p.deterministic) {
-      error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
+    if constexpr (Shape::kHasRules) {
+      error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, target)
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
     } else {
-      error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
+      error = rules ? cudaErrorNotSupported  // kernels.def says `plain`: the plan never does
+                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
     }
     if (error != cudaSuccess) return error;
   }
