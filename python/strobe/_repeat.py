@@ -26,7 +26,6 @@ _ARGS_SIZE: Final = _library.FORWARD_ARGS_SIZE
 # lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, dropout_offset
 _NOTHING: Final = (0,) * 6
 
-
 _key_included: Final = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
 _PRE_DISPATCH: Final = getattr(torch._C.DispatchKey, "PreDispatch", None)
 
