@@ -33,6 +33,10 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
+NDArray: TypeAlias = np.ndarray[Any, Any]
+AnyArray: TypeAlias = NDArray | SupportsDLPack
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """An array without its data, for `strobe.plan` and `strobe.why`.

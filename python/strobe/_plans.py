@@ -12,14 +12,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
 from . import _arrays, _library
-from ._arrays import KINDS, Allocator, Spec
+from ._arrays import KINDS, Allocator, AnyArray, Spec
 from ._errors import InvalidArgument
 from ._library import Plan, Problem
+
+
+class CallOptions(TypedDict, total=False):
+    """Options that `attention` and `attention_backward` share."""
+
+    causal: bool
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    alibi_slopes: AnyArray | None
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
+    cu_seqlens_q: AnyArray | None
+    cu_seqlens_k: AnyArray | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    batch_invariant: bool
+    threads: int
 
 
 @dataclass(slots=True)
@@ -88,6 +107,22 @@ def as_value(option: Any) -> Any:
         return float(option)
     except (TypeError, ValueError):
         return option  # refused when the plan is made
+
+
+def as_integer(option: Any) -> Any:
+    """As `as_value`, an option that should be an integer."""
+    try:
+        return operator.index(option)
+    except TypeError:
+        return option
+
+
+def as_flag(option: Any) -> Any:
+    """As `as_value`, an option that is on or off."""
+    try:
+        return bool(option)
+    except (TypeError, ValueError, RuntimeError):
+        return option
 
 
 def window_pair(window: Any) -> tuple[Any, Any]:

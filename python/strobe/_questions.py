@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _library
-from ._arrays import KINDS, ArraySpec, imported
+from ._arrays import KINDS, AnyArray, ArraySpec, imported
 from ._errors import Error, InvalidArgument
 from ._library import LIBRARY, Problem, check
 from ._plans import (
@@ -27,7 +27,7 @@ from ._plans import (
     spec_of,
     window_pair,
 )
-from .functional import AnyArray, latest_fallback
+from .functional import latest_fallback
 
 
 def _described(

@@ -129,6 +129,22 @@ def test_window_takes_any_pair(kind: Any, rng: np.random.Generator) -> None:
     assert np.array_equal(got, wanted)
 
 
+def test_options_that_change_in_place(rng: np.random.Generator) -> None:
+    q = rng.standard_normal((1, 20, 2, 8)).astype(np.float32)
+    left, causal = np.array(2), np.array(False)
+    options: dict[str, Any] = {"window": (left, np.array(-1)), "causal": causal}
+    first = strobe.attention(q, q, q, **options)
+    left[...], causal[...] = 9, True
+    out, lse = strobe.attention(q, q, q, return_lse=True, **options)
+    want = strobe.attention(q, q, q, window=(9, -1), causal=True)
+    assert not np.array_equal(first, out)
+    assert np.array_equal(out, want)
+    grads = strobe.attention_backward(q, q, q, q, out, lse, **options)
+    left[...], causal[...] = 2, False
+    others = strobe.attention_backward(q, q, q, q, out, lse, **options)
+    assert not np.array_equal(grads[0], others[0])
+
+
 def test_default_scale_is_one_over_root_head_dim(rng: np.random.Generator) -> None:
     inputs = Case(head_dim=25, head_dim_v=25).make(rng)
     assert np.array_equal(

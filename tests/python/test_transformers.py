@@ -20,6 +20,7 @@ for _needed in ("transformers", "flit_core"):
         pytest.skip(f"{_needed} is not installed", allow_module_level=True)
 
 import strobe.flash_attn  # noqa: E402
+from strobe import _flash_attn  # noqa: E402
 
 import oracle  # noqa: E402
 import shim  # noqa: E402
@@ -84,13 +85,13 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records that attention came to Strobe."""
     made: list[str] = []
-    inner = strobe.flash_attn._attention
+    inner = _flash_attn.call
 
     def counted(*arguments: Any, **options: Any) -> Any:
         made.append("dense" if arguments[3] is None else "packed")
         return inner(*arguments, **options)
 
-    monkeypatch.setattr(strobe.flash_attn, "_attention", counted)
+    monkeypatch.setattr(strobe.flash_attn, "call", counted)
     return made
 
 

@@ -1,0 +1,284 @@
+"""What the functions of `flash_attn` share: which way a call takes, its checks, its messages."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.autograd import forward_ad
+
+from . import _operators, _repeat
+from ._errors import InvalidArgument, Unsupported
+from .functional import attention
+
+Tensor: TypeAlias = torch.Tensor
+
+# What a function of `flash_attn` returns: out, or (out, softmax_lse, S_dmask).
+Result: TypeAlias = Any
+
+# Bound once: each look-up of a module's attribute costs 30 ns.
+_Tensor: Final = torch.Tensor
+_is_tracing: Final = torch.compiler.is_dynamo_compiling
+_is_grad_enabled: Final = torch.is_grad_enabled
+_is_autocast_enabled: Final = torch.is_autocast_enabled
+_attention_and_launch: Final[Any] = attention  # its overloads do not show what `_repeat` needs
+
+
+# -------------------------------------------------------------------------------- without dispatch
+
+
+def _number_of_modes() -> int:
+    """How many are at work that must see each operator: dispatch modes (fake tensors, FLOP
+    counters, export), functorch transforms (vmap, grad), torch.jit.trace, forward-mode autograd,
+    tracing before dispatch.
+    """
+    count: int = (
+        torch._C._len_torch_dispatch_stack()
+        + (torch._C._functorch.maybe_current_level() is not None)
+        + (torch._C._get_tracing_state() is not None)
+        + (forward_ad._current_level >= 0)
+        + _repeat.pre_dispatch()
+    )
+    return count
+
+
+try:
+    _number_of_modes()
+    _KNOWS_MODES = True
+except (AttributeError, TypeError):  # pragma: no cover - a PyTorch that renamed one of them
+    _KNOWS_MODES = False
+
+
+def _is_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are tensors as they come and nobody but autograd watches."""
+    return (
+        type(q) is _Tensor
+        and type(k) is _Tensor
+        and type(v) is _Tensor
+        and (q.is_cpu or q.is_cuda)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and _KNOWS_MODES
+        and not _number_of_modes()
+    )
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+# What the library calls arguments, and what flash_attn calls them.
+_NAMES: Final = {"scale": "softmax_scale", "window": "window_size"}
+_PACKED_NAMES: Final = {"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
+
+
+def _by_name(error: InvalidArgument, packed: str) -> InvalidArgument:
+    """`error` with the names that the caller knows. packed: see `call`."""
+    text = str(error)
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
+        return InvalidArgument(f"{packed}, as {text}")
+    names = _NAMES | _PACKED_NAMES if packed == "qkv" else _NAMES
+    return InvalidArgument(names.get(name, name) + text.removeprefix(name))
+
+
+def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
+    """Refuses what is no tensor with these axes. An axis named by a number has that length."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"{name} is of type {type(x).__name__}, expected a torch.Tensor")
+    if x.ndim != len(axes):
+        raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {len(axes)}: ({', '.join(axes)})")
+    for axis, wanted in enumerate(axes):
+        if wanted.isdecimal() and x.shape[axis] != int(wanted):
+            raise InvalidArgument(
+                f"{name}.shape[{axis}] = {x.shape[axis]}, expected {wanted}: ({', '.join(axes)})"
+            )
+
+
+def _check_dropout(dropout_p: Any, softcap: Any) -> None:
+    try:
+        valid = 0 <= dropout_p < 1
+    except TypeError:
+        valid = False
+    if not valid:
+        raise InvalidArgument(f"dropout_p = {dropout_p!r}, expected a number in [0, 1)")
+    if softcap > 0:
+        raise InvalidArgument(
+            f"softcap = {softcap!r} with dropout_p = {dropout_p!r}, expected one of them to be 0"
+        )
+
+
+def _window(window_size: Any) -> tuple[Any, Any]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"window_size = {window_size!r}, expected a pair (left, right) of integers, "
+            "-1 for no limit"
+        ) from None
+    return left, right
+
+
+def _integer(name: str, value: Any) -> Any:
+    """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
+    come from seqlens.max().
+    """
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_floating_point():
+            raise InvalidArgument(
+                f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
+                "expected an integer"
+            )
+        return value.item()
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+
+
+def _number(name: str, value: Any) -> Any:
+    """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(f"{name} = {value!r}, expected a number") from None
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As autocast treats scaled_dot_product_attention: in its lower precision, but for float64."""
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v)
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """PyTorch itself would drop them without a word."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise Unsupported(
+            "forward-mode differentiation of attention is not supported: use backward-mode, or "
+            "plain tensor operations"
+        )
+
+
+# ------------------------------------------------------------------------------------- the one call
+
+
+def call(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Any,
+    deterministic: bool,
+    return_attn_probs: bool,
+    packed: str = "",
+) -> Result:
+    """What all functions of `flash_attn` do. cu_seqlens_q None: dense.
+
+    packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
+    """
+    if cu_seqlens_q is not None:
+        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
+    if softmax_scale is not None:
+        softmax_scale = _number("softmax_scale", softmax_scale)
+    softcap = _number("softcap", softcap)
+    tracing = _is_tracing()
+    options_of_call = (softmax_scale, causal, window_size, softcap)
+    direct = not tracing and dropout_p == 0 and not return_attn_probs
+    repeats = (
+        direct
+        and alibi_slopes is None
+        and cu_seqlens_q is None
+        and _repeat.simple(causal, window_size)
+    )
+    if repeats:
+        out = _repeat.again(q, k, v, options_of_call)
+        if out is not None:
+            return out
+    plain = not tracing and _is_plain(q, k, v)
+    if (
+        plain
+        and direct
+        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and _is_grad_enabled())
+        and not _is_autocast_enabled("cpu" if q.is_cpu else "cuda")
+    ):
+        try:
+            out, launch = _attention_and_launch(
+                q,
+                k,
+                v,
+                causal=causal,
+                window=window_size,
+                scale=softmax_scale,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                _with_launch=True,
+            )
+            if repeats:
+                _repeat.remember(q, k, v, options_of_call, launch)
+            return out
+        except InvalidArgument:
+            pass  # below, a contiguous copy may help, and if not, the message is given
+
+    rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, (*rows, "heads", "head_dim"))
+    if not tracing and forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    window_left, window_right = _window(window_size)
+    rng_state = None
+    if dropout_p != 0:
+        _check_dropout(dropout_p, softcap)
+        rng_state = _operators.dropout_state(device=q.device)
+    options = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        deterministic,
+    )
+    if tracing:
+        out, lse = _operators.attention_forward(q, k, v, *options)
+    else:
+        try:
+            forward = _operators.Attention.apply if plain else _operators.attention_forward
+            out, lse = forward(q, k, v, *options)
+        except InvalidArgument as error:
+            raise _by_name(error, packed) from None
+    if not return_attn_probs:
+        return out
+    if rng_state is None:
+        return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
+    weights = _operators.attention_probabilities(q.detach(), k.detach(), lse.detach(), *options)
+    return out, lse, weights
