@@ -90,7 +90,14 @@ int main() {
   args.workspace = workspace, args.workspace_bytes = 1 << 20;
   int failures = 0;
   const auto make = [&] { failures += strobe_plan_make(&problem, &plan) != STROBE_OK; };
-  const auto launch = [&] { failures += strobe_forward(&plan, &args) != STROBE_OK; };
+  // Like the layers of a model: each launch has other addresses than the one before.
+  int layer = 0;
+  const auto at_layer = [&](void* tensor) { return static_cast<char*>(tensor) + (layer << 16); };
+  const auto launch = [&] {
+    layer = (layer + 1) % 8;
+    args.q = at_layer(q), args.k = at_layer(k), args.v = at_layer(v), args.out = at_layer(out);
+    failures += strobe_forward(&plan, &args) != STROBE_OK;
+  };
   make();
   launch();
   const Parameters parameters{};

@@ -45,7 +45,7 @@ SPILLS = {
 class Kernel:
     row: str
     name: str  # forward, backward
-    variant: str  # plain, or the one with softcap, ALiBi and dropout
+    variant: str  # plain, or the one with softcap, ALiBi and dropout; ordered: plain and deterministic
     arch: str
     registers: int = 0
     stack: int = 0
@@ -85,10 +85,10 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"(forward|backward)_kernelI.*Lb([01])E+v", symbol)
+        main = re.search(r"(forward|backward)_kernelI.*?((?:Lb[01]E)+)E*v", symbol)
         if not main:
             return None
-        variant = "plain" if main[2] == "0" else "general"
+        variant = {"Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}.get(main[2], "general")
         return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():

@@ -69,7 +69,7 @@ struct SeenQueries {
 
 /// One thread's view of its block: addresses, barriers, copies, and the products that both halves
 /// make.
-template <BackwardConfig kC, bool kRules>
+template <BackwardConfig kC, bool kRules, bool kOrdered>
 struct BackwardThread {
   using Shape = BackwardShape<kC>;
   using T = typename Shape::T;
@@ -87,6 +87,13 @@ struct BackwardThread {
   // Steps so far in the low half, items in the high half: where the rings are, for which either
   // matters modulo 4 only. One register, for the kernel has none to spare.
   uint32_t count = 0;
+
+  /// kOrdered: the kernel keeps the order of additions to dQ; with kRules, where asked to. (What
+  /// only that takes costs a kernel 2 % where it is there and not used.)
+  static_assert(kOrdered || !kRules);
+  __device__ __forceinline__ bool deterministic() const {
+    return kRules ? p.deterministic != 0 : kOrdered;
+  }
 
   __device__ __forceinline__ BackwardThread(const BackwardParams& params,
                                             const BackwardScratch& scratch_, uint32_t shared_,

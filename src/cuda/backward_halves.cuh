@@ -23,26 +23,26 @@ namespace strobe::cuda::sm80 {
 // steps: there it would wait for the next item, and the item for others that wait for these turns.
 
 /// Key blocks that add to a step's dQ before this one, as far as it has to know.
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules>& t,
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ uint32_t turn_order(const BackwardThread<kC, kRules, kOrdered>& t,
                                                const BackwardStep& step) {
   const int32_t q = step.tile * kC.tile_q;
   if (q >= t.block_int(offsetof(BackwardBlock, first_query))) return 0;
-  if (!t.p.deterministic) return 1;
+  if (!t.deterministic()) return 1;
   const int32_t first_key = max(q + t.block_int(offsetof(BackwardBlock, first_key)), 0);
   return static_cast<uint32_t>(t.block_int(offsetof(BackwardBlock, key_begin)) / kC.tile_k -
                                first_key / kC.tile_k);
 }
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules>& t,
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRules, kOrdered>& t,
                                                   uint32_t tile, int warp) {
   return t.scratch.turn + int64_t{tile} * BackwardShape<kC>::kHalfWarps + warp;
 }
 /// Passes on a warp's turn, after all additions that this thread knows of; false where the slot
 /// holds none. A slot holds a scratch tile and the counter's new value, which is not 0.
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ bool release_turn(const BackwardThread<kC, kRules>& t, uint32_t slot,
-                                             int warp) {
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ bool release_turn(const BackwardThread<kC, kRules, kOrdered>& t,
+                                             uint32_t slot, int warp) {
   const auto turn = load_shared_wide<uint2>(slot);
   if (turn.y == 0) return false;
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, turn.x, warp)),
@@ -59,10 +59,10 @@ __device__ __forceinline__ uint32_t look_at(const uint32_t* counter) {
 // --- S^T, P, dV ---
 
 /// Fetches item i into its block, with its keys where their ring has a place; by the weights half.
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void fetch_item(const BackwardThread<kC, kRules>& t,
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ void fetch_item(const BackwardThread<kC, kRules, kOrdered>& t,
                                            const BackwardOrder& order, int i) {
-  using Thread = BackwardThread<kC, kRules>;
+  using Thread = BackwardThread<kC, kRules, kOrdered>;
   t.wait_empty(t.block_empty(i), i, 2);
   BackwardBlock& block = t.block(i);
   if (t.fresh_place().thread == 0) {
@@ -95,10 +95,10 @@ __device__ __forceinline__ void fetch_item(const BackwardThread<kC, kRules>& t,
   ptx::barrier_arrive(t.block_full(i));
 }
 
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered> t,
                                              const BackwardOrder& order) {
-  using Thread = BackwardThread<kC, kRules>;
+  using Thread = BackwardThread<kC, kRules, kOrdered>;
   using Shape = typename Thread::Shape;
   using T = typename Shape::T;
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
 
   /// Whether it is this warp's part to pass on the turn of two steps ago.
   const auto passes_turn = [&] {
-    return p.deterministic && t.place().warp() == t.n_step() % Shape::kHalfWarps;
+    return t.deterministic() && t.place().warp() == t.n_step() % Shape::kHalfWarps;
   };
   /// Fetches item i and copies its first tile, as step n.
   const auto begin_item = [&](int i, int n) {
@@ -297,10 +297,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules> t,
 
 // --- dP^T, dS, dK, dQ ---
 
-template <BackwardConfig kC, bool kRules>
-__device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
+template <BackwardConfig kC, bool kRules, bool kOrdered>
+__device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrdered> t,
                                                const BackwardOrder& order) {
-  using Thread = BackwardThread<kC, kRules>;
+  using Thread = BackwardThread<kC, kRules, kOrdered>;
   using Shape = typename Thread::Shape;
   using T = typename Shape::T;
   constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
@@ -311,7 +311,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
   const auto pass_turn = [&] {
     __syncwarp();  // all lanes' additions
     if (t.place().lane() != 0) return;
-    const uint32_t slot = t.turn_slot(t.place(), p.deterministic ? t.n_step() - 1 : 0);
+    const uint32_t slot = t.turn_slot(t.place(), t.deterministic() ? t.n_step() - 1 : 0);
     if (release_turn(t, slot, t.place().warp())) store_shared(slot + 4, 0);
   };
 
@@ -347,7 +347,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
       });
       const bool is_last = t.is_last(step);
       if (is_last) t.arrive_warp(t.v_empty());
-      if (is_last || !p.deterministic) pass_turn();
+      if (is_last || !t.deterministic()) pass_turn();
 
       // dP to dS = P * (dP - delta), P from the other half.
       uint32_t ds[kM][kN / 2][4];
@@ -422,7 +422,6 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
       if constexpr (!Shape::kSplit) t.wait_full(t.ds_full(), t.n_step(), 1);
 
       const bool dq_seen_only = masked && t.block_int(offsetof(BackwardBlock, keys_nonfinite)) != 0;
-      BackwardStep after = step;
 #pragma unroll 1
       for (int pass = 0; pass < Shape::kDqColumns; pass += Shape::kPass) {
         float dq[2][Shape::kPass / 8][4] = {};
@@ -434,21 +433,22 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules> t,
         // All that is left to look up, before the additions fill the queue to memory.
         const uint32_t order = turn_order(t, step);
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
-        if (last_pass) after = t.after(step, t.limits());
+        if (last_pass) {
+          more = !t.is_last(step);
+          step = t.after(step, t.limits());
+        }
         // No acquire: what follows goes to L2, where the others' additions have arrived by now.
         while (turn < order) turn = look_at(turn_counter(t, tile, t.place().warp()));
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
         t.add_dq(dq, pass, sum, order == 0);
-        if (last_pass && (order == 0 || p.deterministic) && t.place().lane() == 0) {
-          const uint32_t slot = t.turn_slot(t.place(), p.deterministic ? t.n_step() : 0);
+        if (last_pass && (order == 0 || t.deterministic()) && t.place().lane() == 0) {
+          const uint32_t slot = t.turn_slot(t.place(), t.deterministic() ? t.n_step() : 0);
           store_shared(slot, tile);
           store_shared(slot + 4, order + 1);
         }
-        if (last_pass && p.deterministic) t.arrive_warp(t.added(t.n_step()));
+        if (last_pass && t.deterministic()) t.arrive_warp(t.added(t.n_step()));
       }
-      more = !t.is_last(step);
-      step = after;
     }
 
     if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item()));

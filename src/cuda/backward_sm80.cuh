@@ -35,9 +35,9 @@
 #include "cuda/backward_order.cuh"
 #include "cuda/backward_post.cuh"
 #include "cuda/backward_pre.cuh"
+#include "cuda/kernel_handle.h"
 #include "cuda/launch_target.h"
 #include "cuda/rows.h"
-#include "cuda/shared_memory.h"
 #include "cuda/static_order.cuh"
 
 namespace strobe::cuda::sm80 {
@@ -45,7 +45,7 @@ namespace strobe::cuda::sm80 {
 // --- The kernel ---
 
 // (A type for its template argument: nvcc 13's stubs cannot name a value of class type.)
-template <typename Shape, bool kRules>
+template <typename Shape, bool kRules, bool kOrdered>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   uint32_t shared = ptx::shared_address(shared_bytes);
   asm volatile("" : "+r"(shared));  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
-  const BackwardThread<kC, kRules> t(p, scratch, shared, half);
+  const BackwardThread<kC, kRules, kOrdered> t(p, scratch, shared, half);
   if (threadIdx.x == 0) t.init_barriers_and_turns();
   __syncthreads();
   if (half == 0) {
-    weights_half<kC, kRules>(t, order);
+    weights_half<kC, kRules, kOrdered>(t, order);
   } else {
-    gradients_half<kC, kRules>(t, order);
+    gradients_half<kC, kRules, kOrdered>(t, order);
   }
 }
 
@@ -86,24 +86,21 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-template <BackwardConfig kConfig, bool kRules>
+template <BackwardConfig kConfig, bool kRules, bool kOrdered>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
-  static SharedMemoryLeave leave;
-  const void* const kernel = reinterpret_cast<const void*>(&backward_kernel<Shape, kRules>);
-  const cudaError_t e = allow_shared_memory(kernel, Shape::kSharedBytes, target.device, leave);
-  if (e != cudaSuccess) return e;
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&backward_kernel<Shape, kRules, kOrdered>),
+      Shape::kSharedBytes);
   const auto blocks = static_cast<uint32_t>(
       min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));
   void* args[] = {&p, &scratch, &order};
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(Shape::kThreads), args, Shape::kSharedBytes,
-                          target.stream);
+  return kernel.launch(dim3(blocks), Shape::kThreads, args, target);
 }
 
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
-  const cudaStream_t stream = target.stream;
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
   constexpr int kTileQ = kConfig.tile_q, kWidth = kConfig.width;
@@ -118,27 +115,31 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const GridSize grid = grid_for(max64(1, items));
   int32_t turns = Shape::kHalfWarps;
   void* pre[] = {&p, &scratch, &items, &turns};
-  cudaError_t error =
-      cudaLaunchKernel(reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>),
-                       dim3(grid.x, grid.y), dim3(kPreThreads), pre, 0, stream);
+  static KernelHandle pre_kernel(
+      reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>));
+  cudaError_t error = pre_kernel.launch(dim3(grid.x, grid.y), kPreThreads, pre, target);
   if (error != cudaSuccess) return error;
 
   if (order.items > 0) {
     const bool rules = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    if constexpr (Shape::kHasRules) {
-      error = rules ? launch_backward_kernel<kConfig, true>(p, scratch, order, target)
-                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
+    if (rules) {
+      if constexpr (Shape::kHasRules) {
+        error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
+      } else {
+        error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
+      }
+    } else if (p.deterministic) {
+      error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
     } else {
-      error = rules ? cudaErrorNotSupported  // kernels.def says `plain`: the plan never does
-                    : launch_backward_kernel<kConfig, false>(p, scratch, order, target);
+      error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
     }
     if (error != cudaSuccess) return error;
   }
   if (items > 0) {
     void* post[] = {&p, &scratch, &items};
-    error =
-        cudaLaunchKernel(reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>),
-                         dim3(grid.x, grid.y), dim3(kPostThreads), post, 0, stream);
+    static KernelHandle post_kernel(
+        reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>));
+    error = post_kernel.launch(dim3(grid.x, grid.y), kPostThreads, post, target);
     if (error != cudaSuccess) return error;
   }
   if (order.parts > 1 && order.items > 0) {
@@ -146,8 +147,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
     const GridSize blocks = grid_for(ceil_div(pieces, kPostThreads));
     void* sum[] = {&p, &scratch, &parts, &pieces};
-    error = cudaLaunchKernel(reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>),
-                             dim3(blocks.x, blocks.y), dim3(kPostThreads), sum, 0, stream);
+    static KernelHandle parts_kernel(
+        reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
+    error = parts_kernel.launch(dim3(blocks.x, blocks.y), kPostThreads, sum, target);
   }
   return error;
 }

@@ -226,6 +226,12 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
+  constexpr int64_t kTooLong = int64_t{1} << 30;  // sums of two positions are made in 32 bits
+  if (max64(p.seqlen_q, p.seqlen_k) >= kTooLong) {
+    return format("%s = %lld, expected below 2^30",
+                  p.seqlen_q >= kTooLong ? "seqlen_q" : "seqlen_k",
+                  static_cast<long long>(p.seqlen_q >= kTooLong ? p.seqlen_q : p.seqlen_k));
+  }
   if (arch == 90) {
     if (machine().forced_row.find("_sm80_") != std::string::npos) {
       return "STROBE_CUDA_ROW asks for another kernel";

@@ -38,12 +38,13 @@
 
 #include "cuda/config.h"
 #include "cuda/forward_warp.cuh"
+#include "cuda/kernel_handle.h"
 #include "cuda/launch_target.h"
 #include "cuda/load.cuh"
 #include "cuda/params.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/rows.h"
-#include "cuda/shared_memory.h"
 #include "cuda/static_order.cuh"
 
 namespace strobe::cuda::sm80 {
@@ -133,13 +134,6 @@ __device__ __forceinline__ void copy_block(uint32_t to, const char* source, int6
   }
 }
 
-/// threadIdx.x, asked for again: else the compiler keeps all that follows from it, and spills it.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 template <typename Shape, bool kGeneral>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order) {
@@ -161,14 +155,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
-  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
+  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v,
+                             bool apart = false) {
     if constexpr (kGeneral) {
       load_tile<kTileK, Shape::kWidth, kThreads>(stage, k, block * kTileK, k.aligned(), thread);
+      if (apart) ptx::cp_async_commit();
       load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
                                                  v.aligned(), thread);
     } else {
       // All made anew for each block: registers are shorter than time is here.
-      const int self = thread_again();
+      const int self = ptx::thread_again();
       const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
       const int64_t row = int64_t{block} * kTileK + first_row;
@@ -180,9 +176,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       const int32_t left = k.rows - block * kTileK;
       if (left >= kTileK) {
         copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
+        if (apart) ptx::cp_async_commit();
         copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
       } else {
         copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
+        if (apart) ptx::cp_async_commit();
         copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
       }
     }
@@ -232,7 +230,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
     };
-    if (some_block) copy_next(ring, block, k, v);
+    if (some_block) copy_next(ring, block, k, v, Shape::kVApart);
     write_info();
     if (thread < Shape::kTeams) {
       Range some = keys, full = keys;
@@ -247,7 +245,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
     }
     if constexpr (Shape::kKept > 0) {
-      if (some_block) ptx::cp_async_wait<1>();
+      if (some_block) ptx::cp_async_wait<1 + Shape::kVApart>();
     }
   }
   __syncthreads();
@@ -257,7 +255,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
   bool careful = false;
-  bool real = true;  // not: a turn that only copies the first block
+  bool real = true;               // not: a turn that only copies the first block
+  bool await_v = Shape::kVApart;  // the first block's, for which its scores do not wait
+  const auto v_has_landed = [&] {
+    if (!await_v) return;
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    await_v = false;
+  };
   uint32_t stage = ring;
   for (;;) {
     w.clear();
@@ -266,10 +271,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (; block < info->block_end; ++block) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
       if (real) {
-        ptx::cp_async_wait<0>();
+        if (await_v) {
+          ptx::cp_async_wait<1>();
+        } else {
+          ptx::cp_async_wait<0>();
+        }
         __syncthreads();
       }
-      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
+      if (block + 1 < info->block_end) {
+        copy_next(next, block + 1, info->k, info->v);
+      } else if (Shape::kVApart) {
+        ptx::cp_async_commit();  // v_has_landed counts groups
+      }
       if (!real) {
         real = true;
         stage = next;
@@ -283,7 +296,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
           constexpr uint16_t kExponent = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
           if ((values[i] & kExponent) == kExponent) values[i] = 0, found = true;
         }
-        if (__syncthreads_or(found) && thread_again() == 0) info->v_nonfinite = 1;
+        if (__syncthreads_or(found) && ptx::thread_again() == 0) info->v_nonfinite = 1;
       }
       const TeamKeys keys = team_keys[w.team];
       uint32_t k_rows = stage;
@@ -294,15 +307,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const bool all = keys.full_begin <= key && key + Shape::kStep <= keys.full_end;
         if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
         } else if (!have_references) {
-          w.template step<Rule::kOnline>(k_rows, v_rows, key, all);
+          w.template step<Rule::kOnline>(k_rows, v_rows, key, all, v_has_landed);
           have_references = !careful && w.have_references();
         } else if (all) {
-          w.template step<Rule::kPlain>(k_rows, v_rows, key, true);
+          w.template step<Rule::kPlain>(k_rows, v_rows, key, true, [] {});
         } else {
-          w.template step<Rule::kMasked>(k_rows, v_rows, key, false);
+          w.template step<Rule::kMasked>(k_rows, v_rows, key, false, [] {});
         }
         k_rows += Shape::kStep * KTile::kRowBytes;
       }
+      v_has_landed();  // where no step has asked
       stage = next;
     }
     w.sum_lanes();
@@ -316,10 +330,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // --- O / sum and lse ---
   const int32_t begin = info->begin;
-  if constexpr (Shape::kSplit == 2) w.stand_at(thread_again());
-  const int rows_from = thread_again() / 32 % Shape::kTeams * Shape::kRows;
+  if constexpr (Shape::kSplit == 2) w.stand_at(ptx::thread_again());
+  const int rows_from = ptx::thread_again() / 32 % Shape::kTeams * Shape::kRows;
 #if __CUDA_ARCH__ < 900  // where ptxas would spill it around the loop
-  if constexpr (Shape::kKeepAll) w.lane = thread_again() % 32;
+  if constexpr (Shape::kKeepAll) w.lane = ptx::thread_again() % 32;
 #endif
   w.finish(ring + static_cast<uint32_t>(Shape::kQOffset + rows_from * QTile::kRowBytes),
            info->lse ? info->lse + rows_from : nullptr, info->out.rows - begin - rows_from);
@@ -356,15 +370,12 @@ void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
 template <typename Shape, bool kGeneral>
 cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
-  static SharedMemoryLeave leave;
-  const void* const kernel = reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>);
-  const cudaError_t e = allow_shared_memory(kernel, Shape::kSharedBytes, target.device, leave);
-  if (e != cudaSuccess) return e;
+  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
+                             Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
   void* args[] = {const_cast<ForwardParams*>(&params), &order};
-  return cudaLaunchKernel(kernel, dim3(grid.x, grid.y), dim3(Shape::kThreads), args,
-                          Shape::kSharedBytes, target.stream);
+  return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);
 }
 
 /// Whether the rows of all heads are made of whole 16-byte units.

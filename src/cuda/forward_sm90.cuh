@@ -5,11 +5,11 @@
 // warpgroups, against all keys that they see, tile_k at a time, last block first.
 //
 //   warps         registers  role (0 to 3: forward_sm90_producer.cuh; others: _consumer.cuh)
-//   0             24 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
+//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
 //   1             32 (W=3)   Q: loads each warpgroup's 64 rows
 //   2                        scheduler: takes the next tile, works out who needs which blocks
 //   3                        O: stores what the consumers leave in shared memory
-//   4 to 4 + 4W   240, 160   consumers: S = Q K^T, softmax, O += P V
+//   4 to 4 + 4W   224, 160   consumers: S = Q K^T, softmax, O += P V
 //
 //   barrier        its phases end when                waited for by
 //   k, v .full     TMA has delivered the block        consumers
@@ -60,12 +60,12 @@
 #include "cuda/forward_sm90_consumer.cuh"
 #include "cuda/forward_sm90_layout.cuh"
 #include "cuda/forward_sm90_producer.cuh"
+#include "cuda/kernel_handle.h"
 #include "cuda/launch_target.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
-#include "cuda/shared_memory.h"
 #include "cuda/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
@@ -141,8 +141,7 @@ void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& param
 template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
-  constexpr auto kShared = static_cast<size_t>(kShape.shared_bytes);
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q), kConfig.tile_q, 0, nullptr};
+  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr};
   if (order.tiles.items == 0) return cudaSuccess;
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
@@ -152,38 +151,40 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
   order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
 
-  TensorMaps maps;
+  // Of this thread's last launch.
+  thread_local TensorMaps maps;
+  thread_local KeptTensorMap kept[4];
   const int64_t batch = p.cu_q ? 1 : p.batch;
-  const auto make_map = [&](CUtensorMap& map, const Tensor& tensor, int64_t dim, int64_t rows,
-                            int64_t heads, int box_rows) {
-    return make_tensor_map(map, tensor, {dim, rows, heads, batch}, kConfig.dtype,
-                           static_cast<uint32_t>(box_rows));
+  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
+                            int64_t heads, uint32_t box_rows) {
+    return kept[i].make(map, t.data,
+                        {dim, rows, heads, batch, t.batch_stride, t.row_stride, t.head_stride,
+                         kConfig.dtype, box_rows});
   };
-  cudaError_t error = make_map(maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
+  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
   if (error != cudaSuccess) return error;
   // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
   const bool keys = p.total_k > 0;
-  error = make_map(maps.k, keys ? p.k : p.q, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
+  const Tensor &k = keys ? p.k : p.q, &v = keys ? p.v : p.q;
+  error = make_map(1, maps.k, k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
   if (error != cudaSuccess) return error;
-  error = make_map(maps.v, keys ? p.v : p.q, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
+  error = make_map(2, maps.v, v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
   if (error != cudaSuccess) return error;
   if constexpr (TraitsOf<kConfig>::kStagesO) {
-    error = make_map(maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
+    error = make_map(3, maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
     if (error != cudaSuccess) return error;
   }
 
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
   // round.
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
-  const auto kernel =
-      rule ? forward_kernel<TraitsOf<kConfig>, true> : forward_kernel<TraitsOf<kConfig>, false>;
-  static SharedMemoryLeave leave[2];
-  error = allow_shared_memory(reinterpret_cast<const void*>(kernel), kShared, target.device,
-                              leave[rule]);
-  if (error != cudaSuccess) return error;
+  using Tr = TraitsOf<kConfig>;
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
-  kernel<<<static_cast<unsigned>(blocks), kShape.threads, kShared, target.stream>>>(p, maps, order);
-  return cudaGetLastError();
+  void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
+  return kernels[rule].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

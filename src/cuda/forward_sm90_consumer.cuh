@@ -9,6 +9,7 @@
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
@@ -114,13 +115,20 @@ class Consumer {
     }
   }
 
-  /// The tile before has no more scores to come.
+  /// The tile before, if there is one, has no more scores to come: lse, and what O will have to be
+  /// multiplied by.
   __device__ __forceinline__ void retire() {
     done_slot_ = tile_slot_;
+    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      done_max_[r] = max_[r];
-      done_sum_[r] = sum_[r];
+      const float sum = quad_sum(sum_[r]);
+      RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
+      if (sum == 0.f)
+        result = finish_row(tile.mask.begin(row(r)) < tile.mask.end(row(r)), 0.f, 0.f, 1.f);
+      done_factor_[r] = result.factor;
+      if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
+        p_.lse[tile.lse_row + row(r)] = result.lse;
     }
   }
 
@@ -343,14 +351,15 @@ class Consumer {
     for (int i = 0; i < kTileK / 2; ++i) s_[i] = 0.f;
 #pragma unroll 1
     for (int step = 0; step < kWidth / 16; ++step) {
+      const int lane = ptx::thread_again() % 32;
       uint32_t a[4], b[4];
       ptx::ldmatrix(a, q + static_cast<uint32_t>(step / 4 * QTile::kPanelBytes +
-                                                 QTile::fragment_offset(lane(), step % 4)));
+                                                 QTile::fragment_offset(lane, step % 4)));
 #pragma unroll
       for (int j = 0; j < kTileK / 16; ++j) {
         ptx::ldmatrix(b, k + static_cast<uint32_t>(step / 4 * KTile::kPanelBytes +
                                                    KTile::block_offset(16 * j, 0) +
-                                                   KTile::fragment_offset_b(lane(), step % 4)));
+                                                   KTile::fragment_offset_b(lane, step % 4)));
         mma(s_ + 8 * j, a, b[0], b[1]);
         mma(s_ + 8 * j + 4, a, b[2], b[3]);
       }
@@ -370,21 +379,11 @@ class Consumer {
     for (int i = 0; i < 4; ++i) s[i] = c[i];
   }
 
-  /// O and lse of the tile in slot done_slot_, all of whose products are done.
+  /// O of the tile in slot done_slot_, all of whose products are done.
   __device__ __forceinline__ void finish_tile() {
     Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
-    float factor[2];
-    bool valid[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(done_sum_[r]);
-      RowResult result{__fdividef(1.f, sum), (done_max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f)
-        result = finish_row(tile.mask.begin(row(r)) < tile.mask.end(row(r)), 0.f, 0.f, 1.f);
-      factor[r] = result.factor;
-      valid[r] = row(r) < tile.rows;
-      if (p_.lse && valid[r] && lane() % 4 == 0) p_.lse[tile.lse_row + row(r)] = result.lse;
-    }
+    const float(&factor)[2] = done_factor_;
+    const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
     uint32_t marks[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kWidth / 16; i += 2) {
@@ -480,7 +479,7 @@ class Consumer {
   int tile_slot_ = 0;  // of the tile that S belongs to
   int done_slot_ = 0;  // of the tile that O belongs to, once it has no more scores to come
   bool done_ = false;  // and when O is complete
-  float done_max_[2], done_sum_[2];
+  float done_factor_[2];
 
   ScoreRule rule_;  // kRule
   float position_[2];

@@ -9,12 +9,12 @@
 
 #include <type_traits>
 
-#include "core/mask.h"
 #include "cuda/config.h"
 #include "cuda/forward_exact.cuh"
 #include "cuda/params.h"
 #include "cuda/pipeline.cuh"
 #include "cuda/tile.cuh"
+#include "cuda/tile_mask.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -25,28 +25,6 @@ constexpr int kWarpgroupRows = 64, kWarpgroupThreads = 128;
 /// mask.
 struct alignas(16) Blocks {
   int32_t begin, end, fast_begin, fast_end;
-};
-
-/// Mask::row in 32 bits, for the rows of a tile: a quarter of the instructions, where a thread
-/// needs it between two products. A test holds it against the original.
-struct TileMask {
-  int32_t position, left, right, seqlen_k;  // position: of the tile's row 0 among the keys
-
-  /// first: the tile's row 0, as a query of the sequence. Lengths are below 2^30.
-  STROBE_INLINE static constexpr TileMask make(const Mask& mask, int64_t first) {
-    return {static_cast<int32_t>(mask.position(first)), static_cast<int32_t>(mask.left),
-            static_cast<int32_t>(mask.right), static_cast<int32_t>(mask.seqlen_k)};
-  }
-  /// Keys [begin, end) that the tile's row sees.
-  STROBE_INLINE constexpr int32_t begin(int32_t row) const { return clamp(position + row - left); }
-  STROBE_INLINE constexpr int32_t end(int32_t row) const {
-    return clamp(position + row + right + 1);
-  }
-
- private:
-  STROBE_INLINE constexpr int32_t clamp(int32_t x) const {
-    return x < 0 ? 0 : x > seqlen_k ? seqlen_k : x;
-  }
 };
 
 /// A tile of queries, as the scheduler hands it to the other warps.

@@ -3,6 +3,7 @@
 #define STROBE_CUDA_FORWARD_SM90_PRODUCER_CUH_
 
 #include "cuda/forward_sm90_layout.cuh"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
 #include "cuda/scheduler.cuh"
@@ -14,22 +15,26 @@ template <typename Tr>
 __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  TileScheduler scheduler(order, p);
+  constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
+  TileScheduler<kTileQ> scheduler(order, p);
   RingPosition<Tr::kTileSlots> at;
   uint32_t request_phase = 0;
   TilePlace place;
   while (scheduler.next(place)) {
+    const int lane = ptx::thread_again() % 32;
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const Sequence sequence = p.sequence(place.batch);
-    const TileMask mask = TileMask::make(sequence.mask, place.begin);
-    const int rows = min(static_cast<int>(sequence.mask.seqlen_q) - place.begin, order.tile_q);
+    const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
+    const TileMask mask = TileMask::make(order.window, seqlen_q,
+                                         static_cast<int32_t>(sequence.mask.seqlen_k), place.begin);
+    const int rows = min(seqlen_q - place.begin, kTileQ);
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;
       tile.head = place.head;
-      tile.head_kv = place.head / p.group;
+      tile.head_kv =
+          static_cast<int32_t>(order.tiles.kv_group.divide(static_cast<uint32_t>(place.head)));
       tile.rows = rows;
       tile.first = place.begin;
       tile.map_batch = p.cu_q ? 0 : place.batch;
@@ -70,6 +75,7 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     shared.request.wait(request_phase);
     request_phase ^= 1;
   }
+  const int lane = ptx::thread_again() % 32;
   shared.tile_ring.empty[at.stage()].wait(at.free());
   if (lane == 0) {
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
@@ -150,6 +156,7 @@ template <typename Tr>
 __device__ void load_q(typename Tr::Shared& shared, const CUtensorMap& map) {
   RingPosition<Tr::kQStages> at;
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+#pragma unroll 1
     for (int w = 0; w < Tr::kWarpgroups; ++w) {
       Ring<Tr::kQStages>& ring = shared.q_ring[w];
       ring.empty[at.stage()].wait(at.free());
@@ -170,17 +177,17 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
                         const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
   using T = typename Tr::T;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  RingPosition<1> at[Tr::kWarpgroups];
+  uint32_t phases = 0;  // of the warpgroups' rings, which have one stage: a bit each
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-#pragma unroll
+    const int lane = ptx::thread_again() % 32;
+#pragma unroll 1
     for (int w = 0; w < Tr::kWarpgroups; ++w) {
       if (tile.part[w].begin == tile.part[w].end) continue;  // nothing seen: zeros, written already
       const int rows = min(tile.rows - w * kWarpgroupRows, kWarpgroupRows);
 #pragma unroll 1
       for (int begin = 0; begin < Tr::kPanels; begin += Tr::kOPanels) {
-        shared.o_ring[w].full[0].wait(at[w].phase());
-        ++at[w].count;
+        shared.o_ring[w].full[0].wait(phases >> w & 1);
+        phases ^= 1u << w;
         // TMA leaves out rows past the tensor's end, but not those of the next sequence.
         if (!p.cu_q || rows == kWarpgroupRows) {
           if (lane == 0) {
@@ -194,6 +201,7 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
           T* const out = static_cast<T*>(p.out.data) +
                          int64_t{tile.map_q + w * kWarpgroupRows} * p.out.row_stride +
                          tile.head * p.out.head_stride + begin * 64;
+#pragma unroll 1
           for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
             const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;
             if (begin * 64 + column < p.head_dim_v)

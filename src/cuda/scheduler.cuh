@@ -11,11 +11,13 @@
 
 #include "core/macros.h"
 #include "cuda/params.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/static_order.cuh"
+#include "cuda/tile_mask.h"
 
 namespace strobe::cuda {
 
-/// Where a tile lies: its queries are [begin, begin + tile_q) of a head, as far as there are any.
+/// Where a tile lies: its queries begin there, as far as there are any.
 struct TilePlace {
   int32_t batch, head, begin;
 };
@@ -23,14 +25,15 @@ struct TilePlace {
 /// The order, made on the host.
 struct TileOrder {
   StaticOrder tiles;  // varlen: only an upper bound
-  int32_t tile_q;
-  uint32_t nonce;               // of this launch, never 0
-  unsigned long long* counter;  // null: tiles are dealt out in turn
+  TileWindow window;
+  uint32_t nonce;  // of this launch, never 0
+  unsigned long long* counter;
 };
 
 #if defined(__CUDACC__)
 
-/// The tiles of one thread block, to be run by one warp.
+/// The tiles of one thread block, kTileQ queries each; to be run by one warp.
+template <int kTileQ>
 class TileScheduler {
  public:
   __device__ TileScheduler(const TileOrder& order, const CommonParams& params)
@@ -45,7 +48,7 @@ class TileScheduler {
     started_ = true;
     const bool there = find(next_, place);
     // A block whose own number is past the end still takes a number, so that the last one knows.
-    if (!there && order_.counter) {
+    if (!there) {
       if (next_ == static_cast<int32_t>(blockIdx.x)) next_ = fetch();
       finish(next_);
     }
@@ -60,9 +63,8 @@ class TileScheduler {
   // last one has finished) has another, and whoever comes first prepares it. This saves the memset
   // before each launch, 1.5 microseconds.
   __device__ int32_t fetch() {
-    if (!order_.counter) return next_ + static_cast<int32_t>(gridDim.x);
     unsigned long long got = 0;
-    if (threadIdx.x % 32 == 0) {
+    if (ptx::thread_again() % 32 == 0) {
       unsigned long long* const word = order_.counter;
       const auto nonce = static_cast<unsigned long long>(order_.nonce) << 32;
       while (!ready_) {
@@ -86,16 +88,16 @@ class TileScheduler {
       if (t >= total_) return false;
       __builtin_assume(order_.tiles.items <= INT32_MAX);  // the launcher saw to it
       const WorkItem item = order_.tiles.item(t);
-      place = {item.batch, item.head, item.tile * order_.tile_q};
+      place = {item.batch, item.head, item.tile * kTileQ};
       return true;
     }
     // Lengths differ: sequence after sequence, 32 at a time. Numbers only grow, so the search goes
     // on where it stopped.
-    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+    const int lane = ptx::thread_again() % 32;
     while (batch_ < params_.batch) {
       const int32_t b = batch_ + lane;
       const int32_t rows = b < params_.batch ? params_.cu_q[b + 1] - params_.cu_q[b] : 0;
-      const int32_t tiles = (rows + order_.tile_q - 1) / order_.tile_q;
+      const int32_t tiles = (rows + kTileQ - 1) / kTileQ;
       int32_t end = tiles * params_.heads;  // inclusive scan over the lanes
       for (int step = 1; step < 32; step *= 2) {
         const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
@@ -107,8 +109,9 @@ class TileScheduler {
         const int32_t here = __shfl_sync(0xffffffffu, tiles, source);
         const int32_t rest =
             t - begin_ - __shfl_sync(0xffffffffu, end - tiles * params_.heads, source);
-        place = {batch_ + source, rest % params_.heads,
-                 (here - 1 - rest / params_.heads) * order_.tile_q};
+        const auto from_end =
+            static_cast<int32_t>(order_.tiles.heads.divide(static_cast<uint32_t>(rest)));
+        place = {batch_ + source, rest - from_end * params_.heads, (here - 1 - from_end) * kTileQ};
         return true;
       }
       begin_ += __shfl_sync(0xffffffffu, end, 31);

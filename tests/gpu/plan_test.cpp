@@ -151,6 +151,19 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
 }
 
+TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
+  AttentionProblem p = problem(STROBE_BFLOAT16, 8);
+  p.batch = p.heads = p.heads_kv = 1;
+  p.seqlen_k = (int64_t{1} << 30) - 1;
+  Plan plan;
+  EXPECT_TRUE(plan_for(p, device(90), plan).ok());
+  ++p.seqlen_k;
+  const Status s = plan_for(p, device(90), plan);
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("seqlen_k = 1073741824, expected below 2^30"), std::string::npos)
+      << s.text();
+}
+
 TEST(CudaPlan, InvalidProblemsStayInvalid) {
   Plan plan;
   AttentionProblem p = problem(STROBE_BFLOAT16, 64);
