@@ -15,57 +15,11 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/shared_access.h"
+#include "cuda/seen_queries.cuh"
 #include "cuda/tile.cuh"
 
 namespace strobe::cuda::sm80 {
-
-template <typename Value>
-__device__ __forceinline__ Value load_shared_wide(uint32_t address) {
-  static_assert(sizeof(Value) == 8);
-  uint64_t bits;
-  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(bits) : "r"(address) : "memory");
-  Value x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-/// Queries that see a key, as kernels keep them in shared memory; none of a key past the end.
-__device__ __forceinline__ int2 key_limits(const Mask& mask, int64_t key) {
-  const Range seen = key < mask.seqlen_k ? mask.q_range({key, key + 1}) : Range{0, 0};
-  return make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
-}
-
-/// Which of a tile's queries see the keys of some of this lane's rows.
-template <int kCount>
-struct SeenQueries {
-  int32_t begin[kCount > 0 ? kCount : 1];
-  uint32_t count[kCount > 0 ? kCount : 1];
-  /// limits: address of row 0's. Rows are 8 keys apart.
-  __device__ __forceinline__ SeenQueries(uint32_t limits, int32_t q_begin) {
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      const int2 seen = load_shared_wide<int2>(limits + 64 * r);
-      begin[r] = seen.x - q_begin;
-      count[r] = static_cast<uint32_t>(seen.y - seen.x);
-    }
-  }
-  __device__ __forceinline__ bool operator()(int r, int q) const {
-    return static_cast<uint32_t>(q - begin[r]) < count[r];
-  }
-};
 
 /// One thread's view of its block: addresses, barriers, copies, and the products that both halves
 /// make.
@@ -166,7 +120,7 @@ struct BackwardThread {
     return shared + static_cast<uint32_t>(Shape::kBlockAt + i % 2 * Shape::kBlockBytes + offset);
   }
   __device__ __forceinline__ int32_t block_int(int i, size_t offset) const {
-    return static_cast<int32_t>(load_shared(block_at(i, offset)));
+    return static_cast<int32_t>(ptx::load_shared(block_at(i, offset)));
   }
   __device__ __forceinline__ BackwardBlock& block(int i) const {
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -286,7 +240,7 @@ struct BackwardThread {
       ptx::barrier_init(barrier(kExchangeBarriers + w), kOfWarp);
     }
     for (int at = 0; at < Shape::kTurnBytes; at += 4) {
-      store_shared(shared + static_cast<uint32_t>(Shape::kTurnsAt + at), 0);
+      ptx::store_shared(shared + static_cast<uint32_t>(Shape::kTurnsAt + at), 0);
     }
   }
   /// Waits until the n-th use (from 0) of one of `stages` places is filled, or may be filled.
@@ -341,8 +295,8 @@ struct BackwardThread {
     const BackwardBlock& b = block(i);
     for (int row = fresh_place().thread; row < kC.tile_k; row += Shape::kHalfThreads) {
       const int2 seen = key_limits(b.sequence.mask, b.key_begin + row);
-      store_shared(limits_at(i) + 8 * row, static_cast<uint32_t>(seen.x));
-      store_shared(limits_at(i) + 8 * row + 4, static_cast<uint32_t>(seen.y));
+      ptx::store_shared(limits_at(i) + 8 * row, static_cast<uint32_t>(seen.x));
+      ptx::store_shared(limits_at(i) + 8 * row + 4, static_cast<uint32_t>(seen.y));
     }
     ptx::barrier_arrive(k_full(i));  // for the limits
     load_keys(i, p.k, p.head_dim, k_tile(i), k_full(i));
@@ -362,8 +316,8 @@ struct BackwardThread {
     const int32_t row = step.tile * kC.tile_q;
     const int32_t seqlen = block_int(
         i, offsetof(BackwardBlock, sequence) + offsetof(Sequence, mask) + offsetof(Mask, seqlen_q));
-    const char* const head =
-        load_shared_wide<const char*>(block_at(i, rows_at)) + 2 * step.head * tensor.head_stride;
+    const char* const head = ptx::load_shared_wide<const char*>(block_at(i, rows_at)) +
+                             2 * step.head * tensor.head_stride;
     const int32_t copies = block_int(i, offsetof(BackwardBlock, copies));
     const uint32_t tile = tile_at(at, stage);
     const auto copy = [&](auto is_whole) {
@@ -395,7 +349,7 @@ struct BackwardThread {
           tile, {const_cast<char*>(head), 2 * tensor.row_stride, seqlen, dim}, row, false, thread);
     }
     if (thread < kC.tile_q / 4) {
-      const uint32_t first_tile = load_shared(block_at(i, offsetof(BackwardBlock, scratch)));
+      const uint32_t first_tile = ptx::load_shared(block_at(i, offsetof(BackwardBlock, scratch)));
       ptx::cp_async_16_if(
           shared + static_cast<uint32_t>(values_at + 4 * stage * kC.tile_q + 16 * thread),
           values + int64_t{scratch_tile(first_tile, step)} * kC.tile_q + 4 * thread, true);
@@ -474,7 +428,7 @@ struct BackwardThread {
       multiply_seen<T, kC.tile_q / 16, !Shape::kSplit>(
           sum, lane, load_a,
           [&](int k, int n) {
-            return load_shared(
+            return ptx::load_shared(
                 rows + static_cast<uint32_t>(QTile::offset(k, column + 8 * n) + 4 * (lane % 4)));
           },
           seen);
@@ -564,7 +518,7 @@ struct BackwardThread {
       multiply_seen<T, kC.tile_k / 16, false>(
           dq, lane, load_a,
           [&](int k, int n) {
-            return load_shared(
+            return ptx::load_shared(
                 keys + static_cast<uint32_t>(KTile::offset(k, first + 8 * n) + 4 * (lane % 4)));
           },
           [&](int r, int k) { return begin[r] <= k && k < end[r]; });

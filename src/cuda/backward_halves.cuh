@@ -6,6 +6,7 @@
 #include "cuda/backward_block.cuh"
 #include "cuda/backward_order.cuh"
 #include "cuda/dropout.cuh"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/score.cuh"
 
 namespace strobe::cuda::sm80 {
@@ -43,7 +44,7 @@ __device__ __forceinline__ uint32_t* turn_counter(const BackwardThread<kC, kRule
 template <BackwardConfig kC, bool kRules, bool kOrdered>
 __device__ __forceinline__ bool release_turn(const BackwardThread<kC, kRules, kOrdered>& t,
                                              uint32_t slot, int warp) {
-  const auto turn = load_shared_wide<uint2>(slot);
+  const auto turn = ptx::load_shared_wide<uint2>(slot);
   if (turn.y == 0) return false;
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn_counter(t, turn.x, warp)),
                "r"(turn.y)
@@ -149,7 +150,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
                                            8 * (me.lane() % 4));
       t.scores(x, t.k_tile(t.item()), t.tile_at(Shape::kQAt, stage), [&] {
 #pragma unroll
-        for (int n = 0; n < kHave; ++n) lse[n] = load_shared_pair(lse_at + 32 * n);
+        for (int n = 0; n < kHave; ++n) lse[n] = ptx::load_shared_pair(lse_at + 32 * n);
       });
 
       // Scores to weights, for dV in registers and for the other half in shared memory.
@@ -177,7 +178,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
           if (kHave == kBlock && n0 > 0) {
 #pragma unroll
             for (int d = 0; d < kBlock; ++d)
-              lse[d % kHave] = load_shared_pair(lse_at + 32 * (n0 + d));
+              lse[d % kHave] = ptx::load_shared_pair(lse_at + 32 * (n0 + d));
           }
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
@@ -197,7 +198,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
 #pragma unroll
             for (int d = 0; d < kBlock; ++d) {
               const int n = n0 + d;
-              if (kHave == 1) lse[0] = load_shared_pair(lse_at + 32 * n);
+              if (kHave == 1) lse[0] = ptx::load_shared_pair(lse_at + 32 * n);
               float shared_value[4];
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
@@ -270,11 +271,11 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
           begin_item(t.item() + 1, t.n_step() + 1);
         }
       };
-      if constexpr (kStages == 2) copy_ahead();  // where the step before was
-      if (passes_turn()) {
+      if (passes_turn()) {  // before the copies: the release would wait for those too
         const int lane = t.place().lane();  // of each warp's counter one
         if (lane < Shape::kHalfWarps) release_turn(t, t.turn_slot(t.place(), t.n_step() - 2), lane);
       }
+      if constexpr (kStages == 2) copy_ahead();  // where the step before was
       t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
                    step.tile * kC.tile_q);
@@ -312,7 +313,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
     __syncwarp();  // all lanes' additions
     if (t.place().lane() != 0) return;
     const uint32_t slot = t.turn_slot(t.place(), t.deterministic() ? t.n_step() - 1 : 0);
-    if (release_turn(t, slot, t.place().warp())) store_shared(slot + 4, 0);
+    if (release_turn(t, slot, t.place().warp())) ptx::store_shared(slot + 4, 0);
   };
 
   for (;; t.next_item()) {
@@ -323,7 +324,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
     float dk[kM][Shape::kSumN][4] = {};
     t.wait_full(t.k_full(t.item()), t.item(), Thread::kKeyStages);
     if (t.keys_nonfinite())
-      store_shared(t.block_at(t.item(), offsetof(BackwardBlock, keys_nonfinite)), 1);
+      ptx::store_shared(t.block_at(t.item(), offsetof(BackwardBlock, keys_nonfinite)), 1);
     t.wait_full(t.v_full(), t.item(), 1);
     if (steps == 0) t.arrive_warp(t.v_empty());
 
@@ -343,7 +344,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
       float2 delta[kHave];  // of the lane's two queries of each accumulator
       t.scores(x, t.v_tile(), t.tile_at(Shape::kDoutAt, stage), [&] {
 #pragma unroll
-        for (int n = 0; n < kHave; ++n) delta[n] = load_shared_pair(delta_at + 32 * n);
+        for (int n = 0; n < kHave; ++n) delta[n] = ptx::load_shared_pair(delta_at + 32 * n);
       });
       const bool is_last = t.is_last(step);
       if (is_last) t.arrive_warp(t.v_empty());
@@ -360,8 +361,8 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
 #pragma unroll
         for (int pair = 0; pair < kN / 2; ++pair) {
           if (kHave == 2 && pair > 0) {
-            delta[0] = load_shared_pair(delta_at + 64 * pair);
-            delta[1] = load_shared_pair(delta_at + 64 * pair + 32);
+            delta[0] = ptx::load_shared_pair(delta_at + 64 * pair);
+            delta[1] = ptx::load_shared_pair(delta_at + 64 * pair + 32);
           }
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
@@ -444,8 +445,8 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
         t.add_dq(dq, pass, sum, order == 0);
         if (last_pass && (order == 0 || t.deterministic()) && t.place().lane() == 0) {
           const uint32_t slot = t.turn_slot(t.place(), t.deterministic() ? t.n_step() : 0);
-          store_shared(slot, tile);
-          store_shared(slot + 4, order + 1);
+          ptx::store_shared(slot, tile);
+          ptx::store_shared(slot + 4, order + 1);
         }
         if (last_pass && t.deterministic()) t.arrive_warp(t.added(t.n_step()));
       }

@@ -155,11 +155,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
-  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v,
-                             bool apart = false) {
+  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
     if constexpr (kGeneral) {
       load_tile<kTileK, Shape::kWidth, kThreads>(stage, k, block * kTileK, k.aligned(), thread);
-      if (apart) ptx::cp_async_commit();
       load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
                                                  v.aligned(), thread);
     } else {
@@ -176,11 +174,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       const int32_t left = k.rows - block * kTileK;
       if (left >= kTileK) {
         copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
-        if (apart) ptx::cp_async_commit();
         copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
       } else {
         copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
-        if (apart) ptx::cp_async_commit();
         copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
       }
     }
@@ -230,7 +226,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
     };
-    if (some_block) copy_next(ring, block, k, v, Shape::kVApart);
+    if (some_block) copy_next(ring, block, k, v);
     write_info();
     if (thread < Shape::kTeams) {
       Range some = keys, full = keys;
@@ -245,7 +241,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
     }
     if constexpr (Shape::kKept > 0) {
-      if (some_block) ptx::cp_async_wait<1 + Shape::kVApart>();
+      if (some_block) ptx::cp_async_wait<1>();
     }
   }
   __syncthreads();
@@ -255,14 +251,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
   bool careful = false;
-  bool real = true;               // not: a turn that only copies the first block
-  bool await_v = Shape::kVApart;  // the first block's, for which its scores do not wait
-  const auto v_has_landed = [&] {
-    if (!await_v) return;
-    ptx::cp_async_wait<1>();
-    __syncthreads();
-    await_v = false;
-  };
+  bool real = true;  // not: a turn that only copies the first block
   uint32_t stage = ring;
   for (;;) {
     w.clear();
@@ -271,18 +260,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (; block < info->block_end; ++block) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
       if (real) {
-        if (await_v) {
-          ptx::cp_async_wait<1>();
-        } else {
-          ptx::cp_async_wait<0>();
-        }
+        ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (block + 1 < info->block_end) {
-        copy_next(next, block + 1, info->k, info->v);
-      } else if (Shape::kVApart) {
-        ptx::cp_async_commit();  // v_has_landed counts groups
-      }
+      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
       if (!real) {
         real = true;
         stage = next;
@@ -307,16 +288,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const bool all = keys.full_begin <= key && key + Shape::kStep <= keys.full_end;
         if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
         } else if (!have_references) {
-          w.template step<Rule::kOnline>(k_rows, v_rows, key, all, v_has_landed);
+          w.template step<Rule::kOnline>(k_rows, v_rows, key, all);
           have_references = !careful && w.have_references();
         } else if (all) {
-          w.template step<Rule::kPlain>(k_rows, v_rows, key, true, [] {});
+          w.template step<Rule::kPlain>(k_rows, v_rows, key, true);
         } else {
-          w.template step<Rule::kMasked>(k_rows, v_rows, key, false, [] {});
+          w.template step<Rule::kMasked>(k_rows, v_rows, key, false);
         }
         k_rows += Shape::kStep * KTile::kRowBytes;
       }
-      v_has_landed();  // where no step has asked
       stage = next;
     }
     w.sum_lanes();

@@ -33,9 +33,6 @@ struct ForwardShape {
   static constexpr int kStageBytes = 2 * KTile::kBytes;
   static constexpr int kRing = kStages * kStageBytes;
   static constexpr bool kKeepAll = kKept == kWidth / 16;
-  // The first block's scores do not wait for its V. With several thread blocks on a multiprocessor
-  // the others cover for that wait.
-  static constexpr bool kVApart = kMinBlocks == 1;
   static constexpr int kQOffset = kKeepAll ? kRing - QTile::kBytes : kRing;
   static constexpr int kWeightsOffset = kKeepAll ? kRing : kRing + QTile::kBytes;
   // A warp's weights of a step, as 16-byte fragments by lane; two sets, used in turn.
@@ -370,11 +367,9 @@ struct Warp {
     }
   }
 
-  /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above. before_v:
-  /// to be called before V is read.
-  template <Rule kRule, typename Call>
-  __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all,
-                                       const Call& before_v) {
+  /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above.
+  template <Rule kRule>
+  __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all) {
     Scores s;
     const int set = key0 / Shape::kStep % 2;
     if constexpr (kSplit == 2) {
@@ -409,7 +404,6 @@ struct Warp {
     if constexpr (kGeneral) {
       if (p.dropout.enabled()) drop(s, key0);
     }
-    before_v();
     accumulate(s, v, set);
   }
 

@@ -4,6 +4,7 @@ do, and that a call which differs in anything does not.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -166,6 +167,39 @@ def test_options_that_change_in_place(device: str, short: Callable[[], int]) -> 
     with pytest.raises(strobe.InvalidArgument, match="causal"):
         flash_attn_func(q, k, v, causal=torch.tensor([True, False]))
     assert short() == 0
+
+
+def test_other_addresses_and_other_shapes_in_turns(device: str) -> None:
+    # What a launch keeps for the next one, TMA's tensor maps say, must not be taken for it.
+    places = [
+        tensors(device),
+        [x + 1 for x in tensors(device)],
+        tensors(device, 9),
+        tensors(device, 5, 4),
+    ]
+    for i in (0, 1, 0, 2, 1, 2, 3, 0, 3, 1):
+        q, k, v = places[i]
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(x.float().transpose(1, 2) for x in (q, k, v)), is_causal=True
+        ).transpose(1, 2)
+        for found in (flash_attn_func(q, k, v, causal=True), expected(q, k, v)):
+            torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_thread_whose_first_call_of_cuda_this_is(device: str) -> None:
+    q, k, v = tensors(device)
+    wanted = expected(q, k, v)
+    out = torch.zeros_like(q)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+    def launch() -> None:
+        strobe.attention(q, k, v, causal=True, out=out)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert torch.equal(out, wanted)
 
 
 def test_one_tensor_for_all(device: str) -> None:
