@@ -34,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # (row, architecture): stack bytes, of scalars that are read once a step or less.
 SPILLS = {
-    # 160 registers with three warpgroups: scalars at a tile's begin and end, and the scheduler's warp.
-    (r"forward_sm90_.*_64_192x128x4x12", "sm_90a"): 72,
     # Two words: dV and scores take 192 of the 255 registers.
     (r"backward_sm80_.*_128_64x128x2x8", "sm_80"): 8,
 }

@@ -193,7 +193,8 @@ def run_backward(
 
     def draws(index: int) -> list[torch.Tensor]:
         # On few keys the comparator may be exact by luck: with one, its weight is 1 and dS is 0 to the last bit. What
-        # the interface stores in between has rounding errors that no implementation can do without.
+        # the interface stores in between has rounding errors that no implementation can do without; so have dS and the
+        # results, in their dtype.
         if not drawn:
             exact_out, exact_lse = st.full_reference(case, **x, slopes=slopes, keep=keep)
             for _ in range(4):
@@ -201,9 +202,10 @@ def run_backward(
                     st.rounded_at_random(exact_out, case.dtype, g),
                     st.rounded_at_random(exact_lse, torch.float32, g),
                 )
-                drawn.append(
-                    st.full_reference_backward(case, **x, dout=dout, dlse=dlse, slopes=slopes, keep=keep, stored=stored)
+                gradients = st.full_reference_backward(
+                    case, **x, dout=dout, dlse=dlse, slopes=slopes, keep=keep, stored=stored, rounding=g
                 )
+                drawn.append([st.rounded_at_random(t, case.dtype, g) for t in gradients])
         return [draw[index] for draw in drawn]
 
     ratios = [
@@ -633,6 +635,26 @@ def test_threads(_: argparse.Namespace) -> str:
         t.join()
     assert not wrong, wrong[0]
     return "6 threads, each on its stream, 100 launches"
+
+
+def test_ptx(_: argparse.Namespace) -> str:
+    """What a GPU newer than the machine code runs: the driver compiles the PTX. By the tool, since PyTorch has no PTX of
+    its kernels; minutes."""
+    tool = Path(lib.LIBRARY_PATH).resolve().parent / "bin/strobe"
+    if not tool.exists():
+        return f"not run: no {tool}"
+    check = [str(tool), "check", "--device", "cuda", "--cases", "1"]
+    seconds = 1800 if END == math.inf else max(1.0, END - time.monotonic())
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "CUDA_FORCE_PTX_JIT": "1", **more}
+        return subprocess.run(check, env=env, capture_output=True, text=True, check=False, timeout=seconds)
+
+    if torch.cuda.get_device_capability()[0] == 9:  # the Hopper forward has none, which shows that it is asked for
+        assert run().returncode, "strobe check passed on kernels that have no PTX"
+    found = run(STROBE_CUDA_ARCH="80")
+    assert found.returncode == 0, (found.stdout + found.stderr)[-2000:]
+    return found.stdout.strip().splitlines()[-1]
 
 
 TESTS = {

@@ -308,12 +308,13 @@ def reference_backward(
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     stored: tuple[torch.Tensor, torch.Tensor] | None = None,  # out and lse of the sequence
+    rounding: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors.
 
     With `stored`, from what the interface carries from forward to backward: the weights from lse, a float32, and the
     mean of their gradient as dout . out with out rounded, against gradients of the weights with the errors of float32
-    sums.
+    sums. With `rounding`, what is multiplied as the case's dtype, weights and dS, is rounded to it, up or down.
     """
     group = case.heads // case.heads_kv
     q, dout = q.to(dtype), dout.to(dtype)
@@ -334,6 +335,8 @@ def reference_backward(
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     ds = p * (dp - delta[..., None]) * slope * case.real_scale
+    if rounding is not None:
+        ds, dropped = (rounded_at_random(t, case.dtype, rounding).to(dtype) for t in (ds, dropped))
     dq = torch.einsum("hqk,khd->qhd", ds, k)
 
     def of_group(t: torch.Tensor) -> torch.Tensor:
@@ -394,6 +397,7 @@ def full_reference_backward(
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     stored: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rounding: torch.Generator | None = None,
 ) -> list[torch.Tensor]:
     """`reference_backward` of all sequences: dq, dk, dv in the library's shapes."""
     grads: list[list[torch.Tensor]] = [[], [], []]
@@ -407,6 +411,7 @@ def full_reference_backward(
             None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
             None if keep is None else keep[b, :, :nq, :nk].to(q.device), dtype,
             None if stored is None else (at(stored[0], rows_q), stored[1][:, rows_q] if case.varlen else stored[1][b]),
+            rounding,
         )  # fmt: skip
         for all_of_it, one in zip(grads, found, strict=True):
             all_of_it.append(one)
