@@ -150,6 +150,14 @@ TEST(Softmax, MinusInfinityIsWeightZero) {
   }
 }
 
+// Under a sanitizer one problem of five, which goes round the twelve of a mask: ten times slower,
+// and looking for something else.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kOneOf = 5;
+#else
+constexpr int kOneOf = 1;
+#endif
+
 // NaN and infinity at one place of one input, tile borders and corners included, under several
 // masks.
 TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
@@ -159,7 +167,7 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
   } const masks[] = {{false, -1, -1}, {true, -1, -1}, {false, 20, 0},
                      {false, 0, 70},  {true, 3, -1},  {false, 90, 90}};
   const std::vector<int64_t> places = {0, 1, 63, 64, 65, 127, 129};  // in turn
-  int place = 0;
+  int place = 0, turn = 0;
   for (const DType dtype : kTypes) {
     for (const auto& mask : masks) {
       for (const auto& [nq, nk] : {std::pair<int64_t, int64_t>{130, 200}, {200, 130}}) {
@@ -170,6 +178,7 @@ TEST(Softmax, NanAndInfinityGoWhereTheOracleSays) {
         c.window_right = mask.right;
         for (int input = 0; input < 4; ++input) {
           for (const double special : {kNan, kInf, -kInf}) {
+            if (++turn % kOneOf != 0) continue;
             if (input == 3 && !std::isnan(special)) continue;  // see Fixture::PutSpecials
             const int64_t at = places[static_cast<size_t>(place++ % 7)];
             ExpectRight(c, [&](Fixture& f) {
