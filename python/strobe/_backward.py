@@ -19,14 +19,14 @@ from ._plans import (
     VARLEN_V,
     CallOptions,
     Options,
-    as_flag,
-    as_integer,
     as_value,
     bad_seed,
     bad_window,
     check_like_lse,
     check_like_out,
     check_tensor,
+    flag,
+    integer,
     longest,
     make_launch,
     make_problem,
@@ -191,6 +191,10 @@ def attention_backward(
         dv_pointer
     ) = 0
     cu_q_signature = cu_k_signature = alibi_signature = dlse_signature = None
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = integer("max_seqlen_k", max_seqlen_k)
     if cu_seqlens_q is not None:
         cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
         if max_seqlen_q is None:
@@ -217,14 +221,17 @@ def attention_backward(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    # Plans are kept by value: a tensor or an array would be kept by its identity.
     if type(left) is not int or type(right) is not int:
-        left, right = as_integer(left), as_integer(right)
+        left, right = integer("window[0]", left), integer("window[1]", right)
+    if type(threads) is not int:
+        threads = integer("threads", threads, 32)
     if type(causal) is not bool:
-        causal = as_flag(causal)
-    if type(batch_invariant) is not bool:
-        batch_invariant = as_flag(batch_invariant)
+        causal = flag("causal", causal)
     if type(deterministic) is not bool:
-        deterministic = as_flag(deterministic)
+        deterministic = flag("deterministic", deterministic)
+    if type(batch_invariant) is not bool:
+        batch_invariant = flag("batch_invariant", batch_invariant)
     if type(scale) is not float and scale is not None:
         scale = as_value(scale)
     if type(softcap) is not float:

@@ -89,6 +89,13 @@ def integer(name: str, value: Any, bits: int = 64) -> int:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array, a tensor of several values
+        raise InvalidArgument(f"{name} = {value!r}, expected a bool") from None
+
+
 def real(name: str, value: Any) -> float:
     try:
         number = float(value)
@@ -107,22 +114,6 @@ def as_value(option: Any) -> Any:
         return float(option)
     except (TypeError, ValueError):
         return option  # refused when the plan is made
-
-
-def as_integer(option: Any) -> Any:
-    """As `as_value`, an option that should be an integer."""
-    try:
-        return operator.index(option)
-    except TypeError:
-        return option
-
-
-def as_flag(option: Any) -> Any:
-    """As `as_value`, an option that is on or off."""
-    try:
-        return bool(option)
-    except (TypeError, ValueError, RuntimeError):
-        return option
 
 
 def window_pair(window: Any) -> tuple[Any, Any]:
@@ -244,18 +235,15 @@ def make_problem(
     problem.batch, problem.heads, problem.heads_kv = batch, heads, heads_kv
     problem.head_dim, problem.head_dim_v = head_dim, head_dim_v
 
-    try:
-        problem.causal = bool(options.causal)
-    except (TypeError, ValueError, RuntimeError):  # an array, a tensor of several values
-        raise InvalidArgument(f"causal = {options.causal!r}, expected a bool") from None
+    problem.causal = flag("causal", options.causal)
     problem.window_left = integer("window[0]", options.window_left)
     problem.window_right = integer("window[1]", options.window_right)
     if options.scale is not None:
         problem.scale = real("scale", options.scale)
     problem.softcap = real("softcap", options.softcap)
     problem.dropout_p = real("dropout_p", options.dropout_p)
-    problem.deterministic = bool(options.deterministic)
-    problem.batch_invariant = bool(options.batch_invariant)
+    problem.deterministic = flag("deterministic", options.deterministic)
+    problem.batch_invariant = flag("batch_invariant", options.batch_invariant)
     problem.threads = integer("threads", options.threads, 32)
     if alibi_slopes is not None:
         problem.alibi = _alibi(alibi_slopes, q, batch, heads)

@@ -24,12 +24,12 @@ from ._plans import (
     Launch,
     Options,
     Shapes,
-    as_flag,
-    as_integer,
     as_value,
     bad_seed,
     bad_window,
     check_like_out,
+    flag,
+    integer,
     longest,
     make_launch,
     make_problem,
@@ -240,6 +240,10 @@ def attention(
         out_kind = KINDS[type(out)]
         out_pointer, out_signature = out_kind.view(out)
         out_kind.check_writable("out", out)
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = integer("max_seqlen_k", max_seqlen_k)
     cu_q_pointer = cu_k_pointer = alibi_pointer = 0
     extras = None
     if extra:
@@ -263,12 +267,15 @@ def attention(
         raise bad_window(window) from None
     if threads == 0:
         threads = q_kind.threads()
+    # Plans are kept by value: a tensor or an array would be kept by its identity.
     if type(left) is not int or type(right) is not int:
-        left, right = as_integer(left), as_integer(right)
+        left, right = integer("window[0]", left), integer("window[1]", right)
+    if type(threads) is not int:
+        threads = integer("threads", threads, 32)
     if type(causal) is not bool:
-        causal = as_flag(causal)
+        causal = flag("causal", causal)
     if type(batch_invariant) is not bool:
-        batch_invariant = as_flag(batch_invariant)
+        batch_invariant = flag("batch_invariant", batch_invariant)
     if type(scale) is not float and scale is not None:
         scale = as_value(scale)
     if type(softcap) is not float:

@@ -145,6 +145,41 @@ def test_options_that_change_in_place(rng: np.random.Generator) -> None:
     assert not np.array_equal(grads[0], others[0])
 
 
+def test_lengths_that_change_in_place(rng: np.random.Generator) -> None:
+    q = rng.standard_normal((6, 2, 8)).astype(np.float32)
+    offsets, longest = np.array([0, 4, 6], np.int32), np.array(8)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "threads": np.array(1),
+    }
+    out, lse = strobe.attention(q, q, q, return_lse=True, **options)
+    strobe.attention_backward(q, q, q, q, out, lse, **options)
+    longest[...] = 3
+    with pytest.raises(strobe.InvalidArgument, match="at most seqlen_q = 3"):
+        strobe.attention(q, q, q, **options)
+    with pytest.raises(strobe.InvalidArgument, match="at most seqlen_q = 3"):
+        strobe.attention_backward(q, q, q, q, out, lse, **options)
+
+
+def test_no_option_is_taken_for_one_that_it_equals(rng: np.random.Generator) -> None:
+    q = rng.standard_normal((1, 5, 2, 8)).astype(np.float32)
+    strobe.attention(q, q, q, window=(3, -1))
+    with pytest.raises(strobe.InvalidArgument, match=r"window\[0\] = 3.0, expected an integer"):
+        strobe.attention(q, q, q, window=(3.0, -1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["causal", "batch_invariant", "deterministic"])
+def test_options_of_several_values(name: str, rng: np.random.Generator) -> None:
+    q = rng.standard_normal((1, 5, 2, 8)).astype(np.float32)
+    out, lse = strobe.attention(q, q, q, return_lse=True)
+    options: Any = {name: np.array([True, False])}
+    with pytest.raises(strobe.InvalidArgument, match=f"{name} = .*, expected a bool"):
+        strobe.attention_backward(q, q, q, q, out, lse, **options)
+
+
 def test_default_scale_is_one_over_root_head_dim(rng: np.random.Generator) -> None:
     inputs = Case(head_dim=25, head_dim_v=25).make(rng)
     assert np.array_equal(
