@@ -16,6 +16,7 @@
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/seen_queries.cuh"
 #include "cuda/tile.cuh"
 
@@ -93,9 +94,7 @@ struct BackwardThread {
     }
   };
   __device__ __forceinline__ Place fresh_place() const {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return {thread % Shape::kHalfThreads};
+    return {ptx::thread_again() % Shape::kHalfThreads};
   }
   /// For what every step needs: kept where there are registers.
   __device__ __forceinline__ Place place() const {

@@ -276,10 +276,9 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
         const int lane = t.place().lane();  // of each warp's counter one
         if (lane < Shape::kHalfWarps) release_turn(t, t.turn_slot(t.place(), t.n_step() - 2), lane);
       };
-      // Before the copies, for a release waits for those too; but there registers are short.
-      if constexpr (!Shape::kFresh) pass_turn();
+      if constexpr (Shape::kPassEarly) pass_turn();
       if constexpr (kStages == 2) copy_ahead();  // where the step before was
-      if constexpr (Shape::kFresh) pass_turn();
+      if constexpr (!Shape::kPassEarly) pass_turn();
       t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
                    step.tile * kC.tile_q);

@@ -49,6 +49,9 @@ struct BackwardShape {
   static constexpr bool kHasRules = 8 * (kSumN + kN) < 192;
   /// Whether addresses that every step needs are computed anew (BackwardThread::Place).
   static constexpr bool kFresh = 8 * (kSumN + kN) >= 160;
+  /// Whether the weights half passes a turn on before it issues the next copies, which the release
+  /// would wait for too: 2 % less for `deterministic`. Where registers are short it spills there.
+  static constexpr bool kPassEarly = !kFresh;
 
   using KTile = SharedTile<kC.tile_k, kC.width>;
   using QTile = SharedTile<kC.tile_q, kC.width>;

@@ -9,12 +9,14 @@
 #include <iterator>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cuda/device_pointer.h"
 #include "cuda/rows.h"
 #include "cuda/static_order.cuh"
 #include "cuda/stream_blocks.h"
+#include "cuda/tile_mask.h"
 
 namespace strobe::cuda {
 
@@ -226,11 +228,11 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  constexpr int64_t kTooLong = int64_t{1} << 30;  // sums of two positions are made in 32 bits
-  if (max64(p.seqlen_q, p.seqlen_k) >= kTooLong) {
-    return format("%s = %lld, expected below 2^30",
-                  p.seqlen_q >= kTooLong ? "seqlen_q" : "seqlen_k",
-                  static_cast<long long>(p.seqlen_q >= kTooLong ? p.seqlen_q : p.seqlen_k));
+  for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
+    if (length > kLongestSequence) {
+      return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
+                    static_cast<long long>(kLongestSequence));
+    }
   }
   if (arch == 90) {
     if (machine().forced_row.find("_sm80_") != std::string::npos) {

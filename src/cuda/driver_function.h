@@ -13,7 +13,9 @@ Function driver_function(const char* name) {
   cudaDriverEntryPointQueryResult result{};
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess ? reinterpret_cast<Function>(function) : nullptr;
+  if (error == cudaSuccess) return reinterpret_cast<Function>(function);
+  cudaGetLastError();  // callers go on without it, and it must not surface in a later call
+  return nullptr;
 }
 
 }  // namespace strobe::cuda

@@ -115,8 +115,9 @@ class Consumer {
     }
   }
 
-  /// The tile before, if there is one, has no more scores to come: lse, and what O will have to be
-  /// multiplied by.
+  /// The tile before has no more scores to come: lse, and what O will have to be multiplied by.
+  /// With nothing pending there is none before, or it is finished and its slot may be another's by
+  /// now: then nothing of what is read and made here is used.
   __device__ __forceinline__ void retire() {
     done_slot_ = tile_slot_;
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];

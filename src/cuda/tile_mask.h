@@ -9,8 +9,12 @@
 
 namespace strobe::cuda {
 
-/// The mask's part that all sequences of a launch share; worked out on the host. Lengths are below
-/// 2^30, which therefore stands for no limit.
+/// What a sequence may have, so that positions, also those of a tile's rows past its end, can be
+/// added up in 32 bits.
+inline constexpr int64_t kLongestSequence = (int64_t{1} << 30) - 1024;
+
+/// The mask's part that all sequences of a launch share; worked out on the host. 2^30 is more than
+/// any length, and stands for no limit.
 struct TileWindow {
   int32_t left, right;
 

@@ -46,9 +46,20 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
   }
 }
 
-// At the largest lengths and windows nothing overflows (which, in a constant, would not compile).
+// Rows past the sequence's end too.
+constexpr bool fits(int32_t seqlen_q, int32_t seqlen_k, int32_t first, int32_t row) {
+  const TileWindow unlimited =
+      TileWindow::make(CommonParams{.window_left = -1, .window_right = -1});
+  const TileMask tile = TileMask::make(unlimited, seqlen_q, seqlen_k, first);
+  return tile.begin(row) == 0 && tile.end(row) == seqlen_k;
+}
+constexpr auto kMost = static_cast<int32_t>(kLongestSequence);
+static_assert(fits(1, kMost, 0, 191) && fits(kMost, kMost, kMost - 1, 191) && fits(kMost, 1, 0, 0),
+              "an overflow would be no constant");
+
+// At the largest lengths and windows.
 TEST(TileMask, EqualsMaskAtTheLimits) {
-  constexpr int64_t kLongest = (int64_t{1} << 30) - 1;
+  constexpr int64_t kLongest = kLongestSequence;
   for (const int64_t seqlen_q : {int64_t{1}, int64_t{193}, kLongest}) {
     for (const int64_t seqlen_k : {int64_t{0}, int64_t{1}, int64_t{1000}, kLongest}) {
       for (const bool causal : {false, true}) {
