@@ -48,8 +48,9 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
 
 // Rows past the sequence's end too.
 constexpr bool fits(int32_t seqlen_q, int32_t seqlen_k, int32_t first, int32_t row) {
-  const TileWindow unlimited =
-      TileWindow::make(CommonParams{.window_left = -1, .window_right = -1});
+  CommonParams p{};
+  p.window_left = p.window_right = -1;
+  const TileWindow unlimited = TileWindow::make(p);
   const TileMask tile = TileMask::make(unlimited, seqlen_q, seqlen_k, first);
   return tile.begin(row) == 0 && tile.end(row) == seqlen_k;
 }
