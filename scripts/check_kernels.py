@@ -8,7 +8,7 @@ BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUM
 from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel) of each architecture:
-  spills     none (SPILLS lists the rows that have a few words, and the most they may have)
+  spills     none
   products   HGMMA on sm_90a, HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
              ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
   copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
@@ -31,12 +31,6 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-# (row, architecture): stack bytes, of scalars that are read once a step or less.
-SPILLS = {
-    # Two words: dV and scores take 192 of the 255 registers.
-    (r"backward_sm80_.*_128_64x128x2x8", "sm_80"): 8,
-}
 
 
 @dataclass
@@ -116,9 +110,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
 
 def faults(k: Kernel) -> list[str]:
     found = []
-    allowed = next((b for (p, arch), b in SPILLS.items() if arch == k.arch and re.fullmatch(p, k.row)), 0)
-    if k.stack > allowed:
-        found.append(f"{k.stack} bytes of stack, expected at most {allowed}: spills or arrays")
+    if k.stack > 0:
+        found.append(f"{k.stack} bytes of stack, expected none: spills or arrays")
     groups = [n for n in k.product_groups if n]
     if k.arch == "sm_90a":
         if not groups:

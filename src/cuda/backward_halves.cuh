@@ -141,8 +141,9 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       t.wait_full(t.q_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
       constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
-      // Of the lane's two queries of each accumulator; as many as there are registers for.
-      constexpr int kHave = kRules ? 1 : kN > 8 ? kBlock : kN;
+      // Of the lane's two queries of each accumulator; as many as there are registers for (fewer
+      // before 9.0).
+      constexpr int kHave = kRules ? 1 : kN > 8 || (Shape::kFresh && !kAddFour) ? kBlock : kN;
       float2 lse[kHave];
       const typename Thread::Place me = t.place();
       const uint32_t lse_at =
@@ -263,10 +264,12 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
         Thread::sync_weights_half();
       }
 
-      const BackwardStep after = t.after(step, t.limits());
+      const int32_t q_begin = step.tile * kC.tile_q;
+      more = !t.is_last(step);
+      step = t.after(step, t.limits());  // the next from here on: both would be too many registers
       const auto copy_ahead = [&] {
-        if (!t.is_last(step)) {
-          t.load_step(t.item(), after, t.n_step() + 1);
+        if (more) {
+          t.load_step(t.item(), step, t.n_step() + 1);
         } else {
           begin_item(t.item() + 1, t.n_step() + 1);
         }
@@ -281,12 +284,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       if constexpr (!Shape::kPassEarly) pass_turn();
       t.wait_full(t.dout_full(stage), t.n_step(), kStages);
       t.accumulate(dv, weight, Shape::kWeightsAt, t.tile_at(Shape::kDoutAt, stage), seen_only,
-                   step.tile * kC.tile_q);
+                   q_begin);
       t.arrive_warp(t.dout_empty(stage));
       if constexpr (Shape::kSplit) t.arrive_warp(t.weights_empty());
       if constexpr (kStages == 1) copy_ahead();
-      more = !t.is_last(step);
-      step = after;
     }
 
     if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item()));

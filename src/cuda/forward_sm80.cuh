@@ -14,7 +14,6 @@
 //                  weights that two warps exchange
 //                  limits: the keys that each row sees; TileInfo, TeamKeys: what a block's steps
 //                  and the end need to know, kept here because registers are short
-//                  the output tile, at the end, lies where Q did
 //   barriers       0: one __syncthreads per key block: its data has landed for all threads, and the
 //                  stage of the block before is free for the copy of the next
 //                  1 + team: two warps that share rows, once a step, for the exchange
@@ -45,6 +44,7 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/rows.h"
+#include "cuda/stagger.cuh"
 #include "cuda/static_order.cuh"
 
 namespace strobe::cuda::sm80 {
@@ -74,13 +74,11 @@ constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
   return t;
 }
 
-/// Adds V's infs and NaNs to the rows of the output tile that see them: what the second attempt's
+/// Adds V's infs and NaNs to the tile's rows of the output that see them: what the second attempt's
 /// loop has left out. One thread per column.
 template <typename Shape>
-__device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile,
-                                              char* out_tile) {
+__device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
   using T = typename Shape::T;
-  using QTile = typename Shape::QTile;
   const Mask mask = p.sequence(tile.batch).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
@@ -97,9 +95,8 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
           row = done.end - 1;
           continue;
         }
-        T* const out = reinterpret_cast<T*>(
-            out_tile + QTile::offset(static_cast<int>(row - queries.begin), column / 8 * 8) +
-            2 * (column % 8));
+        T* const out =
+            reinterpret_cast<T*>(tile.out.data + row * tile.out.stride_bytes + 2 * column);
         // A dropped weight is 0, and 0 * inf is NaN.
         const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
         *out = static_cast<T>(static_cast<float>(*out) +
@@ -136,7 +133,8 @@ __device__ __forceinline__ void copy_block(uint32_t to, const char* source, int6
 
 template <typename Shape, bool kGeneral>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order) {
+    forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order,
+                   const Stagger stagger) {
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
   using QTile = typename Shape::QTile;
@@ -150,6 +148,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
+  stagger.wait(index);
 
   Warp<Shape, kGeneral> w{p, *info, limits, ring};
   w.stand_at(thread);
@@ -279,7 +278,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         }
         if (__syncthreads_or(found) && ptx::thread_again() == 0) info->v_nonfinite = 1;
       }
-      const TeamKeys keys = team_keys[w.team];
+      int team = w.team;
+#if __CUDA_ARCH__ < 900  // from the rows, which the loop needs anyhow: ptxas would spill it
+      int rows = team * Shape::kRows;
+      asm volatile("" : "+r"(rows));
+      team = rows / Shape::kRows;
+#endif
+      const TeamKeys keys = team_keys[team];
       uint32_t k_rows = stage;
       const int32_t key_end = (block + 1) * kTileK;
 #pragma unroll 1
@@ -300,8 +305,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
-    // With no block at all Q is still on its way, and results are about to take its place.
-    ptx::cp_async_wait<0>();
+    ptx::cp_async_wait<0>();  // with no block at all Q is still on its way here
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, real = false;
     block = info->block_begin - 1;
@@ -309,27 +313,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
 
   // --- O / sum and lse ---
-  const int32_t begin = info->begin;
-  if constexpr (Shape::kSplit == 2) w.stand_at(ptx::thread_again());
-  const int rows_from = ptx::thread_again() / 32 % Shape::kTeams * Shape::kRows;
-#if __CUDA_ARCH__ < 900  // where ptxas would spill it around the loop
-  if constexpr (Shape::kKeepAll) w.lane = ptx::thread_again() % 32;
-#endif
-  w.finish(ring + static_cast<uint32_t>(Shape::kQOffset + rows_from * QTile::kRowBytes),
-           info->lse ? info->lse + rows_from : nullptr, info->out.rows - begin - rows_from);
+  w.stand_at(ptx::thread_again());  // anew: ptxas would spill it around the loop
+  const int rows_from = w.team * Shape::kRows;
+  w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
   if (info->v_nonfinite) {
     __syncthreads();
-    add_nonfinite<Shape>(p, *info, shared + Shape::kQOffset);
-    __syncthreads();
+    add_nonfinite<Shape>(p, *info);
   }
-  if constexpr (Shape::kSplit == 2) {
-    w.team_barrier();
-  } else {
-    __syncwarp();
-  }
-  constexpr int kWarpRows = Shape::kRows / Shape::kSplit;
-  store_rows<kTileQ, Shape::kWidth, kWarpRows, !kGeneral>(info->out, begin, ring + Shape::kQOffset,
-                                                          rows_from + w.part * kWarpRows, w.lane);
 }
 
 // --- Host ---
@@ -354,7 +344,10 @@ cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& targe
                              Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
-  void* args[] = {const_cast<ForwardParams*>(&params), &order};
+  Stagger stagger =
+      Stagger::make(params, order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks,
+                    2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
+  void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
   return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);
 }
 

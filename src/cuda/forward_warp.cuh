@@ -11,6 +11,7 @@
 #include "cuda/params.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/quad.cuh"
 #include "cuda/score.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile.cuh"
@@ -98,7 +99,7 @@ struct Warp {
     // The shuffle tells the compiler that the number is the same for a whole warp.
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
     team = warp % Shape::kTeams;
-    part = warp / Shape::kTeams;
+    part = kSplit == 1 ? 0 : warp / Shape::kTeams;
     scale_log2 = p.scale * kLog2e;
     limits = all_limits + team * Shape::kRows;
     q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team * Shape::kRows * QTile::kRowBytes);
@@ -447,28 +448,33 @@ struct Warp {
     }
   }
 
-  /// O / sum, rounded, into the warp's rows of the output tile, at the shared address `out`, and
-  /// lse of the first `rows` of them.
-  __device__ __forceinline__ void finish(uint32_t out, float* lse, int32_t rows) const {
+  /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
+  /// After transposes within each quad a lane has eight columns in a row.
+  __device__ __forceinline__ void finish(const RowsView& out, int32_t first, float* lse) const {
+    const bool aligned = !kGeneral || out.aligned();
+    const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * m + lane / 4 + 8 * h;
+        const bool there = first + row < out.rows;
+        char* const to = out.data + (first + row) * out.stride_bytes;
         const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
         const RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
-        if (lse && lane % 4 == 0 && part == 0 && row < rows) lse[row] = result.lse;
+        if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const uint32_t pair =
-              ptx::pack<T>(o[m][n][2 * h] * result.factor, o[m][n][2 * h + 1] * result.factor);
-          const int column = n / 2 * 16 * kSplit + n % 2 * 8;
-          const int offset = (QTile::offset(row, column) ^ 32 * part) + 4 * (lane % 4);
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(out + static_cast<uint32_t>(offset)),
-                       "r"(pair)
-                       : "memory");
+        for (int n = 0; n < kN; n += 4) {
+          uint32_t w[4];
+#pragma unroll
+          for (int d = 0; d < 4; ++d) {
+            w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
+                                o[m][n + d][2 * h + 1] * result.factor);
+          }
+          quad_transpose(w, lane);
+          if (there) store_eight(to, column + 8 * kSplit * n, out.dim, aligned, w);
         }
       }
     }

@@ -82,41 +82,20 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
   }
 }
 
-/// Writes rows [row, row + kCount) of the tile at `from` to the same rows of `to`, `offset` rows
-/// further down; called by the lanes of one warp. kAligned: the caller knows that they are.
-template <int kRows, int kWidth, int kCount, bool kAligned = false>
-__device__ __forceinline__ void store_rows(const RowsView& to, int32_t offset, uint32_t from,
-                                           int row, int lane) {
-  using Tile = SharedTile<kRows, kWidth>;
-  constexpr int kRowsAtOnce = 32 / Tile::kChunks;
-  const int chunk = lane % Tile::kChunks;
-  const bool aligned = kAligned || to.aligned();
-#pragma unroll 4
-  for (int i = lane / Tile::kChunks; i < kCount; i += kRowsAtOnce) {
-    if (offset + row + i >= to.rows) break;
-    char* const target = to.data + (offset + row + i) * to.stride_bytes;
+/// Writes eight 16-bit values to `row` from `column` on, as far as there are columns. aligned: of
+/// the row, which is then made of whole 16-byte units.
+__device__ __forceinline__ void store_eight(char* row, int column, int32_t dim, bool aligned,
+                                            const uint32_t (&w)[4]) {
+  if (aligned) {
+    if (column < dim)
+      *reinterpret_cast<uint4*>(row + 2 * column) = make_uint4(w[0], w[1], w[2], w[3]);
+    return;
+  }
 #pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      const int column = panel * Tile::kPanel + 8 * chunk;
-      const int columns = to.dim - column;
-      if (columns <= 0) break;
-      uint32_t w[4];
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "r"(from + static_cast<uint32_t>(Tile::offset(row + i, column)))
-                   : "memory");
-      if (aligned) {
-        *reinterpret_cast<uint4*>(target + 2 * column) = make_uint4(w[0], w[1], w[2], w[3]);
-      } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          if (c < columns) {
-            reinterpret_cast<uint16_t*>(target)[column + c] =
-                static_cast<uint16_t>(w[c / 2] >> (c % 2 * 16));
-          }
-        }
-      }
-    }
+  for (int c = 0; c < 8; ++c) {
+    if (column + c < dim)
+      reinterpret_cast<uint16_t*>(row)[column + c] =
+          static_cast<uint16_t>(w[c / 2] >> (c % 2 * 16));
   }
 }
 

@@ -4,9 +4,11 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <set>
 #include <vector>
 
+#include "cuda/stagger.cuh"
 #include "cuda/static_order.cuh"
 #include "cuda/tile.cuh"
 
@@ -171,6 +173,35 @@ TEST(StaticOrder, MoreThanTwoToTheThirtyOneItems) {
   EXPECT_EQ(last.tile, 0);
   EXPECT_EQ(first.batch, 0);
   EXPECT_EQ(first.tile, 127);
+}
+
+TEST(Stagger, BlocksOfTheFirstWaveBeginApart) {
+  constexpr int64_t kAtOnce = 132, kBytes = 192 << 10;
+  const Stagger s = Stagger::make(params(32, 8, 8, 512, 256, false), 1024, kAtOnce, kBytes, 128);
+  std::map<uint32_t, int> begins;
+  for (int64_t i = 0; i < kAtOnce; ++i) ++begins[s.cycles(i)];
+  EXPECT_EQ(begins.size(), Stagger::kBegins);
+  EXPECT_EQ(begins.begin()->first, 0u);
+  EXPECT_EQ(begins.rbegin()->first, kBytes / 16 / 16 * 15);
+  for (const auto& [cycles, blocks] : begins) EXPECT_NEAR(blocks, 132. / 16, 1) << cycles;
+  for (int64_t i = kAtOnce; i < 1024; ++i) EXPECT_EQ(s.cycles(i), 0u);
+  EXPECT_EQ(s.cycles(int64_t{1} << 33), 0u);
+}
+
+TEST(Stagger, NobodyWaitsWhereThatGainsNothing) {
+  const auto waits = [](const CommonParams& p, int64_t items) {
+    return Stagger::make(p, items, 132, 192 << 10, 128).cycles(15) > 0;
+  };
+  CommonParams p = params(32, 8, 8, 512, 256, false);
+  EXPECT_TRUE(waits(p, 6 * 132));
+  EXPECT_FALSE(waits(p, 6 * 132 - 1)) << "few waves";
+  EXPECT_FALSE(waits(params(64, 8, 8, 511, 256, false), 6 * 132)) << "few keys";
+  p.seqlen_q = 127;
+  EXPECT_FALSE(waits(p, 6 * 132)) << "few queries";
+  p.seqlen_q = 512;
+  const int32_t lengths[33] = {};
+  p.cu_k = lengths;
+  EXPECT_FALSE(waits(p, 6 * 132)) << "sequences of their own lengths";
 }
 
 }  // namespace
