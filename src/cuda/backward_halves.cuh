@@ -265,11 +265,15 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       }
 
       const int32_t q_begin = step.tile * kC.tile_q;
-      more = !t.is_last(step);
-      step = t.after(step, t.limits());  // the next from here on: both would be too many registers
+      BackwardStep after;
+      if constexpr (!Shape::kOneStep) after = t.after(step, t.limits());
       const auto copy_ahead = [&] {
-        if (more) {
-          t.load_step(t.item(), step, t.n_step() + 1);
+        if constexpr (Shape::kOneStep) {
+          more = !t.is_last(step);
+          step = after = t.after(step, t.limits());
+        }
+        if (Shape::kOneStep ? more : !t.is_last(step)) {
+          t.load_step(t.item(), after, t.n_step() + 1);
         } else {
           begin_item(t.item() + 1, t.n_step() + 1);
         }
@@ -288,6 +292,10 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       t.arrive_warp(t.dout_empty(stage));
       if constexpr (Shape::kSplit) t.arrive_warp(t.weights_empty());
       if constexpr (kStages == 1) copy_ahead();
+      if constexpr (!Shape::kOneStep) {
+        more = !t.is_last(step);
+        step = after;
+      }
     }
 
     if (t.block_int(offsetof(BackwardBlock, steps)) == 0) t.arrive_warp(t.k_empty(t.item()));
