@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if (threadIdx.x == 0) {
+    order.stagger.wait(blockIdx.x);
     ptx::tma_prefetch(maps.q);
     ptx::tma_prefetch(maps.k);
     ptx::tma_prefetch(maps.v);
@@ -141,7 +142,8 @@ void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& param
 template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr};
+  using Tr = TraitsOf<kConfig>;
+  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr, {}};
   if (order.tiles.items == 0) return cudaSuccess;
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
@@ -150,6 +152,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
   order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
+  order.stagger = Stagger::make(p, order.tiles.items, target.multiprocessors,
+                                2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes,
+                                kConfig.tile_q);
 
   // Of this thread's last launch.
   thread_local TensorMaps maps;
@@ -178,7 +183,6 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
   // round.
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
-  using Tr = TraitsOf<kConfig>;
   static KernelHandle kernels[] = {
       KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
       KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};

@@ -12,6 +12,7 @@
 #include "core/macros.h"
 #include "cuda/params.h"
 #include "cuda/ptx/thread_again.h"
+#include "cuda/stagger.cuh"
 #include "cuda/static_order.cuh"
 #include "cuda/tile_mask.h"
 
@@ -28,6 +29,7 @@ struct TileOrder {
   TileWindow window;
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
+  Stagger stagger;
 };
 
 #if defined(__CUDACC__)

@@ -27,6 +27,7 @@ struct Stagger {
     // Sequences of different lengths, and few queries or keys, have no common phase, or no products
     // to hide one under.
     if (p.cu_q || p.cu_k || p.seqlen_q < tile_q || p.seqlen_k < kMinKeys) return {};
+    if (p.window_left >= 0 && p.window_left < kMinKeys) return {};
     if (items < kWaves * at_once) return {};
     // At half the rate that a multiprocessor has left where all ask at once.
     constexpr int64_t kBytesPerCycle = 16;

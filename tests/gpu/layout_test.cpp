@@ -133,6 +133,7 @@ CommonParams params(int batch, int heads, int heads_kv, int seqlen, int head_dim
   p.seqlen_q = p.seqlen_k = seqlen;
   p.head_dim = p.head_dim_v = head_dim;
   p.causal = causal;
+  p.window_left = p.window_right = -1;
   return p;
 }
 
@@ -199,6 +200,9 @@ TEST(Stagger, NobodyWaitsWhereThatGainsNothing) {
   p.seqlen_q = 127;
   EXPECT_FALSE(waits(p, 6 * 132)) << "few queries";
   p.seqlen_q = 512;
+  p.window_left = 256;
+  EXPECT_FALSE(waits(p, 6 * 132)) << "few keys in the window";
+  p.window_left = -1;
   const int32_t lengths[33] = {};
   p.cu_k = lengths;
   EXPECT_FALSE(waits(p, 6 * 132)) << "sequences of their own lengths";
