@@ -62,9 +62,8 @@ struct BackwardShape {
   static constexpr int kKeyStages = kC.stages > 2 ? 2 : 1;
 
   /// Whether the weights half holds one step at a time: once the next one's tiles are asked for,
-  /// that takes its place. Else both are held to the end, which is 4 % faster at 192, the only such
-  /// row for plain problems, and needs registers. (1 % slower at 64 and 256; at 128 before 9.0 it
-  /// spills.)
+  /// that takes its place. Else both are held to the end, which needs registers: 4 % faster at 192,
+  /// 1 % slower at 64 and 256, spills at 128 before 9.0.
   static constexpr bool kOneStep = kStages == 2 || kFresh;
 
   static constexpr int kKAt = 0;

@@ -480,8 +480,9 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   }
   Arena arena(workspace);
   row->carve(arena, p, params);
-  const int multiprocessors = devices[static_cast<size_t>(p.device_index)].multiprocessors;
-  cudaError_t error = row->launch(params, {stream, p.device_index, multiprocessors});
+  const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
+  cudaError_t error =
+      row->launch(params, {stream, p.device_index, device.multiprocessors, device.shared_bytes});
   if (own) {
     const cudaError_t freed = cudaFreeAsync(workspace, stream);
     if (error == cudaSuccess) error = freed;

@@ -305,7 +305,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
-    ptx::cp_async_wait<0>();  // with no block at all Q is still on its way here
+    // With no block at all Q is still on its way, and a thread is not to end before its copies.
+    ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, real = false;
     block = info->block_begin - 1;
@@ -345,7 +346,9 @@ cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& targe
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
   Stagger stagger =
-      Stagger::make(params, order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks,
+      Stagger::make(params, order.items,
+                    blocks_at_once(target.multiprocessors, target.shared_bytes, Shape::kSharedBytes,
+                                   Shape::kMinBlocks),
                     2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
   void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
   return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);

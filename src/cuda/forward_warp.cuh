@@ -474,7 +474,7 @@ struct Warp {
                                 o[m][n + d][2 * h + 1] * result.factor);
           }
           quad_transpose(w, lane);
-          if (there) store_eight(to, column + 8 * kSplit * n, out.dim, aligned, w);
+          if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
         }
       }
     }

@@ -4,12 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 namespace strobe::cuda {
 
 /// The dispatcher has asked the driver already; launchers need not.
 struct LaunchTarget {
   cudaStream_t stream;
   int device, multiprocessors;
+  int64_t shared_bytes;  // that a block can have when it asks
 };
 
 }  // namespace strobe::cuda

@@ -1,4 +1,4 @@
-// Rows of 16-bit values from global into a swizzled shared tile, and back.
+// Rows of 16-bit values from global memory into a swizzled shared tile; pieces of rows back to it.
 #ifndef STROBE_CUDA_LOAD_CUH_
 #define STROBE_CUDA_LOAD_CUH_
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
 
 /// Writes eight 16-bit values to `row` from `column` on, as far as there are columns. aligned: of
 /// the row, which is then made of whole 16-byte units.
-__device__ __forceinline__ void store_eight(char* row, int column, int32_t dim, bool aligned,
+__device__ __forceinline__ void store_words(char* row, int column, int32_t dim, bool aligned,
                                             const uint32_t (&w)[4]) {
   if (aligned) {
     if (column < dim)

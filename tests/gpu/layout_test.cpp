@@ -194,18 +194,37 @@ TEST(Stagger, NobodyWaitsWhereThatGainsNothing) {
     return Stagger::make(p, items, 132, 192 << 10, 128).cycles(15) > 0;
   };
   CommonParams p = params(32, 8, 8, 512, 256, false);
-  EXPECT_TRUE(waits(p, 6 * 132));
-  EXPECT_FALSE(waits(p, 6 * 132 - 1)) << "few waves";
-  EXPECT_FALSE(waits(params(64, 8, 8, 511, 256, false), 6 * 132)) << "few keys";
+  constexpr int64_t kItems = 6 * 132 + 50;
+  EXPECT_TRUE(waits(p, kItems));
+  EXPECT_FALSE(waits(p, 5 * 132 + 50)) << "few waves";
+  EXPECT_FALSE(waits(p, 8 * 132)) << "the last of few waves is full";
+  EXPECT_FALSE(waits(p, 7 * 132 + 106)) << "almost";
+  EXPECT_TRUE(waits(p, 7 * 132 + 105));
+  EXPECT_TRUE(waits(p, 16 * 132));
+  EXPECT_FALSE(waits(params(64, 8, 8, 511, 256, false), kItems)) << "few keys";
   p.seqlen_q = 127;
-  EXPECT_FALSE(waits(p, 6 * 132)) << "few queries";
+  EXPECT_FALSE(waits(p, kItems)) << "few queries";
+  p.seqlen_q = 513;
+  EXPECT_TRUE(waits(p, kItems));
+  p.causal = 1;
+  EXPECT_FALSE(waits(p, kItems)) << "queries before the first key";
   p.seqlen_q = 512;
+  EXPECT_TRUE(waits(p, kItems));
   p.window_left = 256;
-  EXPECT_FALSE(waits(p, 6 * 132)) << "few keys in the window";
+  EXPECT_FALSE(waits(p, kItems)) << "few keys in the window";
   p.window_left = -1;
   const int32_t lengths[33] = {};
   p.cu_k = lengths;
-  EXPECT_FALSE(waits(p, 6 * 132)) << "sequences of their own lengths";
+  EXPECT_FALSE(waits(p, kItems)) << "sequences of their own lengths";
+}
+
+TEST(Stagger, BlocksAtOnce) {
+  constexpr int64_t kH200 = 227 << 10, kA100 = 163 << 10;
+  EXPECT_EQ(blocks_at_once(132, kH200, 99504, 2), 2 * 132);
+  EXPECT_EQ(blocks_at_once(108, kA100, 99504, 2), 108);  // each takes 1 KB more, of 164
+  EXPECT_EQ(blocks_at_once(108, kA100, 81 << 10, 2), 2 * 108);
+  EXPECT_EQ(blocks_at_once(108, kA100, 82 << 10, 2), 108);
+  EXPECT_EQ(blocks_at_once(132, kH200, kH200, 1), 132);
 }
 
 }  // namespace
