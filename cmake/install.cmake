@@ -1,4 +1,5 @@
-# cmake --install: headers, both libraries, the tool, find_package(strobe) and pkg-config. All relocatable.
+# cmake --install: headers, both libraries, the tool, the licence, find_package(strobe) and pkg-config. All
+# relocatable.
 
 if(SKBUILD)
   # A wheel has no symbolic links and takes one file: the library, beside the Python code that loads it.
@@ -10,6 +11,7 @@ include(CMakePackageConfigHelpers)
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/strobe")
 
 install(DIRECTORY include/strobe DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(TARGETS strobe strobe_static EXPORT strobe-targets)
 if(TARGET strobe_cli)
   install(TARGETS strobe_cli)

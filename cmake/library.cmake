@@ -11,7 +11,6 @@ endif()
 strobe_sources(sources
   src/core/capi.cpp
   src/core/kernel_table.cpp
-  src/core/kernel_table.cpp
   src/core/machine.cpp
   src/core/plan.cpp
   src/core/validate.cpp

@@ -1,8 +1,23 @@
 # The command line tool and the examples. They link the static library, so that they run from wherever they are put.
 
-find_package(CLI11 REQUIRED)
-find_package(fmt REQUIRED)
-find_package(nlohmann_json REQUIRED)
+set(missing)
+foreach(package CLI11 fmt nlohmann_json)
+  find_package(${package} QUIET)
+  if(NOT ${package}_FOUND)
+    list(APPEND missing ${package})
+  endif()
+endforeach()
+if(missing)
+  list(JOIN missing ", " missing)
+  set(hint "not found: ${missing} (Debian: apt install libcli11-dev libfmt-dev nlohmann-json3-dev)")
+  set(wanted "${STROBE_BUILD_CLI};${STROBE_BUILD_EXAMPLES};${STROBE_BUILD_FUZZ}")
+  list(FILTER wanted EXCLUDE REGEX "^(AUTO|OFF|0|NO|FALSE)$")
+  if(NOT wanted)
+    message(STATUS "building without the tool and the examples; ${hint}")
+    return()
+  endif()
+  message(FATAL_ERROR "the tool, the examples and the fuzz targets need what was ${hint}")
+endif()
 
 # What the tool shares with the demo and the fuzz targets: safetensors, tables, the float64 reference.
 file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")

@@ -13,6 +13,7 @@ quietly() { "$@" >log 2>&1 || { echo "failed: $*"; cat log; exit 1; }; }
 quietly cmake --install "$build" --prefix "$work/installed"
 mv installed moved
 prefix=$work/moved
+[ -n "$(find "$prefix" -name LICENSE)" ] || { echo "cmake --install left the licence out"; exit 1; }
 
 quietly cmake -G Ninja -S "$here" -B cmake -DCMAKE_PREFIX_PATH="$prefix"
 quietly cmake --build cmake

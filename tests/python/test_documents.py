@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/pytorch.md runs as it stands."""
+"""Every Python block of the README, docs/pytorch.md and docs/learn.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -53,6 +53,18 @@ def test_pytorch_document() -> None:
     if importlib.util.find_spec("torch") and not _has_flex_attention():
         found = [block for block in found if "flex_attention" not in block]
     run("\n".join(found))
+
+
+def test_learning_document() -> None:
+    """Its blocks build on each other, check themselves, and name files that exist."""
+    assert run("\n".join(blocks("docs/learn.md"))) == "out 36.88, lse 5.185\n"
+    text = (ROOT / "docs" / "learn.md").read_text()
+    named = set(re.findall(r"`((?:src|tests)/[^` ]+)`", text))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
+    for function in ("forward", "backward"):
+        block = next(b for b in blocks("docs/learn.md") if f"def {function}(" in b)
+        assert len(block.splitlines()) <= 25
 
 
 def _has_flex_attention() -> bool:
