@@ -1,4 +1,4 @@
-// The rule that decides whether a result is right (shared/design/semantics.md, "How correctness is
+// The rule that decides whether a result is right (docs/semantics.md, "How correctness is
 // decided").
 //
 // A result passes when max|x - oracle| <= factor * max|plain - oracle| + 1e-5, where `plain` is

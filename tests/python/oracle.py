@@ -10,7 +10,7 @@ library.
 
 The same code with a dtype to round to is the comparator: attention as plain tensor operations would
 do it, each operation's result rounded to that dtype. A result passes when its largest error against
-float64 is at most `factor` times the comparator's, plus 1e-5 (shared/design/semantics.md).
+float64 is at most `factor` times the comparator's, plus 1e-5 (docs/semantics.md).
 """
 
 from __future__ import annotations
