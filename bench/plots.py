@@ -23,28 +23,35 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 INK = "#7d8590"
-# Strobe first; peers by name, in the order in which they are drawn.
+# One colour for each contender, the same in every figure.
 COLORS = {
     "Strobe": "#e8590c",
-    "PyTorch": "#4dabf7",
+    "PyTorch": "#12a594",
     "FlashAttention-2": "#4dabf7",
     "cuDNN": "#74b816",
-    "best of FlashAttention-2/3/4, cuDNN": "#ae7cd9",
+    "best of FlashAttention-2, 3, 4 and cuDNN": "#ae7cd9",
+    "standard attention": "#b08968",
+    "FlashAttention-1 schedule": "#e8a200",
+    "+ unscaled accumulator": "#d6336c",
+    "+ parallel over the sequence": "#6b7a90",
 }
+# A contender that stands at the end of a story is drawn in its own colour there.
+COLORS["+ queries split across warps: FlashAttention-2"] = COLORS["FlashAttention-2"]
+# Names in the JSON, in the order in which they are drawn.
 GPU_NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
-    "best": "best of FlashAttention-2/3/4, cuDNN",
+    "best": "best of FlashAttention-2, 3, 4 and cuDNN",
     "strobe": "Strobe",
 }
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-# Variants of bench/paper_story.cu: name, colour, marker. Some lie on one another: hence the markers.
+# Variants of bench/paper_story.cu: name and marker. Some lie on one another: hence the markers.
 STORY = {
-    "standard": ("standard attention", "#ae7cd9", "s"),
-    "fa1": ("FlashAttention-1 schedule", "#e8a200", "o"),
-    "unscaled": ("+ unscaled accumulator", "#e8590c", "x"),
-    "sequence": ("+ parallel over the sequence", "#74b816", "^"),
-    "fa2": ("+ queries split across warps: FlashAttention-2", "#4dabf7", "D"),
+    "standard": ("standard attention", "s"),
+    "fa1": ("FlashAttention-1 schedule", "o"),
+    "unscaled": ("+ unscaled accumulator", "x"),
+    "sequence": ("+ parallel over the sequence", "^"),
+    "fa2": ("+ queries split across warps: FlashAttention-2", "D"),
 }
 
 Point = dict[str, Any]
@@ -67,7 +74,7 @@ def length(seqlen: int) -> str:
 
 
 def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> None:
-    """Grouped bars, one group for each sequence length."""
+    """Grouped bars, one group for each sequence length; below each, Strobe's speed over the fastest other bar."""
     points = sorted(points, key=lambda p: p["seqlen"])
     names = list(speeds(points[0], direction))
     width = 0.8 / len(names)
@@ -75,13 +82,24 @@ def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> N
         heights = [speeds(p, direction).get(name, 0.0) for p in points]
         places = [i + (n - (len(names) - 1) / 2) * width for i in range(len(points))]
         axes.bar(places, heights, width * 0.92, label=name, color=COLORS[name])
-        if name == "Strobe":
-            for x, y in zip(places, heights, strict=True):
-                text = f"{y:.2f}" if y < 10 else f"{y:.0f}"
-                axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=6, color=INK)
+    ticks = []
+    for p in points:
+        values = speeds(p, direction)
+        others = [speed for name, speed in values.items() if name != "Strobe"]
+        ratio = f"\n{values['Strobe'] / max(others):.2f}x" if others else ""
+        ticks.append(length(p["seqlen"]) + ratio)
     axes.set_title(title, fontsize=9)
-    axes.set_xticks(range(len(points)), [length(p["seqlen"]) for p in points])
-    axes.margins(y=0.12)
+    axes.set_xticks(range(len(points)), ticks)
+
+
+def shape(points: list[Point], head_dim: int) -> str:
+    """Batch and heads of the points of a panel, in words."""
+    heads = {p["heads"] for p in points if p["head_dim"] == head_dim}
+    tokens = {p["batch"] * p["seqlen"] for p in points if p["head_dim"] == head_dim}
+    batch = f"batch x length {length(min(tokens))}"
+    if len(tokens) > 1:
+        batch += f" to {length(max(tokens))}"
+    return f"{'/'.join(map(str, sorted(heads)))} heads, {batch}"
 
 
 def draw(result: dict[str, Any], direction: str, path: Path) -> None:
@@ -93,7 +111,7 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     figure, panels = plt.subplots(
         len(rows),
         len(head_dims),
-        figsize=(4.2 * len(head_dims), 1.9 * len(rows) + 0.8),
+        figsize=(4.2 * len(head_dims), 2.3 * len(rows) + 0.9),
         squeeze=False,
         layout="constrained",
     )
@@ -107,10 +125,11 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
                 and p.get("dtype", dtype) == dtype
             ]
             mask = "causal" if causal else "no mask"
-            draw_panel(axes, points, direction, f"{dtype}, head_dim {head_dim}, {mask}")
+            title = f"{dtype}, head_dim {head_dim}, {mask}"
+            draw_panel(axes, points, direction, f"{title}\n{shape(points, head_dim)}")
         row[0].set_ylabel("TFLOP/s")
     for axes in panels[-1]:
-        axes.set_xlabel("sequence length")
+        axes.set_xlabel("sequence length, and Strobe's speed over the fastest other")
     machine = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}", fontsize=11)
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -124,13 +143,13 @@ def draw_story(story: dict[str, Any], path: Path) -> None:
     for axes, causal in zip(panels, (False, True), strict=True):
         points = [p for p in story["points"] if p["head_dim"] == 128 and p["causal"] == causal]
         points.sort(key=lambda p: p["seqlen"])
-        for key, (name, color, marker) in STORY.items():
+        for key, (name, marker) in STORY.items():
             measured = [(i, p["tflops"][key]) for i, p in enumerate(points) if key in p["tflops"]]
             x, y = [i for i, _ in measured], [speed for _, speed in measured]
             axes.plot(
                 x,
                 y,
-                color=color,
+                color=COLORS[name],
                 marker=marker,
                 markersize=4,
                 linewidth=1.5,
@@ -152,9 +171,9 @@ def draw_memory(result: dict[str, Any], path: Path) -> None:
     points = sorted(result["memory"], key=lambda p: p["seqlen"])
     figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     for key, name, color, marker in (
-        ("standard_bytes", "standard attention, forward alone", "#ae7cd9", "s"),
+        ("standard_bytes", "standard attention, forward alone", COLORS["standard attention"], "s"),
         ("strobe_bytes", "Strobe, forward and backward", COLORS["Strobe"], "o"),
-        ("plan_backward_bytes", "of that, workspace", "#4dabf7", "x"),
+        ("plan_backward_bytes", "of that, workspace", INK, "x"),
     ):
         measured = [(p["seqlen"], p[key] / 2**20) for p in points if p.get(key)]
         axes.plot(
