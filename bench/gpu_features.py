@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_timing import captured, capturing_stream, interleaved
+
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS, HIDDEN = 16384, 2048
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -164,14 +166,10 @@ def flash_attn_calls(p: Problem, t: dict[str, Any], version: int) -> tuple[Calla
 
 
 def point_of(
-    p: Problem,
-    args: Any,
-    flush: Any,
-    interleaved: Callable[..., dict[str, float]],
-    variants: dict[str, Problem] | None = None,
+    p: Problem, args: Any, flush: Any, variants: dict[str, Problem] | None = None
 ) -> dict[str, Any]:
     """Forward and backward of Strobe, of every peer that takes the problem, and of Strobe on variants of it, by name,
-    that are as much work: all in turns."""
+    that are as much work: GPU time alone, all in turns."""
     t = tensors(p)
     point: dict[str, Any] = {"label": p.label, **p._asdict(), "missing": {}}
     forwards, backwards = {}, {}
@@ -197,7 +195,7 @@ def point_of(
     for direction, calls, factor in (("fwd", forwards, 1.0), ("bwd", backwards, 2.5)):
         if direction == "bwd" and args.forward_only:
             continue
-        times = interleaved(calls, args.rounds, flush)
+        times = interleaved(captured(calls, point["missing"]), args.rounds, flush)
         point[direction] = {name: factor * p.flop / s * 1e-12 for name, s in times.items()}
     return point
 
@@ -367,12 +365,13 @@ def rows(args: Any) -> list[dict[str, Any]]:
     return points
 
 
-def paths(args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> list[dict[str, Any]]:
+def paths(args: Any, flush: Any) -> list[dict[str, Any]]:
     """The forward by the kernel that the plan takes, and by the mma.sync one: the latter in a process of its own."""
     speeds = []
     for p in problems("paths"):
-        forward = strobe_calls(p, tensors(p))[0]
-        speeds.append(p.flop / interleaved({"strobe": forward}, args.rounds, flush)["strobe"] * 1e-12)
+        with capturing_stream():
+            replay = captured({"strobe": strobe_calls(p, tensors(p))[0]}, {})
+            speeds.append(p.flop / interleaved(replay, args.rounds, flush)["strobe"] * 1e-12)
     points = [{"label": p.label, **p._asdict(), "fwd": {"strobe": x}} for p, x in zip(problems("paths"), speeds, strict=True)]
     if os.environ.get("STROBE_CUDA_ARCH"):
         return points
@@ -396,7 +395,7 @@ def variants_of(p: Problem) -> dict[str, Problem]:
     return {}
 
 
-def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str, float]]) -> Any:
+def run(section: str, args: Any, flush: Any) -> Any:
     if section == "memory":
         return memory()
     if section == "host":
@@ -406,10 +405,11 @@ def run(section: str, args: Any, flush: Any, interleaved: Callable[..., dict[str
     if section == "story":
         return story(args)
     if section == "paths":
-        return paths(args, flush, interleaved)
+        return paths(args, flush)
     points = []
     for p in problems(section):
-        point = point_of(p, args, flush, interleaved, variants_of(p))
+        with capturing_stream():
+            point = point_of(p, args, flush, variants_of(p))
         points.append(point)
         cells = []
         for direction in ("fwd", "bwd"):
