@@ -11,12 +11,12 @@ endif()
 strobe_sources(sources
   src/core/capi.cpp
   src/core/kernel_table.cpp
-  src/core/kernel_table.cpp
   src/core/machine.cpp
   src/core/plan.cpp
   src/core/validate.cpp
   src/cpu/dispatch.cpp
-  src/cpu/launch.cpp)
+  src/cpu/launch.cpp
+  src/cpu/team.cpp)
 add_library(strobe_objects OBJECT ${sources})
 
 # strobe_isa(NAME FILE FLAG...): one instruction set's kernels. They stand in a file of their own with their own flags,
