@@ -53,6 +53,7 @@ def run(launch: Callable[[int, bytes], int], address: int, arguments: bytes) -> 
     # The struct with its last two fields, which short calls leave out.
     size = _SIZE(len(arguments) + _POINTERS.size)
     status = launch(address, size + arguments[len(size) :] + _POINTERS.pack(pointer, 0))
+    handlers.close()
     error, raised[0] = raised[0], None
     try:
         if error is not None:

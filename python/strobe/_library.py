@@ -193,7 +193,7 @@ def _packer(cls: type[ctypes.Structure]) -> struct.Struct:
     codes = {ctypes.c_size_t: "N", ctypes.c_void_p: "P", ctypes.c_uint64: "Q"}
     # c_size_t and c_uint64 are one class where they have one size; N and Q are then the same too.
     packer = struct.Struct("@" + "".join(codes[field[1]] for field in cls._fields_[:-2]))
-    end = cls.interrupt.offset  # type: ignore[attr-defined]  # ctypes makes it of _fields_
+    end = cls.interrupt.offset
     if packer.size != end:  # pragma: no cover - true by the C rules for these types
         raise ImportError(f"strobe: {cls.__name__} packs to {packer.size} bytes, expected {end}")
     return packer

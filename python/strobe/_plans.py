@@ -333,9 +333,9 @@ _LONG: Final = 4e9
 def _flop(problem: Problem) -> float:
     """Of the matrix products, unmasked and as if all sequences were as long as the longest."""
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
-    scores = float(rows) * problem.heads * problem.seqlen_k
+    scores: float = rows * problem.heads * problem.seqlen_k
     products = 2.0 if problem.direction == _library.FORWARD else 5.0
-    return scores * products * (problem.head_dim + problem.head_dim_v)
+    return float(scores * products * (problem.head_dim + problem.head_dim_v))
 
 
 def make_launch(
