@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
+.PHONY: help demo test red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -10,6 +10,10 @@ test: ## build and run every test that needs no GPU
 	@scripts/test.sh
 red-test: ## show that the tests notice broken kernels
 	@scripts/red-test.sh
+tsan: ## tests under ThreadSanitizer
+	@scripts/tsan.sh
+nightly: ## everything that needs no GPU, also what takes hours
+	@scripts/nightly.sh
 bench: ## Strobe and PyTorch on the CPU, same tensors, same process; ARGS go to bench/cpu_bench.py
 	@scripts/bench.sh $(ARGS)
 plots: ## docs/figures from bench/results

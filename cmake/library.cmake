@@ -15,7 +15,8 @@ strobe_sources(sources
   src/core/plan.cpp
   src/core/validate.cpp
   src/cpu/dispatch.cpp
-  src/cpu/launch.cpp)
+  src/cpu/launch.cpp
+  src/cpu/team.cpp)
 add_library(strobe_objects OBJECT ${sources})
 
 # strobe_isa(NAME FILE FLAG...): one instruction set's kernels. They stand in a file of their own with their own flags,

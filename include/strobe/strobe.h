@@ -50,9 +50,10 @@ typedef enum strobe_status {
   STROBE_INVALID_ARGUMENT = 1, /* the request contradicts itself or breaks a documented rule */
   STROBE_UNSUPPORTED =
       2, /* well-formed, but no kernel takes it: strobe_why() lists each one's reason */
-  STROBE_OUT_OF_MEMORY = 3, /* the library's own workspace could not be allocated */
-  STROBE_DEVICE_ERROR = 4,  /* the device or its driver reported a failure */
-  STROBE_INTERNAL_ERROR = 5 /* a fault in Strobe: please report it */
+  STROBE_OUT_OF_MEMORY = 3,  /* the library's own workspace could not be allocated */
+  STROBE_DEVICE_ERROR = 4,   /* the device or its driver reported a failure */
+  STROBE_INTERNAL_ERROR = 5, /* a fault in Strobe: please report it */
+  STROBE_INTERRUPTED = 6     /* stopped by args.interrupt: the outputs are incomplete */
 } strobe_status;
 
 typedef enum strobe_dtype {
@@ -163,6 +164,12 @@ typedef struct strobe_forward_args {
                     */
   size_t workspace_bytes;
   void* stream; /* CUDA: cudaStream_t */
+  /* CPU: asked by the calling thread about every 0.1 s, between two work items (a short launch
+   * never asks). When it returns other than 0, no further item is begun and the launch returns
+   * STROBE_INTERRUPTED. It must not throw. NULL: not wanted. CUDA: not used. A caller whose struct
+   * ends before this (struct_size) is served too. */
+  int32_t (*interrupt)(void* interrupt_data);
+  void* interrupt_data;
 } strobe_forward_args;
 
 /* Tensors of a backward launch. */
@@ -183,6 +190,8 @@ typedef struct strobe_backward_args {
   void* workspace;
   size_t workspace_bytes;
   void* stream;
+  int32_t (*interrupt)(void* interrupt_data); /* as in forward */
+  void* interrupt_data;
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */

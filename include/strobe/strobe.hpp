@@ -34,6 +34,7 @@ enum class Status : int {
   kOutOfMemory = STROBE_OUT_OF_MEMORY,     // the library's own workspace could not be allocated
   kDeviceError = STROBE_DEVICE_ERROR,      // the device or its driver reported a failure
   kInternalError = STROBE_INTERNAL_ERROR,  // a fault in Strobe: please report it
+  kInterrupted = STROBE_INTERRUPTED,       // stopped by args.interrupt: the outputs are incomplete
 };
 enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
 enum class DType : int32_t {
@@ -170,6 +171,9 @@ struct ForwardArgs {
   std::span<std::byte> workspace =
       {};                  // plan.workspace_bytes(), 64-byte aligned; empty: the library's own
   void* stream = nullptr;  // CUDA: cudaStream_t
+  // CPU: asked about every 0.1 s; other than 0 ends the launch with kInterrupted. Must not throw.
+  int32_t (*interrupt)(void* interrupt_data) = nullptr;
+  void* interrupt_data = nullptr;
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
     strobe_forward_args a = {};
@@ -187,6 +191,8 @@ struct ForwardArgs {
     a.workspace = workspace.data();
     a.workspace_bytes = workspace.size();
     a.stream = stream;
+    a.interrupt = interrupt;
+    a.interrupt_data = interrupt_data;
     return a;
   }
 };
@@ -210,6 +216,8 @@ struct BackwardArgs {
   uint64_t dropout_offset = 0;
   std::span<std::byte> workspace = {};
   void* stream = nullptr;
+  int32_t (*interrupt)(void* interrupt_data) = nullptr;  // as in forward
+  void* interrupt_data = nullptr;
 
   [[nodiscard]] strobe_backward_args c() const noexcept {
     strobe_backward_args a = {};
@@ -232,6 +240,8 @@ struct BackwardArgs {
     a.workspace = workspace.data();
     a.workspace_bytes = workspace.size();
     a.stream = stream;
+    a.interrupt = interrupt;
+    a.interrupt_data = interrupt_data;
     return a;
   }
 };

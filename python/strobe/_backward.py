@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from . import _arrays, _library
+from . import _arrays, _interrupt, _library
 from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported
 from ._errors import InvalidArgument
 from ._library import BACKWARD_ARGS_SIZE, check, pack_backward
@@ -355,7 +355,10 @@ def attention_backward(
         )
     except struct.error:
         raise bad_seed(dropout_seed, dropout_offset) from None
-    status = _launch_backward(launch.address, arguments)
+    if launch.long:
+        status = _interrupt.run(_launch_backward, launch.address, arguments)
+    else:
+        status = _launch_backward(launch.address, arguments)
     if status:
         check(status)
     return dq, dk, dv

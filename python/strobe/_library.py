@@ -123,6 +123,8 @@ class ForwardArgs(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_size_t),
         ("stream", ctypes.c_void_p),
+        ("interrupt", ctypes.c_void_p),
+        ("interrupt_data", ctypes.c_void_p),
     ]
 
 
@@ -149,6 +151,8 @@ class BackwardArgs(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_size_t),
         ("stream", ctypes.c_void_p),
+        ("interrupt", ctypes.c_void_p),
+        ("interrupt_data", ctypes.c_void_p),
     ]
 
 
@@ -180,25 +184,27 @@ class CudaDevice(ctypes.Structure):
 
 
 def _packer(cls: type[ctypes.Structure]) -> struct.Struct:
-    """A struct.Struct that lays out all fields of `cls`.
+    """A struct.Struct that lays out all fields of `cls` before `interrupt`.
 
+    The library serves a struct that ends there as one without; `_interrupt` adds the rest.
     A launch hands the C function a fresh bytes object packed by it: about 130 ns, against 30 ns for
     each field set on a ctypes struct, and no state that threads or signal handlers could share.
     """
     codes = {ctypes.c_size_t: "N", ctypes.c_void_p: "P", ctypes.c_uint64: "Q"}
     # c_size_t and c_uint64 are one class where they have one size; N and Q are then the same too.
-    packer = struct.Struct("@" + "".join(codes[field[1]] for field in cls._fields_))
-    if packer.size != ctypes.sizeof(cls):  # pragma: no cover - true by the C rules for these types
-        raise ImportError(
-            f"strobe: {cls.__name__} packs to {packer.size} bytes, expected {ctypes.sizeof(cls)}"
-        )
+    packer = struct.Struct("@" + "".join(codes[field[1]] for field in cls._fields_[:-2]))
+    end = cls.interrupt.offset
+    if packer.size != end:  # pragma: no cover - true by the C rules for these types
+        raise ImportError(f"strobe: {cls.__name__} packs to {packer.size} bytes, expected {end}")
     return packer
 
 
-pack_forward: Final = _packer(ForwardArgs).pack
-pack_backward: Final = _packer(BackwardArgs).pack
-FORWARD_ARGS_SIZE: Final = ctypes.sizeof(ForwardArgs)
-BACKWARD_ARGS_SIZE: Final = ctypes.sizeof(BackwardArgs)
+_FORWARD: Final = _packer(ForwardArgs)
+_BACKWARD: Final = _packer(BackwardArgs)
+pack_forward: Final = _FORWARD.pack
+pack_backward: Final = _BACKWARD.pack
+FORWARD_ARGS_SIZE: Final = _FORWARD.size
+BACKWARD_ARGS_SIZE: Final = _BACKWARD.size
 
 # A forward launch on CUDA that needs so little workspace does not allocate without one either.
 OWN_WORKSPACE: Final = 256 << 10

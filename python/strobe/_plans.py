@@ -56,6 +56,7 @@ class Launch:
     # allocation costs. Not in a graph, whose replays must not share it with launches.
     small: bool
     workspace_bytes: int
+    long: bool  # enough for a user to lose patience: see `_interrupt`
     repeat: Any = None  # what `_repeat` knows of calls that took this
 
 
@@ -324,6 +325,19 @@ def optional_spec(name: str, array: Any) -> Spec | None:
     return None if array is None else spec_of(name, array)
 
 
+# Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
+# slow one.
+_LONG: Final = 4e9
+
+
+def _flop(problem: Problem) -> float:
+    """Of the matrix products, unmasked and as if all sequences were as long as the longest."""
+    rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
+    scores: float = rows * problem.heads * problem.seqlen_k
+    products = 2.0 if problem.direction == _library.FORWARD else 5.0
+    return float(scores * products * (problem.head_dim + problem.head_dim_v))
+
+
 def make_launch(
     cache: dict[Any, Launch],
     key: Any,
@@ -348,6 +362,7 @@ def make_launch(
         small=shapes.problem.direction == _library.FORWARD
         and bytes_needed <= _library.OWN_WORKSPACE,
         workspace_bytes=bytes_needed if new_workspace else 0,
+        long=not on_cuda and _flop(plan.problem) > _LONG,
     )
     if len(cache) >= CAPACITY:
         # Another thread may be at it too: then it makes room, or the next call does.

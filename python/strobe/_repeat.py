@@ -102,6 +102,8 @@ def remember(q: Any, k: Any, v: Any, options: tuple[Any, ...], launch: Launch) -
     if launch is not _seen:
         _seen = launch
         return
+    if launch.long:  # to be stopped by signals; and nobody sees the difference
+        return
     if not WORKS or q is k or k is v or q is v:  # guards tell tensors from one that comes twice
         return
     call: _Call | None = launch.repeat

@@ -14,7 +14,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
-from . import _arrays, _library
+from . import _arrays, _interrupt, _library
 from ._arrays import DIRECT, KINDS, TORCH, AnyArray, NDArray, Spec, SupportsDLPack, imported
 from ._backward import attention_backward
 from ._library import FORWARD_ARGS_SIZE, check, pack_forward
@@ -361,7 +361,10 @@ def attention(
         )
     except struct.error:
         raise bad_seed(dropout_seed, dropout_offset) from None
-    status = _launch_forward(launch.address, arguments)
+    if launch.long:
+        status = _interrupt.run(_launch_forward, launch.address, arguments)
+    else:
+        status = _launch_forward(launch.address, arguments)
     if status:
         check(status)
     if _with_launch:

@@ -1,6 +1,7 @@
 // The C ABI's boundary: nothing is thrown past it, every failure leaves a status and a text.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -9,7 +10,7 @@
 #include "core/philox.h"
 #include "core/plan.h"
 #include "cpu/dispatch.h"
-#include "cpu/launch.h"
+#include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/dispatch.h"
 #endif
@@ -46,8 +47,8 @@ Status null_argument(const char* name) {
   return {STROBE_INVALID_ARGUMENT, format("%s = NULL, expected a pointer", name)};
 }
 
-// Structs may only grow at their end: a caller built against an older header has a shorter one.
-// None is older than this version's yet, so the sizes have to match.
+// Structs may only grow at their end: a caller built against an older header has a shorter one
+// (`launch` knows of one). All others have to match.
 Status check_size(const char* name, size_t got, size_t wanted) {
   if (got == wanted) return {};
   return {
@@ -94,6 +95,15 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   if (!plan) return null_argument("plan");
   if (!args) return null_argument("args");
   STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+  // As headers had it before `interrupt`.
+  constexpr size_t kShorter = offsetof(Args, interrupt);
+  Args grown;
+  if (args->struct_size == kShorter) {
+    grown = {};
+    std::memcpy(&grown, args, kShorter);
+    grown.struct_size = sizeof grown;
+    args = &grown;
+  }
   STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
   const std::span<const Kernel> table = kernel_table();
   const auto index = static_cast<size_t>(plan->kernel_index);
@@ -218,6 +228,8 @@ const char* strobe_status_name(strobe_status status) STROBE_NOEXCEPT {
       return "STROBE_DEVICE_ERROR";
     case STROBE_INTERNAL_ERROR:
       return "STROBE_INTERNAL_ERROR";
+    case STROBE_INTERRUPTED:
+      return "STROBE_INTERRUPTED";
   }
   return "unknown status";
 }

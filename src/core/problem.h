@@ -17,7 +17,8 @@ using ForwardArgs = strobe_forward_args;
 using BackwardArgs = strobe_backward_args;
 using Strides = strobe_strides;
 
-/// Fills in every default: heads_kv, head_dim_v, scale, strides. Expects a problem that passed
+/// Fills in every default: heads_kv, head_dim_v, scale, strides; cuts the bounds of varying lengths
+/// to what all sequences have together. Expects a problem that passed
 /// check_problem.
 void resolve_defaults(AttentionProblem& problem);
 

@@ -82,9 +82,8 @@ struct BackwardContext : Context {
   float* delta;   // as lse: rowsum(dout * out) - dlse, made by backward_delta before any block runs
   float* dq_sum;  // [lse rows of (batch, head, query)][dq_stride] float32
   int64_t dq_stride;   // head_dim rounded up to a whole vector
-  uint32_t* turn;      // [batch, heads, ceil(seqlen_q / tile_q)]: key blocks that have added to the
-                       // query tile's dQ
-  int64_t turn_tiles;  // query tiles of the longest sequence
+  uint32_t* turn;      // [heads, turn_tiles]: key blocks that have added to the query tile's dQ
+  int64_t turn_tiles;  // query tiles of all sequences together
 };
 
 /// Keys [k_begin, k_end) of one key head, with all query heads of its group. k_begin is a multiple

@@ -1,48 +1,67 @@
 #include "cpu/launch.h"
 
-#include <omp.h>
-#include <pthread.h>
-
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 
 #include "core/workspace.h"
+#include "cpu/blocks.h"
+#include "cpu/team.h"
+#include "cpu/turnstile.h"
 
 namespace strobe::cpu {
 
 namespace {
 
-// Forking a process that has an OpenMP thread pool leaves the child without the threads but with
-// the pool's records of them, and GNU's OpenMP then waits for ever. The child works on one thread
-// instead.
-std::atomic<bool> pool_lost_in_fork{false};
-
-void watch_for_fork() {
-  static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { pool_lost_in_fork.store(true); });
-  (void)registered;
-}
-
-// Calls work(thread) on `threads` threads.
-template <typename Work>
-void parallel(int threads, const Work& work) {
-  if (threads <= 1 || pool_lost_in_fork.load(std::memory_order_relaxed)) {
-    work(0);
-    return;
+// Whether the caller wants the launch to end early: its function is asked now and then, by its own
+// thread, between items.
+class Interrupt {
+ public:
+  template <typename Args>
+  explicit Interrupt(const Args& args) : ask_(args.interrupt), data_(args.interrupt_data) {
+    if (ask_) next_ = Clock::now() + kPeriod;
   }
-  watch_for_fork();
-#pragma omp parallel num_threads(threads)
-  work(omp_get_thread_num());
-}
 
-// Hands out 0 .. count - 1 in ascending order.
+  // Called before each item. True: no more items.
+  bool wanted(int thread) {
+    if (!ask_) return false;
+    if (thread == 0 && !stopped_.load(std::memory_order_relaxed) && Clock::now() >= next_) {
+      if (ask_(data_) != 0) stopped_.store(true, std::memory_order_relaxed);
+      next_ = Clock::now() + kPeriod;
+    }
+    return stopped_.load(std::memory_order_relaxed);
+  }
+
+  Status status() const {
+    if (!stopped_.load(std::memory_order_relaxed)) return {};
+    return {STROBE_INTERRUPTED, "stopped by args.interrupt: the outputs are incomplete"};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  // Soon enough for a user, and seldom enough for a caller in Python, which may have to wait 5 ms
+  // for the interpreter each time.
+  static constexpr std::chrono::milliseconds kPeriod{100};
+
+  int32_t (*const ask_)(void*);
+  void* const data_;
+  Clock::time_point next_;  // the calling thread's
+  std::atomic<bool> stopped_{false};
+};
+
+// Hands out 0 .. count - 1 in ascending order. Who is handed one does it: the turns of turnstile.h
+// come round also where the rest is not handed out.
 class Counter {
  public:
   explicit Counter(int64_t count) : count_(count) {}
   template <typename Work>
-  void drain(const Work& work) {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work(i);
+  void drain(int thread, Interrupt& interrupt, const Work& work) {
+    while (!interrupt.wanted(thread)) {
+      const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count_) return;
+      work(i);
+    }
   }
 
  private:
@@ -90,15 +109,13 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
 // how the work is cut.
 class ForwardItems {
  public:
-  explicit ForwardItems(const Plan& plan)
-      : heads_(plan.problem.heads),
-        others_(plan.problem.batch * heads_),
+  ForwardItems(const Plan& plan, const int32_t* cu_q)
+      : blocks_(Blocks::of_queries(plan.problem, cu_q, plan.block_q)),
         block_(plan.block_q),
         piece_(round_up(ceil_div(plan.block_q, kLastPieces), plan.tile_q)),
         pieces_(ceil_div(block_, piece_)),
-        blocks_(ceil_div(plan.problem.seqlen_q, block_)),
-        whole_(plan.threads > 1 ? max64(0, plan.work_items - plan.threads) : plan.work_items),
-        count_(whole_ + (plan.work_items - whole_) * pieces_) {}
+        whole_(plan.threads > 1 ? max64(0, blocks_.count() - plan.threads) : blocks_.count()),
+        count_(whole_ + (blocks_.count() - whole_) * pieces_) {}
 
   int64_t count() const { return count_; }
 
@@ -106,15 +123,15 @@ class ForwardItems {
   ForwardItem operator[](int64_t n) const {
     const bool whole = n < whole_;
     const int64_t item = whole ? n : whole_ + (n - whole_) / pieces_;
-    const int64_t begin = (blocks_ - 1 - item / others_) * block_;
-    const int64_t batch = item % others_ / heads_, head = item % heads_;
-    if (whole) return {batch, head, begin, begin + block_};
+    const Blocks::Block b = blocks_[blocks_.count() - 1 - item];
+    if (whole) return {b.batch, b.head, b.begin, b.begin + block_};
     const int64_t offset = (n - whole_) % pieces_ * piece_;
-    return {batch, head, begin + offset, begin + min64(offset + piece_, block_)};
+    return {b.batch, b.head, b.begin + offset, b.begin + min64(offset + piece_, block_)};
   }
 
  private:
-  int64_t heads_, others_, block_, piece_, pieces_, blocks_, whole_, count_;
+  Blocks blocks_;
+  int64_t block_, piece_, pieces_, whole_, count_;
 };
 
 Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
@@ -159,7 +176,8 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   c.lse = args.lse;
   c.dlse = p.has_dlse ? args.dlse : nullptr;
   c.dq_stride = round_up(p.head_dim, lanes);
-  c.turn_tiles = ceil_div(p.seqlen_q, plan.tile_q);
+  c.turn_tiles =
+      p.varlen ? p.total_q / plan.tile_q + p.batch : p.batch * ceil_div(p.seqlen_q, plan.tile_q);
   return c;
 }
 
@@ -169,7 +187,7 @@ void carve(Arena& arena, BackwardContext& c) {
   const int64_t rows = rows_q(p) * p.heads;
   c.delta = arena.take<float>(rows);
   c.dq_sum = arena.take<float>(rows * c.dq_stride);
-  c.turn = arena.take<uint32_t>(p.batch * p.heads * c.turn_tiles);
+  c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
 }
 
 // The caller's workspace, or one of our own for the time of a call.
@@ -201,8 +219,6 @@ Status no_memory(size_t bytes) {
 
 }  // namespace
 
-int default_threads() { return omp_get_max_threads(); }
-
 void fill_plan(const InstructionSet& isa, Plan& plan) {
   const AttentionProblem& p = plan.problem;
   const int64_t threads = p.threads > 0 ? p.threads : default_threads();
@@ -216,7 +232,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     const int64_t others = p.batch * p.heads;
     plan.block_q = choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, others,
                                 min64(threads, useful) == 1 ? 1 : threads * kItemsPerThread);
-    plan.work_items = others * ceil_div(p.seqlen_q, plan.block_q);
+    plan.work_items = Blocks::of_queries(p, nullptr, plan.block_q).count();
     scratch = isa.forward_scratch(forward_context(plan, {}));
   } else {
     const int64_t others = p.batch * p.heads_kv;
@@ -229,7 +245,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
                                   : min64(threads, useful) == 1 ? 1
                                                                 : threads * kItemsPerThread);
     }
-    plan.work_items = others * ceil_div(p.seqlen_k, plan.block_k);
+    plan.work_items = Blocks::of_keys(p, nullptr, plan.block_k).count();
     BackwardContext context = backward_context(plan, {}, isa.lanes);
     Arena arena;
     carve(arena, context);
@@ -249,10 +265,11 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
   const ForwardContext context = forward_context(plan, args);
   const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
-  const ForwardItems items(plan);
+  const ForwardItems items(plan, context.cu_q);
+  Interrupt interrupt(args);
   Counter next(items.count());
   parallel(plan.threads, [&](int thread) {
-    next.drain([&](int64_t n) {
+    next.drain(thread, interrupt, [&](int64_t n) {
       ForwardItem item = items[n];
       item.q_end = min64(item.q_end, context.sequence(item.batch).mask.seqlen_q);
       if (item.q_begin < item.q_end) {
@@ -260,7 +277,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
       }
     });
   });
-  return {};
+  return interrupt.status();
 }
 
 Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args) {
@@ -276,29 +293,26 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   // Rows of delta per item: whole query tiles, for backward_delta also zeroes the dq of tiles that
   // no key block visits.
   const int64_t delta_rows = round_up(256, plan.tile_q);
-  const int64_t delta_blocks = ceil_div(p.seqlen_q, delta_rows);
-  Counter deltas(p.batch * p.heads * delta_blocks);
-  parallel(plan.threads, [&](int) {
-    deltas.drain([&](int64_t i) {
-      const int64_t block = i % delta_blocks, head = i / delta_blocks % p.heads,
-                    batch = i / delta_blocks / p.heads;
-      const int64_t begin = block * delta_rows;
+  const Blocks delta_blocks = Blocks::of_queries(p, context.cu_q, delta_rows);
+  Interrupt interrupt(args);
+  Counter deltas(delta_blocks.count());
+  parallel(plan.threads, [&](int thread) {
+    deltas.drain(thread, interrupt, [&](int64_t i) {
+      const auto [batch, head, begin] = delta_blocks[i];
       const int64_t end = min64(begin + delta_rows, context.sequence(batch).mask.seqlen_q);
-      for (int64_t q = begin; q < end; q += plan.tile_q) {
-        context.turn[(batch * p.heads + head) * context.turn_tiles + q / plan.tile_q] = 0;
-      }
+      for (int64_t q = begin; q < end; q += plan.tile_q) *turn_of(context, batch, head, q) = 0;
       if (begin < end) isa.backward_delta(context, {batch, head, begin, end});
     });
   });
+  STROBE_RETURN_IF_ERROR(interrupt.status());
 
-  const int64_t others = p.batch * p.heads_kv;
-  Counter items(plan.work_items);
+  // Key blocks ascending, as turnstile.h demands; under a causal mask that is also the longest
+  // first.
+  const Blocks blocks = Blocks::of_keys(p, context.cu_k, plan.block_k);
+  Counter items(blocks.count());
   parallel(plan.threads, [&](int thread) {
-    items.drain([&](int64_t i) {
-      // Key blocks ascending, as turnstile.h demands; under a causal mask that is also the longest
-      // first.
-      const int64_t block = i / others, batch = i % others / p.heads_kv, head = i % p.heads_kv;
-      const int64_t begin = block * plan.block_k;
+    items.drain(thread, interrupt, [&](int64_t i) {
+      const auto [batch, head, begin] = blocks[i];
       const int64_t end = min64(begin + plan.block_k, context.sequence(batch).mask.seqlen_k);
       if (begin < end) {
         isa.backward_block(context, {batch, head, begin, end},
@@ -306,7 +320,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       }
     });
   });
-  return {};
+  return interrupt.status();
 }
 
 }  // namespace strobe::cpu

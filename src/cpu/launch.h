@@ -11,9 +11,6 @@ void fill_plan(const InstructionSet& isa, Plan& plan);
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args);
 Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args);
 
-/// OpenMP's number of threads (OMP_NUM_THREADS).
-int default_threads();
-
 }  // namespace strobe::cpu
 
 #endif  // STROBE_CPU_LAUNCH_H_

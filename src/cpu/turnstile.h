@@ -31,8 +31,11 @@ STROBE_INLINE Visit visit(const BackwardContext& context, const Mask& mask, Rang
 
 STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, int64_t head,
                                 int64_t q_begin) {
-  return context.turn + (batch * context.problem.heads + head) * context.turn_tiles +
-         q_begin / context.tile_q;
+  // Where lengths vary, so that the room does not grow with their bound: no two sequences' tiles
+  // meet, as each is given one more than the rows before it fill.
+  const int64_t first = context.cu_q ? context.cu_q[batch] / context.tile_q + batch
+                                     : batch * ceil_div(context.problem.seqlen_q, context.tile_q);
+  return context.turn + head * context.turn_tiles + first + q_begin / context.tile_q;
 }
 
 STROBE_INLINE void wait_turn(const uint32_t* turn, uint32_t order) {

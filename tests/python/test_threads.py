@@ -128,3 +128,28 @@ time.sleep(0.2)
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_fork_after_pytorch_made_its_pool() -> None:
+    pytest.importorskip("torch")
+    program = """
+import os, signal, numpy as np, torch, strobe
+torch.set_num_threads(2)
+torch.randn(1 << 20).sigmoid().sum()  # PyTorch's OpenMP threads, which libstrobe shares
+x = np.ones((1, 512, 4, 64), np.float32)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    strobe.attention(x, x, x, threads=2)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    result = run(program)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", "")

@@ -129,8 +129,10 @@ TEST(Allocation, TheCountersCount) {
 TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
   if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (const int feature : {0, 1, 2, 3}) {
+    for (const int feature : {0, 1, 2, 3, 4}) {
       Case c = SmallCase(dtype, 300);
+      // The second time: OpenMP then has its threads, and no others are tried for.
+      c.threads = feature == 4 ? 2 : 1;
       c.causal = feature >= 1;
       c.dropout_p = feature == 2 ? 0.3f : 0;
       c.softcap = feature == 2 ? 10.0f : 0;
@@ -147,6 +149,10 @@ TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
       fa.workspace = ba.workspace = room.data();
       fa.workspace_bytes = forward.workspace_bytes;
       ba.workspace_bytes = backward.workspace_bytes;
+      if (c.threads > 1) {
+        strobe_forward(&forward, &fa);
+        strobe_backward(&backward, &ba);
+      }
       allocations = look_ups = 0;
       counting = true;
       const strobe_status first = strobe_forward(&forward, &fa);

@@ -1,11 +1,14 @@
 // The plan: a pure function of the problem, complete, printable, and frugal.
 #include <omp.h>
 
+#include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "strobe/strobe.h"
@@ -191,6 +194,74 @@ TEST(Plan, WorkspaceGrowsNoFasterThanTheSequence) {
             before = now;
           }
         }
+      }
+    }
+  }
+}
+
+// The lengths of a batch that is packed end to end are known at the launch; the plan has a bound.
+TEST(Plan, ABoundFarAboveTheLengthsCostsNothing) {
+  for (const strobe_direction direction : kDirections) {
+    for (const int64_t batch : {1, 3, 1000}) {
+      strobe_problem p = MakeProblem(direction, 64, 2);
+      p.varlen = 1;
+      p.batch = batch;
+      p.total_q = p.total_k = batch * 64;
+      p.threads = 2;
+      const strobe_plan close = MakePlan(p);
+      p.seqlen_q = p.seqlen_k = INT32_MAX;
+      const strobe_plan far = MakePlan(p);
+      // A bound above the total says nothing; with packed blocks each sequence may have one more.
+      EXPECT_LE(far.work_items, 8 * close.work_items + 8) << Text(far);
+      EXPECT_LE(far.workspace_bytes, 2 * close.workspace_bytes + (4u << 20)) << Text(far);
+    }
+  }
+}
+
+TEST(Plan, ALaunchWithABoundFarAboveTheLengthsTakesNoTime) {
+  constexpr int64_t kHeads = 2, kDim = 64;
+  for (const std::vector<int32_t>& cu :
+       {std::vector<int32_t>{0, 64}, std::vector<int32_t>{0, 0, 1, 400, 401, 401, 600}}) {
+    const int64_t total = cu.back();
+    std::vector<float> x(static_cast<size_t>(total * kHeads * kDim));
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i * 7919 % 1000) * 1e-3f - 0.5f;
+    std::vector<float> lse(static_cast<size_t>(total * kHeads)), out(x), dq(x), dk(x), dv(x);
+    std::vector<float> first;
+    for (const int64_t bound : {int64_t{400}, int64_t{INT32_MAX}}) {
+      for (const int32_t threads : {1, 3}) {
+        const auto start = std::chrono::steady_clock::now();
+        strobe_problem p = MakeProblem(STROBE_FORWARD, bound, kHeads, kDim);
+        p.varlen = p.causal = p.deterministic = p.batch_invariant = 1;
+        p.batch = static_cast<int64_t>(cu.size()) - 1;
+        p.total_q = p.total_k = total;
+        p.threads = threads;
+        const strobe_plan forward = MakePlan(p);
+        p.direction = STROBE_BACKWARD;
+        const strobe_plan backward = MakePlan(p);
+        strobe_forward_args f{};
+        f.struct_size = sizeof f;
+        f.q = f.k = f.v = x.data();
+        f.out = out.data();
+        f.lse = lse.data();
+        f.cu_seqlens_q = f.cu_seqlens_k = cu.data();
+        ASSERT_EQ(strobe_forward(&forward, &f), STROBE_OK) << strobe_last_error();
+        strobe_backward_args b{};
+        b.struct_size = sizeof b;
+        b.q = b.k = b.v = b.dout = x.data();
+        b.out = out.data();
+        b.lse = lse.data();
+        b.dq = dq.data();
+        b.dk = dk.data();
+        b.dv = dv.data();
+        b.cu_seqlens_q = b.cu_seqlens_k = cu.data();
+        ASSERT_EQ(strobe_backward(&backward, &b), STROBE_OK) << strobe_last_error();
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        EXPECT_LT(took.count(), 2.0);
+        // batch_invariant: nor do the bits depend on the bound.
+        std::vector<float> all(out);
+        for (const auto* more : {&dq, &dk, &dv}) all.insert(all.end(), more->begin(), more->end());
+        if (first.empty()) first = all;
+        EXPECT_TRUE(all == first) << "bound " << bound << ", threads " << threads;
       }
     }
   }

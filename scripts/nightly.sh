@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Everything that needs no GPU, also what is too slow for each change: .ci/run with long fuzzing, random problems that no
+# run had before, all tests under ThreadSanitizer, the libraries that the flash_attn shim stands beside. Some three hours
+# on two cores. Goes on after a failure; the exit status and the last lines say what failed.
+#   FUZZ_SECONDS         of each fuzz target (1200)
+#   STROBE_RANDOM_CASES  of each instruction set (20000)
+#   STROBE_RANDOM_SEED   of the first (the date, so that a night can be repeated)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+exec </dev/null
+
+seconds=${FUZZ_SECONDS:-1200} cases=${STROBE_RANDOM_CASES:-20000} seed=${STROBE_RANDOM_SEED:-$(date +%Y%m%d)000000}
+unset STROBE_RANDOM_CASES STROBE_RANDOM_SEED  # the rest has numbers of its own
+failed=()
+stage() {  # NAME COMMAND...
+  local name=$1 start=$SECONDS result=passed
+  shift
+  printf '\n=== nightly: %s\n' "$name"
+  "$@" || { result=FAILED; failed+=("$name"); }
+  printf '=== nightly: %s: %s, %d s\n' "$name" "$result" $((SECONDS - start))
+}
+
+stage "CI" env FUZZ_SECONDS="$seconds" .ci/run
+isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
+for isa in ${isas:-portable}; do
+  stage "$cases random problems from seed $seed, $isa" \
+    env STROBE_CPU_ISA="$isa" STROBE_RANDOM_CASES="$cases" STROBE_RANDOM_SEED="$seed" \
+    build/cpu/tests/random_test --gtest_brief=1
+done
+stage "ThreadSanitizer" env STROBE_RANDOM_CASES=1000 STROBE_RANDOM_SEED="$seed" STROBE_TSAN_ALL=1 scripts/tsan.sh
+[ ! -x scripts/compat.sh ] || stage "libraries beside the shim" scripts/compat.sh
+
+printf '\n=== nightly: %d s, %d failed\n' "$SECONDS" "${#failed[@]}"
+[ ${#failed[@]} = 0 ] || printf 'FAILED: %s\n' "${failed[@]}"
+exit $((${#failed[@]} > 0))

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Tests under ThreadSanitizer, which reports two threads at one place in memory with no order between them. It does not
+# see OpenMP's barriers, so launches of this build make plain threads (src/cpu/team.cpp). What orders the work (items,
+# turns, interrupts, callers beside each other) is as in every build.
+# STROBE_RANDOM_CASES: random problems (100). STROBE_TSAN_ALL=1: all of determinism_test too, some ten minutes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh test
+scripts/build.sh tsan -- random_test determinism_test interrupt_test
+export TSAN_OPTIONS=halt_on_error=1 STROBE_RANDOM_CASES=${STROBE_RANDOM_CASES:-100}
+filter='Reentrancy.OnePlan*'
+[ -z "${STROBE_TSAN_ALL:-}" ] || filter='*'
+# Where addresses are spread wider than the tool's shadow allows for, it stops at its start.
+run=(setarch "$(uname -m)" -R)
+"${run[@]}" true 2>/dev/null || run=()
+for test in random_test interrupt_test "determinism_test --gtest_filter=$filter"; do
+  echo "tsan: $test"
+  # shellcheck disable=SC2086 # the filter is a word of its own
+  "${run[@]}" build/tsan/tests/$test --gtest_brief=1
+done

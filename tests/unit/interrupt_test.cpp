@@ -1,0 +1,167 @@
+// args.interrupt: a launch that its caller ends early.
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "strobe/strobe.hpp"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int64_t kLong = 4096;
+#else
+constexpr int64_t kLong = 16384;  // a second or so on two cores, and more
+#endif
+constexpr int64_t kHeads = 4, kHeadDim = 64;
+
+// What the library's question finds.
+struct Asked {
+  int times = 0;
+  int stop_at = 0;  // the question that is answered with yes; 0: none
+  bool elsewhere = false;
+  std::thread::id caller = std::this_thread::get_id();
+
+  static int32_t Answer(void* data) {
+    Asked& self = *static_cast<Asked*>(data);
+    self.elsewhere |= std::this_thread::get_id() != self.caller;
+    return ++self.times == self.stop_at;
+  }
+};
+
+struct Tensors {
+  explicit Tensors(int64_t seqlen)
+      : x(static_cast<size_t>(seqlen * kHeads * kHeadDim)),
+        out(x.size()),
+        dq(x.size()),
+        dk(x.size()),
+        dv(x.size()),
+        lse(static_cast<size_t>(seqlen * kHeads)) {
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i * 7919 % 1000) * 1e-3f - 0.5f;
+  }
+  strobe::Status Run(strobe::Direction direction, int32_t threads, Asked* asked) {
+    const int64_t seqlen = static_cast<int64_t>(lse.size()) / kHeads;
+    const strobe::Plan plan({.direction = direction,
+                             .seqlen_q = seqlen,
+                             .seqlen_k = seqlen,
+                             .heads = kHeads,
+                             .head_dim = kHeadDim,
+                             .causal = true,
+                             .threads = threads});
+    const auto ask = asked ? Asked::Answer : nullptr;
+    if (direction == strobe::Direction::kForward) {
+      return plan.try_forward({.q = x.data(),
+                               .k = x.data(),
+                               .v = x.data(),
+                               .out = out.data(),
+                               .lse = lse.data(),
+                               .interrupt = ask,
+                               .interrupt_data = asked});
+    }
+    return plan.try_backward({.q = x.data(),
+                              .k = x.data(),
+                              .v = x.data(),
+                              .out = out.data(),
+                              .lse = lse.data(),
+                              .dout = x.data(),
+                              .dq = dq.data(),
+                              .dk = dk.data(),
+                              .dv = dv.data(),
+                              .interrupt = ask,
+                              .interrupt_data = asked});
+  }
+
+  std::vector<float> x, out, dq, dk, dv, lse;
+};
+
+constexpr strobe::Direction kDirections[] = {strobe::Direction::kForward,
+                                             strobe::Direction::kBackward};
+
+TEST(Interrupt, EndsALongLaunchAtTheNextItem) {
+  Tensors t(kLong);
+  for (const strobe::Direction direction : kDirections) {
+    for (const int32_t threads : {1, 2, 5}) {
+      Asked asked;
+      asked.stop_at = 1;
+      const Clock::time_point start = Clock::now();
+      ASSERT_EQ(t.Run(direction, threads, &asked), strobe::Status::kInterrupted);
+      const std::chrono::duration<double> took = Clock::now() - start;
+      EXPECT_NE(strobe::last_error().find("incomplete"), std::string::npos);
+      EXPECT_STREQ(strobe::name(strobe::Status::kInterrupted), "STROBE_INTERRUPTED");
+      EXPECT_EQ(asked.times, 1) << "asked again after the answer";
+      EXPECT_FALSE(asked.elsewhere);
+      // A tenth of a second to the question, and an item: generous, for a machine at other work.
+      EXPECT_LT(took.count(), 5.0) << "threads " << threads;
+    }
+  }
+}
+
+TEST(Interrupt, ALaterAnswerAndNoneAtAll) {
+  Tensors t(kLong / 2);
+  for (const strobe::Direction direction : kDirections) {
+    ASSERT_EQ(t.Run(direction, 2, nullptr), strobe::Status::kOk);
+    const std::vector<float> out = t.out, dq = t.dq;
+    Asked asked;
+    ASSERT_EQ(t.Run(direction, 2, &asked), strobe::Status::kOk);
+    EXPECT_FALSE(asked.elsewhere);
+    EXPECT_TRUE(out == t.out);
+    EXPECT_TRUE(dq == t.dq);
+    if (asked.times < 2) continue;  // a fast machine
+    asked.stop_at = asked.times + 2;
+    ASSERT_EQ(t.Run(direction, 2, &asked), strobe::Status::kInterrupted);
+    EXPECT_EQ(asked.times, asked.stop_at);
+  }
+}
+
+TEST(Interrupt, AShortLaunchDoesNotAsk) {
+  Tensors t(64);
+  for (const strobe::Direction direction : kDirections) {
+    Asked asked;
+    asked.stop_at = 1;
+    EXPECT_EQ(t.Run(direction, 2, &asked), strobe::Status::kOk);
+    EXPECT_EQ(asked.times, 0);
+  }
+}
+
+// A program that was built when the structs ended before `interrupt`: what lies behind is its own.
+TEST(Interrupt, AStructWithoutItIsServed) {
+  Tensors t(64);
+  for (const strobe::Direction direction : kDirections) {
+    const strobe::Plan plan({.direction = direction,
+                             .seqlen_q = 64,
+                             .seqlen_k = 64,
+                             .heads = kHeads,
+                             .head_dim = kHeadDim});
+    if (direction == strobe::Direction::kForward) {
+      strobe_forward_args a =
+          strobe::ForwardArgs{
+              .q = t.x.data(), .k = t.x.data(), .v = t.x.data(), .out = t.out.data()}
+              .c();
+      a.struct_size = offsetof(strobe_forward_args, interrupt);
+      std::memset(reinterpret_cast<char*>(&a) + a.struct_size, 0x5a, sizeof a - a.struct_size);
+      EXPECT_EQ(strobe_forward(&plan.c(), &a), STROBE_OK) << strobe_last_error();
+      a.struct_size -= sizeof(void*);
+      EXPECT_EQ(strobe_forward(&plan.c(), &a), STROBE_INVALID_ARGUMENT);
+    } else {
+      strobe_backward_args a = strobe::BackwardArgs{.q = t.x.data(),
+                                                    .k = t.x.data(),
+                                                    .v = t.x.data(),
+                                                    .out = t.out.data(),
+                                                    .lse = t.lse.data(),
+                                                    .dout = t.x.data(),
+                                                    .dq = t.dq.data(),
+                                                    .dk = t.dk.data(),
+                                                    .dv = t.dv.data()}
+                                   .c();
+      a.struct_size = offsetof(strobe_backward_args, interrupt);
+      std::memset(reinterpret_cast<char*>(&a) + a.struct_size, 0x5a, sizeof a - a.struct_size);
+      EXPECT_EQ(strobe_backward(&plan.c(), &a), STROBE_OK) << strobe_last_error();
+    }
+  }
+}
+
+}  // namespace
