@@ -328,8 +328,9 @@ void check_dropout_mask(Input& in) {
       strobe_dropout_mask(extents[0], extents[1], extents[2], extents[3], in.take<float>(),
                           in.take<uint64_t>(), in.take<uint64_t>(), mask.data());
   require_documented(status);
-  REQUIRE(status == STROBE_OK ? small : std::count(mask.begin(), mask.end(), 9) ==
-                                            static_cast<std::ptrdiff_t>(mask.size()));
+  REQUIRE(status == STROBE_OK ? small
+                              : std::count(mask.begin(), mask.end(), 9) ==
+                                    static_cast<std::ptrdiff_t>(mask.size()));
 }
 
 }  // namespace

@@ -182,10 +182,10 @@ int Bench(const BenchOptions& options) {
         cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
              : fmt::format("{}, {} threads", m.cpu_name,
                            options.threads > 0 ? options.threads : m.cpu_threads);
-    fmt::print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
-               version(), where, options.heads);
-    fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
-               "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
+    Print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
+          version(), where, options.heads);
+    Print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
+          "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
   }
   for (const Problem& problem : grid) {
     std::string label =
@@ -226,10 +226,10 @@ int Bench(const BenchOptions& options) {
     if (options.json) continue;
     ClearProgress();
     while (row.back() == ' ') row.pop_back();
-    fmt::print("{}{}\n", label, row);
-    std::fflush(stdout);
+    Print("{}{}\n", label, row);
+    Flush();
   }
-  if (options.json) fmt::print("{}\n", json.dump(2));
+  if (options.json) Print("{}\n", json.dump(2));
   return 0;
 }
 
