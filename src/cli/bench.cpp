@@ -9,6 +9,7 @@
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
+#include "cli/errors.h"
 #include "cli/machine_json.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
@@ -165,6 +166,10 @@ std::vector<Problem> Grid(const BenchOptions& o) {
 }  // namespace
 
 int Bench(const BenchOptions& options) {
+  if (options.heads_kv > 0 && options.heads % options.heads_kv != 0) {
+    throw UserError(fmt::format("--heads = {}, expected a multiple of --heads-kv = {}",
+                                options.heads, options.heads_kv));
+  }
   const std::vector<Problem> grid = Grid(options);
   // A problem that no kernel takes ends the command before it has begun.
   for (const Problem& problem : grid) {

@@ -9,6 +9,7 @@
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
+#include "cli/errors.h"
 #include "cli/inputs.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
@@ -154,6 +155,10 @@ void PrintPlan(const char* direction, const Plan& plan) {
 }  // namespace
 
 int Run(const RunOptions& options) {
+  if (options.device == Device::kCpu && options.device_index > 0) {
+    throw UserError(
+        fmt::format("--device-index = {}, expected 0 with --device cpu", options.device_index));
+  }
   SafetensorsFile file(options.input);
   if (!options.output.empty()) CheckWritable(options.output);
   Inputs in(&file, options);

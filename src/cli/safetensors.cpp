@@ -278,10 +278,10 @@ std::optional<std::string> ParseInto(std::string_view text, std::optional<uint64
     return fmt::format("tensor \"{}\" twice", Printable(*twin));
   }
   // Empty tensors sort before the one that starts where they lie.
-  std::sort(header->tensors.begin(), header->tensors.end(),
-            [](const TensorInfo& a, const TensorInfo& b) {
-              return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-            });
+  std::stable_sort(header->tensors.begin(), header->tensors.end(),
+                   [](const TensorInfo& a, const TensorInfo& b) {
+                     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+                   });
   return CheckLayout(header->tensors, data_bytes);
 }
 
