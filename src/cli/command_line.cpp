@@ -23,6 +23,7 @@ namespace strobe::cli {
 namespace {
 
 constexpr int kUserErrorExit = 2;
+constexpr int kFaultExit = 3;  // nothing that a user does may lead to it
 
 const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
                                     {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
@@ -214,13 +215,13 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
                      hint);
 }
 
-Outcome Fail(const std::string& command, const std::string& text) {
+Outcome Fail(const std::string& command, const std::string& text, int exit_code = kUserErrorExit) {
   std::string message =
       Message(fmt::format("strobe{}: {}", command.empty() ? "" : " " + command, text));
   // What no kernel takes comes with a line for each kernel.
   for (size_t at = 0; (at = message.find('\n', at)) != std::string::npos; at += 3)
     message.insert(at + 1, "  ");
-  return {kUserErrorExit, Message(std::move(message))};
+  return {exit_code, Message(std::move(message))};
 }
 
 Outcome Done(int exit_code) {
@@ -288,8 +289,13 @@ Outcome Parse(int argc, const char* const* argv) {
     return Fail("", "expected a command: info, run, check or bench");
   } catch (const std::bad_alloc&) {
     return Fail(name(), "out of memory");
-  } catch (const std::exception& error) {  // UserError, strobe::Error
+  } catch (const UserError& error) {
     return Fail(name(), error.what());
+  } catch (const Error& error) {
+    return Fail(name(), error.what(),
+                error.status() == Status::kInternalError ? kFaultExit : kUserErrorExit);
+  } catch (const std::exception& error) {
+    return Fail(name(), error.what(), kFaultExit);
   }
 }
 
