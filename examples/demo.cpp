@@ -19,8 +19,9 @@
 #include "cli/errors.h"
 #include "cli/measure.h"
 #include "cli/random.h"
-#include "cli/safetensors.h"
+#include "cli/safetensors_file.h"
 #include "cli/terminal.h"
+#include "cli/text.h"
 #include "standard_attention.h"
 
 namespace strobe::demo {
@@ -52,30 +53,31 @@ struct Capture {
 };
 
 Capture ReadCapture(const std::string& path) {
-  const SafetensorsFile file(path);
+  SafetensorsFile file(path);
   Capture c;
   c.path = path;
-  c.metadata = file.view().metadata;
+  c.metadata = file.header().metadata;
   const std::pair<const char*, std::vector<float>*> tensors[] = {
       {"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"dout", &c.dout}};
   for (const auto& [name, values] : tensors) {
-    const TensorView* view = file.view().Find(name);
-    if (view == nullptr)
-      throw UserError(fmt::format("{} has no {}, expected q, k, v and dout", path, name));
-    const TensorView& q = *file.view().Find("q");
-    if (view->dtype != "F32" || view->shape.size() != 4 || view->shape[0] != 1 ||
-        view->shape != q.shape || view->shape[1] % 32 != 0 || view->shape[1] == 0 ||
-        view->shape[3] % 32 != 0 || view->data.empty()) {
+    const TensorInfo* info = file.header().Find(name);
+    if (info == nullptr)
+      throw UserError(fmt::format("{} has no {}, expected q, k, v and dout", PathText(path), name));
+    const TensorInfo& q = *file.header().Find("q");
+    if (info->dtype != "F32" || info->shape.size() != 4 || info->shape[0] != 1 ||
+        info->shape != q.shape || info->shape[1] % 32 != 0 || info->shape[1] == 0 ||
+        info->shape[3] % 32 != 0 || info->bytes() == 0) {
       throw UserError(fmt::format(
           "{}: {} is {} {}, expected F32 [1, tokens, heads, head_dim], tokens and head_dim "
           "multiples of 32, all alike",
-          path, name, view->dtype, ShapeText(view->shape)));
+          PathText(path), name, info->dtype, ShapeText(info->shape)));
     }
-    values->resize(view->data.size() / sizeof(float));
-    std::memcpy(values->data(), view->data.data(), view->data.size());
-    c.tokens = view->shape[1];
-    c.heads = view->shape[2];
-    c.dim = view->shape[3];
+    const std::span<const std::byte> data = file.Read(*info);
+    values->resize(data.size() / sizeof(float));
+    std::memcpy(values->data(), data.data(), data.size());
+    c.tokens = info->shape[1];
+    c.heads = info->shape[2];
+    c.dim = info->shape[3];
   }
   return c;
 }
@@ -157,14 +159,14 @@ double Error(const std::vector<float>& got, const std::vector<double>& truth) {
   return std::sqrt(error / whole);
 }
 
-void Heading(std::string_view text) { fmt::print("\n{}\n\n", Bold(text)); }
+void Heading(std::string_view text) { Print("\n{}\n\n", Bold(text)); }
 
 // False when something is wrong.
 bool ShowErrors(const Capture& capture, std::string_view isa) {
   Heading("1. Is it exact? Relative error against float64 (root mean square)");
-  fmt::print("  {:<6}{:^19}   {:^19}   {:^19}   {}\n", "", "O", "dQ", "dK", "        dV");
-  fmt::print("  {:<6}", "dtype");
-  for (int i = 0; i < 4; ++i) fmt::print("{:>9} {:>9}{}", "Strobe", "plain", i < 3 ? "   " : "\n");
+  Print("  {:<6}{:^19}   {:^19}   {:^19}   {}\n", "", "O", "dQ", "dK", "        dV");
+  Print("  {:<6}", "dtype");
+  for (int i = 0; i < 4; ++i) Print("{:>9} {:>9}{}", "Strobe", "plain", i < 3 ? "   " : "\n");
   std::vector<double> worst;  // of each dtype: Strobe's error over plain's
   std::vector<std::string> shares;
   for (const DType dtype : kDTypes) {
@@ -180,7 +182,7 @@ bool ShowErrors(const Capture& capture, std::string_view isa) {
     const auto plain = RunStandard<float>(rounded, isa, round);
     const StrobeRun strobe_run = RunStrobe(rounded, dtype);
     ClearProgress();
-    fmt::print("  {:<6}", ShortName(dtype));
+    Print("  {:<6}", ShortName(dtype));
     double ratio = 0;
     const std::vector<float>* results[] = {&strobe_run.out, &strobe_run.dq, &strobe_run.dk,
                                            &strobe_run.dv};
@@ -190,24 +192,23 @@ bool ShowErrors(const Capture& capture, std::string_view isa) {
       // NaN counts as infinity.
       ratio = std::max(
           ratio, ours / theirs <= 1e9 ? ours / theirs : std::numeric_limits<double>::infinity());
-      fmt::print("{} {:>9.1e}{}", Green(fmt::format("{:>9.1e}", ours)), theirs,
-                 i < 3 ? "   " : "\n");
+      Print("{} {:>9.1e}{}", Green(fmt::format("{:>9.1e}", ours)), theirs, i < 3 ? "   " : "\n");
     }
-    std::fflush(stdout);
+    Flush();
     worst.push_back(ratio);
     shares.push_back(fmt::format("{} {:.1f}", ShortName(dtype), ratio));
   }
-  fmt::print(
+  Print(
       "\n  Plain: S = QK', P = softmax(S), O = PV, one after the other as a framework does it, "
       "with S\n");
-  fmt::print("  and P stored in the dtype. ");
+  Print("  and P stored in the dtype. ");
   // The rule of the tests, for gradients: three times.
   const bool right = *std::max_element(worst.begin(), worst.end()) <= 3;
   if (right) {
-    fmt::print("Strobe's error in parts of plain's, at most: {}.\n", fmt::join(shares, ", "));
-    fmt::print("  Both only round; neither approximates.\n");
+    Print("Strobe's error in parts of plain's, at most: {}.\n", fmt::join(shares, ", "));
+    Print("  Both only round; neither approximates.\n");
   } else {
-    fmt::print("\n  {}: too large an error. `strobe check` may tell more.\n", Red("Wrong"));
+    Print("\n  {}: too large an error. `strobe check` may tell more.\n", Red("Wrong"));
   }
   return right;
 }
@@ -266,15 +267,14 @@ class CostTable {
         deadlines_(backward ? kBothDeadlines : kForwardDeadlines) {}
 
   void Run(int64_t longest) {
-    fmt::print("  {:>6}  {:^20}  {:^20}  {}\n", "", "  standard", "  Strobe",
-               "  standard / Strobe");
-    fmt::print("  {:>6}  {:>9} {:>10}  {:>9} {:>10}  {:>9} {:>10}\n", "tokens", "time", "memory",
-               "time", "memory", "time", "memory");
+    Print("  {:>6}  {:^20}  {:^20}  {}\n", "", "  standard", "  Strobe", "  standard / Strobe");
+    Print("  {:>6}  {:>9} {:>10}  {:>9} {:>10}  {:>9} {:>10}\n", "tokens", "time", "memory", "time",
+          "memory", "time", "memory");
     for (int64_t tokens = 512; tokens <= longest; tokens *= 2) {
       if (!Line(tokens)) break;
     }
     for (const std::string& note : notes_)
-      fmt::print("{}  {}\n", &note == notes_.data() ? "\n" : "", note);
+      Print("{}  {}\n", &note == notes_.data() ? "\n" : "", note);
   }
 
  private:
@@ -286,8 +286,8 @@ class CostTable {
     std::string line = fmt::format("  {:>6}", tokens);
     if (strobe_.seconds > 0 &&
         watch_.Seconds() + 1.2 * kGrowth * strobe_.seconds > deadlines_.strobe) {
-      fmt::print("{}  left out: it would take {:.0f} s more on this computer\n", line,
-                 kGrowth * strobe_.seconds);
+      Print("{}  left out: it would take {:.0f} s more on this computer\n", line,
+            kGrowth * strobe_.seconds);
       return false;
     }
     Progress(line + "  preparing the tensors ...");
@@ -313,8 +313,8 @@ class CostTable {
                         reason.empty() ? Times(standard.seconds / strobe_.seconds) : "",
                         Times(standard.bytes / strobe_.bytes));
     ClearProgress();
-    fmt::print("{}\n", line);
-    std::fflush(stdout);
+    Print("{}\n", line);
+    Flush();
     return true;
   }
 
@@ -418,7 +418,7 @@ class CostTable {
 void ShowNext() {
   Heading("What to type next");
   const auto line = [](const char* what, const char* command) {
-    fmt::print("  {:<32}  {}\n", what, Bold(command));
+    Print("  {:<32}  {}\n", what, Bold(command));
   };
   line("every test that needs no GPU", "make test");
   line("this computer, instruction sets", "build/release/bin/strobe info");
@@ -432,17 +432,17 @@ void ShowNext() {
 int Demo(const std::string& path) {
   const Stopwatch watch;
   const Machine m = machine();
-  fmt::print("{}\n\n",
-             Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory",
-                              version())));
+  Print("{}\n\n",
+        Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory",
+                         version())));
   const Capture capture = ReadCapture(path);
-  fmt::print("  read      {}\n", capture.path);
-  fmt::print("            {}, {}\n", capture.Note("model"), capture.Note("layer"));
-  fmt::print("            Q, K, V and the gradient of O while it read {}\n", capture.Note("text"));
-  fmt::print("            {} tokens, {} heads, head_dim {}, float32\n", capture.tokens,
-             capture.heads, capture.dim);
-  fmt::print("  computer  {}, {} threads\n", m.cpu_name.empty() ? "unknown CPU" : m.cpu_name,
-             m.cpu_threads);
+  Print("  read      {}\n", capture.path);
+  Print("            {}, {}\n", capture.Note("model"), capture.Note("layer"));
+  Print("            Q, K, V and the gradient of O while it read {}\n", capture.Note("text"));
+  Print("            {} tokens, {} heads, head_dim {}, float32\n", capture.tokens, capture.heads,
+        capture.dim);
+  Print("  computer  {}, {} threads\n", m.cpu_name.empty() ? "unknown CPU" : m.cpu_name,
+        m.cpu_threads);
   std::vector<std::string> kernels;
   for (const DType dtype : kDTypes) {
     const Plan plan({.dtype = dtype,
@@ -452,19 +452,20 @@ int Demo(const std::string& path) {
                      .head_dim = capture.dim});
     kernels.push_back(fmt::format("{} by {}", ShortName(dtype), plan.kernel()));
   }
-  fmt::print("  kernels   {}\n", fmt::join(kernels, ", "));
-  std::fflush(stdout);
+  Print("  kernels   {}\n", fmt::join(kernels, ", "));
+  Flush();
 
   const bool right = ShowErrors(capture, m.cpu_isa);
   Heading("2. What does it cost? Forward, float32: time, and memory beyond the tensors themselves");
-  fmt::print(
+  Print(
       "  Inputs: the captured tensors, repeated to length, with 10 % of noise. Standard: the "
       "three\n");
-  fmt::print("  steps, in blocked and vectorised loops on the same {} threads.\n\n", m.cpu_threads);
+  Print("  steps, in blocked and vectorised loops on the same {} threads.\n\n", m.cpu_threads);
   CostTable(capture, m.cpu_isa, false, watch).Run(16384);
   Heading("3. Forward and backward");
   CostTable(capture, m.cpu_isa, true, watch).Run(8192);
   ShowNext();
+  Flush();
   return right ? 0 : 1;
 }
 
@@ -478,7 +479,7 @@ int main(int argc, char** argv) {
     const std::string here = std::filesystem::proximate(beside).string();
     return strobe::demo::Demo(argc > 1 ? argv[1] : here.size() < beside.size() ? here : beside);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "demo: {}\n", error.what());
+    std::fprintf(stderr, "demo: %s\n", error.what());
     return 2;
   }
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "strobe/strobe.h"
@@ -275,6 +276,63 @@ void launch(Input& in, const strobe_plan& plan) {
   REQUIRE(q.unchanged() && k.unchanged() && v.unchanged());
 }
 
+// A plan that strobe_plan_make did not make: all that take one refuse it in the same words.
+void check_foreign_plan(const strobe_plan& plan) {
+  strobe_forward_args forward = {};
+  forward.struct_size = sizeof forward;
+  REQUIRE(strobe_forward(&plan, &forward) == STROBE_INVALID_ARGUMENT);
+  const std::string why = std::string("invalid: ") + strobe_last_error() + "\n";
+  strobe_backward_args backward = {};
+  backward.struct_size = sizeof backward;
+  REQUIRE(strobe_backward(&plan, &backward) == STROBE_INVALID_ARGUMENT);
+  char text[512];
+  REQUIRE(strobe_plan_text(&plan, text, sizeof text) == why.size());
+  REQUIRE(text == why);
+}
+
+// Zeros, any bytes, or a good plan with one number changed of those by which it is known.
+void check_foreign_plans(Input& in, strobe_plan plan) {
+  switch (in.take<uint8_t>() % 4) {
+    case 0:
+      std::memset(static_cast<void*>(&plan), 0, sizeof plan);
+      if (in.flag()) plan.struct_size = sizeof plan;
+      break;
+    case 1:
+      plan = in.take<strobe_plan>();
+      if (in.flag()) plan.struct_size = sizeof plan;
+      break;
+    case 2:
+      plan.kernel_index += static_cast<int32_t>(in.range(1, 1000));
+      break;
+    default:
+      plan.struct_size += static_cast<size_t>(in.range(1, 1000));
+      break;
+  }
+  check_foreign_plan(plan);
+}
+
+// The mask of extents that may be anything, in a block of its very size.
+void check_dropout_mask(Input& in) {
+  int64_t extents[4];
+  double bytes = 1;
+  for (int64_t& extent : extents) {
+    extent = in.flag() ? in.range(-1, 9) : in.take<int64_t>() >> in.range(0, 63);
+    bytes *= static_cast<double>(extent);
+  }
+  // The caller's memory has to be there: what nobody could have is refused without a look at it.
+  const bool small = bytes >= 0 && bytes <= 1 << 20;
+  if (!small && bytes > 0 && bytes <= 0x1p58) return;
+  std::vector<uint8_t> mask(small ? static_cast<size_t>(bytes) : 0, 9);
+  mask.shrink_to_fit();
+  const strobe_status status =
+      strobe_dropout_mask(extents[0], extents[1], extents[2], extents[3], in.take<float>(),
+                          in.take<uint64_t>(), in.take<uint64_t>(), mask.data());
+  require_documented(status);
+  REQUIRE(status == STROBE_OK ? small
+                              : std::count(mask.begin(), mask.end(), 9) ==
+                                    static_cast<std::ptrdiff_t>(mask.size()));
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -300,11 +358,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   REQUIRE(strobe_supports(&problem) == status);
   if (status != STROBE_OK) {
     REQUIRE(std::memcmp(&plan, &before, sizeof plan) == 0);
+    check_foreign_plan(plan);
+    check_foreign_plans(in, plan);
+    check_dropout_mask(in);
     return 0;
   }
   REQUIRE(std::strcmp(plan.kernel, strobe_kernel_name(plan.kernel_index)) == 0);
   check_text([&](char* text, size_t n) { return strobe_plan_text(&plan, text, n); }, capacity);
   // The others are planned only: they may be of any size.
   if (kind < 2) launch(in, plan);
+  check_foreign_plans(in, plan);
+  check_dropout_mask(in);
   return 0;
 }

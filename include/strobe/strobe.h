@@ -204,8 +204,8 @@ STROBE_API strobe_status strobe_plan_make(const strobe_problem* problem,
                                           strobe_plan* plan) STROBE_NOEXCEPT;
 
 /* The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it
- * declined. Writes at most capacity bytes, always ending in NUL where capacity > 0; returns the
- * length of the whole text. */
+ * declined; or what is invalid about a plan that strobe_plan_make did not make. Writes at most
+ * capacity bytes, always ending in NUL where capacity > 0; returns the length of the whole text. */
 STROBE_API size_t strobe_plan_text(const strobe_plan* plan, char* text,
                                    size_t capacity) STROBE_NOEXCEPT;
 
@@ -225,8 +225,8 @@ STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
                                          const strobe_backward_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:
- * for tests and for frameworks that show it. mask: [batch, heads, seqlen_q, seqlen_k] bytes,
- * contiguous, host memory. */
+ * for tests and for frameworks that show it. mask: [batch, heads, seqlen_q, seqlen_k] bytes, at
+ * most 2^58, contiguous, host memory. */
 STROBE_API strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q,
                                              int64_t seqlen_k, float dropout_p, uint64_t seed,
                                              uint64_t offset, uint8_t* mask) STROBE_NOEXCEPT;

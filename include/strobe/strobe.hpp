@@ -387,14 +387,18 @@ struct Machine {
 
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;
 // each is one byte of [batch, heads, seqlen_q, seqlen_k]. For tests and for frameworks that show
-// it. Throws Error.
+// it. Throws Error, and std::bad_alloc where there is no memory for the mask.
 [[nodiscard]] inline std::vector<uint8_t> dropout_mask(int64_t batch, int64_t heads,
                                                        int64_t seqlen_q, int64_t seqlen_k,
                                                        float dropout_p, uint64_t seed,
                                                        uint64_t offset = 0) {
-  const bool valid =
-      batch >= 0 && heads >= 0 && seqlen_q >= 0 && seqlen_k >= 0;  // else it is refused below
-  std::vector<uint8_t> mask(valid ? static_cast<size_t>(batch * heads * seqlen_q * seqlen_k) : 0);
+  // What cannot be counted is refused below, before anything is written.
+  constexpr int64_t kMost = int64_t{1} << 58;
+  int64_t bytes = 1;
+  for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
+    bytes = extent <= 0 || bytes > kMost / extent ? 0 : bytes * extent;
+  }
+  std::vector<uint8_t> mask(static_cast<size_t>(bytes));
   internal::throw_unless_ok(static_cast<Status>(
       strobe_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, mask.data())));
   return mask;

@@ -9,6 +9,7 @@
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
+#include "cli/errors.h"
 #include "cli/machine_json.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
@@ -165,6 +166,10 @@ std::vector<Problem> Grid(const BenchOptions& o) {
 }  // namespace
 
 int Bench(const BenchOptions& options) {
+  if (options.heads_kv > 0 && options.heads % options.heads_kv != 0) {
+    throw UserError(fmt::format("--heads = {}, expected a multiple of --heads-kv = {}",
+                                options.heads, options.heads_kv));
+  }
   const std::vector<Problem> grid = Grid(options);
   // A problem that no kernel takes ends the command before it has begun.
   for (const Problem& problem : grid) {
@@ -182,10 +187,10 @@ int Bench(const BenchOptions& options) {
         cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
              : fmt::format("{}, {} threads", m.cpu_name,
                            options.threads > 0 ? options.threads : m.cpu_threads);
-    fmt::print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
-               version(), where, options.heads);
-    fmt::print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
-               "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
+    Print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
+          version(), where, options.heads);
+    Print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
+          "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
   }
   for (const Problem& problem : grid) {
     std::string label =
@@ -226,10 +231,10 @@ int Bench(const BenchOptions& options) {
     if (options.json) continue;
     ClearProgress();
     while (row.back() == ' ') row.pop_back();
-    fmt::print("{}{}\n", label, row);
-    std::fflush(stdout);
+    Print("{}{}\n", label, row);
+    Flush();
   }
-  if (options.json) fmt::print("{}\n", json.dump(2));
+  if (options.json) Print("{}\n", json.dump(2));
   return 0;
 }
 

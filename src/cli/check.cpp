@@ -247,31 +247,29 @@ Outcome CheckRefusals(int64_t* cases) {
 
 class Report {
  public:
-  void Header() { fmt::print("{:<26}{:>6}{:>18}\n", "feature", "cases", "error / allowed"); }
+  void Header() { Print("{:<26}{:>6}{:>18}\n", "feature", "cases", "error / allowed"); }
 
   void Line(const char* name, int64_t cases, const Outcome& outcome, bool has_error) {
     ClearProgress();
     const std::string ratio = has_error ? fmt::format("{:.2f}", outcome.worst) : "";
-    fmt::print("{:<26}{:>6}{:>18}  {}\n", name, cases, ratio,
-               outcome.failure.empty() ? Green("ok") : Red("FAILED"));
+    Print("{:<26}{:>6}{:>18}  {}\n", name, cases, ratio,
+          outcome.failure.empty() ? Green("ok") : Red("FAILED"));
     if (!outcome.failure.empty()) {
-      fmt::print("    {}\n", outcome.failure);
+      Print("    {}\n", outcome.failure);
       ++failures_;
     }
     cases_ += cases;
     ++lines_;
-    std::fflush(stdout);
+    Flush();
   }
 
   int Summary(double seconds) {
     if (failures_ == 0) {
-      fmt::print("\nAll {} features are right: {} problems in {:.1f} s.\n", lines_, cases_,
-                 seconds);
+      Print("\nAll {} features are right: {} problems in {:.1f} s.\n", lines_, cases_, seconds);
       return 0;
     }
-    fmt::print(
-        "\n{} of {} features are wrong. Please report this with the output of `strobe info`.\n",
-        failures_, lines_);
+    Print("\n{} of {} features are wrong. Please report this with the output of `strobe info`.\n",
+          failures_, lines_);
     return 1;
   }
 
@@ -297,16 +295,15 @@ int Check(const CheckOptions& options) {
   const Plan plan(probe);  // throws what the device lacks
   const Machine m = machine();
   if (cuda) {
-    fmt::print("Strobe {} on {}, seed {}\n", version(), m.cuda_devices.front().name, options.seed);
+    Print("Strobe {} on {}, seed {}\n", version(), m.cuda_devices.front().name, options.seed);
   } else {
-    fmt::print("Strobe {} on {}, kernels for {}, {} threads, seed {}\n", version(), m.cpu_name,
-               m.cpu_isa, options.threads > 0 ? options.threads : m.cpu_threads, options.seed);
+    Print("Strobe {} on {}, kernels for {}, {} threads, seed {}\n", version(), m.cpu_name,
+          m.cpu_isa, options.threads > 0 ? options.threads : m.cpu_threads, options.seed);
   }
-  fmt::print(
-      "{}\n\n",
-      Dim("The error is the largest against float64. Allowed is twice that of plain attention in "
-          "the same dtype\n"
-          "(gradients three times, with ALiBi eight times), and one rounding of the result."));
+  Print("{}\n\n",
+        Dim("The error is the largest against float64. Allowed is twice that of plain attention in "
+            "the same dtype\n"
+            "(gradients three times, with ALiBi eight times), and one rounding of the result."));
   Report report;
   report.Header();
 

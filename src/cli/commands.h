@@ -29,25 +29,25 @@ struct RunOptions {
   Layout layout = Layout::kSeqlenHeads;
   bool causal = false;
   std::vector<int64_t> window = {-1, -1};  // left, right
-  std::optional<double> scale;
-  double softcap = 0;
-  double dropout_p = 0;
+  std::optional<float> scale;
+  float softcap = 0;
+  float dropout_p = 0;
   int64_t seed = 0;
   int64_t offset = 0;
   bool alibi = false;
   bool deterministic = false;
   bool batch_invariant = false;
-  int64_t threads = 0;
+  int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
-  int64_t repeat = 0;  // 0: for about half a second
+  int64_t repeat = 0;  // 0: unset, for about half a second
   bool why = false;
 };
 
 struct CheckOptions {
   int64_t cases = 0;  // of each feature; 0: the default
   int64_t seed = 1;
-  int64_t threads = 0;
+  int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
 };
 
@@ -60,7 +60,7 @@ struct BenchOptions {
   int64_t heads = 8;
   int64_t heads_kv = 0;  // 0: heads
   int64_t batch = 0;     // 0: max(1, 4096 / seqlen)
-  int64_t threads = 0;
+  int64_t threads = 0;   // 0: unset
   int64_t device_index = 0;
   Device device = Device::kCpu;
   double min_time = 0.3;  // seconds for each line and direction

@@ -6,10 +6,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "cli/errors.h"
-#include "cli/safetensors.h"
+#include "cli/text.h"
 
 namespace strobe::cli {
 namespace {
@@ -46,14 +47,28 @@ int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t m
   return value;
 }
 
-double ParseNumber(const std::string& flag, const std::string& text) {
+double ParseNumber(const std::string& flag, const std::string& text, const NumberRange& range) {
   double value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || !std::isfinite(value)) {
-    throw UserError(fmt::format("{} = {}, expected a number", flag, Printable(text)));
+  const bool number = error == std::errc() && stop == end && std::isfinite(value);
+  if (!number || value < range.min || value > range.max || value >= range.below) {
+    throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), range.wanted));
   }
   return value;
+}
+
+float ParseFloat(const std::string& flag, const std::string& text, const NumberRange& range) {
+  const double value = ParseNumber(flag, text, range);
+  // Out of float32's range a conversion is undefined.
+  constexpr double kMost = std::numeric_limits<float>::max();
+  const bool fits = std::fabs(value) <= kMost;
+  const float result = fits ? static_cast<float>(value) : 0;
+  if (!fits || (result == 0) != (value == 0) || result >= range.below) {
+    throw UserError(fmt::format("{} = {}, expected {} that float32 can hold", flag, Printable(text),
+                                range.wanted));
+  }
+  return result;
 }
 
 size_t ParseChoice(const std::string& flag, const std::string& text,
@@ -91,14 +106,6 @@ CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
 
 CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help) {
   return app.add_flag(name, *value, help)->disable_flag_override();
-}
-
-CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type,
-                       const std::string& help, std::function<void(double value)> set) {
-  return AddText(app, names, type, help,
-                 [set = std::move(set)](const std::string& flag, const std::string& text) {
-                   set(ParseNumber(flag, text));
-                 });
 }
 
 CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,

@@ -17,7 +17,19 @@ namespace strobe::cli {
 // range.
 [[nodiscard]] int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min,
                                    int64_t max);
-[[nodiscard]] double ParseNumber(const std::string& flag, const std::string& text);
+// Which numbers a flag takes: from min to max, and less than `below`.
+struct NumberRange {
+  const char* wanted = "a number";  // the range in words
+  double min = std::numeric_limits<double>::lowest();
+  double max = std::numeric_limits<double>::max();
+  double below = std::numeric_limits<double>::infinity();
+};
+[[nodiscard]] double ParseNumber(const std::string& flag, const std::string& text,
+                                 const NumberRange& range);
+// Likewise of a number that the library takes in float32, where it must be neither lost nor
+// infinite.
+[[nodiscard]] float ParseFloat(const std::string& flag, const std::string& text,
+                               const NumberRange& range);
 // Index into `names`.
 [[nodiscard]] size_t ParseChoice(const std::string& flag, const std::string& text,
                                  const std::vector<std::string>& names);
@@ -30,12 +42,20 @@ CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
                      std::function<void(const std::string& flag, const std::string& text)> set);
 
 CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help);
-CLI::Option* AddNumber(CLI::App& app, const std::string& names, const char* type,
-                       const std::string& help, std::function<void(double value)> set);
 CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
                         const std::string& help, int64_t max = std::numeric_limits<int64_t>::max());
 CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
                          int64_t min, int64_t max, const std::string& help);
+
+// Value is float or std::optional<float>.
+template <typename Value>
+CLI::Option* AddFloat(CLI::App& app, const std::string& names, const char* type,
+                      const std::string& help, Value* value, const NumberRange& range) {
+  return AddText(app, names, type, help,
+                 [value, range](const std::string& flag, const std::string& text) {
+                   *value = ParseFloat(flag, text, range);
+                 });
+}
 
 template <typename T>
 using Choices = std::vector<std::pair<std::string, T>>;

@@ -13,11 +13,11 @@ int Info(const InfoOptions& options) {
   const Machine m = machine();
   if (options.json) {
     nlohmann::ordered_json json = MachineJson(m);
-    fmt::print("{}\n", json.dump(2));
+    Print("{}\n", json.dump(2));
     return 0;
   }
   const auto line = [](const char* what, const std::string& value) {
-    fmt::print("{:<18}{}\n", what, value);
+    Print("{:<18}{}\n", what, value);
   };
   line("Strobe", fmt::format("{}, built by {}", version(), m.compiler));
   line("CPU", m.cpu_name.empty() ? "unknown" : m.cpu_name);

@@ -1,24 +1,16 @@
 #include "cli/safetensors.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <limits>
-#include <new>
 #include <nlohmann/json.hpp>
+#include <utility>
 
-#include "cli/errors.h"
+#include "cli/text.h"
 
 namespace strobe::cli {
 namespace {
@@ -30,7 +22,6 @@ using nlohmann::json;
 // The limit of the reference implementation.
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr size_t kMaxRank = 32;
-constexpr size_t kAlignment = 64;
 
 // Bytes of an element; 0 for a dtype that the format does not have.
 size_t ElementBytes(std::string_view dtype) {
@@ -205,9 +196,9 @@ class HeaderHandler : public nlohmann::json_sax<json> {
   std::string field_;
 };
 
-// Checks one entry against the `available` bytes of data and turns it into a view.
-std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byte> data,
-                                    TensorView* view) {
+// Checks one entry, against the bytes of data where their number is known.
+std::optional<std::string> MakeInfo(HeaderEntry& entry, std::optional<uint64_t> data_bytes,
+                                    TensorInfo* info) {
   const std::string name = Printable(entry.name);
   const size_t element = ElementBytes(*entry.dtype);
   if (element == 0) {
@@ -223,285 +214,113 @@ std::optional<std::string> MakeView(HeaderEntry& entry, std::span<const std::byt
     // Each extent by itself must fit int64_t, also beside an extent of 0.
     if (extent > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()) ||
         __builtin_mul_overflow(bytes, extent, &bytes)) {
-      return fmt::format("tensor \"{}\": shape [{}] holds more bytes than 64 bits can count", name,
-                         fmt::join(*entry.shape, ", "));
+      return fmt::format("tensor \"{}\": its shape holds more bytes than 64 bits can count", name);
     }
   }
   const uint64_t begin = (*entry.offsets)[0];
   const uint64_t end = (*entry.offsets)[1];
-  if (begin > end || end > data.size()) {
+  if (begin > end || (data_bytes && end > *data_bytes)) {
     return fmt::format(
-        "tensor \"{}\": data_offsets [{}, {}] lie outside the file's {} bytes of data{}", name,
-        begin, end, data.size(), begin > end ? "" : " (is the file cut off?)");
+        "tensor \"{}\": data_offsets [{}, {}] lie outside the file's data{}", name, begin, end,
+        begin > end ? "" : fmt::format(", {} bytes (is the file cut off?)", *data_bytes));
   }
+  const std::vector<int64_t> shape(entry.shape->begin(), entry.shape->end());
   if (end - begin != bytes) {
-    return fmt::format(
-        "tensor \"{}\": data_offsets span {} bytes, expected {} for shape [{}] of {}", name,
-        end - begin, bytes, fmt::join(*entry.shape, ", "), *entry.dtype);
+    return fmt::format("tensor \"{}\": data_offsets span {} bytes, expected {} for shape {} of {}",
+                       name, end - begin, bytes, ShapeText(shape), *entry.dtype);
   }
-  *view = {.name = std::move(entry.name),
+  *info = {.name = std::move(entry.name),
            .dtype = std::move(*entry.dtype),
-           .shape = {entry.shape->begin(), entry.shape->end()},
-           .data = data.subspan(begin, bytes)};
+           .shape = shape,
+           .begin = begin,
+           .end = end};
   return std::nullopt;
 }
 
 // Tensors sorted by offset must follow each other without overlap or hole, and end with the file.
-std::optional<std::string> CheckLayout(const std::vector<TensorView>& tensors,
-                                       std::span<const std::byte> data) {
-  const std::byte* at = data.data();
-  for (const TensorView& tensor : tensors) {
-    if (tensor.data.data() != at) {
+std::optional<std::string> CheckLayout(const std::vector<TensorInfo>& tensors,
+                                       std::optional<uint64_t> data_bytes) {
+  uint64_t at = 0;
+  for (const TensorInfo& tensor : tensors) {
+    if (tensor.begin != at) {
       return fmt::format(
           "tensor \"{}\" starts at byte {} of the data, expected {}: tensors must neither overlap "
-          "nor "
-          "leave holes",
-          Printable(tensor.name), tensor.data.data() - data.data(), at - data.data());
+          "nor leave holes",
+          Printable(tensor.name), tensor.begin, at);
     }
-    at += tensor.data.size();
+    at = tensor.end;
   }
-  const size_t used = static_cast<size_t>(at - data.data());
-  if (used != data.size()) {
-    return fmt::format("{} bytes of data, but its tensors take {}", data.size(), used);
+  if (data_bytes && at != *data_bytes) {
+    return fmt::format("{} bytes of data, but its tensors take {}", *data_bytes, at);
   }
   return std::nullopt;
 }
 
-std::optional<std::string> ParseInto(std::span<const std::byte> file, SafetensorsView* view) {
-  uint64_t header_bytes = 0;
-  if (file.size() < sizeof header_bytes) {
-    return fmt::format("{} bytes, expected a safetensors file of at least 10", file.size());
+std::optional<std::string> ParseInto(std::string_view text, std::optional<uint64_t> data_bytes,
+                                     SafetensorsHeader* header) {
+  // To the JSON parser it is the end of the text, whatever follows.
+  if (const size_t nul = text.find('\0'); nul != std::string_view::npos) {
+    return fmt::format("not valid JSON at byte {} of it: a NUL", nul);
   }
-  std::memcpy(&header_bytes, file.data(), sizeof header_bytes);
-  if (header_bytes > kMaxHeaderBytes) {
-    return fmt::format(
-        "header length {} in the first 8 bytes, expected at most {}: not a safetensors file?",
-        header_bytes, kMaxHeaderBytes);
-  }
-  const std::span<const std::byte> rest = file.subspan(sizeof header_bytes);
-  const char* header = reinterpret_cast<const char*>(rest.data());
-  if (header_bytes == 0 || (!rest.empty() && header[0] != '{')) {
-    return "header does not begin with '{': not a safetensors file?";
-  }
-  if (header_bytes > rest.size()) {
-    return fmt::format("header length {}, but only {} bytes follow: the file is cut off",
-                       header_bytes, rest.size());
-  }
-
   HeaderHandler handler;
-  if (!json::sax_parse(header, header + header_bytes, &handler)) return "header: " + handler.error;
+  if (!json::sax_parse(text.begin(), text.end(), &handler)) return handler.error;
 
-  const std::span<const std::byte> data = rest.subspan(header_bytes);
-  view->metadata = std::move(handler.metadata);
-  view->tensors.resize(handler.entries.size());
+  header->metadata = std::move(handler.metadata);
+  header->tensors.resize(handler.entries.size());
   for (size_t i = 0; i < handler.entries.size(); ++i) {
-    if (auto error = MakeView(handler.entries[i], data, &view->tensors[i]))
-      return "header: " + *error;
+    if (auto error = MakeInfo(handler.entries[i], data_bytes, &header->tensors[i])) return error;
   }
 
   std::vector<std::string_view> names;
-  for (const TensorView& tensor : view->tensors) names.push_back(tensor.name);
+  for (const TensorInfo& tensor : header->tensors) names.push_back(tensor.name);
   std::sort(names.begin(), names.end());
   if (const auto twin = std::adjacent_find(names.begin(), names.end()); twin != names.end()) {
-    return fmt::format("header: tensor \"{}\" twice", Printable(*twin));
+    return fmt::format("tensor \"{}\" twice", Printable(*twin));
   }
   // Empty tensors sort before the one that starts where they lie.
-  std::sort(
-      view->tensors.begin(), view->tensors.end(), [](const TensorView& a, const TensorView& b) {
-        return std::pair(a.data.data(), a.data.size()) < std::pair(b.data.data(), b.data.size());
-      });
-  if (auto error = CheckLayout(view->tensors, data)) return "header: " + *error;
-  return std::nullopt;
-}
-
-std::string ErrnoText() { return std::strerror(errno); }
-
-// A file descriptor that closes itself.
-class File {
- public:
-  explicit File(int fd) : fd_(fd) {}
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-  [[nodiscard]] int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-// A file that is removed unless it was renamed, also when the user interrupts the program. One at a
-// time.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(std::string path) : path_(std::move(path)) {
-    on_signal_ = path_.c_str();
-    for (const int signal : kSignals) std::signal(signal, RemoveAndDie);
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  ~TemporaryFile() {
-    for (const int signal : kSignals) std::signal(signal, SIG_DFL);
-    unlink(path_.c_str());  // fails after the rename, as it should
-  }
-
- private:
-  static constexpr int kSignals[] = {SIGHUP, SIGINT, SIGTERM};
-  static void RemoveAndDie(int signal) {
-    unlink(on_signal_);
-    std::signal(signal, SIG_DFL);
-    std::raise(signal);
-  }
-
-  static inline const char* on_signal_ = nullptr;
-  std::string path_;
-};
-
-void WriteAll(int fd, std::span<const std::byte> bytes, const std::string& path) {
-  while (!bytes.empty()) {
-    const ssize_t written = write(fd, bytes.data(), bytes.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
-    bytes = bytes.subspan(static_cast<size_t>(written));
-  }
-}
-
-// Where `path` leads: a link is written through, not replaced, also when its target is yet to be
-// made.
-std::filesystem::path Target(const std::string& path) {
-  constexpr int kMaxLinks = 40;
-  std::filesystem::path target = path;
-  std::error_code error;
-  for (int i = 0; i < kMaxLinks && std::filesystem::is_symlink(target, error); ++i) {
-    target = target.parent_path() / std::filesystem::read_symlink(target, error);
-  }
-  return target;
+  std::stable_sort(header->tensors.begin(), header->tensors.end(),
+                   [](const TensorInfo& a, const TensorInfo& b) {
+                     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+                   });
+  return CheckLayout(header->tensors, data_bytes);
 }
 
 }  // namespace
 
-const TensorView* SafetensorsView::Find(std::string_view name) const {
+const TensorInfo* SafetensorsHeader::Find(std::string_view name) const {
   const auto found = std::find_if(tensors.begin(), tensors.end(),
-                                  [&](const TensorView& t) { return t.name == name; });
+                                  [&](const TensorInfo& t) { return t.name == name; });
   return found == tensors.end() ? nullptr : &*found;
 }
 
-std::optional<std::string> ParseSafetensors(std::span<const std::byte> file,
-                                            SafetensorsView* view) {
-  *view = {};
-  std::optional<std::string> error = ParseInto(file, view);
-  if (error) *view = {};
-  return error;
+std::optional<std::string> ParsePrefix(std::span<const std::byte> first,
+                                       std::optional<uint64_t> file_bytes, uint64_t* header_bytes) {
+  if (first.size() < sizeof *header_bytes) {
+    return fmt::format("{} bytes, expected a safetensors file of at least 10", first.size());
+  }
+  std::memcpy(header_bytes, first.data(), sizeof *header_bytes);
+  if (*header_bytes > kMaxHeaderBytes) {
+    return fmt::format(
+        "header length {} in the first 8 bytes, expected at most {}: not a safetensors file?",
+        *header_bytes, kMaxHeaderBytes);
+  }
+  if (*header_bytes == 0 || (first.size() >= kPrefixBytes && first[8] != std::byte{'{'})) {
+    return "header does not begin with '{': not a safetensors file?";
+  }
+  if (file_bytes && *header_bytes > *file_bytes - sizeof *header_bytes) {
+    return fmt::format("header length {}, but only {} bytes follow: the file is cut off",
+                       *header_bytes, *file_bytes - sizeof *header_bytes);
+  }
+  return std::nullopt;
 }
 
-SafetensorsFile::SafetensorsFile(const std::string& path) {
-  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (file.fd() < 0) throw UserError(fmt::format("cannot open {}: {}", path, ErrnoText()));
-  struct stat info = {};
-  if (fstat(file.fd(), &info) != 0)
-    throw UserError(fmt::format("cannot read {}: {}", path, ErrnoText()));
-  if (!S_ISREG(info.st_mode)) {
-    throw UserError(fmt::format("{} is {}, expected a safetensors file", path,
-                                S_ISDIR(info.st_mode) ? "a directory" : "not a regular file"));
-  }
-  const size_t wanted = static_cast<size_t>(info.st_size);
-  bytes_ = static_cast<std::byte*>(::operator new(wanted, std::align_val_t(kAlignment)));
-  try {
-    while (size_ < wanted) {
-      const ssize_t got = read(file.fd(), bytes_ + size_, wanted - size_);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) throw UserError(fmt::format("cannot read {}: {}", path, ErrnoText()));
-      if (got == 0) break;  // the file shrank meanwhile
-      size_ += static_cast<size_t>(got);
-    }
-    if (const auto error = ParseSafetensors({bytes_, size_}, &view_)) {
-      throw UserError(fmt::format("{}: {}", path, *error));
-    }
-  } catch (...) {
-    ::operator delete(bytes_, std::align_val_t(kAlignment));
-    throw;
-  }
-}
-
-SafetensorsFile::~SafetensorsFile() { ::operator delete(bytes_, std::align_val_t(kAlignment)); }
-
-void CheckWritable(const std::string& path) {
-  const std::filesystem::path target = Target(path);
-  std::error_code error;
-  const auto type = std::filesystem::status(target, error).type();
-  if (type == std::filesystem::file_type::directory) {
-    throw UserError(fmt::format("cannot write {}: it is a directory, expected a file name", path));
-  }
-  if (type != std::filesystem::file_type::not_found &&
-      type != std::filesystem::file_type::regular) {
-    throw UserError(fmt::format("cannot write {}: it is not a regular file", path));
-  }
-  const std::filesystem::path parent = target.parent_path();
-  const std::string folder = parent.empty() ? "." : parent.string();
-  if (std::filesystem::exists(folder, error) && !std::filesystem::is_directory(folder, error)) {
-    throw UserError(fmt::format("cannot write {}: {} is not a directory", path, folder));
-  }
-  if (access(folder.c_str(), W_OK | X_OK) != 0) {
-    throw UserError(fmt::format("cannot write {}: folder {}: {}", path, folder, ErrnoText()));
-  }
-}
-
-void WriteSafetensors(const std::string& path, std::span<const TensorView> tensors,
-                      const std::map<std::string, std::string>& metadata) {
-  CheckWritable(path);
-  nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  if (!metadata.empty()) header["__metadata__"] = metadata;
-  uint64_t offset = 0;
-  for (const TensorView& tensor : tensors) {
-    header[tensor.name] = {{"dtype", tensor.dtype},
-                           {"shape", tensor.shape},
-                           {"data_offsets", {offset, offset + tensor.data.size()}}};
-    offset += tensor.data.size();
-  }
-  std::string text = header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
-  // The data begins on a multiple of 64 bytes, so that a reader can use it where it lies.
-  text.resize((text.size() + sizeof(uint64_t) + kAlignment - 1) / kAlignment * kAlignment -
-                  sizeof(uint64_t),
-              ' ');
-  const uint64_t header_bytes = text.size();
-
-  const std::string target = Target(path).string();
-  std::string temporary = target + ".tmp-XXXXXX";
-  const File file(mkostemp(temporary.data(), O_CLOEXEC));
-  if (file.fd() < 0) throw UserError(fmt::format("cannot write {}: {}", temporary, ErrnoText()));
-  const TemporaryFile guard(temporary);
-  const mode_t mask = umask(0);
-  umask(mask);
-  if (fchmod(file.fd(), 0666 & ~mask) != 0)
-    throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
-
-  WriteAll(file.fd(), std::as_bytes(std::span(&header_bytes, 1)), path);
-  WriteAll(file.fd(), std::as_bytes(std::span(text)), path);
-  for (const TensorView& tensor : tensors) WriteAll(file.fd(), tensor.data, path);
-  // A full disk may show only here, and the rename must not come before the data.
-  if (fsync(file.fd()) != 0) throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
-  if (rename(temporary.c_str(), target.c_str()) != 0) {
-    throw UserError(fmt::format("cannot write {}: {}", path, ErrnoText()));
-  }
-}
-
-std::string Printable(std::string_view text, size_t limit) {
-  std::string printable;
-  for (const char c : text) {
-    if (printable.size() >= limit) return printable + "...";
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f || byte >= 0x80) {
-      printable += fmt::format("\\x{:02x}", byte);
-    } else {
-      printable += c;
-    }
-  }
-  return printable;
-}
-
-std::string ShapeText(std::span<const int64_t> shape) {
-  return fmt::format("[{}]", fmt::join(shape, ", "));
+std::optional<std::string> ParseHeader(std::string_view text, std::optional<uint64_t> data_bytes,
+                                       SafetensorsHeader* header) {
+  *header = {};
+  std::optional<std::string> error = ParseInto(text, data_bytes, header);
+  if (!error) return std::nullopt;
+  *header = {};
+  return "header: " + *error;
 }
 
 }  // namespace strobe::cli

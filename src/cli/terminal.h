@@ -1,18 +1,39 @@
-// What a person sees: units, colour only on a terminal, a progress line that erases itself.
+// What a person sees: standard output whose failures are seen, units, colour only on a terminal, a
+// progress line that erases itself.
 #ifndef STROBE_CLI_TERMINAL_H_
 #define STROBE_CLI_TERMINAL_H_
 
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include "cli/errors.h"
 
 namespace strobe::cli {
+
+[[noreturn]] inline void ThrowOutputError() {
+  throw UserError(fmt::format("cannot write standard output: {}", std::strerror(errno)));
+}
+
+// To standard output. Throws UserError where it cannot be written; as it is buffered, a full disk
+// may show at Flush only.
+template <typename... Args>
+void Print(fmt::format_string<Args...> text, Args&&... args) {
+  const std::string line = fmt::format(text, std::forward<Args>(args)...);
+  if (std::fwrite(line.data(), 1, line.size(), stdout) != line.size()) ThrowOutputError();
+}
+inline void Flush() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) ThrowOutputError();
+}
 
 [[nodiscard]] inline bool IsTerminal(std::FILE* file) { return isatty(fileno(file)) != 0; }
 
@@ -36,8 +57,8 @@ namespace strobe::cli {
 // A line that the next output overwrites, on a terminal only.
 inline void Progress(std::string_view text) {
   if (!IsTerminal(stdout)) return;
-  fmt::print("\r\033[K{}", text);
-  std::fflush(stdout);
+  Print("\r\033[K{}", text);
+  Flush();
 }
 inline void ClearProgress() { Progress(""); }
 

@@ -1,5 +1,6 @@
 // The C ABI's boundary: nothing is thrown past it, every failure leaves a status and a text.
 #include <algorithm>
+#include <cinttypes>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -47,6 +48,12 @@ Status null_argument(const char* name) {
   return {STROBE_INVALID_ARGUMENT, format("%s = NULL, expected a pointer", name)};
 }
 
+// What a function that returns text says of a bad argument. strobe_last_error has it too.
+std::string refused(const Status& status) {
+  fail(status.code(), status.text().c_str());
+  return "invalid: " + status.text();
+}
+
 // Structs may only grow at their end: a caller built against an older header has a shorter one
 // (`launch` knows of one). All others have to match.
 Status check_size(const char* name, size_t got, size_t wanted) {
@@ -89,12 +96,24 @@ size_t guarded_text(const Body& body, char* out, size_t capacity) noexcept {
 }
 
 // The kernel that made the plan. A plan is the caller's memory: do not trust its index.
+Status find_kernel(const Plan* plan, const Kernel** kernel) {
+  if (!plan) return null_argument("plan");
+  STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+  const std::span<const Kernel> table = kernel_table();
+  const auto index = static_cast<size_t>(plan->kernel_index);
+  if (index >= table.size() || plan->kernel != table[index].name) {
+    return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
+  }
+  *kernel = &table[index];
+  return {};
+}
+
 template <typename Args>
 Status launch(const Plan* plan, const Args* args, strobe_direction direction,
               Status (*Kernel::*run)(const Plan&, const Args&)) {
-  if (!plan) return null_argument("plan");
+  const Kernel* kernel = nullptr;
+  STROBE_RETURN_IF_ERROR(find_kernel(plan, &kernel));
   if (!args) return null_argument("args");
-  STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
   // As headers had it before `interrupt`.
   constexpr size_t kShorter = offsetof(Args, interrupt);
   Args grown;
@@ -105,18 +124,31 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
     args = &grown;
   }
   STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
-  const std::span<const Kernel> table = kernel_table();
-  const auto index = static_cast<size_t>(plan->kernel_index);
-  if (index >= table.size() || plan->kernel != table[index].name) {
-    return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  }
   if (plan->problem.direction != direction) {
     return {STROBE_INVALID_ARGUMENT,
             format("plan.problem.direction = %d, expected %d (%s)", plan->problem.direction,
                    direction, direction == STROBE_FORWARD ? "forward" : "backward")};
   }
   STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
-  return (table[index].*run)(*plan, *args);
+  return (kernel->*run)(*plan, *args);
+}
+
+// No machine has as many bytes, and any product of extents up to it fits 64 bits.
+constexpr int64_t kMaxMaskBytes = int64_t{1} << 58;
+
+Status check_mask_size(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k) {
+  int64_t bytes = 1;
+  for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
+    if (extent <= 1) continue;  // below its least value, the checks of a problem refuse it
+    if (bytes > kMaxMaskBytes / extent) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("batch * heads * seqlen_q * seqlen_k = %" PRId64 " * %" PRId64 " * %" PRId64
+                     " * %" PRId64 ", expected a mask of at most 2^58 bytes",
+                     batch, heads, seqlen_q, seqlen_k)};
+    }
+    bytes *= extent;
+  }
+  return {};
 }
 
 }  // namespace
@@ -151,7 +183,8 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
 size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
-        if (!plan || plan->struct_size != sizeof *plan || !plan->kernel) return "not a plan\n";
+        const Kernel* kernel = nullptr;
+        if (Status s = find_kernel(plan, &kernel); !s.ok()) return refused(s) + "\n";
         return describe(*plan);
       },
       text, capacity);
@@ -168,7 +201,7 @@ strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT {
 size_t strobe_why(const strobe_problem* problem, char* text, size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
-        if (Status s = checked(problem); !s.ok()) return "invalid: " + s.text() + "\n";
+        if (Status s = checked(problem); !s.ok()) return refused(s) + "\n";
         return why(*problem);
       },
       text, capacity);
@@ -188,6 +221,7 @@ strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q
                                   float dropout_p, uint64_t seed, uint64_t offset,
                                   uint8_t* mask) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(check_mask_size(batch, heads, seqlen_q, seqlen_k));
     AttentionProblem p;
     strobe_problem_init(&p, sizeof p);
     p.batch = batch;
@@ -257,8 +291,8 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
                               size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
-        if (Status s = checked(problem); !s.ok()) return "invalid: " + s.text();
-        if (Status s = check_problem(*problem); !s.ok()) return "invalid: " + s.text();
+        if (Status s = checked(problem); !s.ok()) return refused(s);
+        if (Status s = check_problem(*problem); !s.ok()) return refused(s);
         const auto table = kernel_table();
         if (static_cast<size_t>(index) >= table.size()) return "no kernel has this index";
         const Kernel& kernel = table[static_cast<size_t>(index)];

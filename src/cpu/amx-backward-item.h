@@ -199,7 +199,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const Mask& mask = b.sequence.mask;
   const Range queries = mask.q_range(b.keys());
   const int64_t group = p.heads / p.heads_kv;
-  for (int64_t head = item.head_kv * group; head < (item.head_kv + 1) * group; ++head) {
+  // Without queries there may be billions of heads.
+  const int64_t heads = mask.seqlen_q > 0 ? group : 0;
+  for (int64_t head = item.head_kv * group; head < item.head_kv * group + heads; ++head) {
     QueryTile t{head, {0, 0}, ScoreRule(c, item.batch, head)};
     // lse / scale has to be a number of an ordinary size.
     t.rule.plain &= __builtin_fabsf(p.scale) > 1e-20f;

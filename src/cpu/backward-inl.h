@@ -306,7 +306,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
 
   const Range queries = sequence.mask.q_range({item.k_begin, item.k_end});
-  for (int64_t head = item.head_kv * group; head < (item.head_kv + 1) * group; ++head) {
+  // Without queries there may be billions of heads.
+  const int64_t heads = sequence.mask.seqlen_q > 0 ? group : 0;
+  for (int64_t head = item.head_kv * group; head < item.head_kv * group + heads; ++head) {
     const ScoreRule rule = score_rule(c, item.batch, head);
     for (int64_t q = queries.begin / kBackwardTileQ * kBackwardTileQ; q < queries.end;
          q += kBackwardTileQ) {

@@ -303,6 +303,36 @@ TEST(Validation, TextsAreCutToTheirRoomAndAlwaysEnd) {
   ExpectWords(all, {"NULL"});
 }
 
+// Whatever is not a plan is refused in the same words by all that take one.
+TEST(Validation, PlansThatNobodyMadeAreRefused) {
+  strobe_problem refused = GoodProblem();
+  refused.head_dim = 300;
+  const auto expect_refused = [](const strobe_plan* plan, const char* word) {
+    strobe_forward_args args = {};
+    args.struct_size = sizeof args;
+    EXPECT_EQ(strobe_forward(plan, &args), STROBE_INVALID_ARGUMENT);
+    const std::string why = strobe_last_error();
+    ExpectWords(why.c_str(), {"plan", word});
+    char text[200];
+    const size_t length = strobe_plan_text(plan, text, sizeof text);
+    EXPECT_EQ(length, std::strlen(text));
+    EXPECT_EQ(std::string(text), "invalid: " + why + "\n");
+    EXPECT_EQ(strobe_last_error(), why);
+    EXPECT_EQ(strobe_plan_text(plan, nullptr, 0), length);
+  };
+  expect_refused(nullptr, "NULL");
+  for (const int fill : {0, 0x5A, 0xFF}) {
+    strobe_plan plan;
+    std::memset(static_cast<void*>(&plan), fill, sizeof plan);
+    expect_refused(&plan, "struct_size");
+    plan.struct_size = sizeof plan;
+    EXPECT_EQ(strobe_plan_make(&refused, &plan), STROBE_INVALID_ARGUMENT);
+    expect_refused(&plan, "strobe_plan_make");
+    plan.kernel_index = 0;
+    expect_refused(&plan, "strobe_plan_make");
+  }
+}
+
 TEST(Validation, EveryStatusHasItsName) {
   EXPECT_STREQ(strobe_status_name(STROBE_OK), "STROBE_OK");
   EXPECT_STREQ(strobe_status_name(STROBE_INVALID_ARGUMENT), "STROBE_INVALID_ARGUMENT");
@@ -525,6 +555,14 @@ TEST(Validation, DropoutMaskChecksItsArguments) {
   ExpectWords(strobe_last_error(), {"dropout_p", "1"});
   EXPECT_EQ(strobe_dropout_mask(1, 1, 2, 2, 0.5f, 0, 0, nullptr), STROBE_INVALID_ARGUMENT);
   ExpectWords(strobe_last_error(), {"mask", "NULL"});
+  // 2^93 bytes, 0 of them when counted in 64 bits; and more bytes than any memory has.
+  constexpr int64_t kMost = 0x7fffffff;
+  for (const int64_t seqlen_k : {kMost, int64_t{1}}) {
+    EXPECT_EQ(strobe_dropout_mask(1 << 15, 1 << 15, kMost, seqlen_k, 0.5f, 0, 0, mask),
+              STROBE_INVALID_ARGUMENT);
+    ExpectWords(strobe_last_error(),
+                {"batch * heads * seqlen_q * seqlen_k = 32768 * 32768 * 2147483647 * ", "2^58"});
+  }
   for (const uint8_t x : mask) EXPECT_EQ(x, 9);
   EXPECT_EQ(strobe_dropout_mask(1, 1, 0, 2, 0.5f, 0, 0, nullptr), STROBE_OK);
 }

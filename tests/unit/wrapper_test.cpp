@@ -151,6 +151,7 @@ TEST(Wrapper, EmptyPlanIsRefused) {
   EXPECT_EQ(plan.try_backward({}), strobe::Status::kInvalidArgument);
   EXPECT_THROW(plan.forward({}), strobe::Error);
   EXPECT_NE(strobe::last_error(), "");
+  EXPECT_EQ(plan.text(), "invalid: plan: not made by strobe_plan_make\n");
 }
 
 TEST(Wrapper, MissingTensorsAreNamed) {
@@ -195,6 +196,14 @@ TEST(Wrapper, DropoutMask) {
   EXPECT_NEAR(kept / static_cast<double>(mask.size()), 0.75, 0.05);
   EXPECT_THROW((void)strobe::dropout_mask(-1, 1, 1, 1, 0.5F, 1), strobe::Error);
   EXPECT_THROW((void)strobe::dropout_mask(1, 1, 1, 1, 1.5F, 1), strobe::Error);
+  // 2^64 bytes are 0 when counted in 64 bits, and 2^64 + 2^33 are few.
+  constexpr int64_t kHalf = int64_t{1} << 32;
+  EXPECT_THROW((void)strobe::dropout_mask(kHalf, 1, 1, kHalf, 0.5F, 1), strobe::Error);
+  EXPECT_THROW((void)strobe::dropout_mask(1 << 15, 1 << 15, 1 << 30, 1 << 30, 0.5F, 1),
+               strobe::Error);
+  EXPECT_THROW((void)strobe::dropout_mask(2, 1, kHalf / 2 + 1, kHalf, 0.5F, 1), strobe::Error);
+  EXPECT_NE(strobe::last_error().find("seqlen_q * seqlen_k"), std::string::npos);
+  EXPECT_TRUE(strobe::dropout_mask(1, 1, 0, 5, 0.5F, 1).empty());
 }
 
 }  // namespace

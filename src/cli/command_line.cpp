@@ -1,0 +1,312 @@
+// Reads the command line; the work is in commands.h.
+#include "cli/command_line.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <new>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/dtype.h"
+#include "cli/errors.h"
+#include "cli/flags.h"
+#include "cli/terminal.h"
+#include "cli/text.h"
+
+namespace strobe::cli {
+namespace {
+
+constexpr int kUserErrorExit = 2;
+constexpr int kFaultExit = 3;  // nothing that a user does may lead to it
+
+const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
+                                    {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
+                                    {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
+const Choices<Device> kDeviceNames = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
+const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
+                                      {"bhsd", Layout::kHeadsSeqlen}};
+const Choices<Which> kDirectionNames = {
+    {"forward", Which::kForward}, {"backward", Which::kBackward}, {"both", Which::kBoth}};
+constexpr int64_t kMaxInt32 = 0x7fffffff;
+
+void AddThreads(CLI::App& app, int64_t* threads) {
+  constexpr int64_t kMaxThreads = 65536;  // the library's
+  AddInteger(app, "--threads", threads, 1,
+             "CPU threads at most; default: OMP_NUM_THREADS, or one a core", kMaxThreads);
+}
+
+void AddDevice(CLI::App& app, Device* device) {
+  AddChoice(app, "--device", kDeviceNames, device, "NAME", "cpu (default) or cuda");
+}
+
+void AddInfo(CLI::App& app, InfoOptions* o) {
+  AddFlag(app, "--json", &o->json, "As JSON");
+  app.footer("Example:\n  strobe info");
+}
+
+void SetDirection(RunOptions* o, Which which) {
+  if (o->direction.value_or(which) != which)
+    throw UserError("--forward and --backward, expected one of them at most");
+  o->direction = which;
+}
+
+void AddRun(CLI::App& app, RunOptions* o) {
+  app.add_option("FILE", o->input, "Safetensors file with q, k, v (and dout)")
+      ->required()
+      ->type_name("");
+  AddText(app, "-o,--output", "FILE", "Write out, lse (and dq, dk, dv) to this safetensors file",
+          [o](const std::string& flag, const std::string& text) {
+            if (text.empty()) throw UserError(flag + " = \"\", expected a file name");
+            o->output = text;
+          });
+  AddFlag(app, "--causal", &o->causal, "Query i sees keys up to i + seqlen_k - seqlen_q");
+  app.add_option_function<std::vector<std::string>>(
+         "--window",
+         [o](const std::vector<std::string>& text) {
+           for (size_t i = 0; i < 2; ++i) {
+             o->window[i] =
+                 ParseInteger("--window", text[i], -1, std::numeric_limits<int64_t>::max());
+           }
+         },
+         "Keys that a query sees to its left and right; -1: no limit")
+      ->type_name("LEFT RIGHT")
+      ->type_size(2)
+      ->expected(1);
+  AddFloat(app, "--scale", "X", "Factor of the scores; default 1 / sqrt(head_dim)", &o->scale,
+           {.wanted = "a finite number"});
+  AddFloat(app, "--softcap", "C", "Score s becomes C * tanh(s / C); 0 (default): off", &o->softcap,
+           {.wanted = "0 (off) or a positive number", .min = 0});
+  AddFloat(app, "--dropout", "P", "Probability of dropping a weight, in [0, 1)", &o->dropout_p,
+           {.wanted = "at least 0 and below 1", .min = 0, .below = 1});
+  AddInteger(app, "--seed", &o->seed, 0, "Seed of the dropout; default 0");
+  AddInteger(app, "--offset", &o->offset, 0, "Offset of the dropout's random numbers; default 0");
+  AddFlag(app, "--alibi", &o->alibi,
+          "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
+  AddFlag(app, "--deterministic", &o->deterministic,
+          "Backward: the same bits for every number of threads");
+  AddFlag(app, "--batch-invariant", &o->batch_invariant,
+          "Bits do not depend on the other sequences of the batch");
+  app.add_flag_callback(
+         "--forward", [o] { SetDirection(o, Which::kForward); },
+         "Forward only, also when the file has dout")
+      ->disable_flag_override();
+  app.add_flag_callback(
+         "--backward", [o] { SetDirection(o, Which::kBoth); },
+         "Backward too; when the file has no dout, with 1 everywhere")
+      ->disable_flag_override();
+  AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
+            "Convert to float32, bfloat16 (bf16) or float16 first");
+  AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
+            "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
+  AddThreads(app, &o->threads);
+  AddDevice(app, &o->device);
+  AddInteger(app, "--device-index", &o->device_index, 0, "Which GPU; default 0", kMaxInt32);
+  AddInteger(app, "--repeat", &o->repeat, 1, "Runs to time; default: as many as take half a second",
+             kMaxInt32);
+  AddFlag(app, "--why", &o->why, "Print the plan: kernel, tiles, threads, workspace, and why");
+  app.footer(
+      "Tensors, all F32, BF16 or F16 alike:\n"
+      "  q              [batch, seqlen_q, heads, head_dim]\n"
+      "  k              [batch, seqlen_k, heads_kv, head_dim]\n"
+      "  v              [batch, seqlen_k, heads_kv, head_dim_v]\n"
+      "  qkv            [batch, seqlen, 3, heads, head_dim], in place of q, k, v\n"
+      "  kv             [batch, seqlen_k, 2, heads_kv, head_dim], in place of k, v\n"
+      "  dout           [batch, seqlen_q, heads, head_dim_v], for the backward pass\n"
+      "Optional:\n"
+      "  cu_seqlens_q   I32 [batch + 1]: sequences lie end to end, [total, ...] in place\n"
+      "  cu_seqlens_k   of [batch, seqlen, ...]; cu_seqlens stands for both\n"
+      "  alibi_slopes   F32 [heads] or [batch, heads]\n"
+      "  dlse           F32 [batch, heads, seqlen_q], a gradient of lse\n"
+      "\n"
+      "Examples:\n"
+      "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"
+      "  strobe run qkv.safetensors --dtype bfloat16 --causal --window 256 0 --why");
+}
+
+void AddCheck(CLI::App& app, CheckOptions* o) {
+  AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12",
+             1'000'000);
+  AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
+  AddThreads(app, &o->threads);
+  AddDevice(app, &o->device);
+  app.footer(
+      "Compares seeded random problems with float64, one line a feature.\n"
+      "Exit code 1 when one fails.\n"
+      "\n"
+      "Examples:\n"
+      "  strobe check\n"
+      "  STROBE_CPU_ISA=avx2 strobe check --cases 100 --seed 7");
+}
+
+void AddBench(CLI::App& app, BenchOptions* o) {
+  AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "NAME,...", "Default float32,bfloat16");
+  AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128");
+  AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
+              "Tokens, of queries and keys; default 512,1024,2048,4096");
+  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
+                "Default no,yes");
+  AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME",
+            "forward, backward or both (default)");
+  AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8", kMaxInt32);
+  AddInteger(app, "--heads-kv", &o->heads_kv, 1, "Key and value heads; default: as many as heads",
+             kMaxInt32);
+  AddInteger(app, "--batch", &o->batch, 1, "Default max(1, 4096 / seqlen)", kMaxInt32);
+  AddText(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
+          [o](const std::string& flag, const std::string& text) {
+            constexpr double kDay = 86400;
+            o->min_time = ParseNumber(
+                flag, text, {.wanted = "a number from 0 to 86400", .min = 0, .max = kDay});
+          });
+  AddThreads(app, &o->threads);
+  AddDevice(app, &o->device);
+  AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
+  app.footer(
+      "Median times on random data. FLOP count: forward 2 (head_dim + head_dim_v)\n"
+      "for each query, key and head, halved when causal; backward 2.5 times that.\n"
+      "\n"
+      "Examples:\n"
+      "  strobe bench --dtype bfloat16 --head-dim 128 --seqlen 2048,8192\n"
+      "  strobe bench --json > bench.json");
+}
+
+std::vector<std::string> FlagNames(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  return names;
+}
+
+// CLI11's complaints in the form of all our errors.
+std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
+  const auto commands = app.get_subcommands();
+  if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr && !commands.empty()) {
+    const std::string text =
+        error.what();  // "--window: 2 required LEFT RIGHT missing", "causal was given ..."
+    const std::string name = text.substr(0, text.find_first_of(": "));
+    const std::string flag = name.rfind('-', 0) == 0 ? name : "--" + name;
+    const CLI::Option* option = commands.front()->get_option_no_throw(flag);
+    if (option != nullptr && option->get_type_name().empty())
+      return fmt::format("{} takes no value", flag);
+    if (option != nullptr)
+      return fmt::format("{} lacks a value, expected {} {}", flag, flag, option->get_type_name());
+  }
+  if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr)
+    return Printable(error.what(), kMaxMessage);
+  if (commands.empty()) {
+    return fmt::format("{}, expected the command info, run, check or bench",
+                       Printable(app.remaining().front()));
+  }
+  const CLI::App& command = *commands.front();
+  const std::string got = command.remaining().front();
+  if (got.rfind('-', 0) != 0) return fmt::format("{} is one argument too many", Printable(got));
+  // Not of kilobytes: the distance takes a time in proportion to the length.
+  const std::string near =
+      Nearest(got.substr(0, std::min<size_t>(got.find('='), 100)), FlagNames(command));
+  const std::string hint = near.empty() ? fmt::format("see `strobe {} --help`", command.get_name())
+                                        : fmt::format("did you mean {}?", near);
+  return fmt::format("{} is not a flag of `strobe {}`: {}", Printable(got), command.get_name(),
+                     hint);
+}
+
+Outcome Fail(const std::string& command, const std::string& text, int exit_code = kUserErrorExit) {
+  std::string message =
+      Message(fmt::format("strobe{}: {}", command.empty() ? "" : " " + command, text));
+  // What no kernel takes comes with a line for each kernel.
+  for (size_t at = 0; (at = message.find('\n', at)) != std::string::npos; at += 3)
+    message.insert(at + 1, "  ");
+  return {exit_code, Message(std::move(message))};
+}
+
+Outcome Done(int exit_code) {
+  Flush();
+  return {exit_code, ""};
+}
+
+Outcome Parse(int argc, const char* const* argv) {
+  CLI::App app("Strobe: exact attention, forward and backward, in O(seqlen) memory.", "strobe");
+  app.set_version_flag("--version", "strobe " + version(), "Print the version and exit");
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  app.get_formatter()->column_width(26);
+  app.get_formatter()->label("SUBCOMMAND", "COMMAND");
+  app.get_formatter()->label("OPTIONS", "FLAGS");
+  app.get_formatter()->label("REQUIRED", "");
+  app.get_formatter()->label("Positionals", "File");
+  app.option_defaults()->group("Flags")->take_last();
+  app.get_help_ptr()->group("Flags");
+  app.get_version_ptr()->group("Flags");
+  app.footer("`strobe COMMAND --help` has each command's flags and an example.");
+
+  InfoOptions info;
+  RunOptions run;
+  CheckOptions check;
+  BenchOptions bench;
+  struct Command {
+    CLI::App* app;
+    std::function<int()> run;
+  };
+  std::vector<Command> commands;
+  const auto add = [&](const char* name, const char* help, auto* options, auto add_flags,
+                       auto execute) {
+    CLI::App* command = app.add_subcommand(name, help)->group("Commands");
+    command->get_help_ptr()->group("Flags");
+    add_flags(*command, options);
+    commands.push_back({command, [=] { return execute(*options); }});
+  };
+  add("info", "What Strobe found here: CPU, instruction sets, threads, kernels", &info, AddInfo,
+      Info);
+  add("run", "Attention over the tensors of a safetensors file", &run, AddRun, Run);
+  add("check", "Test this installation against float64", &check, AddCheck, Check);
+  add("bench", "Time forward and backward over a grid of shapes", &bench, AddBench, Bench);
+
+  const auto name = [&app] {
+    return app.get_subcommands().empty() ? "" : app.get_subcommands().front()->get_name();
+  };
+  try {
+    if (argc <= 1) {
+      Print("{}", app.help());
+      return Done(kUserErrorExit);
+    }
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::Success& request) {  // --help, --version
+      std::ostringstream text;
+      const int exit_code = app.exit(request, text, text);
+      Print("{}", text.str());
+      return Done(exit_code);
+    } catch (const CLI::ParseError& error) {
+      return Fail(name(), ParseErrorText(app, error));
+    }
+    for (const Command& command : commands) {
+      if (command.app->parsed()) return Done(command.run());
+    }
+    return Fail("", "expected a command: info, run, check or bench");
+  } catch (const std::bad_alloc&) {
+    return Fail(name(), "out of memory");
+  } catch (const UserError& error) {
+    return Fail(name(), error.what());
+  } catch (const Error& error) {
+    return Fail(name(), error.what(),
+                error.status() == Status::kInternalError ? kFaultExit : kUserErrorExit);
+  } catch (const std::exception& error) {
+    return Fail(name(), error.what(), kFaultExit);
+  }
+}
+
+}  // namespace
+
+Outcome RunCommandLine(int argc, const char* const* argv) noexcept {
+  try {
+    return Parse(argc, argv);
+  } catch (...) {  // no memory even for what there is to say
+    return {kUserErrorExit, {}};
+  }
+}
+
+}  // namespace strobe::cli

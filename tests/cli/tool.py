@@ -1,0 +1,183 @@
+"""What the tests of the command line tool share: the tool, files for it, plain attention.
+
+STROBE_CLI names the program; only the standard library is needed besides pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CLI = os.environ.get("STROBE_CLI", "")
+needs_cli = pytest.mark.skipif(not CLI, reason="STROBE_CLI does not name the program")
+
+FORMATS = {"F32": "f", "I32": "i", "F16": "e", "U8": "B", "F64": "d", "I64": "q"}
+Tensors = dict[str, tuple[str, list[int], list[float]]]
+
+
+def strobe(
+    *args: str | Path, limit: int | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the tool. limit: bytes that it may write to a file."""
+
+    def lower_limit() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [CLI, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **env},
+        preexec_fn=lower_limit,
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, nothing on standard output, one line that has all the words."""
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    assert result.stdout == ""
+    assert result.stderr.startswith("strobe")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert len(result.stderr.encode()) <= 401, result.stderr
+    assert result.stderr.isprintable() or result.stderr[:-1].isprintable(), repr(result.stderr)
+    for word in words:
+        assert word in result.stderr, (word, result.stderr)
+
+
+def encode(dtype: str, values: list[float]) -> bytes:
+    if (
+        dtype == "BF16"
+    ):  # truncation: the test's values are exact in bfloat16 or the tolerance is wide
+        return b"".join(struct.pack("<f", x)[2:] for x in values)
+    code = FORMATS[dtype]
+    return struct.pack(f"<{len(values)}{code}", *(int(x) if code in "iqB" else x for x in values))
+
+
+def decode(dtype: str, data: bytes) -> list[float]:
+    if dtype == "BF16":
+        return [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
+    code = FORMATS[dtype]
+    return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
+
+
+def raw(header: bytes | str | dict, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file with that header, whatever it is."""
+    if isinstance(header, dict):
+        header = json.dumps(header)
+    if isinstance(header, str):
+        header = header.encode()
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def save(path: Path, tensors: Tensors) -> Path:
+    header = {}
+    data = b""
+    for name, (dtype, shape, values) in tensors.items():
+        encoded = encode(dtype, values)
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(encoded)],
+        }
+        data += encoded
+    path.write_bytes(raw(header, data))
+    return path
+
+
+def load(path: Path) -> Tensors:
+    """Strict: every byte is accounted for, in order."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    data = content[8 + length :]
+    header.pop("__metadata__", None)
+    tensors: Tensors = {}
+    at = 0
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        assert begin == at
+        at = end
+        tensors[name] = (entry["dtype"], entry["shape"], decode(entry["dtype"], data[begin:end]))
+        assert len(tensors[name][2]) == math.prod(entry["shape"])
+    assert at == len(data)
+    return tensors
+
+
+def normal(count: int, seed: int) -> list[float]:
+    source = random.Random(seed)
+    return [struct.unpack("<f", struct.pack("<f", source.gauss(0, 1)))[0] for _ in range(count)]
+
+
+def attention(
+    q: list[float],
+    k: list[float],
+    v: list[float],
+    shape: tuple[int, int, int, int],
+    scale: float | None = None,
+    visible: Callable[[int, int], bool] = lambda i, j: True,
+) -> tuple[list[float], list[float]]:
+    """Naive out and lse of q, k, v [batch, seqlen, heads, dim]."""
+    batch, seqlen, heads, dim = shape
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    out = [0.0] * len(q)
+    lse = []
+
+    def row(x: list[float], b: int, i: int, h: int) -> list[float]:
+        at = ((b * seqlen + i) * heads + h) * dim
+        return x[at : at + dim]
+
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(seqlen):
+                keys = [j for j in range(seqlen) if visible(i, j)]
+                query = row(q, b, i, h)
+                scores = [
+                    scale * sum(x * y for x, y in zip(query, row(k, b, j, h), strict=True))
+                    for j in keys
+                ]
+                top = max(scores)
+                weights = [math.exp(s - top) for s in scores]
+                total = sum(weights)
+                lse.append(top + math.log(total))
+                at = ((b * seqlen + i) * heads + h) * dim
+                for weight, j in zip(weights, keys, strict=True):
+                    for d, x in enumerate(row(v, b, j, h)):
+                        out[at + d] += weight / total * x
+    return out, lse
+
+
+SHAPE = (2, 9, 3, 8)
+COUNT = math.prod(SHAPE)
+Q, K, V, DOUT = (normal(COUNT, seed) for seed in range(4))
+
+
+def qkv(dtype: str = "F32") -> Tensors:
+    return {name: (dtype, list(SHAPE), values) for name, values in (("q", Q), ("k", K), ("v", V))}
+
+
+def run(path: Path, *args: str | Path, **env: str) -> Tensors:
+    """`strobe run` to a file beside the input; its tensors."""
+    output = path.parent / "out.safetensors"
+    result = strobe("run", path, "-o", output, "--repeat", "1", *args, **env)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert not list(path.parent.glob("*.tmp*"))
+    return load(output)
+
+
+def close(got: list[float], wanted: list[float], tolerance: float) -> None:
+    assert len(got) == len(wanted)
+    worst = max(abs(x - y) for x, y in zip(got, wanted, strict=True))
+    assert worst <= tolerance, worst
