@@ -122,7 +122,7 @@ static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32
         score = apply_rule(rule, score, hn::Abs(key), tanh);
       }
     }
-    VF p = exp2(hn::Mul(hn::Sub(score, vlse), set(kLog2e)));
+    VF p = exp2(hn::Sub(score, vlse), exponent(kLog2e));
     VF dropped = p;
     if constexpr (!kPlain) {
       if (rule.dropout) {

@@ -166,28 +166,31 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
     }
   }
   // The difference is taken before it is scaled: it is exact where two scores are large and close.
-  const VF unit = set(score_unit(rule) * kLog2e);
+  const Exponent unit = exponent(score_unit(rule) * kLog2e);
   VF sum[kVectors], reference[kVectors];
   bool changed = false;
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes;
     // A query that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     reference[v] = hn::IfThenZeroElse(hn::Eq(max[v], set(-kInfinity)), max[v]);
-    const VF a = exp2(hn::Mul(hn::Sub(old[v], reference[v]), unit));
+    const VF a = exp2(hn::Sub(old[v], reference[v]), unit);
     changed |= !hn::AllTrue(f32, hn::Eq(old[v], max[v]));
     store(a, alpha + at);
     store(max[v], tile.max + at);
-    sum[v] = hn::Mul(load(tile.sum + at), a);
+    sum[v] = hn::Zero(f32);  // of this block alone: one long chain of additions rounds more
   }
   for (int64_t j = 0; j < n; ++j) {
     float* const row = pt + j * kForwardTileQ + column;
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const VF p = exp2(hn::Mul(hn::Sub(load(row + v * kLanes), reference[v]), unit));
+      const VF p = exp2(hn::Sub(load(row + v * kLanes), reference[v]), unit);
       sum[v] = hn::Add(sum[v], p);
       store(p, row + v * kLanes);
     }
   }
-  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) store(sum[v], tile.sum + column + v * kLanes);
+  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes;
+    store(hn::MulAdd(load(tile.sum + at), load(alpha + at), sum[v]), tile.sum + at);
+  }
 
   if (rule.dropout) {
     // The sum stays that of all weights: dropout comes after the softmax.
@@ -242,13 +245,13 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
     const VF a = load(alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
       float* const ot = tile.ot + e * kForwardTileQ + at;
-      VF sum = hn::Mul(load(ot), a);
+      VF sum = hn::Zero(f32);
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
         sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
       }
-      store(sum, ot);
+      store(hn::MulAdd(load(ot), a, sum), ot);
     }
   }
 }
@@ -284,7 +287,7 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
 #endif
     gemm<Old::kScale>(product, p.head_dim_v, tile.vectors, keys.size());
   } else {
-    gemm<Old::kKeep>(product, p.head_dim_v, tile.vectors, keys.size());
+    gemm<Old::kAdd>(product, p.head_dim_v, tile.vectors, keys.size());
   }
 }
 
@@ -293,7 +296,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
-  const float unit = score_unit(score_rule(c, item.batch, item.head));
+  const double unit = score_unit(score_rule(c, item.batch, item.head));
   float* const lse =
       c.lse ? c.lse + sequence.lse_row + item.head * sequence.lse_head + tile.queries.begin
             : nullptr;
@@ -311,7 +314,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
     if (lse)
       lse[r] = empty      ? -kInfinity
                : sum == 0 ? __builtin_nanf("")
-                          : tile.max[r] * unit + __builtin_logf(sum);
+                          : static_cast<float>(static_cast<double>(tile.max[r]) * unit + __builtin_log(sum));
   }
 }
 
