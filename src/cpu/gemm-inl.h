@@ -18,8 +18,8 @@ constexpr int kMicroVectors = 2;
 constexpr int kMicroVectors = 4;
 #endif
 
-/// What becomes of C's old value. The sum always starts at zero, which rounds less than a chain that
-/// goes on from C. kAdd: it is added to C. kScale: C's columns are multiplied by alpha first.
+/// What becomes of C's old value. The sum always starts at zero, which rounds less than a chain
+/// that goes on from C. kAdd: it is added to C. kScale: C's columns are multiplied by alpha first.
 enum class Old { kDrop, kAdd, kScale };
 
 struct Gemm {

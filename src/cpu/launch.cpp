@@ -168,6 +168,8 @@ void carve(Arena& arena, BackwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t rows = rows_q(p) * p.heads;
   c.delta = arena.take<float>(rows);
+  c.row_max = arena.take<float>(rows);
+  c.row_sum = arena.take<float>(rows);
   c.dq_sum = arena.take<float>(rows * c.dq_stride);
   c.turn = arena.take<uint32_t>(p.batch * p.heads * c.turn_tiles);
 }
@@ -278,7 +280,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   const int64_t delta_rows = round_up(256, plan.tile_q);
   const int64_t delta_blocks = ceil_div(p.seqlen_q, delta_rows);
   Counter deltas(p.batch * p.heads * delta_blocks);
-  parallel(plan.threads, [&](int) {
+  parallel(plan.threads, [&](int thread) {
     deltas.drain([&](int64_t i) {
       const int64_t block = i % delta_blocks, head = i / delta_blocks % p.heads,
                     batch = i / delta_blocks / p.heads;
@@ -287,7 +289,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       for (int64_t q = begin; q < end; q += plan.tile_q) {
         context.turn[(batch * p.heads + head) * context.turn_tiles + q / plan.tile_q] = 0;
       }
-      if (begin < end) isa.backward_delta(context, {batch, head, begin, end});
+      if (begin < end) {
+        isa.backward_delta(context, {batch, head, begin, end},
+                           scratch_base + static_cast<size_t>(thread) * scratch);
+      }
     });
   });
 

@@ -36,34 +36,24 @@ constexpr I i32;
 constexpr U u32;
 constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LANES(float));
 
-constexpr double kLog2e = 1.4426950408889634;
+constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_inff();
 
 STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
 
-/// What a difference of two scores is multiplied by on its way to base 2. Rounded to one float32 it
-/// would be off by the same part for all weights, which then are those of another temperature.
-struct Exponent {
-  float high, low;
-};
-STROBE_SIMD Exponent exponent(double unit) {
-  const auto high = static_cast<float>(unit);
-  return {high, static_cast<float>(unit - static_cast<double>(high))};
-}
-
-/// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp of the exact product's; NaN
-/// stays NaN. Below 2^-125.5 the result is 0 (no denormals). x * unit = n + f with |f| <= 1/2, and a
-/// polynomial of degree 6 for 2^f, fitted for the least relative error (3.0e-9) with its constant
-/// held at 1, so that 2^0 is exact.
-STROBE_SIMD VF exp2(VF x, Exponent unit) {
+/// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
+/// 2^-125.5 the result is 0 (no denormals). x * unit = n + f with |f| <= 1/2, and a polynomial of
+/// degree 6 for 2^f, fitted for the least relative error (3.0e-9) with its constant held at 1, so
+/// that 2^0 is exact.
+STROBE_SIMD VF exp2(VF x, float unit) {
   // Adding 1.5 * 2^23 rounds to an integer; + 127 leaves the biased exponent n + 127 in the low
-  // bits. The product itself is never rounded: n is taken from it inside the fused operation.
+  // bits. The product is never rounded: a rounding error of it would be one of |x| * 6e-8 in the
+  // result.
   const VF magic = set(12582912.0f + 127.0f);
-  const VF t = hn::MulAdd(x, set(unit.high), magic);
-  VF f = hn::MulSub(x, set(unit.high), hn::Sub(t, magic));
-  f = hn::MulAdd(x, set(unit.low), f);
+  const VF t = hn::MulAdd(x, set(unit), magic);
+  const VF f = hn::MulSub(x, set(unit), hn::Sub(t, magic));
   VF p = set(1.5325976710300893e-4f);
   p = hn::MulAdd(p, f, set(1.339080510661006e-3f));
   p = hn::MulAdd(p, f, set(9.618506766855717e-3f));
@@ -259,6 +249,11 @@ STROBE_SIMD void transpose_to_4_rows(const float* from, int64_t from_stride, int
     store(r2, to + 2 * to_stride + c);
     store(r3, to + 3 * to_stride + c);
   }
+}
+
+/// row[0, n) *= factor; n a multiple of kLanes.
+STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kLanes) store(hn::Mul(load(row + i), set(factor)), row + i);
 }
 
 /// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.
