@@ -78,20 +78,34 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const hn::ScalableTag<double> f64;
   const hn::Rebind<float, decltype(f64)> half;
   const auto kHalf = static_cast<int64_t>(hn::Lanes(f64));
+  const int64_t width = round_up(p.head_dim_v, kLanes);
   HWY_ALIGN float out[256 + kLanes], dout[256 + kLanes];
-  for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-    load_rows(c.out, p.dtype, item.batch, item.head, sequence.q_row + q, 1, p.head_dim_v, out, 0);
-    load_rows(c.dout, p.dtype, item.batch, item.head, sequence.q_row + q, 1, p.head_dim_v, dout, 0);
-    // In float64: what delta is off by, the gradients of all keys of the row have in common, and in
-    // dQ it meets the sum of the keys, which is far larger than their differences.
-    auto sum = hn::Zero(f64);
-    for (int64_t i = 0; i < round_up(p.head_dim_v, kLanes); i += kHalf) {
-      sum = hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
-                       hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
-    }
-    const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
-    c.delta[at + q] = static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, sum)) - dlse);
-  }
+  for_dtype(
+      p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        for (int64_t q = item.q_begin; q < item.q_end; ++q) {
+          const int64_t row = sequence.q_row + q;
+          row_to_float(reinterpret_cast<const T*>(c.out.at(item.batch, row, item.head)),
+                       p.head_dim_v, out);
+          row_to_float(reinterpret_cast<const T*>(c.dout.at(item.batch, row, item.head)),
+                       p.head_dim_v, dout);
+          // In float64: what delta is off by, the gradients of all keys of the row have in common,
+          // and in dQ it meets the sum of the keys, which is far larger than their differences.
+          const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
+            return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
+                              hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
+          };
+          auto even = hn::Zero(f64), odd = hn::Zero(f64);
+          int64_t i = 0;
+          for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
+            even = product(i, even);
+            odd = product(i + kHalf, odd);
+          }
+          if (i < width) even = product(i, even);
+          const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
+          c.delta[at + q] =
+              static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
+        }
+      });
   HWY_ALIGN float zeros[256 + kLanes] = {};
   for (int64_t q = item.q_begin; q < item.q_end; q += kBackwardTileQ) {
     const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
