@@ -19,7 +19,7 @@ static size_t backward_scratch(const BackwardContext& context) {
   return arena.used();
 }
 
-static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
+static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte*) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
   const int64_t at = sequence.lse_row + item.head * sequence.lse_head,

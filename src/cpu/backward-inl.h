@@ -16,6 +16,7 @@
 #ifndef STROBE_CPU_BACKWARD_INL_H_
 #define STROBE_CPU_BACKWARD_INL_H_
 
+#include "cpu/coarse-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/score-inl.h"
 
@@ -65,32 +66,44 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena;
   carve_backward(arena, context);
-  return arena.used();
+  const size_t own = arena.used(), coarse = coarse_scratch(context);
+  return own > coarse ? own : coarse;
 }
 
-static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
+static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
   const int64_t at = sequence.lse_row + item.head * sequence.lse_head;
+  find_row_sums(c, item, scratch);
+  const hn::ScalableTag<double> f64;
+  const hn::Rebind<float, decltype(f64)> half;
+  const auto kHalf = static_cast<int64_t>(hn::Lanes(f64));
+  const int64_t width = round_up(p.head_dim_v, kLanes);
+  HWY_ALIGN float out[256 + kLanes], dout[256 + kLanes];
   for_dtype(
       p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-          const T* const out =
-              reinterpret_cast<const T*>(c.out.at(item.batch, sequence.q_row + q, item.head));
-          const T* const dout =
-              reinterpret_cast<const T*>(c.dout.at(item.batch, sequence.q_row + q, item.head));
-          VF sum = hn::Zero(f32);
+          const int64_t row = sequence.q_row + q;
+          row_to_float(reinterpret_cast<const T*>(c.out.at(item.batch, row, item.head)),
+                       p.head_dim_v, out);
+          row_to_float(reinterpret_cast<const T*>(c.dout.at(item.batch, row, item.head)),
+                       p.head_dim_v, dout);
+          // In float64: what delta is off by, the gradients of all keys of the row have in common,
+          // and in dQ it meets the sum of the keys, which is far larger than their differences.
+          const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
+            return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
+                              hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
+          };
+          auto even = hn::Zero(f64), odd = hn::Zero(f64);
           int64_t i = 0;
-          for (; i + kLanes <= p.head_dim_v; i += kLanes) {
-            sum = hn::MulAdd(load_as_float(out + i), load_as_float(dout + i), sum);
+          for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
+            even = product(i, even);
+            odd = product(i + kHalf, odd);
           }
-          if (i < p.head_dim_v) {
-            T out_tail[kLanes] = {}, dout_tail[kLanes] = {};
-            copy_bytes(out_tail, out + i, p.head_dim_v - i);
-            copy_bytes(dout_tail, dout + i, p.head_dim_v - i);
-            sum = hn::MulAdd(load_as_float(out_tail), load_as_float(dout_tail), sum);
-          }
-          c.delta[at + q] = sum_lanes(sum) - (c.dlse ? c.dlse[at + q] : 0);
+          if (i < width) even = product(i, even);
+          const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
+          c.delta[at + q] =
+              static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
         }
       });
   HWY_ALIGN float zeros[256 + kLanes] = {};
@@ -107,22 +120,23 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item) {
 /// of the tile that the query sees.
 template <bool kPlain, bool kMasked>
 static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32_t batch_head,
-                         int64_t query, int64_t position, int64_t key_begin, Range seen, float lse,
-                         float delta, int64_t width, float* s, float* dp) {
-  const VF vlse = set(lse), vdelta = set(delta);
+                         int64_t query, int64_t position, int64_t key_begin, Range seen,
+                         const RowSoftmax& softmax, float delta, int64_t width, float* s,
+                         float* dp) {
+  const VF reference = set(softmax.reference), vdelta = set(delta * softmax.divisor);
   for (int64_t j = 0; j < width; j += kLanes) {
     VF score = load(s + j), grad = load(dp + j);
     VF tanh = hn::Zero(f32);
     // Scaled before lse is taken away, as forward does: a row's one large weight is exactly 1
     // again.
-    score = hn::Mul(score, set(rule.scale));
+    score = hn::Mul(score, set(softmax.factor));
     if constexpr (!kPlain) {
       if (!rule.plain) {
         const VF key = hn::Iota(f32, static_cast<float>(key_begin - position + j));
         score = apply_rule(rule, score, hn::Abs(key), tanh);
       }
     }
-    VF p = exp2(hn::Mul(hn::Sub(score, vlse), set(kLog2e)));
+    VF p = exp2(hn::Sub(score, reference), softmax.unit);
     VF dropped = p;
     if constexpr (!kPlain) {
       if (rule.dropout) {
@@ -140,9 +154,10 @@ static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32
             hn::IfThenElse(hn::TestBit(column, hn::Set(u32, 1)), hn::ShiftRight<16>(word),
                            hn::And(word, hn::Set(u32, 0xFFFF)));
         const auto keep = keep_lanes(c.dropout, half);
-        const VF scale = set(c.dropout.keep_scale);
-        dropped = hn::IfThenElseZero(keep, hn::Mul(p, scale));
-        grad = hn::IfThenElseZero(keep, hn::Mul(grad, scale));
+        // Multiplied, not chosen: a NaN that is dropped stays one, as in plain attention.
+        const VF scale = hn::IfThenElseZero(keep, set(c.dropout.keep_scale));
+        dropped = hn::Mul(p, scale);
+        grad = hn::Mul(grad, scale);
       }
     }
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
@@ -239,8 +254,9 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
-    run(c, rule, batch_head, i, mask.position(i), keys.begin, seen, c.lse[lse_at + i],
-        c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
+    run(c, rule, batch_head, i, mask.position(i), keys.begin, seen,
+        row_softmax(c, rule, lse_at + i), c.delta[lse_at + i], vectors * kLanes,
+        s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
     accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
@@ -318,6 +334,11 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       const int64_t n = tile.size();
       load_rows(c.q, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim, s.q, d);
       load_rows(c.dout, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim_v, s.dout, dv);
+      const int64_t lse_at = sequence.lse_row + head * sequence.lse_head + q;
+      for (int64_t r = 0; r < n; ++r) {
+        const float divisor = row_softmax(c, rule, lse_at + r).divisor;
+        if (divisor != 1) scale_row(s.dout + r * dv, dv, divisor);
+      }
       const bool nonfinite =
           k_nonfinite || any_nonfinite(s.q, n, d, d) || any_nonfinite(s.dout, n, dv, dv);
       __builtin_memset(s.dq, 0, static_cast<size_t>(n * d) * sizeof(float));

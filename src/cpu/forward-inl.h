@@ -88,9 +88,8 @@ STROBE_SIMD float score_unit(const ScoreRule& rule) {
   return !rule.plain || rule.scale == 0 ? 1 : rule.scale < 0 ? -rule.scale : rule.scale;
 }
 
-STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
-                            const ForwardItem& item, int64_t q_begin, float* rows,
-                            ForwardTile& tile) {
+STROBE_SIMD void start_tile(const Context& c, const Sequence& sequence, const ForwardItem& item,
+                            int64_t q_begin, float* rows, ForwardTile& tile) {
   const AttentionProblem& p = c.problem;
   const int64_t d_padded = round_up(p.head_dim, kLanes);
   tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};
@@ -128,7 +127,7 @@ STROBE_SIMD hn::Mask<F> sees(VI before, VI end, int64_t key) {
 /// and sum move on, and alpha is what the old ones (and O) have to be multiplied by. Returns
 /// whether any alpha differs from 1.
 template <int kVectors, bool kPlain, bool kMasked>
-static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const ForwardTile& tile,
+static bool softmax_panel(const Context& c, const ScoreRule& rule, const ForwardTile& tile,
                           const Sequence& sequence, const ForwardItem& item, Range keys,
                           int64_t column, float* pt, float* alpha) {
   VF max[kVectors], old[kVectors];
@@ -166,28 +165,31 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
     }
   }
   // The difference is taken before it is scaled: it is exact where two scores are large and close.
-  const VF unit = set(score_unit(rule) * kLog2e);
+  const float unit = score_unit(rule) * kLog2e;
   VF sum[kVectors], reference[kVectors];
   bool changed = false;
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes;
     // A query that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     reference[v] = hn::IfThenZeroElse(hn::Eq(max[v], set(-kInfinity)), max[v]);
-    const VF a = exp2(hn::Mul(hn::Sub(old[v], reference[v]), unit));
+    const VF a = exp2(hn::Sub(old[v], reference[v]), unit);
     changed |= !hn::AllTrue(f32, hn::Eq(old[v], max[v]));
     store(a, alpha + at);
     store(max[v], tile.max + at);
-    sum[v] = hn::Mul(load(tile.sum + at), a);
+    sum[v] = hn::Zero(f32);  // of this block alone: one long chain of additions rounds more
   }
   for (int64_t j = 0; j < n; ++j) {
     float* const row = pt + j * kForwardTileQ + column;
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const VF p = exp2(hn::Mul(hn::Sub(load(row + v * kLanes), reference[v]), unit));
+      const VF p = exp2(hn::Sub(load(row + v * kLanes), reference[v]), unit);
       sum[v] = hn::Add(sum[v], p);
       store(p, row + v * kLanes);
     }
   }
-  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) store(sum[v], tile.sum + column + v * kLanes);
+  STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes;
+    store(hn::MulAdd(load(tile.sum + at), load(alpha + at), sum[v]), tile.sum + at);
+  }
 
   if (rule.dropout) {
     // The sum stays that of all weights: dropout comes after the softmax.
@@ -217,7 +219,7 @@ static bool softmax_panel(const ForwardContext& c, const ScoreRule& rule, const 
 }
 
 template <bool kPlain, bool kMasked>
-static bool softmax(const ForwardContext& c, const ScoreRule& rule, const ForwardTile& tile,
+static bool softmax(const Context& c, const ScoreRule& rule, const ForwardTile& tile,
                     const Sequence& sequence, const ForwardItem& item, Range keys, float* pt,
                     float* alpha) {
   bool changed = false;
@@ -242,19 +244,34 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
     const VF a = load(alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
       float* const ot = tile.ot + e * kForwardTileQ + at;
-      VF sum = hn::Mul(load(ot), a);
+      VF sum = hn::Zero(f32);
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
         sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
       }
-      store(sum, ot);
+      store(hn::MulAdd(load(ot), a, sum), ot);
     }
   }
 }
 
-/// One tile of queries against one block of keys, k and v pointing at the block's first row: the
-/// step of the algorithm.
+/// The weights of one tile of queries and `keys` of a block whose K is in s.k, in s.pt; the tile's
+/// maximum and sum move on. Returns whether O has to be multiplied by s.alpha.
+STROBE_SIMD bool weigh_keys(const Context& c, const ScoreRule& rule, const Sequence& sequence,
+                            const ForwardItem& item, const ForwardTile& tile, Range block,
+                            Range keys, const ForwardScratch& s) {
+  const int64_t d = round_up(c.problem.head_dim, kLanes);
+  const bool masked = !tile.full_keys.contains(keys);
+  gemm<Old::kDrop>(
+      {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
+      keys.size(), tile.vectors, c.problem.head_dim);
+  const auto run = rule.plain ? (masked ? softmax<true, true> : softmax<true, false>)
+                              : (masked ? softmax<false, true> : softmax<false, false>);
+  return run(c, rule, tile, sequence, item, keys, s.pt, s.alpha);
+}
+
+/// One tile of queries against one block of keys, whose rows are in s.k and s.v: the step of the
+/// algorithm.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
                               const Sequence& sequence, const ForwardItem& item,
                               const ForwardTile& tile, Range block, bool v_nonfinite,
@@ -262,29 +279,47 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
   const AttentionProblem& p = c.problem;
   const Range keys = intersect(block, tile.keys);
   if (keys.empty()) return;
-  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const float* const k = s.k + (keys.begin - block.begin) * d;
+  const int64_t dv = round_up(p.head_dim_v, kLanes);
   const float* const v = s.v + (keys.begin - block.begin) * dv;
-  const bool masked = !tile.full_keys.contains(keys);
-
-  gemm<Old::kDrop>({k, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ}, keys.size(),
-                   tile.vectors, p.head_dim);
-  const auto run = rule.plain ? (masked ? softmax<true, true> : softmax<true, false>)
-                              : (masked ? softmax<false, true> : softmax<false, false>);
-  const bool rescale = run(c, rule, tile, sequence, item, keys, s.pt, s.alpha);
-  if (masked && v_nonfinite) {
+  const bool rescale = weigh_keys(c, rule, sequence, item, tile, block, keys, s);
+  if (v_nonfinite && !tile.full_keys.contains(keys)) {
     accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
     return;
   }
   const Gemm product{v, 1, dv, s.pt, kForwardTileQ, tile.ot, kForwardTileQ, s.alpha};
 #if STROBE_BREAK_KERNEL_SCALE
-  if (false) {
+  constexpr bool kRescale = false;
 #else
-  if (rescale) {
+  constexpr bool kRescale = true;
 #endif
+  if (keys.begin == tile.keys.begin) {
+    gemm<Old::kDrop>(product, p.head_dim_v, tile.vectors, keys.size());
+  } else if (kRescale && rescale) {
     gemm<Old::kScale>(product, p.head_dim_v, tile.vectors, keys.size());
   } else {
-    gemm<Old::kKeep>(product, p.head_dim_v, tile.vectors, keys.size());
+    gemm<Old::kAdd>(product, p.head_dim_v, tile.vectors, keys.size());
+  }
+}
+
+/// Some tiles of an item against all keys that they see. V is multiplied by v_factor first.
+static void forward_tiles_pass(const ForwardContext& c, const ScoreRule& rule,
+                               const Sequence& sequence, const ForwardItem& item,
+                               const ForwardTile* tiles, int64_t count, Range keys, float v_factor,
+                               const ForwardScratch& s) {
+  const AttentionProblem& p = c.problem;
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t head_kv = item.head / (p.heads / p.heads_kv);
+  // Blocks begin at multiples of their size: what is summed together does not depend on the item.
+  for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
+       block = block_at(keys, block.end, kForwardTileK)) {
+    load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
+              p.head_dim, s.k, d);
+    load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
+              p.head_dim_v, s.v, dv);
+    if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
+    const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
+    for (int64_t t = 0; t < count; ++t)
+      forward_step(c, rule, sequence, item, tiles[t], block, v_nonfinite, s);
   }
 }
 
@@ -293,7 +328,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
-  const float unit = score_unit(score_rule(c, item.batch, item.head));
+  const double unit = score_unit(score_rule(c, item.batch, item.head));
   float* const lse =
       c.lse ? c.lse + sequence.lse_row + item.head * sequence.lse_head + tile.queries.begin
             : nullptr;
@@ -309,38 +344,63 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
     store_row(c.out, p.dtype, item.batch, item.head, sequence.q_row + tile.queries.begin + r,
               p.head_dim_v, rows + r % 4 * dv, factor);
     if (lse)
-      lse[r] = empty      ? -kInfinity
-               : sum == 0 ? __builtin_nanf("")
-                          : tile.max[r] * unit + __builtin_logf(sum);
+      lse[r] =
+          empty ? -kInfinity
+          : sum == 0
+              ? __builtin_nanf("")
+              : static_cast<float>(static_cast<double>(tile.max[r]) * unit + __builtin_log(sum));
+  }
+}
+
+/// A row of O was unscaled the sum of up to seqlen_k rows of V, and may have overflown where the
+/// mean that it becomes does not. Computes the tile again with V made smaller, and replaces what is
+/// not finite in O.
+static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const Sequence& sequence,
+                          const ForwardItem& item, const ForwardTile& tile,
+                          const ForwardScratch& s) {
+  const AttentionProblem& p = c.problem;
+  const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  float largest = 1;
+  for (int64_t r = 0; r < n; ++r) {
+    if (tile.sum[r] > largest && tile.sum[r] < kInfinity) largest = tile.sum[r];
+    tile.sum[r] = 0;
+  }
+  float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
+  while (power < 2 * largest * c.dropout.keep_scale) power *= 2;
+  __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
+  forward_tiles_pass(c, rule, sequence, item, &tile, 1, tile.keys, 1 / power, s);
+  for (int64_t r = 0; r < n; ++r) {
+    if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
+    if (tile.end[r] <= tile.before[r] + 1) continue;
+    float* const row = s.rows + r % 4 * dv;
+    const int64_t at = sequence.q_row + tile.queries.begin + r;
+    scale_row(row, dv, power / tile.sum[r]);
+    load_rows(c.out, p.dtype, item.batch, item.head, at, 1, p.head_dim_v, s.v, dv);
+    for (int64_t e = 0; e < dv; e += kLanes) {
+      const VF was = load(s.v + e);
+      store(hn::IfThenElse(hn::Lt(hn::Abs(was), set(kInfinity)), was, load(row + e)), row + e);
+    }
+    store_row(c.out, p.dtype, item.batch, item.head, at, p.head_dim_v, row, 1);
   }
 }
 
 static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
-  const AttentionProblem& p = c.problem;
   Arena arena(scratch);
   const ForwardScratch s = carve_forward(arena, c);
   const Sequence sequence = c.sequence(item.batch);
   const ScoreRule rule = score_rule(c, item.batch, item.head);
-  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t head_kv = item.head / (p.heads / p.heads_kv);
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   for (int64_t t = 0; t < tiles; ++t) {
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
-  // Blocks begin at multiples of their size: what is summed together does not depend on the item.
-  for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
-       block = block_at(keys, block.end, kForwardTileK)) {
-    load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
-              p.head_dim, s.k, d);
-    load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
-              p.head_dim_v, s.v, dv);
-    const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
-    for (int64_t t = 0; t < tiles; ++t)
-      forward_step(c, rule, sequence, item, s.tiles[t], block, v_nonfinite, s);
+  forward_tiles_pass(c, rule, sequence, item, s.tiles, tiles, keys, 1, s);
+  for (int64_t t = 0; t < tiles; ++t) {
+    finish_tile(c, sequence, item, s.tiles[t], s.rows);
+    if (any_nonfinite(s.tiles[t].ot, c.problem.head_dim_v, kForwardTileQ, kForwardTileQ))
+      mend_overflow(c, rule, sequence, item, s.tiles[t], s);
   }
-  for (int64_t t = 0; t < tiles; ++t) finish_tile(c, sequence, item, s.tiles[t], s.rows);
 }
 
 }  // namespace strobe::cpu::STROBE_ISA

@@ -18,10 +18,9 @@ constexpr int kMicroVectors = 2;
 constexpr int kMicroVectors = 4;
 #endif
 
-/// What becomes of C's old value. kKeep: the sum goes on from it. kAdd: the sum starts at zero and
-/// is added to it, which rounds less than one long chain and costs 1 to 2 %. kScale: as kKeep, with
-/// C's columns multiplied by alpha first.
-enum class Old { kDrop, kKeep, kAdd, kScale };
+/// What becomes of C's old value. The sum always starts at zero, which rounds less than a chain
+/// that goes on from C. kAdd: it is added to C. kScale: C's columns are multiplied by alpha first.
+enum class Old { kDrop, kAdd, kScale };
 
 struct Gemm {
   const float* a;
@@ -38,15 +37,7 @@ STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_
   VF sum[kRows][kVectors];
   float* const c = g.c + row * g.c_row + column;
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
-    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kOld == Old::kDrop || kOld == Old::kAdd) {
-        sum[r][v] = hn::Zero(f32);
-      } else {
-        sum[r][v] = load(c + r * g.c_row + v * kLanes);
-        if constexpr (kOld == Old::kScale)
-          sum[r][v] = hn::Mul(sum[r][v], load(g.alpha + column + v * kLanes));
-      }
-    }
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::Zero(f32);
   }
   const float* a = g.a + row * g.a_row;
   const float* b = g.b + column;
@@ -65,6 +56,8 @@ STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       float* const at = c + r * g.c_row + v * kLanes;
       if constexpr (kOld == Old::kAdd) sum[r][v] = hn::Add(load(at), sum[r][v]);
+      if constexpr (kOld == Old::kScale)
+        sum[r][v] = hn::MulAdd(load(at), load(g.alpha + column + v * kLanes), sum[r][v]);
       store(sum[r][v], at);
     }
   }

@@ -11,7 +11,7 @@ namespace strobe::cpu {
 namespace STROBE_ISA {
 
 static void exp2_array(const float* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = hn::GetLane(exp2(set(x[i])));
+  for (int64_t i = 0; i < n; ++i) y[i] = hn::GetLane(exp2(set(x[i]), 1));
 }
 static void to_float(int32_t dtype, const void* x, float* y, int64_t n) {
   HWY_ALIGN float one[kLanes];

@@ -81,7 +81,9 @@ struct BackwardContext : Context {
   const float* dlse;  // null: none
   float* delta;   // as lse: rowsum(dout * out) - dlse, made by backward_delta before any block runs
   float* dq_sum;  // [lse rows of (batch, head, query)][dq_stride] float32
-  int64_t dq_stride;   // head_dim rounded up to a whole vector
+  float *row_max, *row_sum;  // as lse: of the rows whose lse says too little (coarse-inl.h); AMX
+                             // leaves them alone
+  int64_t dq_stride;         // head_dim rounded up to a whole vector
   uint32_t* turn;      // [heads, turn_tiles]: key blocks that have added to the query tile's dQ
   int64_t turn_tiles;  // query tiles of all sequences together
 };
@@ -114,7 +116,8 @@ struct InstructionSet {
   void (*forward_block)(const ForwardContext& context, const ForwardItem& item, std::byte* scratch);
   /// Writes delta of queries [q_begin, q_end), and zeros to dq rows of tiles that no key block
   /// visits.
-  void (*backward_delta)(const BackwardContext& context, const ForwardItem& item);
+  void (*backward_delta)(const BackwardContext& context, const ForwardItem& item,
+                         std::byte* scratch);
   /// Writes dk and dv of the item's keys, adds to dq; whoever adds last to a query tile writes its
   /// dq.
   void (*backward_block)(const BackwardContext& context, const BackwardItem& item,

@@ -186,6 +186,8 @@ void carve(Arena& arena, BackwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t rows = rows_q(p) * p.heads;
   c.delta = arena.take<float>(rows);
+  c.row_max = arena.take<float>(rows);
+  c.row_sum = arena.take<float>(rows);
   c.dq_sum = arena.take<float>(rows * c.dq_stride);
   c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
 }
@@ -301,7 +303,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       const auto [batch, head, begin] = delta_blocks[i];
       const int64_t end = min64(begin + delta_rows, context.sequence(batch).mask.seqlen_q);
       for (int64_t q = begin; q < end; q += plan.tile_q) *turn_of(context, batch, head, q) = 0;
-      if (begin < end) isa.backward_delta(context, {batch, head, begin, end});
+      if (begin < end) {
+        isa.backward_delta(context, {batch, head, begin, end},
+                           scratch_base + static_cast<size_t>(thread) * scratch);
+      }
     });
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());

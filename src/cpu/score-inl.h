@@ -26,7 +26,8 @@ STROBE_SIMD ScoreRule score_rule(const Context& c, int64_t batch, int64_t head) 
 /// tanh(s / c), which backward needs.
 STROBE_SIMD VF apply_rule(const ScoreRule& rule, VF s, VF distance, VF& tanh) {
   if (rule.softcap > 0) {
-    tanh = hn::Tanh(f32, hn::Mul(s, set(1 / rule.softcap)));
+    // A division: 1 / softcap is infinite below 2.9e-39.
+    tanh = hn::Tanh(f32, hn::Div(s, set(rule.softcap)));
     s = hn::Mul(tanh, set(rule.softcap));
   }
   return hn::NegMulAdd(set(rule.slope), distance, s);

@@ -43,23 +43,26 @@ STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
 
-/// 2^x for x up to 127, -inf included, within 2.25 ulp; NaN stays NaN. Below 2^-126 the result is 0
-/// (no denormals). x = n + f with |f| <= 1/2, and a polynomial of degree 5 for 2^f, fitted for the
-/// least relative error (9.1e-8) with its constant held at 1, so that 2^0 is exact.
-STROBE_SIMD VF exp2(VF x) {
+/// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
+/// 2^-125.5 the result is 0 (no denormals). x * unit = n + f with |f| <= 1/2, and a polynomial of
+/// degree 6 for 2^f, fitted for the least relative error (3.0e-9) with its constant held at 1, so
+/// that 2^0 is exact.
+STROBE_SIMD VF exp2(VF x, float unit) {
   // Adding 1.5 * 2^23 rounds to an integer; + 127 leaves the biased exponent n + 127 in the low
-  // bits.
+  // bits. The product is never rounded: a rounding error of it would be one of |x| * 6e-8 in the
+  // result.
   const VF magic = set(12582912.0f + 127.0f);
-  const VF t = hn::Add(x, magic);
-  const VF f = hn::Sub(x, hn::Sub(t, magic));
-  VF p = set(1.326472721400245e-3f);
-  p = hn::MulAdd(p, f, set(9.671512812596256e-3f));
-  p = hn::MulAdd(p, f, set(5.550733744824564e-2f));
-  p = hn::MulAdd(p, f, set(2.402224208267583e-1f));
-  p = hn::MulAdd(p, f, set(6.931469775973302e-1f));
+  const VF t = hn::MulAdd(x, set(unit), magic);
+  const VF f = hn::MulSub(x, set(unit), hn::Sub(t, magic));
+  VF p = set(1.5325976710300893e-4f);
+  p = hn::MulAdd(p, f, set(1.339080510661006e-3f));
+  p = hn::MulAdd(p, f, set(9.618506766855717e-3f));
+  p = hn::MulAdd(p, f, set(5.550359934568405e-2f));
+  p = hn::MulAdd(p, f, set(2.4022647738456726e-1f));
+  p = hn::MulAdd(p, f, set(6.931471824645996e-1f));
   p = hn::MulAdd(p, f, set(1.0f));
   const VF power = hn::BitCast(f32, hn::ShiftLeft<23>(hn::BitCast(u32, t)));
-  return hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), hn::Mul(p, power));
+  return hn::IfThenZeroElse(hn::Lt(t, set(12582912.0f + 2.0f)), hn::Mul(p, power));
 }
 
 #if HWY_TARGET == HWY_SCALAR
@@ -246,6 +249,11 @@ STROBE_SIMD void transpose_to_4_rows(const float* from, int64_t from_stride, int
     store(r2, to + 2 * to_stride + c);
     store(r3, to + 3 * to_stride + c);
   }
+}
+
+/// row[0, n) *= factor; n a multiple of kLanes.
+STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kLanes) store(hn::Mul(load(row + i), set(factor)), row + i);
 }
 
 /// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.

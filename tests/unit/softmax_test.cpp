@@ -1,6 +1,7 @@
 // The online softmax where it is hardest, through the public API: huge and equal scores,
 // infinities, NaN, and masked blocks full of them. The oracle says what has to come out, coordinate
 // by coordinate.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -269,6 +270,173 @@ TEST(Softmax, RowsThatSeeNoKeyGiveZeroEvenFromNan) {
       }
     }
   }
+}
+
+// What follows is asked of the kernels that compute in float32 whatever the dtype is: bfloat16 may
+// go to AMX tiles, which have rules of their own.
+constexpr DType kFloatTypes[] = {DType::kFloat32, DType::kFloat16};
+
+// Largest |got - wanted|, in parts of the largest |wanted|; NaN counts as infinity.
+double RelativeError(const oracle::Tensor& got, const oracle::Tensor& wanted) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < wanted.data.size(); ++i) {
+    const double e = std::fabs(got.data[i] - wanted.data[i]);
+    error = std::isnan(e) ? kInf : std::max(error, e);
+    size = std::max(size, std::fabs(wanted.data[i]));
+  }
+  return size > 0 ? error / size : error;
+}
+
+// Against the oracle alone: the comparator's draws allow for the rounding of lse to float32, which
+// at such scores is most of the weights.
+void ExpectGradients(Fixture& f, double tolerance) {
+  ASSERT_EQ(f.Forward(), "");
+  ASSERT_EQ(f.Backward(), "");
+  const oracle::Tensor dlse = f.ReadDlse();
+  const oracle::BackwardResult wanted =
+      oracle::Backward(f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read(), f.dout.Read(),
+                       f.c().dlse ? &dlse : nullptr);
+  EXPECT_LE(RelativeError(f.dq.Read(), wanted.dq), tolerance) << "dq, " << ToString(f.c());
+  EXPECT_LE(RelativeError(f.dk.Read(), wanted.dk), tolerance) << "dk, " << ToString(f.c());
+  EXPECT_LE(RelativeError(f.dv.Read(), wanted.dv), tolerance) << "dv, " << ToString(f.c());
+}
+
+// lse is a float32: of scores of 1e7 it keeps no fraction, of 1e11 not the thousands. The gradients
+// must not be off by as much.
+TEST(Softmax, GradientsOfHugeScores) {
+  for (const DType dtype : kFloatTypes) {
+    const double tolerance = dtype == DType::kFloat32 ? 2e-5 : 3e-3;
+    for (const Shape& shape : kShapes) {
+      for (const float scale : {1.0f, 0.3f, -0.3f}) {
+        Case c = MakeCase(dtype, shape);
+        c.causal = shape.q > 7;
+        c.scale = scale;
+        c.dropout_p = scale == 1 && shape.d == 32 ? 0.25f : 0;
+        {
+          Fixture f(c);  // all equal, the largest that float16 gives: 4e9 times head_dim
+          Set(f.q, [](int64_t, int64_t) { return 65504; });
+          Set(f.k, [](int64_t, int64_t) { return 65504; });
+          ASSERT_EQ(f.Forward(), "");
+          ASSERT_EQ(f.Backward(), "");
+          const oracle::BackwardResult wanted = oracle::Backward(
+              f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read(), f.dout.Read());
+          EXPECT_LE(RelativeError(f.dv.Read(), wanted.dv), tolerance) << ToString(c);
+        }
+        {
+          Fixture f(c);  // many keys share the weight, the others have none
+          const double size = dtype == DType::kFloat32 ? 1e7 : 1e4;
+          SetScores(f, [&](int64_t j) { return j % 3 ? size : -size; });
+          ExpectGradients(f, tolerance);
+        }
+        if (dtype == DType::kFloat32) {
+          Fixture f(c);  // neighbours differ by 2 before the scale
+          SetScores(f, [](int64_t j) { return 16777216.0 + 2.0 * static_cast<double>(j % 7); });
+          ExpectGradients(f, tolerance);
+        }
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// The mean of numbers near the largest is not infinite because their sum is. Columns of small
+// values beside them, and rows that are truly infinite or NaN, stay what they are.
+TEST(Softmax, OutputsOfHugeValues) {
+  for (const Shape& shape : kShapes) {
+    for (const bool causal : {false, true}) {
+      for (const float dropout : {0.0f, 0.5f}) {
+        Case c = MakeCase(DType::kFloat32, shape);
+        c.causal = causal;
+        c.dropout_p = dropout;
+        const double huge = dropout > 0 ? 1.6e38 : 3.2e38;
+        for (const double special : {1.0, kInf, kNan}) {
+          Fixture f(c);
+          const auto value = [&](int64_t row, int64_t d) {
+            return d % 3 == 0                   ? huge * (d % 2 && row % 5 == 0 ? -1 : 1)
+                   : d % 3 == 1                 ? 1e-30 * static_cast<double>(row)
+                   : special == 1.0 || row != 3 ? 1.0
+                                                : special;
+          };
+          Set(f.v, value);
+          ASSERT_EQ(f.Forward(), "");
+          const oracle::Tensor out = f.out.Read();
+          const oracle::Tensor wanted =
+              oracle::Forward(f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read()).out;
+          for (int64_t row = 0; row < wanted.rows; ++row) {
+            for (int64_t h = 0; h < wanted.heads; ++h) {
+              for (int64_t d = 0; d < wanted.dim; ++d) {
+                const double x = out.at(row, h)[d], y = wanted.at(row, h)[d];
+                if (std::isnan(y) || std::isinf(y)) {
+                  ASSERT_TRUE(std::isnan(y) ? std::isnan(x) : x == y) << ToString(c);
+                  continue;
+                }
+                const double size = d % 3 == 0   ? huge
+                                    : d % 3 == 1 ? 1e-30 * static_cast<double>(shape.k)
+                                                 : 1;
+                ASSERT_LE(std::fabs(x - y), 4e-6 * size)
+                    << "row " << row << ", dim " << d << ", " << ToString(c);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// 0 * NaN: dropping a weight multiplies it by 0, in plain attention too.
+TEST(Softmax, ADroppedNanStaysNan) {
+  for (const DType dtype : kFloatTypes) {
+    for (const Shape& shape : kShapes) {
+      for (const bool causal : {false, true}) {
+        Case c = MakeCase(dtype, shape);
+        c.causal = causal;
+        c.dropout_p = 0.5f;
+        ExpectRight(c, [&](Fixture& f) { f.q.Set(f.q.Index(0, shape.q - 1, 1, 0), kNan); });
+        ExpectRight(c, [&](Fixture& f) { f.dout.Set(f.dout.Index(0, shape.q / 2, 0, 0), kNan); });
+        ExpectRight(c, [&](Fixture& f) { f.v.Set(f.v.Index(0, shape.k / 2, 1, 0), kNan); });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// c * tanh(s / c) from caps that flush every score to nothing to caps that leave them alone, with
+// scores far below and far above, and none at all.
+TEST(Softmax, SoftcapsOfEverySize) {
+  for (const float cap : {1e-45f, 1e-40f, 2.9e-39f, 1e-38f, 1e-30f, 1e-3f, 1.0f, 50.0f, 1e5f, 1e7f,
+                          1e15f, 1e30f, 3e38f}) {
+    for (const double size : {0.0, 0.05, 1.0, 3.0}) {
+      Case c = MakeCase(DType::kFloat32, {70, 150, 16});
+      c.softcap = cap;
+      c.size_qk = size;
+      Fixture f(c);
+      // Where the cap is far below the scores, the slope there sees what rounding does to a score.
+      ExpectGradients(f, std::min(2e-5 + 4e-7 * size * size / cap, 1e-2));
+      const oracle::ForwardResult wanted =
+          oracle::Forward(f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read());
+      const double scores = std::min<double>(cap, 16 * size * size);
+      const oracle::Tensor lse = f.ReadLse();
+      double worst = 0;
+      for (size_t i = 0; i < lse.data.size(); ++i) {
+        const double e = std::fabs(lse.data[i] - wanted.lse.data[i]);
+        worst = std::isnan(e) ? kInf : std::max(worst, e);
+      }
+      EXPECT_LE(worst, 1e-6 + 5e-7 * scores) << "lse, cap " << cap << ", size " << size;
+      EXPECT_LE(RelativeError(f.out.Read(), wanted.out), 2e-5) << "cap " << cap;
+      if (HasFailure()) FAIL() << "cap " << cap << ", size " << size;
+    }
+  }
+  // A cap and scores that are both subnormal: value and slope still follow tanh.
+  Case c = MakeCase(DType::kFloat32, {70, 150, 1});
+  c.softcap = 4e-40f;
+  c.dlse = false;
+  Fixture f(c);
+  Set(f.q, [](int64_t, int64_t) { return 1e-20; });
+  f.k.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+    f.k.Set(e, 1e-20 * static_cast<double>(row % 13));
+  });
+  ExpectGradients(f, 1e-4);
 }
 
 }  // namespace
