@@ -157,7 +157,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       // Scores to weights, for dV in registers and for the other half in shared memory.
       uint32_t weight[kM][kN / 2][4];
       ScoreRule rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
-      const auto weigh = [&](auto is_masked) {
+      const auto weigh = [&](auto is_masked, auto is_precise) {
         constexpr bool kMasked = decltype(is_masked)::value;
         const int lane = me.lane();
         const int32_t q_begin = step.tile * kC.tile_q + me.query();
@@ -208,16 +208,16 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
                 const float reference = i % 2 ? references.y : references.x;
                 float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
                 if constexpr (kRules) {
-                  float tanh;
-                  w = apply_rule(
+                  w = apply_rule<decltype(is_precise)::value>(
                       rule, w,
                       fabsf(distance + static_cast<float>(8 * n + i % 2 - 16 * m - i / 2 * 8)),
-                      tanh);
-                  w = exp2_fast(w - reference);
-                  slope = 1.f - tanh * tanh;
+                      slope);
+                  w = w - reference;
                 } else {
-                  w = exp2_fast(fmaf(w, rule.scale_log2, -reference));
+                  w = fmaf(w, rule.scale_log2, -reference);
                 }
+                // No weight is above 1, however coarse lse is.
+                w = exp2_fast(min_or_nan(w, kWeightShift));
                 if constexpr (kMasked) {
                   if (!seen(i / 2, 8 * n + 2 * (lane % 4) + i % 2)) w = 0.f;
                 }
@@ -227,7 +227,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
                   if (p.dropout.enabled()) {
                     const uint32_t bits = word[i / 2][d];
                     if (!(i % 2 ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
-                      w = 0.f;
+                      w *= 0.f;  // NaN stays
                       shared_value[i] = -shared_value[i];
                     }
                   }
@@ -250,10 +250,16 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
         }
       };
       t.wait_empty(t.exchange_empty(), t.n_step(), 1);
-      if (kRules || masked) {  // one copy of the long code is enough
-        weigh(std::true_type());
+      if constexpr (kRules) {  // masked or not: one copy of the long code is enough
+        if (score_rule(p, 0.f).cap() == Cap::kAny) {
+          weigh(std::true_type(), std::true_type());
+        } else {
+          weigh(std::true_type(), std::false_type());
+        }
+      } else if (masked) {
+        weigh(std::true_type(), std::false_type());
       } else {
-        weigh(std::bool_constant<kRules>());
+        weigh(std::false_type(), std::false_type());
       }
       t.arrive_warp(t.exchange_full());
       t.arrive_warp(t.q_empty(stage));
@@ -394,7 +400,7 @@ __device__ __forceinline__ void gradients_half(BackwardThread<kC, kRules, kOrder
               for (int e = 0; e < 2; ++e) {
                 float w = e ? weight.y : weight.x, dp = x[m][n][2 * h + e];
                 if constexpr (kRules) {
-                  if (__float_as_int(w) < 0) dp = 0.f;  // dropped
+                  if (__float_as_int(w) < 0) dp *= 0.f;  // dropped; NaN stays
                   w = fabsf(w);
                 }
                 const float2 subtract = delta[n % kHave];

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kPreThreads)
         scratch.delta[at * kTileQ + r] = delta / kWeightScale;
         // A row past the end gets no weight. (One that sees no key has -inf here, and every score
         // of it is masked.)
-        scratch.lse[at * kTileQ + r] = there ? natural[i] * kLog2e - kWeightShift : infinity();
+        scratch.lse[at * kTileQ + r] = there ? weight_reference(natural[i]) : infinity();
         nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees

@@ -9,6 +9,7 @@
 
 #include "core/problem.h"
 #include "core/workspace.h"
+#include "cuda/longest.h"
 #include "cuda/params.h"
 
 namespace strobe::cuda {
@@ -17,6 +18,19 @@ namespace strobe::cuda {
 /// looks evenly at 64 million keys) they keep all bits of an fp16.
 inline constexpr float kWeightShift = 12.f;
 inline constexpr float kWeightScale = 4096.f;
+
+/// What is subtracted from a row's scores, in log 2 units: lse * log2(e) - kWeightShift. From 2^22
+/// on, where a float32 is off by 0.25 and more, down by as much as its roundings on the way from
+/// the forward pass may come to (from is_coarse's 2^27 on, where the forward pass sums q.k in
+/// another order, by as much as that does). Weights are bounded at 1, so that the key that has
+/// nearly all of a row's weight, as far from 0 almost every row has one, gets it whole.
+STROBE_INLINE float weight_reference(float lse) {
+  constexpr float kLog2e = 1.44269504088896340736f;
+  const float scaled = lse * kLog2e, size = scaled < 0.f ? -scaled : scaled;
+  const float reference = lse * kLog2e - kWeightShift;
+  if (!(size >= 0x1p22f && size <= 3e38f)) return reference;
+  return reference - size * (size < 0x1p27f ? 0x1p-22f : 0x1p-18f);
+}
 
 /// The sizes that decide the scratch: of a problem, or of a launch's params.
 struct BackwardSizes {
@@ -44,8 +58,8 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
   return {p.batch,
           p.heads,
           p.heads_kv,
-          p.seqlen_q,
-          p.seqlen_k,
+          longest_q(p),
+          longest_k(p),
           p.varlen != 0,
           p.total_q,
           rows_k(p),

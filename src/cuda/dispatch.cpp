@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "cuda/device_pointer.h"
+#include "cuda/longest.h"
 #include "cuda/rows.h"
+#include "cuda/softcap.h"
 #include "cuda/static_order.cuh"
 #include "cuda/stream_blocks.h"
 #include "cuda/tile_mask.h"
@@ -43,7 +45,7 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
   // decide, which are its size and, where lengths vary, the longest.
   const auto keys_up_to = [&](int64_t most) {
-    return !(p.batch_invariant && p.varlen) && p.seqlen_k <= (p.causal ? 2 * most : most);
+    return !(p.batch_invariant && p.varlen) && longest_k(p) <= (p.causal ? 2 * most : most);
   };
   switch (when) {
     case When::kPlain:
@@ -54,7 +56,7 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
       return keys_up_to(4096) || !is_plain;
     case When::kShort:
       return !p.batch_invariant &&
-             p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
+             p.batch * p.heads * ceil_div(longest_q(p), tile_q) <= device.multiprocessors;
     default:
       return true;
   }
@@ -228,7 +230,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
+  for (const auto& [name, length] : {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
     if (length > kLongestSequence) {
       return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
                     static_cast<long long>(kLongestSequence));
@@ -269,8 +271,8 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.heads = static_cast<int32_t>(p.heads);
   c.heads_kv = static_cast<int32_t>(p.heads_kv);
   c.group = static_cast<int32_t>(p.heads / p.heads_kv);
-  c.seqlen_q = static_cast<int32_t>(p.seqlen_q);
-  c.seqlen_k = static_cast<int32_t>(p.seqlen_k);
+  c.seqlen_q = static_cast<int32_t>(longest_q(p));
+  c.seqlen_k = static_cast<int32_t>(longest_k(p));
   c.total_q = p.varlen ? p.total_q : p.seqlen_q;
   c.total_k = p.varlen ? p.total_k : p.seqlen_k;
   c.head_dim = static_cast<int32_t>(p.head_dim);
@@ -281,12 +283,9 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
   c.scale = p.scale;
   c.softcap = p.softcap;
-  constexpr float kLog2e = 1.44269504088896340736f;
-  // Finite, as twice that is: no NaN under the largest of caps, and a score of 0 stays 0 under the
-  // smallest.
-  c.cap_log2 = std::min(p.softcap * kLog2e, 1e38f);
-  const float power = p.softcap > 0 ? 2 * kLog2e * (p.scale / p.softcap) : 0;
-  c.cap_power = std::clamp(power, -3e38f, 3e38f);
+  const SoftcapConstants cap = SoftcapConstants::make(p.scale, p.softcap);
+  c.cap_log2 = cap.cap_log2;
+  c.cap_power = cap.cap_power;
 }
 
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams& f) {
@@ -339,10 +338,10 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.shared_bytes = row.shape.shared_bytes;
   if (p.direction == STROBE_FORWARD) {
     plan.block_q = row.config.tile_q;
-    plan.work_items = p.batch * p.heads * ceil_div(p.seqlen_q, plan.block_q);
+    plan.work_items = p.batch * p.heads * ceil_div(longest_q(p), plan.block_q);
   } else {
     plan.block_k = row.config.tile_k;
-    plan.work_items = p.batch * p.heads_kv * ceil_div(p.seqlen_k, plan.block_k);
+    plan.work_items = p.batch * p.heads_kv * ceil_div(longest_k(p), plan.block_k);
   }
   const GridSize grid = grid_for(plan.work_items);
   plan.grid[0] = static_cast<int32_t>(grid.x);

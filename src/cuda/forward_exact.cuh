@@ -3,7 +3,8 @@
 // The tiled kernels multiply weights of 0 with values of keys that a row does not see. Where such a
 // value is infinite or NaN, so is the product; where weights against a reference maximum meet
 // values near the largest float, the sum overflows. Both show in O, and both are computed again
-// here.
+// here; and so are rows whose scores are so large that no fused product can be relative to their
+// maximum (is_coarse), which the tiled kernel marks in the same way.
 #ifndef STROBE_CUDA_FORWARD_EXACT_CUH_
 #define STROBE_CUDA_FORWARD_EXACT_CUH_
 
@@ -11,6 +12,7 @@
 
 #include <type_traits>
 
+#include "cuda/dropout.cuh"
 #include "cuda/params.h"
 #include "cuda/score.cuh"
 #include "cuda/softmax.cuh"
@@ -35,9 +37,9 @@ struct SuspectTile {
   int32_t batch, head, first;
 };
 
-/// Rewrites row `query` of O. By a whole warp: lane i has columns i, i + 32, ... of head_dim. lse
-/// is not touched: no value of V enters it.
-template <typename T>
+/// Rewrites row `query` of O. By a whole warp: lane i has columns i, i + 32, ... of head_dim. No
+/// value of V enters lse, which is written only where scores were too large for the tiled kernel.
+template <typename T, bool kDropout>
 __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
@@ -59,20 +61,29 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-    float tanh;
+    float slope;
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);
-    const float score = apply_rule(rule, dot, fabsf(distance), tanh);
+    const float score = apply_rule<true>(rule, dot, fabsf(distance), slope);
     const float most = fmaxf(max, score), reference = reference_of(most);
-    const float alpha = exp2_fast(max - reference), weight = exp2_fast(score - reference);
+    const float alpha = exp2_fast(max - reference);
+    const float weight = exp2_fast(score - reference - kValueShift);
     max = most;
     sum = sum * alpha + weight;
+    float kept = weight;  // dropout comes after the softmax, and 0 * inf is NaN
+    if (kDropout && p.dropout.enabled() &&
+        !keep_one(p.dropout, static_cast<uint32_t>(batch * p.heads + head), query, key)) {
+      kept *= 0.f;
+    }
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const int d = lane + 32 * i;
-      if (d < p.head_dim_v) out[i] = out[i] * alpha + weight * static_cast<float>(v[d]);
+      if (d < p.head_dim_v) out[i] = out[i] * alpha + kept * static_cast<float>(v[d]);
     }
   }
-  const RowResult result = finish_row(!keys.empty(), max, sum, 1.f);
+  const RowResult result =
+      finish_row(!keys.empty(), max + kValueShift, sum, kDropout ? p.dropout.keep_scale : 1.f);
+  if (p.lse && lane == 0 && is_coarse(max))
+    p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
   T* const to = row_of(p.out, sequence.q_row + query, head);
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
@@ -82,7 +93,7 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
-template <typename T>
+template <typename T, bool kDropout>
 __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                            int rows) {
   const Sequence sequence = p.sequence(tile.batch);
@@ -97,7 +108,7 @@ __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int 
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
     if (__any_sync(0xffffffffu, zero != 0.f))
-      exact_row<T>(p, tile.batch, tile.head, tile.first + row);
+      exact_row<T, kDropout>(p, tile.batch, tile.head, tile.first + row);
   }
 }
 

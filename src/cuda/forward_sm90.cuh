@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Not `warp`, which would have been spilled for this.
-      exact_rows<typename Tr::T>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
-                                 Tr::kWarpgroups * kWarpgroupRows);
+      exact_rows<typename Tr::T, false>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
+                                        Tr::kWarpgroups * kWarpgroupRows);
       i = tile.next;
     }
   }
@@ -144,6 +144,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
   TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr, {}};
+  if (p.cu_q) {  // a sequence has one tile at most that is not full
+    order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
+  }
   if (order.tiles.items == 0) return cudaSuccess;
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)

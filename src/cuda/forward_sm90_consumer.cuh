@@ -127,6 +127,7 @@ class Consumer {
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
       if (sum == 0.f)
         result = finish_row(tile.mask.begin(row(r)) < tile.mask.end(row(r)), 0.f, 0.f, 1.f);
+      if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[tile.lse_row + row(r)] = result.lse;
@@ -262,15 +263,14 @@ class Consumer {
   /// Softcap and ALiBi.
   __device__ __forceinline__ void apply_rule_to_scores(int first_key) {
     if constexpr (kRule) {
-      rule_.template choose<true>([&](auto caps, auto slopes) {
+      rule_.template choose<true>([&](auto cap, auto slopes) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float distance = position_[r] - static_cast<float>(first_key + first_column());
 #pragma unroll
           for (int i = 0; i < kScores; ++i) {
-            float tanh;
-            score(r, i) = apply_rule<caps.value, slopes.value>(
-                rule_, score(r, i), fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)), tanh);
+            score(r, i) = apply_rule<cap.value, slopes.value>(
+                rule_, score(r, i), fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)));
           }
         }
       });

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/dropout.cuh"
+#include "cuda/forward_exact.cuh"
 #include "cuda/load.cuh"
 #include "cuda/params.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -257,7 +258,7 @@ struct Warp {
 #if __CUDA_ARCH__ >= 900
     const int32_t position = info.position + team * Shape::kRows;
 #endif
-    score_rule(p, info.slope_log2).choose<false>([&](auto caps, auto slopes) {
+    score_rule(p, info.slope_log2).choose<false>([&](auto cap, auto slopes) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -273,9 +274,8 @@ struct Warp {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float& x = s[m][n][2 * h + i];
-              float tanh;
-              x = apply_rule<caps.value, slopes.value>(
-                  rule, x, fabsf(start - static_cast<float>(8 * n + i)), tanh);
+              x = apply_rule<cap.value, slopes.value>(rule, x,
+                                                      fabsf(start - static_cast<float>(8 * n + i)));
             }
           }
         }
@@ -449,10 +449,13 @@ struct Warp {
   }
 
   /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
-  /// After transposes within each quad a lane has eight columns in a row.
-  __device__ __forceinline__ void finish(const RowsView& out, int32_t first, float* lse) const {
+  /// After transposes within each quad a lane has eight columns in a row. Returns whether something
+  /// of O is not finite, but for rows with a NaN among their scores, or must not be used: what
+  /// exact_rows then does again.
+  __device__ __forceinline__ bool finish(const RowsView& out, int32_t first, float* lse) const {
     const bool aligned = !kGeneral || out.aligned();
     const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;
+    bool suspect = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -462,8 +465,10 @@ struct Warp {
         char* const to = out.data + (first + row) * out.stride_bytes;
         const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
-        const RowResult result =
+        RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
+        if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
+        uint32_t marks = 0;
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
 #pragma unroll
         for (int n = 0; n < kN; n += 4) {
@@ -472,12 +477,15 @@ struct Warp {
           for (int d = 0; d < 4; ++d) {
             w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
                                 o[m][n + d][2 * h + 1] * result.factor);
+            marks = mark_not_finite<T>(marks, w[d]);
           }
           quad_transpose(w, lane);
           if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
         }
+        suspect |= there && marked(marks) && result.factor == result.factor;
       }
     }
+    return suspect;
   }
 };
 

@@ -7,9 +7,15 @@
 
 #include "core/mask.h"
 #include "cuda/params.h"
+#include "cuda/softcap.h"
 #include "cuda/softmax.cuh"
 
 namespace strobe::cuda {
+
+/// Which form of softcap a rule takes: softcap.h.
+enum class Cap { kNone, kSmall, kAny };
+template <Cap kCap>
+using CapConstant = std::integral_constant<Cap, kCap>;
 
 /// The rule of one head, with its constants multiplied out. `scale_log2` alone is the whole rule
 /// where softcap and ALiBi are absent.
@@ -19,18 +25,26 @@ struct ScoreRule {
   float cap_power;   // e^(2s / softcap) = 2^(cap_power * q.k)
   float slope_log2;  // ALiBi's slope * log2(e); 0: none
 
-  /// Calls body(caps, slopes), two bool constants: whether there is a softcap, and ALiBi. Not kAll:
-  /// softcap has one copy of the body, for kernels with no registers to spare.
+  __device__ __forceinline__ Cap cap() const {
+    return cap_log2 == 0.f ? Cap::kNone : cap_log2 <= kSmallCap * kLog2e ? Cap::kSmall : Cap::kAny;
+  }
+
+  /// Calls body(cap, slopes), a Cap and a bool constant: whether there is a softcap, and ALiBi. Not
+  /// kAll: softcap has no copy of the body without ALiBi, for kernels with no registers to spare.
   template <bool kAll, typename Body>
   __device__ __forceinline__ void choose(const Body& body) const {
     using Yes = std::true_type;
     using No = std::false_type;
-    if (cap_log2 == 0.f) {
-      slope_log2 == 0.f ? body(No(), No()) : body(No(), Yes());
+    const Cap cap = this->cap();
+    if (cap == Cap::kNone) {
+      slope_log2 == 0.f ? body(CapConstant<Cap::kNone>(), No())
+                        : body(CapConstant<Cap::kNone>(), Yes());
+    } else if (cap == Cap::kAny) {
+      body(CapConstant<Cap::kAny>(), Yes());
     } else if (kAll && slope_log2 == 0.f) {
-      body(Yes(), No());
+      body(CapConstant<Cap::kSmall>(), No());
     } else {
-      body(Yes(), Yes());
+      body(CapConstant<Cap::kSmall>(), Yes());
     }
   }
 };
@@ -49,35 +63,44 @@ __device__ __forceinline__ ScoreRule score_rule(const CommonParams& p, int32_t b
   return score_rule(p, alibi_slope_log2(p, batch, head));
 }
 
-/// (1 - tanh(s / softcap)) / 2 = 1 / (1 + e^(2s / softcap)). Absolute error about 2^-23, against
-/// 2^-12 by way of tanh.approx.
-__device__ __forceinline__ float half_below_one(const ScoreRule& rule, float qk) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_fast(qk * rule.cap_power)));
-  return y;
-}
+/// What softcap computes with: relative errors of 2^-22 and 2^-23.
+struct FastMath {
+  __device__ __forceinline__ static float exp2(float x) { return exp2_fast(x); }
+  __device__ __forceinline__ static float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+};
 
 /// q.k -> score in log 2 units, softcap and ALiBi included. distance: |key - position of the
-/// query|. Also gives tanh(s / c), which backward needs (0 without softcap).
-template <bool kCaps, bool kSlopes>
-__device__ __forceinline__ float apply_rule(const ScoreRule& rule, float qk, float distance,
-                                            float& tanh) {
+/// query|.
+template <Cap kCap, bool kSlopes>
+__device__ __forceinline__ float apply_rule(const ScoreRule& rule, float qk, float distance) {
   float s;
-  tanh = 0.f;
-  if constexpr (kCaps) {
-    const float y = half_below_one(rule, qk);
-    tanh = __fmaf_rn(-2.f, y, 1.f);
-    s = __fmaf_rn(-2.f * rule.cap_log2, y, rule.cap_log2);
+  if constexpr (kCap != Cap::kNone) {
+    s = softcapped<kCap == Cap::kAny, false>(qk, rule.cap_log2, rule.cap_power, FastMath()).score;
   } else {
-    s = qk * rule.scale_log2;
+    // Rounded, and not left to be fused with what is subtracted: a row's maximum then gives 2^0
+    // also where a float32 is coarser than the exponents there are.
+    s = __fmul_rn(qk, rule.scale_log2);
   }
   if constexpr (kSlopes) s = __fmaf_rn(-rule.slope_log2, distance, s);
   return s;
 }
+/// The same for any rule; kPrecise: where the cap is not small. Also gives d(score) / d(scaled
+/// q.k), which backward needs.
+template <bool kPrecise>
 __device__ __forceinline__ float apply_rule(const ScoreRule& rule, float qk, float distance,
-                                            float& tanh) {
-  return rule.cap_log2 > 0.f ? apply_rule<true, true>(rule, qk, distance, tanh)
-                             : apply_rule<false, true>(rule, qk, distance, tanh);
+                                            float& slope) {
+  SoftcappedScore s{0.f, 1.f};
+  if (rule.cap_log2 > 0.f) {
+    s = softcapped<kPrecise, true>(qk, rule.cap_log2, rule.cap_power, FastMath());
+  } else {
+    s.score = __fmul_rn(qk, rule.scale_log2);
+  }
+  slope = s.slope;
+  return __fmaf_rn(-rule.slope_log2, distance, s.score);
 }
 
 /// Keys [x, y) that query i of a sequence sees, as kernels keep them in shared memory: int32, ends

@@ -22,6 +22,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+/// The smaller and the larger of two values; NaN where one is.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+  return x;
+}
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+  return x;
+}
+
 /// Over the lanes of a quad, which hold a row's columns between them. fmaxf passes over NaN: a NaN
 /// score shows in the sum.
 __device__ __forceinline__ float quad_max(float x) {
@@ -36,6 +46,17 @@ __device__ __forceinline__ float quad_sum(float x) {
 /// What to subtract from a row's scores: their maximum so far. A row that has seen no score above
 /// -inf has nothing to subtract: -inf - -inf would be NaN.
 __device__ __forceinline__ float reference_of(float max) { return max == -infinity() ? 0.f : max; }
+
+/// Whether a row's reference is so large that x * scale, exact in a fused x * scale - reference,
+/// may be away from the rounded reference by more than the exponents of weights allow: by 8 from
+/// 2^27 on, and by 64 from 2^30 on. Such rows are computed again from rounded scores.
+__device__ __forceinline__ bool is_coarse(float reference) {
+  return fabsf(reference) >= 0x1p27f && fabsf(reference) < infinity();
+}
+
+/// 2^32 times less than a row's largest weight is 1: so that the sum of weights times values near
+/// float32's largest stays finite where their mean is.
+inline constexpr float kValueShift = 32.f;
 
 /// A row's result from its maximum (in log 2 units) and its sum of 2^(score - maximum).
 struct RowResult {

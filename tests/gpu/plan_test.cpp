@@ -164,6 +164,35 @@ TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
       << s.text();
 }
 
+// A bound of the lengths may be anything; what is planned goes by the rows that there are.
+TEST(CudaPlan, AHugeBoundOfPackedSequencesCostsNothing) {
+  for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (const int64_t dim : {64, 128, 256}) {
+      for (const int cc : {80, 90}) {
+        for (const bool causal : {false, true}) {
+          Plan plans[2];
+          for (const int huge : {0, 1}) {
+            AttentionProblem p = problem(STROBE_BFLOAT16, dim, direction);
+            p.varlen = 1;
+            p.causal = causal;
+            p.total_q = p.total_k = 64;
+            p.seqlen_q = p.seqlen_k = huge ? INT32_MAX : 64;
+            const Status s = plan_for(p, device(cc), plans[huge]);
+            ASSERT_TRUE(s.ok()) << s.text();
+          }
+          EXPECT_STREQ(plans[0].kernel, plans[1].kernel);
+          EXPECT_EQ(plans[0].workspace_bytes, plans[1].workspace_bytes);
+          EXPECT_EQ(plans[0].work_items, plans[1].work_items);
+          EXPECT_EQ(plans[0].grid[0], plans[1].grid[0]);
+          EXPECT_EQ(plans[0].grid[1], plans[1].grid[1]);
+          EXPECT_EQ(plans[0].tile_q, plans[1].tile_q);
+          EXPECT_EQ(plans[0].tile_k, plans[1].tile_k);
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, InvalidProblemsStayInvalid) {
   Plan plan;
   AttentionProblem p = problem(STROBE_BFLOAT16, 64);

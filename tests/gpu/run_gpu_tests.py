@@ -42,6 +42,7 @@ if DEV == "cuda" and not torch.cuda.is_available():
     print("gpu tests: skipped (no GPU)")
     sys.exit(0)
 
+import extremes
 import strobe_torch as st
 from rows import ROWS, Row
 from strobe_torch import Backward, Case, Forward, lib
@@ -399,6 +400,11 @@ def test_special(_: argparse.Namespace) -> str:
         run_case(Case(batch=2, seqlen_q=700, seqlen_k=70, heads=2, head_dim=dim, causal=True, softcap=9.0), 5, backward=True)
         run_case(Case(batch=2, seqlen_q=70, seqlen_k=0, heads=2, head_dim=dim), 6, backward=True)
     return "infs, NaNs, growing scores, empty rows"
+
+
+def test_extremes(_: argparse.Namespace) -> str:
+    """Caps, scores, values and bounds at the ends of their range."""
+    return extremes.check(DEV)
 
 
 def test_shapes(_: argparse.Namespace) -> str:
