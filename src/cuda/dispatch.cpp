@@ -230,7 +230,8 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  for (const auto& [name, length] : {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
+  for (const auto& [name, length] :
+       {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
     if (length > kLongestSequence) {
       return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
                     static_cast<long long>(kLongestSequence));

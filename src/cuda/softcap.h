@@ -34,7 +34,7 @@ struct SoftcappedScore {
 inline constexpr float kSmallCap = 64.f;
 
 /// tanh(x) = 1 - 2 / (1 + e^2x) is off by about 2^-23 of 1, hence the score by so much of the cap:
-/// at most 1e-5 for small ones. kPrecise: the error is relative, by x times a polynomial in x^2
+/// at most 3e-5 for small ones. kPrecise: the error is relative, by x times a polynomial in x^2
 /// below tanh = 0.54, chosen without a branch; ten instructions more, a fifth of the forward
 /// pass's time. kSlope: the slope is wanted. It is 4 y (1 - y), y = 1 / (1 + e^2|x|) being at most
 /// a half: nothing cancels. `math` has exp2 and reciprocal.

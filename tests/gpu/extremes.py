@@ -114,7 +114,8 @@ def huge_scores(faults: Faults, device: str) -> None:
                 silent = dout * rows  # rows that may go either way say nothing
                 run = Run(case, x, silent)
                 reference = st.full_reference_backward(case, **x, dout=silent)[2]
-                limit = 0.25 if size < 3e6 else 0.01  # below, float32's lse is what decides
+                # Below 3e6 float32's lse decides; up to 1e9 a short row's score may be off by more than its own rounding.
+                limit = 0.25 if size < 3e6 else 0.06 if size < 1e9 else 0.01
                 faults.expect(name + "dv", off(run.dv, reference) / reference.abs().max(), limit)
                 for n in ("dq", "dk"):
                     if not bool(torch.isfinite(getattr(run, n)).all()):
