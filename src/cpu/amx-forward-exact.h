@@ -89,8 +89,10 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
   const Range tile = f.tile(u.tile);
   const Mask& mask = f.sequence.mask;
   const bool split = f.few_keys(u.tile);
-  for (int64_t r = 0; r < kForwardTileQ; ++r) {
-    const int64_t query = min64(tile.begin + r, tile.end - 1);
+  const RoundToPairs to_pairs;
+  // Rows of P past the last query keep what they have: nobody reads what comes of them.
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    const int64_t query = tile.begin + r;
     const Range seen = mask.row(query);
     float* const at = f.s.s + r * kGroup;
     const auto position = static_cast<float>(mask.position(query) - u.key);
@@ -135,20 +137,21 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
       __m512 b =
           exp2_exact(_mm512_fmsub_ps(_mm512_sub_ps(load(s + kTile), reference), log2e, less));
       const __m512 both = _mm512_add_ps(a, b);
-      __m512i pairs = RoundToPairs()(a, b);
+      __m512i pairs = to_pairs(a, b);
       total = _mm512_add_ps(total, both);
-      rounded_total = split ? total : add_pairs(rounded_total, pairs);
+      rounded_total =
+          split ? total
+                : _mm512_add_ps(rounded_total, _mm512_add_ps(round_to_bf16(a), round_to_bf16(b)));
       if (rule.dropout) {
         // The sums stay those of all weights: dropout comes after the softmax.
         a = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g]), a);
         b = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g] >> 16), b);
-        pairs = RoundToPairs()(a, b);
+        pairs = to_pairs(a, b);
       }
       const int64_t row = (g * kForwardTileQ + r) * kPair;
       _mm512_store_si512(exact_weights_at(f, false) + row, pairs);
       if (split) {
-        _mm512_store_si512(exact_weights_at(f, true) + row,
-                           RoundToPairs()(low_part(a), low_part(b)));
+        _mm512_store_si512(exact_weights_at(f, true) + row, to_pairs(low_part(a), low_part(b)));
       }
     }
     *sum += _mm512_reduce_add_ps(total);

@@ -258,10 +258,11 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   Range many = plain ? Range{0, tiles} : Range{0, 0};
   while (!many.empty() && f.few_keys(many.begin)) ++many.begin;
   while (!many.empty() && f.few_keys(many.end - 1)) --many.end;
-  for (const Range others : {Range{0, many.begin}, Range{many.end, tiles}}) {
-    if (others.empty()) continue;
-    exact_tiles(f, others.begin, others.end, 0);
-    for (int64_t t = others.begin; t < others.end; ++t) finish_all_exact(f, t, ~0u, lse);
+  const Range others[] = {{0, many.begin}, {many.end, tiles}};
+  for (const Range few : others) {
+    if (few.empty()) continue;
+    exact_tiles(f, few.begin, few.end, 0);
+    for (int64_t t = few.begin; t < few.end; ++t) finish_all_exact(f, t, ~0u, lse);
   }
   if (!many.empty()) pipeline_tiles(f, many, lse);
   _tile_release();

@@ -117,26 +117,33 @@ struct Softcap {
 
   STROBE_INLINE __m512 operator()(__m512 s, __m512& slope) const {
     const __m512 x = _mm512_mul_ps(_mm512_mul_ps(s, set(up)), set(inverse));
-    // e = exp(-2 |x|): tanh |x| = (1 - e) / (1 + e), and its derivative is 4 e / (1 + e)^2.
-    const __m512 e = exp2_exact(_mm512_mul_ps(_mm512_abs_ps(x), set(-2 * kLog2e)));
-    const __m512 r = _mm512_div_ps(set(1), _mm512_add_ps(e, set(1)));
-    slope = _mm512_mul_ps(_mm512_mul_ps(set(4), e), _mm512_mul_ps(r, r));
-    const __m512 large = _mm512_mul_ps(set(cap), _mm512_mul_ps(_mm512_sub_ps(set(1), e), r));
-    // 1 - e cancels where |x| is small: there s (1 + x^2 p(x^2)), with Cephes' p, which never
-    // multiplies by the cap.
+    // Where |x| is small: tanh x = x (1 + x^2 p(x^2)) with Cephes' p, and s instead of cap * x.
     const __m512 z = _mm512_mul_ps(x, x);
     __m512 p = set(-5.70498872745e-3f);
     p = _mm512_fmadd_ps(p, z, set(2.06390887954e-2f));
     p = _mm512_fmadd_ps(p, z, set(-5.37397155531e-2f));
     p = _mm512_fmadd_ps(p, z, set(1.33314422036e-1f));
     p = _mm512_fmadd_ps(p, z, set(-3.33332819422e-1f));
-    const __m512 small = _mm512_fmadd_ps(s, _mm512_mul_ps(z, p), s);
+    p = _mm512_mul_ps(p, z);
+    const __m512 t = _mm512_fmadd_ps(x, p, x);
+    const __m512 small = _mm512_fmadd_ps(s, p, s);
+    slope = _mm512_fnmadd_ps(t, t, set(1));
     const __mmask16 is_small = _mm512_cmp_ps_mask(_mm512_abs_ps(x), set(0.625f), _CMP_LT_OQ);
-    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    // A cap is mostly far above the scores.
+    if (is_small == 0xFFFF) [[likely]]
+      return small;
+
+    // Else e = exp(-2 |x|): tanh |x| = (1 - e) / (1 + e), and its derivative is 4 e / (1 + e)^2.
+    const __m512 e = exp2_exact(_mm512_mul_ps(_mm512_abs_ps(x), set(-2 * kLog2e)));
+    const __m512 r = _mm512_div_ps(set(1), _mm512_add_ps(e, set(1)));
+    const __m512 large = _mm512_mul_ps(set(cap), _mm512_mul_ps(_mm512_sub_ps(set(1), e), r));
+    const __m512 large_slope = _mm512_mul_ps(_mm512_mul_ps(set(4), e), _mm512_mul_ps(r, r));
+    slope = _mm512_mask_mov_ps(large_slope, is_small, slope);
     // large | (s & sign): its own sign is clear, NaN's does not matter.
-    const __m512 with_sign =
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    const __m512 signed_large =
         as_float(_mm512_ternarylogic_epi32(as_int(large), as_int(s), sign, 0xF8));
-    return _mm512_mask_mov_ps(with_sign, is_small, small);
+    return _mm512_mask_mov_ps(signed_large, is_small, small);
   }
 };
 
@@ -160,18 +167,17 @@ struct RoundToPairs {
 /// bf16 values never give such a NaN; float32 values of the caller's may.
 STROBE_AMX float plain_nan(float x) { return x == x ? x : __builtin_nanf(""); }
 
-/// What rounding x to bf16 takes away; 0 where that is not finite.
-STROBE_AMX __m512 low_part(__m512 x) {
-  const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(as_int(x), _mm512_set1_epi32(0x8000)),
-                                           _mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
-  const __m512 high = as_float(rounded);
-  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(high), set(kInfinity), _CMP_LT_OQ);
-  return _mm512_maskz_sub_ps(finite, x, high);
+/// x as RoundToPairs rounds it, in float32.
+STROBE_AMX __m512 round_to_bf16(__m512 x) {
+  return as_float(_mm512_and_si512(_mm512_add_epi32(as_int(x), _mm512_set1_epi32(0x8000)),
+                                   _mm512_set1_epi32(static_cast<int>(0xFFFF0000))));
 }
 
-/// Adds the bf16 values that 16 pairs hold to 16 lanes.
-STROBE_AMX __m512 add_pairs(__m512 sum, __m512i pairs) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3F80));
+/// What rounding x to bf16 takes away; 0 where that is not finite.
+STROBE_AMX __m512 low_part(__m512 x) {
+  const __m512 high = round_to_bf16(x);
+  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(high), set(kInfinity), _CMP_LT_OQ);
+  return _mm512_maskz_sub_ps(finite, x, high);
 }
 
 /// 16 bf16 values as float32.
