@@ -47,7 +47,8 @@ strobe_isa(portable src/cpu/kernels_portable.cpp ${highway})
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${highway})
   strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${highway})
-  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16 ${amx_sanitize})
+  # Nothing there throws; without the flag GCC 12 refers to the shared handler of exceptions all the same.
+  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions ${amx_sanitize})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   # Highway's HWY_NEON includes AES on 64-bit Arm.
   strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto ${highway})

@@ -254,11 +254,13 @@ namespace {
 // Plans and launches with a workspace that is poison inside and watched around.
 template <typename Args, typename Launch>
 std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args args,
-                          bool own_workspace, Launch launch) {
+                          bool own_workspace, const std::function<void(strobe_plan&)>& edit,
+                          Launch launch) {
   strobe_plan plan;
   plan.struct_size = sizeof plan;
   strobe_status status = strobe_plan_make(&problem, &plan);
   if (status != STROBE_OK) return std::string(name) + " plan: " + strobe_last_error();
+  if (edit) edit(plan);
   Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
   workspace.Seal();
   if (!own_workspace) {
@@ -282,7 +284,7 @@ std::string Fixture::Forward(bool with_lse) {
     args.lse = nullptr;
   }
   const std::string error = PlanAndLaunch("forward", MakeProblem(STROBE_FORWARD), args,
-                                          case_.own_workspace, strobe_forward);
+                                          case_.own_workspace, edit_plan, strobe_forward);
   return error.empty() ? CheckMemory("forward") : error;
 }
 
@@ -292,7 +294,7 @@ std::string Fixture::Backward() {
   dk.AllowWrite();
   dv.AllowWrite();
   const std::string error = PlanAndLaunch("backward", MakeProblem(STROBE_BACKWARD), BackwardArgs(),
-                                          case_.own_workspace, strobe_backward);
+                                          case_.own_workspace, edit_plan, strobe_backward);
   return error.empty() ? CheckMemory("backward") : error;
 }
 

@@ -3,6 +3,7 @@
 #ifndef STROBE_TESTS_FIXTURE_H_
 #define STROBE_TESTS_FIXTURE_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,6 +50,10 @@ class Fixture {
   void RestoreLse(const std::string& bits) const;
 
   const Case& c() const { return case_; }
+
+  /// Called with each plan before its launch, where there is one: to run another kernel than
+  /// strobe_plan_make chose.
+  std::function<void(strobe_plan&)> edit_plan;
 
   Strided q, k, v, out, dout, dq, dk, dv;
 

@@ -74,6 +74,23 @@ static bool start_item(const Backward& b) {
   return special;
 }
 
+/// Whether the tile's scores may be computed with lse as the product's initial value: lse / scale
+/// has to be a number of an ordinary size, and lse's rounding error small beside a weight's.
+static bool lse_may_start(const Backward& b, const QueryTile& t) {
+  if (!(__builtin_fabsf(t.rule.scale) > 1e-20f)) return false;
+  const float* const lse =
+      b.c.lse + b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin;
+  uint32_t large = 0;
+  for (int64_t r = 0; r < t.queries.size(); r += kTile) {
+    const auto lane = static_cast<__mmask16>(lanes(0, t.queries.size() - r));
+    const __m512 x = _mm512_abs_ps(_mm512_maskz_loadu_ps(lane, lse + r));
+    // Infinity stands for a row that sees nothing.
+    large |= _mm512_cmp_ps_mask(x, set(kLargeScore), _CMP_GE_OQ) &
+             _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
+  }
+  return large == 0;
+}
+
 /// Copies of a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
 static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const AttentionProblem& p = b.c.problem;
@@ -88,8 +105,8 @@ static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const int64_t at = b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin;
   const float lse_factor = t.rule.plain ? -1 / t.rule.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {
-    b.s.lse[r] = r < n ? b.c.lse[at + r] * lse_factor : 0;
-    b.s.delta[r] = r < n ? -b.c.delta[at + r] : 0;
+    b.s.lse[r] = r < n ? plain_nan(b.c.lse[at + r] * lse_factor) : 0;
+    b.s.delta[r] = r < n ? plain_nan(-b.c.delta[at + r]) : 0;
   }
   return special;
 }
@@ -202,14 +219,18 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   // Without queries there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? group : 0;
   for (int64_t head = item.head_kv * group; head < item.head_kv * group + heads; ++head) {
-    QueryTile t{head, {0, 0}, ScoreRule(c, item.batch, head)};
-    // lse / scale has to be a number of an ordinary size.
-    t.rule.plain &= __builtin_fabsf(p.scale) > 1e-20f;
+    QueryTile t{head, {0, 0}, ScoreRule(c, item.batch, head), 0};
+    const bool plain = t.rule.plain;
     for (int64_t q = queries.begin / kBackwardTileQ * kBackwardTileQ; q < queries.end;
          q += kBackwardTileQ) {
       t.queries = {q, min64(q + kBackwardTileQ, mask.seqlen_q)};
       const Visit turn = visit(c, mask, t.queries, item.k_begin);
       if (turn.none) continue;
+      t.rule.plain = plain && lse_may_start(b, t);
+      t.few = 0;
+      for (int64_t n = 0; n < t.sub_tiles(); ++n) {
+        t.few |= static_cast<uint32_t>(mask.kv_range(t.sub_tile(n)).size() <= kFewKeys) << n;
+      }
       if (b.d_blocks + b.dv_blocks <= 3) {
         backward_tile<2>(b, t, turn, k_special);
       } else {

@@ -1,5 +1,9 @@
-// The forward pass for every rule that scores can have, and for rows that amx-forward.h gave up:
-// plain online softmax, one unit of 32 queries and 128 keys after the other, nothing overlapped.
+// The forward pass for every rule that scores can have, for queries that see few keys, and for rows
+// that amx-forward.h gave up: plain online softmax, one unit of 32 queries and 128 keys after the
+// other, nothing overlapped.
+//
+// O is divided by the sum of the weights as they meet V, rounded to bf16: where one outweighs the
+// rest, its rounding error is in both and cancels. lse is made of the sum of weights as they are.
 #ifndef STROBE_CPU_AMX_FORWARD_EXACT_H_
 #define STROBE_CPU_AMX_FORWARD_EXACT_H_
 
@@ -9,7 +13,8 @@
 namespace strobe::cpu::amx {
 
 /// Where amx-forward.h keeps `reference` and `sum`, 16 lanes of each row, this keeps one value each
-/// in the first lane: the running maximum (of scores, in natural units) and the sum of weights.
+/// in the first lane: the running maximum (of scores, in natural units) and the sum of weights. In
+/// the second lane of `sum`: the sum of weights rounded to bf16.
 STROBE_AMX void exact_scores(const Forward& f, const Unit& u) {
   const int64_t n = f.d_blocks;
   const Bf16* const q = f.s.q + u.tile * kForwardTileQ * n * kPair;
@@ -37,7 +42,13 @@ STROBE_AMX void exact_scores(const Forward& f, const Unit& u) {
   }
 }
 
+/// Weights of a unit; their low parts where they are split.
+STROBE_AMX Bf16* exact_weights_at(const Forward& f, bool low) {
+  return f.s.p + (low ? kForwardTileQ * kUnit : 0);
+}
+
 STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
+  const bool split = f.few_keys(u.tile);
   const int64_t n = f.dv_blocks;
   for (int64_t b = 0; b < n; ++b) {
     float* const o = f.o_tile(u.tile) + b * 4 * kTileFloat;
@@ -46,12 +57,20 @@ STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
     tile_load<2>(o + 2 * kTileFloat);
     tile_load<3>(o + 3 * kTileFloat);
     for (int64_t g = 0; g < u.groups; ++g) {
-      const Bf16* const p = f.s.p + g * 2 * kTileBf16;
+      const Bf16* const p = exact_weights_at(f, false) + g * 2 * kTileBf16;
       const Bf16* const v = f.s.v + ((u.key_in_block + g * kGroup) * n + b * kGroup) * kPair;
       tile_load<4>(p);
       tile_load<5>(p + kTileBf16);
       tile_load<6>(v);
       tile_load<7>(v + kTileBf16);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 4, 7>();
+      tile_multiply<2, 5, 6>();
+      tile_multiply<3, 5, 7>();
+      if (!split) continue;
+      const Bf16* const low = exact_weights_at(f, true) + g * 2 * kTileBf16;
+      tile_load<4>(low);
+      tile_load<5>(low + kTileBf16);
       tile_multiply<0, 4, 6>();
       tile_multiply<1, 4, 7>();
       tile_multiply<2, 5, 6>();
@@ -64,12 +83,16 @@ STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
   }
 }
 
-/// Scores of the unit become weights; O and the sum so far are scaled to the new maximum.
-static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u) {
+/// Scores of the unit become weights, times 2^-lower; O and the sums so far are scaled to the new
+/// maximum.
+static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u, int lower) {
   const Range tile = f.tile(u.tile);
   const Mask& mask = f.sequence.mask;
-  for (int64_t r = 0; r < kForwardTileQ; ++r) {
-    const int64_t query = min64(tile.begin + r, tile.end - 1);
+  const bool split = f.few_keys(u.tile);
+  const RoundToPairs to_pairs;
+  // Rows of P past the last query keep what they have: nobody reads what comes of them.
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    const int64_t query = tile.begin + r;
     const Range seen = mask.row(query);
     float* const at = f.s.s + r * kGroup;
     const auto position = static_cast<float>(mask.position(query) - u.key);
@@ -91,6 +114,7 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
       if (*maximum != -kInfinity) {
         const __m512 rescale = exp2_exact(set((*maximum - now) * kLog2e));
         *sum *= _mm512_cvtss_f32(rescale);
+        sum[1] *= _mm512_cvtss_f32(rescale);
         float* const o = f.o_tile(u.tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
         for (int64_t b = 0; b < f.dv_blocks * 4; b += 4) {
           for (int64_t h = 0; h < 2; ++h) {
@@ -105,30 +129,43 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
     const __m512 reference = set(*maximum == -kInfinity ? 0 : *maximum);
     uint32_t keep[kUnitGroups];
     if (rule.dropout) rule.keep_keys(query, u.key, keep);
-    __m512 total = _mm512_setzero_ps();
+    __m512 total = _mm512_setzero_ps(), rounded_total = total;
     for (int64_t g = 0; g < u.groups; ++g) {
       const float* const s = at + g * kForwardTileQ * kGroup;
-      const __m512 log2e = set(kLog2e);
-      __m512 a = exp2_exact(_mm512_mul_ps(_mm512_sub_ps(load(s), reference), log2e));
-      __m512 b = exp2_exact(_mm512_mul_ps(_mm512_sub_ps(load(s + kTile), reference), log2e));
-      total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+      const __m512 log2e = set(kLog2e), less = set(static_cast<float>(lower));
+      __m512 a = exp2_exact(_mm512_fmsub_ps(_mm512_sub_ps(load(s), reference), log2e, less));
+      __m512 b =
+          exp2_exact(_mm512_fmsub_ps(_mm512_sub_ps(load(s + kTile), reference), log2e, less));
+      const __m512 both = _mm512_add_ps(a, b);
+      __m512i pairs = to_pairs(a, b);
+      total = _mm512_add_ps(total, both);
+      rounded_total =
+          split ? total
+                : _mm512_add_ps(rounded_total, _mm512_add_ps(round_to_bf16(a), round_to_bf16(b)));
       if (rule.dropout) {
-        // The sum stays that of all weights: dropout comes after the softmax.
+        // The sums stay those of all weights: dropout comes after the softmax.
         a = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g]), a);
         b = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g] >> 16), b);
+        pairs = to_pairs(a, b);
       }
-      _mm512_store_si512(f.s.p + (g * kForwardTileQ + r) * kPair, RoundToPairs()(a, b));
+      const int64_t row = (g * kForwardTileQ + r) * kPair;
+      _mm512_store_si512(exact_weights_at(f, false) + row, pairs);
+      if (split) {
+        _mm512_store_si512(exact_weights_at(f, true) + row, to_pairs(low_part(a), low_part(b)));
+      }
     }
     *sum += _mm512_reduce_add_ps(total);
+    sum[1] += _mm512_reduce_add_ps(rounded_total);
   }
 }
 
-/// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sum of their rows.
-static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end) {
+/// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sums of their rows.
+/// lower: weights are 2^-lower of what they are against the maximum.
+static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lower) {
   const ScoreRule rule(f.c, f.item.batch, f.item.head);
   for (int64_t r = tile * kForwardTileQ; r < tile_end * kForwardTileQ; ++r) {
     f.s.reference[r * kTile] = -kInfinity;
-    f.s.sum[r * kTile] = 0;
+    f.s.sum[r * kTile] = f.s.sum[r * kTile + 1] = 0;
   }
   __builtin_memset(
       f.o_tile(tile), 0,
@@ -143,7 +180,7 @@ static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end) {
     Units units(f, block, tile, tile_end);
     for (Unit u; units.next(u);) {
       exact_scores(f, u);
-      exact_weights(f, rule, u);
+      exact_weights(f, rule, u, lower);
       if (special) add_special(f, u, f.s.p, f.o_tile(u.tile));
       exact_output(f, u);
     }

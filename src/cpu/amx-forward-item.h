@@ -21,12 +21,33 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
-/// Minus the score of each query of a tile with the first key that it sees. block: the first
+/// Minus the largest of 16 finite scores of 16 queries; 0 where there is none. scores: row by row.
+/// ends: how many of its scores each query sees.
+STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
+  __m512i lanes_of[16];
+  STROBE_UNROLL for (int i = 0; i < 16; ++i) lanes_of[i] = as_int(load(scores + i * kTile));
+  transpose(lanes_of);
+  // What is wanted is the largest after the scale: the smallest product where that is negative.
+  const __m512i sign = _mm512_set1_epi32(scale < 0 ? INT32_MIN : 0);
+  __m512 largest = set(-kInfinity);
+  STROBE_UNROLL for (int i = 0; i < 16; ++i) {
+    const __m512 x = as_float(_mm512_xor_si512(lanes_of[i], sign));
+    const __mmask16 seen = _mm512_cmpgt_epi32_mask(ends, _mm512_set1_epi32(i)) &
+                           _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
+    largest = _mm512_mask_max_ps(largest, seen, largest, x);
+  }
+  const __mmask16 found = _mm512_cmp_ps_mask(largest, set(-kInfinity), _CMP_GT_OQ);
+  const __m512i minus = _mm512_set1_epi32(scale < 0 ? 0 : INT32_MIN);
+  return as_float(_mm512_maskz_xor_epi32(found, as_int(largest), minus));
+}
+
+/// The references of a tile: minus the largest score of each query with the first 16 keys where all
+/// queries see from the first key on; else with the first key that it sees. block: the first
 /// super-block, which is packed.
 static void fill_reference(const Forward& f, Range block, int64_t t) {
   const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
               last = f.sequence.mask.row(tile.end - 1);
-  alignas(64) float score[kForwardTileQ] = {};
+  alignas(64) float reference[kForwardTileQ] = {};
   // By the tile alone, not by what of K its item has packed: else bits would depend on the cut.
   if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0) {
     const int64_t n = f.d_blocks;
@@ -43,7 +64,16 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
     tile_store<0>(f.s.s);
     tile_store<1>(f.s.s + kTileFloat);
-    for (int64_t r = 0; r < tile.size(); ++r) score[r] = f.s.s[r * kTile];
+    const bool all = f.sequence.mask.full_range(tile).contains({0, kTile});
+    for (int64_t half = 0; half < kForwardTileQ; half += kTile) {
+      alignas(64) int32_t ends[kTile];
+      for (int64_t r = 0; r < kTile; ++r) {
+        const int64_t query = min64(tile.begin + half + r, tile.end - 1);
+        ends[r] = all ? kTile : static_cast<int32_t>(min64(f.sequence.mask.row(query).end, kTile));
+      }
+      store(reference + half,
+            reference_of(f.s.s + half * kTile, _mm512_load_si512(ends), f.c.problem.scale));
+    }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
       const Range seen = f.sequence.mask.row(tile.begin + r);
@@ -54,13 +84,11 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
       for (int64_t d = 0; d < q.dim; d += kPair) {
         sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
       }
-      score[r] = _mm512_reduce_add_ps(sum);
+      const float score = _mm512_reduce_add_ps(sum);
+      reference[r] = __builtin_isfinite(score) ? -score : 0;
     }
   }
-  for (int64_t r = 0; r < kForwardTileQ; ++r) {
-    const float x = __builtin_isfinite(score[r]) ? -score[r] : 0;
-    store(f.reference(t) + r * kTile, set(x));
-  }
+  for (int64_t r = 0; r < kForwardTileQ; ++r) store(f.reference(t) + r * kTile, set(reference[r]));
 }
 
 /// Writes row `r` of a tile, times `factor`; zeros where that is 0: O has nothing of a row that
@@ -87,6 +115,16 @@ STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float facto
   return _mm512_cmpneq_ps_mask(check, check) == 0;
 }
 
+/// The sums of 16 rows of 16 values.
+STROBE_AMX __m512 sum_rows(const float* rows) {
+  __m512i lanes_of[16];
+  STROBE_UNROLL for (int i = 0; i < 16; ++i) lanes_of[i] = as_int(load(rows + i * kTile));
+  transpose(lanes_of);
+  __m512 sum = as_float(lanes_of[0]);
+  STROBE_UNROLL for (int i = 1; i < 16; ++i) sum = _mm512_add_ps(sum, as_float(lanes_of[i]));
+  return sum;
+}
+
 /// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by
 /// bit.
 static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
@@ -97,30 +135,27 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
-    __m512i lanes_of[16];
-    STROBE_UNROLL for (int i = 0; i < 16; ++i) {
-      lanes_of[i] = as_int(load(f.s.sum + at + i * kTile));
-    }
-    transpose(lanes_of);
-    __m512 sum = as_float(lanes_of[0]);
-    STROBE_UNROLL for (int i = 1; i < 16; ++i) sum = _mm512_add_ps(sum, as_float(lanes_of[i]));
-    sum = _mm512_mul_ps(sum, set(static_cast<float>(1 / kBf16Bias)));
+    const __m512 sum = sum_rows(f.s.sum + at);
+    const __m512i rows =
+        _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    const __m512 reference =
+        _mm512_mul_ps(set(-f.c.problem.scale), _mm512_i32gather_ps(rows, f.s.reference + at, 4));
 
     __mmask16 empty = 0;
     for (int64_t r = 0; some_empty && r < n; ++r) {
       if (mask.row(tile.begin + half + r).empty()) empty |= static_cast<__mmask16>(1u << r);
     }
-    // The first key's weight is 1, so a smaller sum is as wrong as a sum that leaves O little room
-    // before it overflows.
-    const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
-                           _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ);
+    // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
+    // room before it overflows. A reference that is too large has left its rounding errors in all
+    // scores of the row.
+    const __mmask16 good =
+        _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
+        _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ) &
+        _mm512_cmp_ps_mask(_mm512_abs_ps(reference), set(kLargeScore), _CMP_LT_OQ);
     alignas(64) float factor[kTile];
     store(factor, _mm512_maskz_div_ps(good & ~empty, set(1), sum));
     if (lse) {
-      const __m512i rows =
-          _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-      const __m512 reference = _mm512_i32gather_ps(rows, f.s.reference + at, 4);
-      const __m512 x = _mm512_fnmadd_ps(set(f.c.problem.scale), reference, log(sum));
+      const __m512 x = _mm512_add_ps(reference, log(sum));
       _mm512_mask_storeu_ps(lse + tile.begin + half, static_cast<__mmask16>(lanes(0, n)),
                             _mm512_mask_mov_ps(x, empty, set(-kInfinity)));
     }
@@ -132,9 +167,11 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   return failed;
 }
 
-/// Writes the rows among `rows` of a tile that amx-forward-exact.h computed.
-static void finish_exact(const Forward& f, int64_t t, uint32_t rows, float* lse) {
+/// Writes the rows among `rows` of a tile that amx-forward-exact.h computed. Returns those whose
+/// weights are finite and O is not.
+static uint32_t finish_exact(const Forward& f, int64_t t, uint32_t rows, int lower, float* lse) {
   const Range tile = f.tile(t);
+  uint32_t failed = 0;
   for (int64_t r = 0; r < tile.size(); ++r) {
     if (!(rows >> r & 1)) continue;
     const int64_t at = (t * kForwardTileQ + r) * kTile;
@@ -143,12 +180,61 @@ static void finish_exact(const Forward& f, int64_t t, uint32_t rows, float* lse)
     // Seen scores that are all -inf leave a sum of 0, and give NaN as plain attention does.
     const float nan = __builtin_nanf("");
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
-    write_row(f, t, r, empty ? 0 : sum == 0 ? nan : keep_scale / sum);
+    const float factor = empty ? 0 : sum == 0 ? nan : keep_scale / f.s.sum[at + 1];
+    const bool finite = write_row(f, t, r, factor);
+    failed |= static_cast<uint32_t>(!finite && sum > 0 && __builtin_isfinite(sum)) << r;
     if (lse) {
-      lse[tile.begin + r] = empty      ? -kInfinity
-                            : sum == 0 ? nan
-                                       : f.s.reference[at] + __builtin_logf(sum);
+      lse[tile.begin + r] = empty ? -kInfinity
+                            : sum == 0
+                                ? nan
+                                : f.s.reference[at] + __builtin_logf(__builtin_ldexpf(sum, lower));
     }
+  }
+  return failed;
+}
+
+/// finish_exact; and again what overflowed.
+static void finish_all_exact(const Forward& f, int64_t t, uint32_t rows, float* lse) {
+  rows = finish_exact(f, t, rows, 0, lse);
+  if (rows == 0) return;
+  // O may have passed float32's largest value although the mean that it is divided to has not.
+  // Weights whose sum stays below 1 prevent that. (Or V has infinities or NaN: the same again.)
+  const int lower = 64 - __builtin_clzll(static_cast<unsigned long long>(f.sequence.mask.seqlen_k));
+  exact_tiles(f, t, t + 1, lower);
+  finish_exact(f, t, rows, lower, lse);
+}
+
+/// Tiles that the pipeline may have.
+static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
+  __builtin_memset(f.s.sum + tiles.begin * kForwardTileQ * kTile, 0,
+                   static_cast<size_t>(tiles.size() * kForwardTileQ * kTile) * sizeof(float));
+  const Range keys =
+      f.sequence.mask.kv_range({f.tile(tiles.begin).begin, f.tile(tiles.end - 1).end});
+  const int64_t size = super_block(f.c.problem);
+  for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
+       block = block_at(keys, block.end, size)) {
+    const int64_t padded = round_up(block.size(), kGroup);
+    pack_columns(f.k_rows(block), padded, f.s.k);
+    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    if (block.begin <= keys.begin) {
+      for (int64_t t = tiles.begin; t < tiles.end; ++t) fill_reference(f, block, t);
+    }
+    // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
+    // a unit has 32 rows and 4 products for each block of 32 of either head dim.
+    const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
+    if (rows >= 4) {
+      ForwardPipeline<4>(f, block, tiles, special).run();
+    } else if (rows >= 2) {
+      ForwardPipeline<2>(f, block, tiles, special).run();
+    } else {
+      ForwardPipeline<1>(f, block, tiles, special).run();
+    }
+  }
+  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+    const uint32_t failed = finish_tile(f, t, lse);
+    if (failed == 0) continue;
+    exact_tiles(f, t, t + 1, 0);
+    finish_all_exact(f, t, failed, lse);
   }
 }
 
@@ -167,41 +253,18 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
-  if (!ScoreRule(c, item.batch, item.head).plain) {
-    exact_tiles(f, 0, tiles);
-    for (int64_t t = 0; t < tiles; ++t) finish_exact(f, t, ~0u, lse);
-    _tile_release();
-    return;
+  // Of the tiles in a row those that see few keys are the first and the last.
+  const bool plain = ScoreRule(c, item.batch, item.head).plain;
+  Range many = plain ? Range{0, tiles} : Range{0, 0};
+  while (!many.empty() && f.few_keys(many.begin)) ++many.begin;
+  while (!many.empty() && f.few_keys(many.end - 1)) --many.end;
+  const Range others[] = {{0, many.begin}, {many.end, tiles}};
+  for (const Range few : others) {
+    if (few.empty()) continue;
+    exact_tiles(f, few.begin, few.end, 0);
+    for (int64_t t = few.begin; t < few.end; ++t) finish_all_exact(f, t, ~0u, lse);
   }
-
-  __builtin_memset(f.s.sum, 0, static_cast<size_t>(tiles * kForwardTileQ * kTile) * sizeof(float));
-  const Range keys = f.sequence.mask.kv_range({item.q_begin, item.q_end});
-  const int64_t size = super_block(p);
-  for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
-       block = block_at(keys, block.end, size)) {
-    const int64_t padded = round_up(block.size(), kGroup);
-    pack_columns(f.k_rows(block), padded, f.s.k);
-    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
-    if (block.begin <= keys.begin) {
-      for (int64_t t = 0; t < tiles; ++t) fill_reference(f, block, t);
-    }
-    // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
-    // a unit has 32 rows and 4 products for each block of 32 of either head dim.
-    const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
-    if (rows >= 4) {
-      ForwardPipeline<4>(f, block, tiles, special).run();
-    } else if (rows >= 2) {
-      ForwardPipeline<2>(f, block, tiles, special).run();
-    } else {
-      ForwardPipeline<1>(f, block, tiles, special).run();
-    }
-  }
-  for (int64_t t = 0; t < tiles; ++t) {
-    const uint32_t failed = finish_tile(f, t, lse);
-    if (failed == 0) continue;
-    exact_tiles(f, t, t + 1);
-    finish_exact(f, t, failed, lse);
-  }
+  if (!many.empty()) pipeline_tiles(f, many, lse);
   _tile_release();
 }
 

@@ -8,11 +8,13 @@
 //     O [32][dim_v] += P V                             a unit at a time, 32 columns of O at once
 //
 // No running maximum. The largest score is not needed, only one near enough to keep exp2 in
-// float32's range, and bf16 has the same range: `reference` is the score of the first key that the
-// query sees. It enters as the tile product's initial value, so that it costs next to nothing, and
-// neither a maximum nor a rescaling is left in the loop. A row whose scores rise more than about 40
-// above it (weights of e^40) has a sum that is too large at the end, and is computed again by
-// amx-forward-exact.h.
+// float32's range, and bf16 has the same range: `reference` is the largest score of the first keys
+// that the query sees. It enters as the tile product's initial value, so that it costs next to
+// nothing, and neither a maximum nor a rescaling is left in the loop. A row whose scores rise more
+// than about 40 above it (weights of e^40) has a sum that is too large at the end, and is computed
+// again by amx-forward-exact.h.
+//
+// Tiles whose queries see few keys (kFewKeys) leave this to amx-forward-exact.h too.
 //
 // Pipeline. Tile products run asynchronously, vector instructions beside them. Three streams move
 // through the units of a super-block, each ahead of the next:
@@ -82,6 +84,10 @@ struct Forward {
   STROBE_INLINE Range tile(int64_t t) const {
     const int64_t begin = item.q_begin + t * kForwardTileQ;
     return {begin, min64(begin + kForwardTileQ, item.q_end)};
+  }
+  /// Whether the tile's weights are split (kFewKeys).
+  STROBE_INLINE bool few_keys(int64_t t) const {
+    return sequence.mask.kv_range(tile(t)).size() <= kFewKeys;
   }
   STROBE_INLINE int64_t head_kv() const {
     return item.head / (c.problem.heads / c.problem.heads_kv);
@@ -174,12 +180,12 @@ class ForwardPipeline {
  public:
   struct Constants {
     FastExp2 exp2;
-    TruncateToPairs pairs;
+    RoundToPairs pairs;
   };
 
-  STROBE_INLINE ForwardPipeline(const Forward& f, Range block, int64_t tiles, bool any_special)
+  STROBE_INLINE ForwardPipeline(const Forward& f, Range block, Range tiles, bool any_special)
       : f_(f),
-        units_(f, block, 0, tiles),
+        units_(f, block, tiles.begin, tiles.end),
         products_(f.s.spare),
         constants_{FastExp2(f.c.problem.scale * kLog2e), {}},
         any_special_(any_special),

@@ -1,4 +1,4 @@
-// exp2, tanh, rounding to bf16 and dropout's bits, sixteen float32 lanes at a time.
+// exp2, softcap, rounding to bf16 and dropout's bits, sixteen float32 lanes at a time.
 #ifndef STROBE_CPU_AMX_MATH_H_
 #define STROBE_CPU_AMX_MATH_H_
 
@@ -19,11 +19,6 @@ STROBE_AMX __m512 exp2_exact(__m512 x) {
   // reduce rounds to the nearest integer, scalef down: what it is given must be that integer.
   return _mm512_scalef_ps(p, _mm512_sub_ps(x, f));
 }
-
-/// Weights that are about to be truncated to bf16 are made larger by this factor, so that what
-/// truncation takes away is given back on average: the error's root mean square is 5 % above that
-/// of rounding to nearest, and the conversion of two vectors is a single byte shuffle.
-constexpr double kBf16Bias = 1 + 1 / 256.0 / 1.5;
 
 /// 2^(i / 32), in double.
 constexpr double exp2_of_32nds(int i) {
@@ -46,17 +41,16 @@ struct Exp2Table {
 
   alignas(64) float power[32];
 
-  constexpr explicit Exp2Table(double factor) : power() {
+  constexpr Exp2Table() : power() {
     for (int i = 0; i < 32; ++i) {
       // scalef multiplies by 2^floor(n - kVertex); here i / 32 is the fraction of n.
       const double below = i / 32.0 >= kVertex - 1 ? 2 : 4;
-      power[i] = static_cast<float>(factor * kA * below * exp2_of_32nds(i));
+      power[i] = static_cast<float>(kA * below * exp2_of_32nds(i));
     }
   }
 };
 
-/// Weights come out times kBf16Bias.
-inline constexpr Exp2Table kBiasedExp2{kBf16Bias};
+inline constexpr Exp2Table kExp2;
 
 struct FastExp2 {
   __m512 scale, magic, vertex, b, low, high;
@@ -66,10 +60,10 @@ struct FastExp2 {
         magic(set(Exp2Table::kMagic)),
         vertex(set(Exp2Table::kMagic + static_cast<float>(Exp2Table::kVertex))),
         b(set(static_cast<float>(Exp2Table::kB))),
-        low(load(kBiasedExp2.power)),
-        high(load(kBiasedExp2.power + 16)) {}
+        low(load(kExp2.power)),
+        high(load(kExp2.power + 16)) {}
 
-  /// kBf16Bias * 2^(scale * s), relative error 4e-7, for |scale * s| < 2^17; beyond that 0 or
+  /// 2^(scale * s), relative error 4e-7, for |scale * s| < 2^17; beyond that 0 or
   /// infinity, and NaN for NaN.
   STROBE_INLINE __m512 operator()(__m512 s) const {
     __m512 n;
@@ -113,31 +107,78 @@ STROBE_AMX __m512 log(__m512 x) {
   return _mm512_fmadd_ps(e, set(kLn2), _mm512_fmadd_ps(ff, tail, f));
 }
 
-/// tanh within 2e-7.
-STROBE_AMX __m512 tanh(__m512 x) {
-  const __m512 e = exp2_exact(_mm512_mul_ps(x, set(2 * kLog2e)));
-  return _mm512_sub_ps(set(1), _mm512_div_ps(set(2), _mm512_add_ps(e, set(1))));
-}
+/// cap * tanh(s / cap) for any cap > 0, and its derivative by s. Both have a relative error of a
+/// few ulp: 1 - 2 / (e + 1) would lose 1e-7 of the cap where s is far smaller.
+struct Softcap {
+  float cap, up, inverse;  // inverse * up = 1 / cap, in two steps as that may be beyond float32
+
+  STROBE_INLINE explicit Softcap(float softcap)
+      : cap(softcap), up(softcap < 0x1p-64f ? 0x1p64f : 1), inverse(1 / (softcap * up)) {}
+
+  STROBE_INLINE __m512 operator()(__m512 s, __m512& slope) const {
+    const __m512 x = _mm512_mul_ps(_mm512_mul_ps(s, set(up)), set(inverse));
+    // Where |x| is small: tanh x = x (1 + x^2 p(x^2)) with Cephes' p, and s instead of cap * x.
+    const __m512 z = _mm512_mul_ps(x, x);
+    __m512 p = set(-5.70498872745e-3f);
+    p = _mm512_fmadd_ps(p, z, set(2.06390887954e-2f));
+    p = _mm512_fmadd_ps(p, z, set(-5.37397155531e-2f));
+    p = _mm512_fmadd_ps(p, z, set(1.33314422036e-1f));
+    p = _mm512_fmadd_ps(p, z, set(-3.33332819422e-1f));
+    p = _mm512_mul_ps(p, z);
+    const __m512 t = _mm512_fmadd_ps(x, p, x);
+    const __m512 small = _mm512_fmadd_ps(s, p, s);
+    slope = _mm512_fnmadd_ps(t, t, set(1));
+    const __mmask16 is_small = _mm512_cmp_ps_mask(_mm512_abs_ps(x), set(0.625f), _CMP_LT_OQ);
+    // A cap is mostly far above the scores.
+    if (is_small == 0xFFFF) [[likely]]
+      return small;
+
+    // Else e = exp(-2 |x|): tanh |x| = (1 - e) / (1 + e), and its derivative is 4 e / (1 + e)^2.
+    const __m512 e = exp2_exact(_mm512_mul_ps(_mm512_abs_ps(x), set(-2 * kLog2e)));
+    const __m512 r = _mm512_div_ps(set(1), _mm512_add_ps(e, set(1)));
+    const __m512 large = _mm512_mul_ps(set(cap), _mm512_mul_ps(_mm512_sub_ps(set(1), e), r));
+    const __m512 large_slope = _mm512_mul_ps(_mm512_mul_ps(set(4), e), _mm512_mul_ps(r, r));
+    slope = _mm512_mask_mov_ps(large_slope, is_small, slope);
+    // large | (s & sign): its own sign is clear, NaN's does not matter.
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    const __m512 signed_large =
+        as_float(_mm512_ternarylogic_epi32(as_int(large), as_int(s), sign, 0xF8));
+    return _mm512_mask_mov_ps(signed_large, is_small, small);
+  }
+};
 
 /// 16 dwords: bf16 of a in the low halves and of b in the high halves; how pairs of a B tile stand.
+/// Rounds to nearest, ties away from zero: adding half of what is cut off leaves a single shuffle
+/// of the conversion. Three operations, for either vector port but the shuffle; vcvtne2ps2bf16
+/// holds one port for two cycles. NaN has to have a payload that leaves room (plain_nan).
 struct RoundToPairs {
+  __m512i half, order;
+
+  STROBE_INLINE RoundToPairs()
+      : half(_mm512_set1_epi32(0x8000)),
+        order(_mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302)) {}
   STROBE_INLINE __m512i operator()(__m512 a, __m512 b) const {
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a));
-    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    const __m512i x = _mm512_add_epi32(as_int(a), half), y = _mm512_add_epi32(as_int(b), half);
+    return _mm512_mask_shuffle_epi8(y, 0x3333333333333333u, x, order);
   }
 };
 
-/// The same by truncation, for values that carry kBf16Bias: one shuffle that merges.
-struct TruncateToPairs {
-  __m512i order;
+/// x, or the usual NaN for any other one: RoundToPairs makes a zero of 0xFFFFFFFF. Calculations and
+/// bf16 values never give such a NaN; float32 values of the caller's may.
+STROBE_AMX float plain_nan(float x) { return x == x ? x : __builtin_nanf(""); }
 
-  STROBE_INLINE TruncateToPairs()
-      : order(_mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302)) {}
-  STROBE_INLINE __m512i operator()(__m512 a, __m512 b) const {
-    return _mm512_mask_shuffle_epi8(as_int(b), 0x3333333333333333u, as_int(a), order);
-  }
-};
+/// x as RoundToPairs rounds it, in float32.
+STROBE_AMX __m512 round_to_bf16(__m512 x) {
+  return as_float(_mm512_and_si512(_mm512_add_epi32(as_int(x), _mm512_set1_epi32(0x8000)),
+                                   _mm512_set1_epi32(static_cast<int>(0xFFFF0000))));
+}
+
+/// What rounding x to bf16 takes away; 0 where that is not finite.
+STROBE_AMX __m512 low_part(__m512 x) {
+  const __m512 high = round_to_bf16(x);
+  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(high), set(kInfinity), _CMP_LT_OQ);
+  return _mm512_maskz_sub_ps(finite, x, high);
+}
 
 /// 16 bf16 values as float32.
 STROBE_AMX __m512 from_bf16(__m256i x) {

@@ -6,20 +6,31 @@
 
 namespace strobe::cpu::amx {
 
+/// From this size on a score or lse leaves rounding errors in the weights, where it is a product's
+/// initial value, that bf16's no longer hide: a few times 2^-24 of it.
+constexpr float kLargeScore = 1024;
+
+/// Queries that see no more keys than these have their weights (and their gradients) split into two
+/// bf16 values for the products. Few weights are large ones, and so are the results and their
+/// errors: rounded once, weights would add as much to them as rounding the results does.
+constexpr int64_t kFewKeys = 48;
+
 struct ScoreRule {
   float scale;
-  float softcap;  // 0: none
-  float alibi;    // slope
-  bool plain;     // scale only
+  bool capped;  // by softcap
+  Softcap softcap;
+  float alibi;  // slope
+  bool plain;   // scale only
   Dropout generator;
   uint32_t batch_head;
   bool dropout;
 
   STROBE_INLINE ScoreRule(const Context& c, int64_t batch, int64_t head)
       : scale(c.problem.scale),
+        capped(c.problem.softcap > 0),
         softcap(c.problem.softcap),
-        alibi(c.alibi_slope(batch, head)),
-        plain(softcap == 0 && !c.alibi_slopes && !c.dropout.enabled()),
+        alibi(plain_nan(c.alibi_slope(batch, head))),
+        plain(!capped && !c.alibi_slopes && !c.dropout.enabled()),
         generator(c.dropout),
         batch_head(static_cast<uint32_t>(batch * c.problem.heads + head)),
         dropout(c.dropout.enabled()) {}
@@ -34,11 +45,7 @@ struct ScoreRule {
   STROBE_INLINE __m512 apply(__m512 product, __m512 distance, __m512& slope) const {
     __m512 s = _mm512_mul_ps(product, set(scale));
     slope = set(1);
-    if (softcap > 0) {
-      const __m512 t = tanh(_mm512_mul_ps(s, set(1 / softcap)));
-      slope = _mm512_fnmadd_ps(t, t, slope);
-      s = _mm512_mul_ps(t, set(softcap));
-    }
+    if (capped) s = softcap(s, slope);
     return alibi == 0 ? s : _mm512_fnmadd_ps(set(alibi), _mm512_abs_ps(distance), s);
   }
 

@@ -2,7 +2,7 @@
 //
 //     amx-forward-item.h     an item from start to end         amx-backward-item.h
 //     amx-forward.h          the pipeline in its middle        amx-backward.h
-//     amx-forward-exact.h    what the pipeline leaves
+//     amx-forward-exact.h    what the pipeline leaves       amx-backward-unit.h
 //
 // and what they are made of: amx-product.h (tile products with vector work in between), amx-score.h
 // (softcap, ALiBi, dropout), amx-pack.h (operands), amx-math.h, amx-tile.h.

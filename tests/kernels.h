@@ -1,0 +1,46 @@
+// Every CPU kernel of this machine, whatever strobe_plan_make would choose: for tests that compare
+// them, or want to see each of them right.
+#ifndef STROBE_TESTS_KERNELS_H_
+#define STROBE_TESTS_KERNELS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/plan.h"
+#include "fixture.h"
+
+namespace strobe_test {
+
+struct CpuKernel {
+  int32_t index;  // of the kernel table
+  std::string name;
+
+  bool Takes(const strobe_problem& problem) const {
+    return strobe::kernel_table()[static_cast<size_t>(index)].declines(problem).empty();
+  }
+  /// Makes the fixture's launches run this kernel.
+  void RunIn(Fixture& f) const {
+    f.edit_plan = [at = index](strobe_plan& plan) {
+      const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(at)];
+      plan.kernel = kernel.name;
+      plan.kernel_index = at;
+      kernel.fill(plan);
+    };
+  }
+};
+
+/// Those that this machine can run and that take bf16, widest first.
+inline std::vector<CpuKernel> CpuKernels() {
+  std::vector<CpuKernel> found;
+  int32_t index = 0;
+  for (const strobe::Kernel& kernel : strobe::kernel_table()) {
+    if (kernel.device == STROBE_CPU && !kernel.unavailable()) found.push_back({index, kernel.name});
+    ++index;
+  }
+  return found;
+}
+
+}  // namespace strobe_test
+
+#endif  // STROBE_TESTS_KERNELS_H_
