@@ -87,9 +87,21 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("seqlen", arrays(v=np.ones((2, 9, 2, 8), F)), "v.shape[1] = 9, expected 10 (seqlen_k of k)"),
     ("heads-v", arrays(v=np.ones((2, 10, 4, 8), F)), "v.shape[2] = 4, expected 2 (heads_kv of k)"),
     ("head-dim", arrays(k=np.ones((2, 10, 2, 9), F)), "k.shape[3] = 9, expected 8 (head_dim of q)"),
-    ("heads", arrays(q=np.ones((2, 6, 5, 8), F)), "heads = 5, expected a multiple of heads_kv = 2"),
-    ("no-batch", {n: np.ones((0, 3, 2, 8), F) for n in "qkv"}, "batch = 0, expected 1"),
-    ("no-heads", {n: np.ones((1, 3, 0, 8), F) for n in "qkv"}, "heads = 0, expected 1"),
+    (
+        "heads",
+        arrays(q=np.ones((2, 6, 5, 8), F)),
+        "q.shape[2] (heads) = 5, expected a multiple of k.shape[2] (heads_kv) = 2",
+    ),
+    (
+        "no-batch",
+        {n: np.ones((0, 3, 2, 8), F) for n in "qkv"},
+        "q.shape[0] (batch) = 0, expected 1 to",
+    ),
+    (
+        "no-heads",
+        {n: np.ones((1, 3, 0, 8), F) for n in "qkv"},
+        "q.shape[2] (heads) = 0, expected 1 to",
+    ),
     (
         "no-heads-kv",
         arrays(k=np.ones((2, 10, 0, 8), F), v=np.ones((2, 10, 0, 8), F)),
@@ -100,8 +112,16 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         arrays(v=np.ones((2, 10, 2, 0), F)),
         "v.shape[3] = 0, expected 1 to 256 (head_dim_v)",
     ),
-    ("wide", {n: np.ones((1, 3, 1, 257), F) for n in "qkv"}, "head_dim = 257, expected 1 to 256"),
-    ("wide-v", arrays(v=np.ones((2, 10, 2, 300), F)), "head_dim_v = 300, expected 0 to 256"),
+    (
+        "wide",
+        {n: np.ones((1, 3, 1, 257), F) for n in "qkv"},
+        "q.shape[3] (head_dim) = 257, expected 1 to 256",
+    ),
+    (
+        "wide-v",
+        arrays(v=np.ones((2, 10, 2, 300), F)),
+        "v.shape[3] (head_dim_v) = 300, expected 1 to 256",
+    ),
     (
         "last-stride",
         arrays(k=np.ones((2, 10, 2, 16), F)[..., ::2]),
@@ -134,14 +154,14 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     # options
     ("window", arrays(window=3), "window = 3, expected a pair (left, right)"),
     ("window-three", arrays(window=(1, 2, 3)), "window = (1, 2, 3), expected a pair"),
-    ("window-low", arrays(window=(-2, 0)), "window_left = -2, expected -1 to"),
+    ("window-low", arrays(window=(-2, 0)), "window[0] = -2, expected -1 to"),
     ("window-float", arrays(window=(1.5, 0)), "window[0] = 1.5, expected an integer"),
     ("window-big", arrays(window=(0, BIG)), f"window[1] = {BIG}, expected an integer of 64 bits"),
     ("scale", arrays(scale="x"), "scale = 'x', expected a number"),
     ("scale-nan", arrays(scale=float("nan")), "scale = nan, expected a number"),
     ("scale-inf", arrays(scale=float("inf")), "scale = inf, expected a finite number"),
     ("scale-big", arrays(scale=1e300), "scale = inf, expected a finite number"),
-    ("scale-array", arrays(scale=np.ones(2)), "scale is of type ndarray, expected a number"),
+    ("scale-array", arrays(scale=np.ones(2)), "scale = <ndarray of shape (2,)>, expected a number"),
     ("softcap", arrays(softcap=-1.0), "softcap = -1, expected 0 (off) or a positive"),
     ("softcap-nan", arrays(softcap=float("nan")), "softcap = nan, expected a number"),
     ("dropout", arrays(dropout_p=1.0), "dropout_p = 1, expected at least 0 and below 1"),
@@ -232,7 +252,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "out-overlap",
         arrays(out=np.lib.stride_tricks.as_strided(np.ones(99, F), (2, 6, 4, 8), (0, 4, 4, 4))),
-        "out.stride of batch = 0, expected at least 8 (an output must not overlap itself)",
+        "out.strides[0] = 0 elements, expected at least 8 (an output must not overlap itself)",
     ),
     # varlen
     (
@@ -294,7 +314,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "varlen-max",
         packed(max_seqlen_q=3),
-        "cu_seqlens_q: sequence 1 has length 4, expected at most seqlen_q = 3",
+        "cu_seqlens_q: sequence 1 has length 4, expected at most max_seqlen_q = 3",
     ),
     ("varlen-max-float", packed(max_seqlen_k=7.5), "max_seqlen_k = 7.5, expected an integer"),
     (
@@ -411,7 +431,7 @@ INVALID_BACKWARD: list[tuple[str, dict[str, Any], str]] = [
         "dk is read-only",
     ),
     ("softcap", {"softcap": -2.0}, "softcap = -2, expected 0 (off)"),
-    ("scale-array", {"scale": np.ones(2)}, "scale is of type ndarray, expected a number"),
+    ("scale-array", {"scale": np.ones(2)}, "scale = <ndarray of shape (2,)>, expected a number"),
     ("threads", {"threads": 1 << 40}, "threads = 1099511627776, expected an integer of 32 bits"),
     ("seed", {"dropout_seed": -5}, "dropout_seed = -5, expected an integer from 0"),
     ("misaligned", {"dout": misaligned((2, 6, 4, 8))}, "dout = 0x"),
