@@ -9,8 +9,9 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _operators, _repeat
+from ._arrays import cannot_be_read
 from ._errors import Error, InvalidArgument, Unsupported, renamed
-from ._tensors import check_dense, first_line
+from ._tensors import check_dense, check_readable, first_line
 from ._values import flag, integer, pair, real
 from .functional import attention
 
@@ -110,6 +111,18 @@ def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
             )
 
 
+def unbound(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """The tensors that `x` was packed from."""
+    try:
+        parts: tuple[Tensor, ...] = x.unbind(axis)
+    except Exception as error:  # freed, or of a class without operators
+        if _is_tracing():
+            raise
+        check_readable(name, x)
+        raise cannot_be_read(name, x, error) from None
+    return parts
+
+
 def _check_dropout(dropout_p: Any, softcap: Any) -> None:
     if not 0 <= dropout_p < 1:
         raise InvalidArgument(f"dropout_p = {dropout_p!r}, expected a number in [0, 1)")
@@ -128,9 +141,10 @@ def _integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
-    if type(value) is int or isinstance(value, torch.SymInt):
+    if (type(value) is int and abs(value) < 2**63) or isinstance(value, torch.SymInt):
         return value
     if isinstance(value, torch.Tensor):
+        check_dense(name, value)
         if value.numel() != 1 or value.is_floating_point():
             raise InvalidArgument(
                 f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
@@ -205,8 +219,9 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     """
     if cu_seqlens_q is not None:
-        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
-        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
+        names = _PACKED_NAMES if packed == "qkv" else {}
+        max_seqlen_q = _integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
+        max_seqlen_k = _integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
     if softmax_scale is not None:
         softmax_scale = _number("softmax_scale", softmax_scale)
     if type(softcap) is not float:
@@ -258,6 +273,10 @@ def call(
 
     if alibi_slopes is not None:
         check_dense("alibi_slopes", alibi_slopes)
+    if packed != "qkv":
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if x is not None:
+                check_tensor(name, x, ("batch + 1",))
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
