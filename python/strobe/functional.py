@@ -176,6 +176,7 @@ def attention(
         InvalidArgument: arguments that contradict each other or break a rule above; a ValueError.
         Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
+        Where a result cannot be allocated, NumPy's error or PyTorch's comes through.
     """
     q_kind, k_kind, v_kind = KINDS.get(type(q)), KINDS.get(type(k)), KINDS.get(type(v))
     extra = alibi_slopes is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
