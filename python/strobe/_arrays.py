@@ -9,17 +9,28 @@ here: whoever passes a torch tensor has imported it.
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from ._dlpack import ImportedTensor, contiguous_strides
-from ._errors import InvalidArgument, Unsupported
-from ._library import DTYPE_CODES
+from ._errors import Error, InvalidArgument, Unsupported, shown
+from ._tensors import (
+    LOW,
+    Unreadable,
+    check_dense,
+    check_device,
+    check_readable,
+    check_sign,
+    first_line,
+    has_memory,
+)
+from ._values import integer
 
 # Makes a new array at each call; its argument is the input that the allocator was made for.
 Allocator: TypeAlias = Callable[[Any], Any]
@@ -73,7 +84,10 @@ class Kind(Protocol):
     """One array library."""
 
     name: str
-    contiguous_hint: str  # how its users make a contiguous copy; {} stands for the argument
+    # How its users say it; {} stands for the argument, {1} and {2} for axes.
+    contiguous_hint: str
+    swapped_hint: str
+    stride_hint: str
 
     def pointer(self, array: Any) -> int:
         """Address of the first element."""
@@ -132,6 +146,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 class NumpyKind:
     name = "numpy.ndarray"
     contiguous_hint = "numpy.ascontiguousarray({})"
+    swapped_hint = "{}.swapaxes({}, {})"
+    stride_hint = "{}.strides[{}]"
 
     @staticmethod
     def pointer(array: Any) -> int:
@@ -172,6 +188,29 @@ class NumpyKind:
         return lambda _: np.empty(size, kind)
 
 
+class NumpySubclassKind(NumpyKind):
+    """Subclasses of numpy.ndarray, as the array that they are, whatever they say of themselves."""
+
+    @staticmethod
+    def pointer(array: Any) -> int:
+        return numpy_pointer(_plain(array))
+
+    @staticmethod
+    def view(array: Any) -> tuple[int, Hashable]:
+        return NumpyKind.view(_plain(array))
+
+    def spec(self, name: str, array: Any) -> Spec:
+        return super().spec(name, _plain(array))
+
+    @staticmethod
+    def check_writable(name: str, array: Any) -> None:
+        NumpyKind.check_writable(name, _plain(array))
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ndarray.view(array, np.ndarray)
+
+
 # ------------------------------------------------------------------------------------------ PyTorch
 
 
@@ -182,6 +221,8 @@ def _torch() -> Any:
 class TorchKind:
     name = "torch.Tensor"
     contiguous_hint = "{}.contiguous()"
+    swapped_hint = "{}.transpose({}, {})"
+    stride_hint = "{}.stride({})"
 
     @staticmethod
     def pointer(array: Any) -> int:
@@ -190,12 +231,16 @@ class TorchKind:
 
     @staticmethod
     def view(array: Any) -> tuple[int, Hashable]:
-        return array.data_ptr(), (array.shape, array.stride(), array.dtype, array.device)
+        address = array.data_ptr()
+        if (address < LOW and not has_memory(array)) or array.is_neg():
+            raise Unreadable
+        return address, (array.shape, array.stride(), array.dtype, array.device)
 
     def spec(self, name: str, array: Any) -> Spec:
+        check_dense(name, array)
+        check_sign(name, array)
+        check_device(name, array)
         device = array.device
-        if device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"{name} is on {device}, expected a cpu or cuda tensor")
         dtype = str(array.dtype).removeprefix("torch.")
         index = device.index or 0
         return Spec(self, tuple(array.shape), tuple(array.stride()), dtype, device.type, index)
@@ -225,7 +270,9 @@ class TorchSubclassKind(TorchKind):
 
     @staticmethod
     def view(array: Any) -> tuple[int, Hashable]:
-        return array.data_ptr(), (
+        if array.is_nested:  # jagged, with sizes that are no numbers
+            raise Unreadable
+        return TorchKind.view(array)[0], (
             array.shape,
             array.stride(),
             array.dtype,
@@ -284,6 +331,8 @@ class DLPackKind:
 
     name = "DLPack"
     contiguous_hint = "a contiguous copy of {}"
+    swapped_hint = "{} with axes {} and {} swapped"
+    stride_hint = "{}.strides[{}]"
 
     @staticmethod
     def pointer(array: Any) -> int:
@@ -326,29 +375,46 @@ class SpecKind:
 
     name = "strobe.ArraySpec"
     contiguous_hint = "{} with strides=None"
+    swapped_hint = "{} with axes {} and {} swapped"
+    stride_hint = "{}.strides[{}]"
 
     def pointer(self, array: Any) -> int:
         return self.view(array)[0]
 
     @staticmethod
     def view(array: Any) -> tuple[int, Hashable]:
-        raise InvalidArgument("an ArraySpec has no data: it is for strobe.plan and strobe.why only")
+        raise Unreadable
 
     def spec(self, name: str, array: Any) -> Spec:
-        device, _, index = array.device.partition(":")
-        if device not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        device, _, index = str(array.device).partition(":")
+        if device not in ("cpu", "cuda") or (index and not _device_index.fullmatch(index)):
             raise InvalidArgument(
-                f'{name}.device = {array.device!r}, expected "cpu", "cuda" or "cuda:N"'
+                f'{name}.device = {shown(array.device)}, expected "cpu", "cuda" or "cuda:N"'
             )
-        shape = tuple(array.shape)
+        shape = self._integers(f"{name}.shape", array.shape)
+        if min(shape, default=0) < 0:
+            raise InvalidArgument(f"{name}.shape = {shown(shape)}, expected no negative sizes")
         strides = array.strides
         if strides is None:
             strides = contiguous_strides(shape)
-        elif len(strides) != len(shape):
+        else:
+            strides = self._integers(f"{name}.strides", strides)
+            if len(strides) != len(shape):
+                raise InvalidArgument(
+                    f"{name}.strides has {len(strides)} entries, expected {len(shape)}"
+                )
+        return Spec(self, shape, strides, str(array.dtype), device, int(index or 0))
+
+    @staticmethod
+    def _integers(name: str, values: Any) -> tuple[int, ...]:
+        """That each fits the C library."""
+        try:
+            listed = tuple(values)
+        except Exception:
             raise InvalidArgument(
-                f"{name}.strides has {len(strides)} entries, expected {len(shape)}"
-            )
-        return Spec(self, shape, tuple(strides), array.dtype, device, int(index or 0))
+                f"{name} = {shown(values)}, expected a tuple of integers"
+            ) from None
+        return tuple(integer(f"{name}[{axis}]", value) for axis, value in enumerate(listed))
 
     @staticmethod
     def check_writable(name: str, array: Any) -> None:
@@ -361,7 +427,10 @@ class SpecKind:
     allocator = staticmethod(NumpyKind.allocator)
 
 
+_device_index: Final = re.compile("[0-9]{1,4}")
+
 NUMPY: Final = NumpyKind()
+NUMPY_SUBCLASS: Final = NumpySubclassKind()
 TORCH: Final = TorchKind()
 TORCH_SUBCLASS: Final = TorchSubclassKind()
 DLPACK: Final = DLPackKind()
@@ -373,6 +442,35 @@ KINDS: Final[dict[type, Kind]] = {np.ndarray: NUMPY, ImportedTensor: DLPACK, Arr
 DIRECT: Final[set[type]] = {np.ndarray, ImportedTensor, ArraySpec, type(None)}
 
 
+def cannot_be_read(name: str, array: Any, error: Exception) -> InvalidArgument:
+    """For what somebody else's class raises."""
+    return InvalidArgument(
+        f"{name} ({type(array).__name__:.60}) cannot be read: {first_line(error)}"
+    )
+
+
+def unreadable(named: Sequence[tuple[str, Any]], error: Exception) -> Error:
+    """Which of these arrays has no address or signature (`Kind.view`), and why."""
+    for name, array in named:
+        if array is None:
+            continue
+        kind = KINDS[type(array)]
+        try:
+            if kind is SPEC:
+                return InvalidArgument(
+                    f"{name} is an ArraySpec, which has no data: it is for strobe.plan and "
+                    "strobe.why only"
+                )
+            if isinstance(kind, TorchKind):
+                check_readable(name, array)
+            kind.view(array)
+        except Error as found:
+            return found
+        except Exception as found:
+            return cannot_be_read(name, array, found)
+    return InvalidArgument(f"an array cannot be read: {first_line(error)}")  # pragma: no cover
+
+
 def _classify(name: str, array: Any) -> Kind | None:
     """The kind of an array of a new type; None: through DLPack. Refuses what is no array."""
     if isinstance(array, np.ma.MaskedArray):
@@ -381,15 +479,19 @@ def _classify(name: str, array: Any) -> Kind | None:
             f"pass {name}.data or {name}.filled(...)"
         )
     if isinstance(array, np.ndarray):
-        return NUMPY
+        return NUMPY if type(array) is np.ndarray else NUMPY_SUBCLASS
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, getattr(torch, "Tensor", ())):
         KINDS[torch.Tensor] = TORCH  # results are of this type, whatever subclass came in
+        # Bound once: to look the function up costs more than it takes.
+        TORCH.threads = torch.get_num_threads  # type: ignore[method-assign]
+        TORCH_SUBCLASS.threads = torch.get_num_threads  # type: ignore[method-assign]
         return TORCH if type(array) is torch.Tensor else TORCH_SUBCLASS
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return None
+    with suppress(Exception):  # a property may raise anything
+        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+            return None
     raise InvalidArgument(
-        f"{name} is of type {type(array).__name__}, expected a NumPy array, a PyTorch tensor "
+        f"{name} is of type {type(array).__name__:.60}, expected a NumPy array, a PyTorch tensor "
         f"or an object with __dlpack__ and __dlpack_device__"
     )
 
@@ -417,63 +519,3 @@ def imported(names: Sequence[str], arrays: Sequence[Any]) -> Iterator[list[Any]]
     finally:
         for tensor in taken:
             tensor.close()
-
-
-# ------------------------------------------------------------------------------------------- checks
-
-
-def check_dtype(name: str, spec: Spec, like: str, wanted: str) -> None:
-    if spec.dtype != wanted:
-        raise InvalidArgument(f"{name}.dtype = {spec.dtype}, expected {wanted} ({like})")
-
-
-def check_float(name: str, spec: Spec) -> None:
-    if spec.dtype not in DTYPE_CODES:
-        raise InvalidArgument(f"{name}.dtype = {spec.dtype}, expected float32, bfloat16 or float16")
-
-
-def check_shape(
-    name: str, spec: Spec, wanted: Sequence[int], axes: Sequence[str], like: str
-) -> None:
-    """Refuses a shape other than `wanted`, whose axes are called `axes`."""
-    check_ndim(name, spec, axes)
-    for axis, (got, want) in enumerate(zip(spec.shape, wanted, strict=True)):
-        if got != want:
-            raise InvalidArgument(
-                f"{name}.shape[{axis}] = {got}, expected {want} ({axes[axis]} of {like})"
-            )
-
-
-def check_ndim(name: str, spec: Spec, axes: Sequence[str]) -> None:
-    if len(spec.shape) != len(axes):
-        raise InvalidArgument(
-            f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
-        )
-
-
-def check_place(name: str, spec: Spec, like_name: str, like: Spec) -> None:
-    if spec.place != like.place:
-        raise InvalidArgument(f"{name} is on {spec.place}, expected {like.place} as {like_name}")
-
-
-def check_last_contiguous(name: str, spec: Spec) -> None:
-    axis = len(spec.shape) - 1
-    if spec.shape[axis] > 1 and spec.strides[axis] != 1 and 0 not in spec.shape:
-        raise InvalidArgument(
-            f"{name}.strides[{axis}] = {spec.strides[axis]} elements, expected 1 "
-            f"(last dimension contiguous): pass {spec.kind.contiguous_hint.format(name)}"
-        )
-
-
-def check_contiguous(name: str, spec: Spec) -> None:
-    """Refuses what is not contiguous in C order; axes of one element may have any stride."""
-    step = 1
-    if 0 in spec.shape:
-        return
-    for axis in range(len(spec.shape) - 1, -1, -1):
-        if spec.shape[axis] > 1 and spec.strides[axis] != step:
-            raise InvalidArgument(
-                f"{name}.strides[{axis}] = {spec.strides[axis]} elements, expected {step} "
-                f"(contiguous): pass {spec.kind.contiguous_hint.format(name)}"
-            )
-        step *= spec.shape[axis]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from . import _arrays, _interrupt, _library
-from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported
+from . import _arrays, _checks, _interrupt, _library
+from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported, unreadable
 from ._errors import InvalidArgument
-from ._library import BACKWARD_ARGS_SIZE, check, pack_backward
+from ._library import BACKWARD_ARGS_SIZE, pack_backward
 from ._plans import (
     BACKWARD_LAUNCHES,
     DENSE_K,
@@ -19,27 +18,40 @@ from ._plans import (
     VARLEN_V,
     CallOptions,
     Options,
-    as_value,
-    bad_seed,
-    bad_window,
     check_like_lse,
     check_like_out,
     check_tensor,
-    flag,
-    integer,
+    launch_error,
     longest,
     make_launch,
     make_problem,
     no_array,
     optional_spec,
     spec_of,
-    unhashable,
 )
+from ._values import bad_seed, flag, integer, pair, real
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _launch_backward: Final = _library.backward
+
+# What messages call the arrays.
+_NAMES: Final = (
+    "dout",
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "dlse",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "dq",
+    "dk",
+    "dv",
+)
 
 
 @overload
@@ -131,25 +143,13 @@ def attention_backward(
     if grads is not None:
         try:
             dq, dk, dv = grads
-        except (TypeError, ValueError):
+        except Exception:
             raise InvalidArgument("grads is no tuple of three, expected (dq, dk, dv)") from None
         if dq is None or dk is None or dv is None:
             raise no_array(("grads[0]", "grads[1]", "grads[2]"), (dq, dk, dv))
     given = (dout, q, k, v, out, lse, dlse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
     if not DIRECT.issuperset(map(type, given)):
-        names = (
-            "dout",
-            "q",
-            "k",
-            "v",
-            "out",
-            "lse",
-            "dlse",
-            "alibi_slopes",
-            "cu_seqlens_q",
-            "cu_seqlens_k",
-        )
-        with imported((*names, "dq", "dk", "dv"), given) as arrays:
+        with imported(_NAMES, given) as arrays:
             result = attention_backward(
                 arrays[0],
                 arrays[1],
@@ -177,55 +177,58 @@ def attention_backward(
             )
         return result if grads is None else (dq, dk, dv)
 
+    for array in given[:6]:
+        if array is None:
+            raise no_array(("dout", "q", "k", "v", "out", "lse"), given[:6])
+    q_kind = KINDS[type(q)]
+    cu_q_pointer = cu_k_pointer = alibi_pointer = dlse_pointer = 0
+    dq_pointer = dk_pointer = dv_pointer = 0
+    cu_q_signature = cu_k_signature = alibi_signature = dlse_signature = None
+    grad_signatures = None
     try:
-        q_kind = KINDS[type(q)]
         dout_pointer, dout_signature = KINDS[type(dout)].view(dout)
         q_pointer, q_signature = q_kind.view(q)
         k_pointer, k_signature = KINDS[type(k)].view(k)
         v_pointer, v_signature = KINDS[type(v)].view(v)
         out_pointer, out_signature = KINDS[type(out)].view(out)
         lse_pointer, lse_signature = KINDS[type(lse)].view(lse)
-    except KeyError:
-        raise no_array(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse)) from None
-    cu_q_pointer = cu_k_pointer = alibi_pointer = dlse_pointer = dq_pointer = dk_pointer = (
-        dv_pointer
-    ) = 0
-    cu_q_signature = cu_k_signature = alibi_signature = dlse_signature = None
+        if cu_seqlens_q is not None:
+            cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
+        if cu_seqlens_k is not None:
+            cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
+        if alibi_slopes is not None:
+            alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
+        if dlse is not None:
+            dlse_pointer, dlse_signature = KINDS[type(dlse)].view(dlse)
+        if grads is not None:
+            dq_pointer, dq_signature = KINDS[type(dq)].view(dq)
+            dk_pointer, dk_signature = KINDS[type(dk)].view(dk)
+            dv_pointer, dv_signature = KINDS[type(dv)].view(dv)
+            grad_signatures = (dq_signature, dk_signature, dv_signature)
+    except Exception as error:
+        raise unreadable(tuple(zip(_NAMES, given, strict=True)), error) from None
+    if grads is not None:
+        for name, array in (("dq", dq), ("dk", dk), ("dv", dv)):
+            KINDS[type(array)].check_writable(name, array)
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
         max_seqlen_k = integer("max_seqlen_k", max_seqlen_k)
-    if cu_seqlens_q is not None:
-        cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
-        if max_seqlen_q is None:
-            max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
-    if cu_seqlens_k is not None:
-        cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
-        if max_seqlen_k is None:
-            max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
-    if alibi_slopes is not None:
-        alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
-    if dlse is not None:
-        dlse_pointer, dlse_signature = KINDS[type(dlse)].view(dlse)
-    grad_signatures = None
-    if grads is not None:
-        dq_pointer, dq_signature = KINDS[type(dq)].view(dq)
-        dk_pointer, dk_signature = KINDS[type(dk)].view(dk)
-        dv_pointer, dv_signature = KINDS[type(dv)].view(dv)
-        grad_signatures = (dq_signature, dk_signature, dv_signature)
-        for name, array in (("dq", dq), ("dk", dk), ("dv", dv)):
-            KINDS[type(array)].check_writable(name, array)
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+    if cu_seqlens_k is not None and max_seqlen_k is None:
+        max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
     try:
         left, right = window
-    except (TypeError, ValueError):
-        raise bad_window(window) from None
-    if threads == 0:
-        threads = q_kind.threads()
+    except Exception:
+        left, right = pair("window", window)
     # Plans are kept by value: a tensor or an array would be kept by its identity.
     if type(left) is not int or type(right) is not int:
         left, right = integer("window[0]", left), integer("window[1]", right)
     if type(threads) is not int:
         threads = integer("threads", threads, 32)
+    if threads == 0:
+        threads = q_kind.threads()
     if type(causal) is not bool:
         causal = flag("causal", causal)
     if type(deterministic) is not bool:
@@ -233,11 +236,11 @@ def attention_backward(
     if type(batch_invariant) is not bool:
         batch_invariant = flag("batch_invariant", batch_invariant)
     if type(scale) is not float and scale is not None:
-        scale = as_value(scale)
+        scale = real("scale", scale)
     if type(softcap) is not float:
-        softcap = as_value(softcap)
+        softcap = real("softcap", softcap)
     if type(dropout_p) is not float:
-        dropout_p = as_value(dropout_p)
+        dropout_p = real("dropout_p", dropout_p)
 
     key = (
         q_signature,
@@ -263,10 +266,7 @@ def attention_backward(
         batch_invariant,
         threads,
     )
-    try:
-        launch = BACKWARD_LAUNCHES.get(key)
-    except TypeError:
-        raise unhashable(key[14:]) from None
+    launch = BACKWARD_LAUNCHES.get(key)
     if launch is None:
         options = Options(
             causal,
@@ -308,7 +308,7 @@ def attention_backward(
                 specs, ("dq", "dk", "dv"), (dq, dk, dv), axes, strict=True
             ):
                 spec = spec_of(name, array)
-                _arrays.check_shape(name, spec, like.shape, axis_names, name[1:])
+                _checks.check_shape(name, spec, like.shape, axis_names, name[1:])
                 check_tensor(name, spec, shapes)
         q_spec = specs[0]
         allocator = q_spec.kind.allocator
@@ -353,12 +353,12 @@ def attention_backward(
             launch.workspace_bytes,
             stream,
         )
-    except struct.error:
+    except Exception:  # struct.error, or what somebody's __index__ raises
         raise bad_seed(dropout_seed, dropout_offset) from None
     if launch.long:
         status = _interrupt.run(_launch_backward, launch.address, arguments)
     else:
         status = _launch_backward(launch.address, arguments)
     if status:
-        check(status)
+        raise launch_error(status, dict(zip(_NAMES, given, strict=True)))
     return dq, dk, dv

@@ -11,11 +11,15 @@ tensor is taken over, and from then on `ImportedTensor.close` calls the deleter,
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import Any, Final
 
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
+from ._tensors import first_line
 
 _MAX_VERSION: Final = (1, 0)  # the newest DLPack that this file reads; minor versions only add
+
+_MAX_NDIM: Final = 64  # as NumPy; an ndim of more is no tensor, and its shape is not read
 
 CPU: Final = 1  # kDLCPU
 CUDA: Final = 2  # kDLCUDA
@@ -144,21 +148,21 @@ class ImportedTensor:
         """
         self._deleter: int | None = None
         self._address = 0
-        device_type = int(source.__dlpack_device__()[0])
-        if device_type not in _DEVICE_NAMES:
-            raise Unsupported(
-                f"{name} is on DLPack device type {device_type}, expected 1 (CPU) or 2 (CUDA)"
-            )
+        _check_device(name, _device_type(name, source))
         capsule = _export(name, source)
-        if _is_valid(capsule, b"dltensor_versioned"):
-            self._take_versioned(name, capsule)
-        elif _is_valid(capsule, b"dltensor"):
-            self._take(name, capsule)
-        else:
-            raise InvalidArgument(
-                f"{name}.__dlpack__() gave {capsule!r}, "
-                "expected a capsule named dltensor or dltensor_versioned"
-            )
+        try:
+            if _is_valid(capsule, b"dltensor_versioned"):
+                self._take_versioned(name, capsule)
+            elif _is_valid(capsule, b"dltensor"):
+                self._take(name, capsule)
+            else:
+                raise InvalidArgument(
+                    f"{name}.__dlpack__() gave {shown(capsule)}, "
+                    "expected a capsule named dltensor or dltensor_versioned"
+                )
+        except Exception:
+            self.close()  # at once: the traceback may hold this object for long
+            raise
 
     def _take(self, name: str, capsule: Any) -> None:
         self._address = int(_get_pointer(capsule, b"dltensor") or 0)
@@ -177,10 +181,9 @@ class ImportedTensor:
         self._deleter = managed.deleter
         if managed.major != _MAX_VERSION[0]:
             got = f"{managed.major}.{managed.minor}"
-            self.close()  # all that may be done with a tensor of another major version
+            # To give it back is all that may be done with a tensor of another major version.
             raise Unsupported(f"{name} comes as DLPack {got}, expected {_MAX_VERSION[0]}.x")
         if managed.flags & _FLAG_IS_COPIED:
-            self.close()
             raise InvalidArgument(
                 f"{name}.__dlpack__() made a copy, expected memory shared with {name}: "
                 "make the copy yourself"
@@ -190,15 +193,30 @@ class ImportedTensor:
 
     def _read(self, name: str, tensor: _DLTensor) -> None:
         ndim = tensor.ndim
+        if not 0 <= ndim <= _MAX_NDIM:
+            raise InvalidArgument(f"{name}.ndim = {ndim}, expected 0 to {_MAX_NDIM}")
         self.shape: tuple[int, ...] = ()
         self.strides: tuple[int, ...] = ()
         if ndim > 0:
+            if not tensor.shape:
+                raise InvalidArgument(f"{name} comes through DLPack without a shape")
             self.shape = tuple((ctypes.c_int64 * ndim).from_address(tensor.shape))
+            if min(self.shape) < 0:
+                raise InvalidArgument(f"{name}.shape = {self.shape}, expected no negative sizes")
             if tensor.strides:
                 self.strides = tuple((ctypes.c_int64 * ndim).from_address(tensor.strides))
             else:
                 self.strides = contiguous_strides(self.shape)
+                if max(self.strides) >= 2**63:
+                    raise InvalidArgument(
+                        f"{name}.shape = {self.shape}: as many elements as no memory has"
+                    )
         self.pointer: int = (tensor.data or 0) + tensor.byte_offset
+        if self.pointer >= 2**64:
+            raise InvalidArgument(
+                f"{name} comes through DLPack with byte_offset = {tensor.byte_offset}, which "
+                "passes the end of memory"
+            )
         dtype = tensor.dtype
         self.dtype = _DTYPE_NAMES.get(
             (dtype.code, dtype.bits), f"DLPack({dtype.code}, {dtype.bits} bits)"
@@ -206,11 +224,7 @@ class ImportedTensor:
         if dtype.lanes != 1:
             self.dtype += f"x{dtype.lanes}"
         device_type = tensor.device.device_type
-        if device_type not in _DEVICE_NAMES:
-            self.close()
-            raise Unsupported(
-                f"{name} is on DLPack device type {device_type}, expected 1 (CPU) or 2 (CUDA)"
-            )
+        _check_device(name, device_type)
         self.device = _DEVICE_NAMES[device_type]
         self.device_index = int(tensor.device.device_id) if device_type == CUDA else 0
 
@@ -224,6 +238,23 @@ class ImportedTensor:
         self.close()
 
 
+def _device_type(name: str, source: Any) -> int:
+    try:
+        device_type, _ = source.__dlpack_device__()
+        return operator.index(device_type)
+    except Exception as error:
+        raise InvalidArgument(
+            f"{name}.__dlpack_device__() does not give (device type, index): {first_line(error)}"
+        ) from None
+
+
+def _check_device(name: str, device_type: int) -> None:
+    if device_type not in _DEVICE_NAMES:
+        raise Unsupported(
+            f"{name} is on DLPack device type {shown(device_type)}, expected 1 (CPU) or 2 (CUDA)"
+        )
+
+
 def _export(name: str, source: Any) -> Any:
     """The capsule of `source`: versioned and without a copy where the producer can say so."""
     try:
@@ -233,5 +264,6 @@ def _export(name: str, source: Any) -> Any:
             return source.__dlpack__()
     except Exception as error:
         raise InvalidArgument(
-            f"{name} ({type(source).__name__}) cannot be shared through DLPack: {error}"
+            f"{name} ({type(source).__name__:.60}) cannot be shared through DLPack: "
+            f"{first_line(error)}"
         ) from error

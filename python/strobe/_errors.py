@@ -1,6 +1,12 @@
-"""Exceptions: one class for each status of the C library, all of them `strobe.Error`."""
+"""Exceptions: one class for each status of the C library, all of them `strobe.Error`; and what
+their messages are made of.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
 
 __all__ = [
     "DeviceError",
@@ -10,13 +16,66 @@ __all__ = [
     "OutOfMemory",
     "Unsupported",
     "error_for_status",
+    "renamed",
+    "shown",
 ]
+
+_LONGEST_MESSAGE: Final = 400  # bytes
+_LONGEST_VALUE: Final = 100
+
+
+def _shortened(text: str, size: int) -> str:
+    """`text`, cut to so many bytes."""
+    # Half of a surrogate pair, say of a file's name, is no UTF-8.
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= size:
+        return text
+    return data[: size - 3].decode("utf-8", "ignore") + "..."
+
+
+def shown(value: Any) -> str:
+    """repr(value), for a message: short, of arrays the shape alone, and it never fails.
+
+    The values of a tensor may lie on a device, be many, or not be there.
+    """
+    try:
+        return _shortened(_shown(value, 2), _LONGEST_VALUE)
+    except Exception:  # somebody's own __repr__, or a str with a lone surrogate
+        return f"<{_shortened(type(value).__name__, 60)}>"
+
+
+def _shown(value: Any, depth: int) -> str:
+    kind = type(value)
+    if kind is int and value.bit_length() > 256:  # Python itself refuses to print the longest
+        return f"<int of {value.bit_length()} bits>"
+    if kind in (str, bytes):
+        return repr(value[:_LONGEST_VALUE])
+    if kind in (tuple, list):
+        if depth == 0:
+            return "..."
+        listed = [_shown(x, depth - 1) for x in value[:6]] + ["..."] * (len(value) > 6)
+        if kind is list:
+            return f"[{', '.join(listed)}]"
+        return f"({', '.join(listed)}{',' if len(value) == 1 else ''})"
+    if kind in (dict, set, frozenset):
+        return f"<{kind.__name__} of {len(value)}>"
+    if hasattr(value, "shape") and hasattr(value, "__array__"):
+        if value.shape == () and type(value).__module__ == "numpy" and kind.__name__ != "ndarray":
+            return repr(value)  # NumPy's scalars
+        return f"<{kind.__name__} of shape {tuple(value.shape)}>"
+    return repr(value)
 
 
 class Error(Exception):
-    """Base of every exception that Strobe raises itself."""
+    """Base of every exception that Strobe raises itself. Its text has 400 bytes at most."""
 
     __module__ = "strobe"
+
+    def __init__(self, *args: Any) -> None:
+        """As Exception, but a longer text is cut."""
+        super().__init__(
+            *(_shortened(x, _LONGEST_MESSAGE) if isinstance(x, str) else x for x in args)
+        )
 
 
 class InvalidArgument(Error, ValueError):
@@ -66,3 +125,14 @@ _BY_STATUS: dict[int, type[Error]] = {
 def error_for_status(status: int, text: str) -> Error:
     """The exception for a C status other than 0, with the library's text."""
     return _BY_STATUS.get(status, InternalError)(text or f"strobe_status {status}")
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A message in the words of a caller further out, who calls things by other names.
+
+    Each layer knows how the one beneath it calls things: `strobe.attention` the fields of the C
+    structs, `flash_attn` the arguments of `strobe.attention`.
+    """
+    longest_first = sorted(names, key=len, reverse=True)
+    pattern = r"(?<![\w.])(?:" + "|".join(map(re.escape, longest_first)) + r")(?!\w)"
+    return re.sub(pattern, lambda found: names[found[0]], text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from typing import Any, Final, TypeAlias
 
@@ -10,7 +9,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _operators, _repeat
-from ._errors import InvalidArgument, Unsupported
+from ._arrays import cannot_be_read
+from ._errors import Error, InvalidArgument, Unsupported, renamed
+from ._tensors import check_dense, check_readable, first_line
+from ._values import flag, integer, pair, real
 from .functional import attention
 
 Tensor: TypeAlias = torch.Tensor
@@ -66,25 +68,40 @@ def _is_plain(q: Any, k: Any, v: Any) -> bool:
 
 # ------------------------------------------------------------------------------------------- checks
 
-# What the library calls arguments, and what flash_attn calls them.
+# What `strobe.attention` calls arguments, and what flash_attn calls them.
 _NAMES: Final = {"scale": "softmax_scale", "window": "window_size"}
-_PACKED_NAMES: Final = {"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
+_PACKED_NAMES: Final = _NAMES | {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
-def _by_name(error: InvalidArgument, packed: str) -> InvalidArgument:
+def _by_name(error: Error, packed: str) -> Error:
     """`error` with the names that the caller knows. packed: see `call`."""
-    text = str(error)
+    text = renamed(str(error), _PACKED_NAMES if packed == "qkv" else _NAMES)
     name = re.split(r"\W", text, maxsplit=1)[0]
     if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
-        return InvalidArgument(f"{packed}, as {text}")
-    names = _NAMES | _PACKED_NAMES if packed == "qkv" else _NAMES
-    return InvalidArgument(names.get(name, name) + text.removeprefix(name))
+        text = f"{packed}, as {text}"
+    return type(error)(text)
+
+
+def _refused(error: Exception, named: dict[str, Any]) -> Error | None:
+    """For what PyTorch's dispatcher says where a class of tensors takes no part in an operator."""
+    for name, x in named.items():
+        if isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return Unsupported(
+                f"{name} is a {type(x).__name__:.60}, which does not take this: {first_line(error)}"
+            )
+    return None
 
 
 def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
     """Refuses what is no tensor with these axes. An axis named by a number has that length."""
     if not isinstance(x, torch.Tensor):
-        raise InvalidArgument(f"{name} is of type {type(x).__name__}, expected a torch.Tensor")
+        raise InvalidArgument(f"{name} is of type {type(x).__name__:.60}, expected a torch.Tensor")
+    check_dense(name, x)
     if x.ndim != len(axes):
         raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {len(axes)}: ({', '.join(axes)})")
     for axis, wanted in enumerate(axes):
@@ -94,12 +111,20 @@ def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
             )
 
 
-def _check_dropout(dropout_p: Any, softcap: Any) -> None:
+def unbound(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """The tensors that `x` was packed from."""
     try:
-        valid = 0 <= dropout_p < 1
-    except TypeError:
-        valid = False
-    if not valid:
+        parts: tuple[Tensor, ...] = x.unbind(axis)
+    except Exception as error:  # freed, or of a class without operators
+        if _is_tracing():
+            raise
+        check_readable(name, x)
+        raise cannot_be_read(name, x, error) from None
+    return parts
+
+
+def _check_dropout(dropout_p: Any, softcap: Any) -> None:
+    if not 0 <= dropout_p < 1:
         raise InvalidArgument(f"dropout_p = {dropout_p!r}, expected a number in [0, 1)")
     if softcap > 0:
         raise InvalidArgument(
@@ -108,43 +133,42 @@ def _check_dropout(dropout_p: Any, softcap: Any) -> None:
 
 
 def _window(window_size: Any) -> tuple[Any, Any]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise InvalidArgument(
-            f"window_size = {window_size!r}, expected a pair (left, right) of integers, "
-            "-1 for no limit"
-        ) from None
-    return left, right
+    left, right = pair("window_size", window_size)
+    return _integer("window_size[0]", left), _integer("window_size[1]", right)
 
 
 def _integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
-    if type(value) is int or isinstance(value, torch.SymInt):
+    if (type(value) is int and abs(value) < 2**63) or isinstance(value, torch.SymInt):
         return value
     if isinstance(value, torch.Tensor):
+        check_dense(name, value)
         if value.numel() != 1 or value.is_floating_point():
             raise InvalidArgument(
                 f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
                 "expected an integer"
             )
-        return value.item()
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+        try:
+            value = value.item()
+        except Exception as error:
+            raise InvalidArgument(f"{name} cannot be read: {first_line(error)}") from None
+    return integer(name, value)
 
 
 def _number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
     if type(value) is float or isinstance(value, torch.SymFloat):
         return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise InvalidArgument(f"{name} = {value!r}, expected a number") from None
+    return real(name, value)
+
+
+def _flag(name: str, value: Any) -> Any:
+    """`value` as a bool (or, while compiling, a SymBool)."""
+    if type(value) is bool or isinstance(value, torch.SymBool):
+        return value
+    return flag(name, value)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,20 +219,25 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     """
     if cu_seqlens_q is not None:
-        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
-        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
+        names = _PACKED_NAMES if packed == "qkv" else {}
+        max_seqlen_q = _integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
+        max_seqlen_k = _integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
     if softmax_scale is not None:
         softmax_scale = _number("softmax_scale", softmax_scale)
-    softcap = _number("softcap", softcap)
+    if type(softcap) is not float:
+        softcap = _number("softcap", softcap)
+    if type(dropout_p) is not float:
+        dropout_p = _number("dropout_p", dropout_p)
+    if type(return_attn_probs) is not bool:
+        return_attn_probs = _flag("return_attn_probs", return_attn_probs)
+    if alibi_slopes is not None and not isinstance(alibi_slopes, _Tensor):
+        raise InvalidArgument(
+            f"alibi_slopes is of type {type(alibi_slopes).__name__:.60}, expected a torch.Tensor"
+        )
     tracing = _is_tracing()
     options_of_call = (softmax_scale, causal, window_size, softcap)
     direct = not tracing and dropout_p == 0 and not return_attn_probs
-    repeats = (
-        direct
-        and alibi_slopes is None
-        and cu_seqlens_q is None
-        and _repeat.simple(causal, window_size)
-    )
+    repeats = direct and alibi_slopes is None and cu_seqlens_q is None and type(causal) is bool
     if repeats:
         out = _repeat.again(q, k, v, options_of_call)
         if out is not None:
@@ -242,6 +271,12 @@ def call(
         except InvalidArgument:
             pass  # below, a contiguous copy may help, and if not, the message is given
 
+    if alibi_slopes is not None:
+        check_dense("alibi_slopes", alibi_slopes)
+    if packed != "qkv":
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if x is not None:
+                check_tensor(name, x, ("batch + 1",))
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
@@ -249,6 +284,8 @@ def call(
         _refuse_tangents(q, k, v)
     q, k, v = _autocast(q, k, v)
     window_left, window_right = _window(window_size)
+    causal = _flag("causal", causal)
+    deterministic = _flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:
         _check_dropout(dropout_p, softcap)
@@ -274,8 +311,14 @@ def call(
         try:
             forward = _operators.Attention.apply if plain else _operators.attention_forward
             out, lse = forward(q, k, v, *options)
-        except InvalidArgument as error:
+        except Error as error:
             raise _by_name(error, packed) from None
+        except (AssertionError, NotImplementedError, TypeError) as error:
+            named = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+            refused = _refused(error, named)
+            if refused is None:
+                raise
+            raise _by_name(refused, packed) from None
     if not return_attn_probs:
         return out
     if rng_state is None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from ._errors import error_for_status
+from ._errors import Error, error_for_status
 
 # The ABI that these structs describe; compared with strobe_version() when the library is loaded.
 ABI_VERSION: Final = (0, 1)
@@ -307,12 +307,17 @@ def last_error() -> str:
     return text(LIBRARY.strobe_last_error())
 
 
+def error(status: int) -> Error:
+    """The exception that belongs to a status other than STROBE_OK, of the latest failure."""
+    return error_for_status(status, last_error())
+
+
 def check(status: int) -> None:
     """Raises the exception of `strobe.Error`'s family that belongs to a status other than
     STROBE_OK.
     """
     if status:
-        raise error_for_status(status, last_error())
+        raise error(status)
 
 
 def new_problem() -> Problem:

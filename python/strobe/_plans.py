@@ -6,8 +6,7 @@ Nothing here runs on a call whose plan is already known.
 from __future__ import annotations
 
 import ctypes
-import math
-import operator
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from . import _arrays, _library
+from . import _arrays, _checks, _library
 from ._arrays import KINDS, Allocator, AnyArray, Spec
-from ._errors import InvalidArgument
+from ._errors import Error, InvalidArgument, renamed, shown
 from ._library import Plan, Problem
+from ._tensors import check_readable
+from ._values import flag, integer, real
 
 
 class CallOptions(TypedDict, total=False):
@@ -79,58 +80,6 @@ VARLEN_V: Final = ("total_k", "heads_kv", "head_dim_v")
 # --------------------------------------------------------------------------------- problem and plan
 
 
-def integer(name: str, value: Any, bits: int = 64) -> int:
-    """`value` as an int that fits a C integer of so many bits; ctypes would cut it off silently."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
-    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-        raise InvalidArgument(f"{name} = {number}, expected an integer of {bits} bits")
-    return number
-
-
-def flag(name: str, value: Any) -> bool:
-    try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # an array, a tensor of several values
-        raise InvalidArgument(f"{name} = {value!r}, expected a bool") from None
-
-
-def real(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"{name} = {value!r}, expected a number") from None
-    if math.isnan(number):
-        raise InvalidArgument(f"{name} = nan, expected a number")
-    return number
-
-
-def as_value(option: Any) -> Any:
-    """An option as a float, if it is a number: plans are kept by its value, and an array of one
-    element would be kept by its identity, whatever it holds the next time.
-    """
-    try:
-        return float(option)
-    except (TypeError, ValueError):
-        return option  # refused when the plan is made
-
-
-def window_pair(window: Any) -> tuple[Any, Any]:
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise bad_window(window) from None
-    return left, right
-
-
-def bad_window(window: Any) -> InvalidArgument:
-    return InvalidArgument(
-        f"window = {window!r}, expected a pair (left, right) of integers, -1 for no limit"
-    )
-
-
 def _set_strides(target: Any, spec: Spec) -> None:
     """Strides of one tensor. An empty tensor keeps zeros: contiguous."""
     if 0 in spec.shape:
@@ -170,6 +119,7 @@ class Shapes:
     out_axes: tuple[str, ...]
     lse_shape: tuple[int, ...]
     lse_axes: tuple[str, ...]
+    tensors: dict[str, Spec]  # those that have strides in the problem
 
 
 def make_problem(
@@ -194,11 +144,11 @@ def make_problem(
         (VARLEN_Q, VARLEN_K, VARLEN_V) if varlen else (DENSE_Q, DENSE_K, DENSE_V)
     )
     for name, spec, axes in (("q", q, q_axes), ("k", k, k_axes), ("v", v, v_axes)):
-        _arrays.check_ndim(name, spec, axes)
-    _arrays.check_float("q", q)
+        _checks.check_ndim(name, spec, axes)
+    _checks.check_float("q", q)
     for name, spec in (("k", k), ("v", v)):
-        _arrays.check_dtype(name, spec, "that of q", q.dtype)
-        _arrays.check_place(name, spec, "q", q)
+        _checks.check_dtype(name, spec, "that of q", q.dtype)
+        _checks.check_place(name, spec, "q", q)
     problem.dtype = _library.DTYPE_CODES[q.dtype]
     problem.device = _library.CUDA if q.device == "cuda" else _library.CPU
     problem.device_index = q.device_index
@@ -209,8 +159,8 @@ def make_problem(
     heads_kv, head_dim_v = v.shape[-2:]
     if varlen:
         batch = _batch_of(q, cu_seqlens_q, cu_seqlens_k)
-        _arrays.check_shape("k", k, (k.shape[0], k.shape[1], head_dim), k_axes, "q")
-        _arrays.check_shape("v", v, (*k.shape[:2], head_dim_v), v_axes, "k")
+        _checks.check_shape("k", k, (k.shape[0], k.shape[1], head_dim), k_axes, "q")
+        _checks.check_shape("v", v, (*k.shape[:2], head_dim_v), v_axes, "k")
         problem.varlen = 1
         problem.total_q, problem.total_k = q.shape[0], k.shape[0]
         problem.seqlen_q = integer("max_seqlen_q", options.max_seqlen_q)
@@ -220,12 +170,12 @@ def make_problem(
         for name in ("max_seqlen_q", "max_seqlen_k"):
             if getattr(options, name) is not None:
                 raise InvalidArgument(
-                    f"{name} = {getattr(options, name)!r}, expected None: "
+                    f"{name} = {shown(getattr(options, name))}, expected None: "
                     "it belongs to cu_seqlens_q and cu_seqlens_k"
                 )
         batch = q.shape[0]
-        _arrays.check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim), k_axes, "q")
-        _arrays.check_shape("v", v, (*k.shape[:3], head_dim_v), v_axes, "k")
+        _checks.check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim), k_axes, "q")
+        _checks.check_shape("v", v, (*k.shape[:3], head_dim_v), v_axes, "k")
         problem.seqlen_q, problem.seqlen_k = q.shape[1], k.shape[1]
         lse_shape, lse_axes = (batch, heads, q.shape[1]), ("batch", "heads", "seqlen_q")
     # The library reads 0 in these two as "not given"; here they are given.
@@ -249,16 +199,24 @@ def make_problem(
     if alibi_slopes is not None:
         problem.alibi = _alibi(alibi_slopes, q, batch, heads)
     for name, spec in (("q", q), ("k", k), ("v", v)):
-        _arrays.check_last_contiguous(name, spec)
+        _checks.check_last_contiguous(name, spec)
         _set_strides(getattr(problem, name), spec)
     out_shape = (*q.shape[:-1], head_dim_v)
-    return Shapes(problem, q, out_shape, (*q_axes[:-1], "head_dim_v"), lse_shape, lse_axes)
+    return Shapes(
+        problem,
+        q,
+        out_shape,
+        (*q_axes[:-1], "head_dim_v"),
+        lse_shape,
+        lse_axes,
+        {"q": q, "k": k, "v": v},
+    )
 
 
 def _check_cu_seqlens(name: str, spec: Spec) -> None:
-    _arrays.check_ndim(name, spec, ("batch + 1",))
-    _arrays.check_dtype(name, spec, "cumulative lengths", "int32")
-    _arrays.check_contiguous(name, spec)
+    _checks.check_ndim(name, spec, ("batch + 1",))
+    _checks.check_dtype(name, spec, "cumulative lengths", "int32")
+    _checks.check_contiguous(name, spec)
     if spec.shape[0] < 2:
         raise InvalidArgument(f"{name}.shape[0] = {spec.shape[0]}, expected at least 2 (batch + 1)")
 
@@ -272,8 +230,8 @@ def _batch_of(q: Spec, cu_seqlens_q: Spec | None, cu_seqlens_k: Spec | None) -> 
         )
     for name, spec in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_cu_seqlens(name, spec)
-        _arrays.check_place(name, spec, "q", q)
-    _arrays.check_shape(
+        _checks.check_place(name, spec, "q", q)
+    _checks.check_shape(
         "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, ("batch + 1",), "cu_seqlens_q"
     )
     return cu_seqlens_q.shape[0] - 1
@@ -281,49 +239,160 @@ def _batch_of(q: Spec, cu_seqlens_q: Spec | None, cu_seqlens_k: Spec | None) -> 
 
 def _alibi(spec: Spec, q: Spec, batch: int, heads: int) -> int:
     name = "alibi_slopes"
-    _arrays.check_dtype(name, spec, "whatever the dtype of q", "float32")
-    _arrays.check_place(name, spec, "q", q)
+    _checks.check_dtype(name, spec, "whatever the dtype of q", "float32")
+    _checks.check_place(name, spec, "q", q)
     if len(spec.shape) == 1:
-        _arrays.check_shape(name, spec, (heads,), ("heads",), "q")
+        _checks.check_shape(name, spec, (heads,), ("heads",), "q")
         kind = _library.ALIBI_PER_HEAD
     elif len(spec.shape) == 2:
-        _arrays.check_shape(name, spec, (batch, heads), ("batch", "heads"), "q")
+        _checks.check_shape(name, spec, (batch, heads), ("batch", "heads"), "q")
         kind = _library.ALIBI_PER_BATCH_HEAD
     else:
         raise InvalidArgument(
             f"{name}.ndim = {len(spec.shape)}, expected 1: (heads) or 2: (batch, heads)"
         )
-    _arrays.check_contiguous(name, spec)
+    _checks.check_contiguous(name, spec)
     return kind
 
 
 def check_like_out(name: str, spec: Spec, shapes: Shapes) -> None:
     """Checks out or dout and sets its strides."""
-    _arrays.check_shape(name, spec, shapes.out_shape, shapes.out_axes, "q and v")
+    _checks.check_shape(name, spec, shapes.out_shape, shapes.out_axes, "q and v")
     check_tensor(name, spec, shapes)
 
 
 def check_tensor(name: str, spec: Spec, shapes: Shapes) -> None:
-    _arrays.check_dtype(name, spec, "that of q", shapes.q.dtype)
-    _arrays.check_place(name, spec, "q", shapes.q)
-    _arrays.check_last_contiguous(name, spec)
+    _checks.check_dtype(name, spec, "that of q", shapes.q.dtype)
+    _checks.check_place(name, spec, "q", shapes.q)
+    _checks.check_last_contiguous(name, spec)
     _set_strides(getattr(shapes.problem, name), spec)
+    shapes.tensors[name] = spec
 
 
 def check_like_lse(name: str, spec: Spec, shapes: Shapes) -> None:
-    _arrays.check_shape(name, spec, shapes.lse_shape, shapes.lse_axes, "q")
-    _arrays.check_dtype(name, spec, "whatever the dtype of q", "float32")
-    _arrays.check_place(name, spec, "q", shapes.q)
-    _arrays.check_contiguous(name, spec)
+    _checks.check_shape(name, spec, shapes.lse_shape, shapes.lse_axes, "q")
+    _checks.check_dtype(name, spec, "whatever the dtype of q", "float32")
+    _checks.check_place(name, spec, "q", shapes.q)
+    _checks.check_contiguous(name, spec)
 
 
 def spec_of(name: str, array: Any) -> Spec:
-    return KINDS[type(array)].spec(name, array)
+    try:
+        return KINDS[type(array)].spec(name, array)
+    except Error:
+        raise
+    except Exception as error:
+        raise _arrays.cannot_be_read(name, array, error) from None
 
 
 def optional_spec(name: str, array: Any) -> Spec | None:
     return None if array is None else spec_of(name, array)
 
+
+# ---------------------------------------------------------------------------------- their messages
+
+
+def _names(shapes: Shapes) -> dict[str, str]:
+    """What the library calls things, as the caller knows them."""
+    varlen = len(shapes.q.shape) == 3
+    heads = len(shapes.q.shape) - 2
+    names = {
+        "heads": f"q.shape[{heads}] (heads)",
+        "heads_kv": f"k.shape[{heads}] (heads_kv)",
+        "head_dim": f"q.shape[{heads + 1}] (head_dim)",
+        "head_dim_v": f"v.shape[{heads + 1}] (head_dim_v)",
+        "batch": "the batch of cu_seqlens_q" if varlen else "q.shape[0] (batch)",
+        "batch * heads": "batch * heads",
+        "seqlen_q": "max_seqlen_q" if varlen else "q.shape[1] (seqlen_q)",
+        "seqlen_k": "max_seqlen_k" if varlen else "k.shape[1] (seqlen_k)",
+        "total_q": "q.shape[0] (total_q)",
+        "total_k": "k.shape[0] (total_k)",
+        "window_left": "window[0]",
+        "window_right": "window[1]",
+        "device_index": "q.device.index",
+    }
+    fields = ("seqlen", "head", "dim") if varlen else ("batch", "seqlen", "head", "dim")
+    for name, spec in shapes.tensors.items():
+        for axis, field in enumerate(fields):
+            names[f"{name}.{field}"] = spec.kind.stride_hint.format(name, axis)
+    # In what else a message says, "heads" or "batch" are words.
+    return {f"{name} =": f"{known} =" for name, known in names.items()}
+
+
+# Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.
+_LAUNCH_NAMES: Final = {
+    "seqlen_q =": "max_seqlen_q =",
+    "seqlen_k =": "max_seqlen_k =",
+    "total_q =": "q.shape[0] (total_q) =",
+    "total_k =": "k.shape[0] (total_k) =",
+}
+
+
+def plan_of(shapes: Shapes) -> Plan:
+    """The plan, or an error in the caller's words."""
+    try:
+        return _library.make_plan(shapes.problem)
+    except InvalidArgument as error:
+        text = renamed(str(error), _names(shapes))
+        raise InvalidArgument(text + _other_layout(shapes)) from None
+    except Error as error:
+        raise type(error)(renamed(str(error), _names(shapes))) from None
+
+
+def why_text(shapes: Shapes) -> str:
+    """What `strobe.why` says, in the caller's words."""
+    try:
+        plan_of(shapes)
+    except InvalidArgument as error:
+        return str(error)
+    except Error:
+        pass  # the lines say more
+    return renamed(_library.why_text(shapes.problem), _names(shapes))
+
+
+def _other_layout(shapes: Shapes) -> str:
+    """A guess, where heads contradict each other and would not with heads before rows."""
+    named = shapes.tensors
+    sizes = {name: named[name].shape[-3:-1] for name in "qkv"}
+
+    def divides(swapped: str) -> bool:
+        heads, heads_kv = (sizes[name][name not in swapped] for name in "qk")
+        return bool(heads_kv > 0 and heads % heads_kv == 0)
+
+    if divides(""):
+        return ""
+    for swapped in ("qkv", "kv", "q"):
+        if divides(swapped):
+            first = len(shapes.q.shape) - 3
+            rows = ("total",) if first == 0 else ("batch", "seqlen")
+            axes = (*rows[:-1], "heads", rows[-1], "head_dim")
+            arrays = [(name, named[name]) for name in swapped]
+            return _checks.in_other_layout(arrays, axes, (first, first + 1))
+    return ""
+
+
+def launch_error(status: int, named: dict[str, Any]) -> Error:
+    """For a launch that the library refused, with the arrays that it was given."""
+    error = _library.error(status)
+    if not isinstance(error, InvalidArgument):
+        return error
+    try:
+        for name, array in named.items():
+            if array is not None and isinstance(KINDS[type(array)], _arrays.TorchKind):
+                check_readable(name, array)
+    except Error as unreadable:
+        return unreadable
+    text = renamed(str(error), _LAUNCH_NAMES)
+    text = text.replace("= NULL, expected a pointer", "has no memory, expected an array with data")
+    found = re.match(r"cu_seqlens_([qk])\[\d+\] = (\d+), expected [qk].shape", text)
+    if found and named[found[1]].shape[1] == int(found[2]):
+        spec = spec_of(found[1], named[found[1]])
+        axes = ("heads", "total", "head_dim")
+        text += _checks.in_other_layout([(found[1], spec)], axes, (0, 1))
+    return InvalidArgument(text)
+
+
+# -------------------------------------------------------------------------------------------- plans
 
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
 # slow one.
@@ -345,7 +414,7 @@ def make_launch(
     new: tuple[Allocator, ...],
 ) -> Launch:
     """Makes the plan and keeps it."""
-    plan = _library.make_plan(shapes.problem)
+    plan = plan_of(shapes)
     q = shapes.q
     on_cuda = q.device == "cuda"
     bytes_needed = int(plan.workspace_bytes)
@@ -403,35 +472,3 @@ def no_array(names: Sequence[str], arrays: Sequence[Any]) -> InvalidArgument:
         (name for name, array in zip(names, arrays, strict=True) if array is None), names[0]
     )
     return InvalidArgument(f"{name} = None, expected an array")
-
-
-def bad_seed(seed: Any, offset: Any) -> InvalidArgument:
-    for name, value in (("dropout_seed", seed), ("dropout_offset", offset)):
-        try:
-            if 0 <= operator.index(value) < 2**64:
-                continue
-        except TypeError:
-            pass
-        return InvalidArgument(f"{name} = {value!r}, expected an integer from 0 to 2**64 - 1")
-    return InvalidArgument("dropout_seed and dropout_offset are out of range")  # pragma: no cover
-
-
-_HASHED_OPTIONS: Final = (
-    "causal",
-    "window[0]",
-    "window[1]",
-    "scale",
-    "softcap",
-    "dropout_p",
-    "batch_invariant",
-    "threads",
-)
-
-
-def unhashable(values: Sequence[Any]) -> InvalidArgument:
-    for name, value in zip(_HASHED_OPTIONS, values, strict=False):
-        try:
-            hash(value)
-        except TypeError:
-            return InvalidArgument(f"{name} is of type {type(value).__name__}, expected a number")
-    return InvalidArgument("an option is no number")  # pragma: no cover

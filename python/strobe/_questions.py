@@ -13,20 +13,20 @@ import numpy as np
 
 from . import _arrays, _library
 from ._arrays import KINDS, AnyArray, ArraySpec, imported
-from ._errors import Error, InvalidArgument
-from ._library import LIBRARY, Problem, check
+from ._errors import Error, InvalidArgument, OutOfMemory
+from ._library import LIBRARY, check
 from ._plans import (
     Options,
-    bad_seed,
-    integer,
+    Shapes,
     longest,
     make_problem,
     no_array,
     optional_spec,
-    real,
+    plan_of,
     spec_of,
-    window_pair,
+    why_text,
 )
+from ._values import bad_seed, flag, integer, pair, real
 from .functional import latest_fallback
 
 
@@ -35,7 +35,7 @@ def _described(
     options: Options,
     backward: bool,
     dlse: bool,
-) -> Problem:
+) -> Shapes:
     """The problem of a call that will not be made; its results are taken to be contiguous."""
     names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
     with imported(names, arrays) as (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k):
@@ -45,8 +45,10 @@ def _described(
             options.max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
         if cu_seqlens_k is not None and options.max_seqlen_k is None:
             options.max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+        options.threads = integer("threads", options.threads, 32)
         if options.threads == 0:
             options.threads = KINDS[type(q)].threads()
+        backward = flag("backward", backward)
         shapes = make_problem(
             _library.BACKWARD if backward else _library.FORWARD,
             spec_of("q", q),
@@ -57,8 +59,8 @@ def _described(
             optional_spec("alibi_slopes", alibi_slopes),
             options,
         )
-        shapes.problem.has_dlse = backward and dlse
-        return shapes.problem
+        shapes.problem.has_dlse = flag("dlse", dlse) and backward
+        return shapes
 
 
 def plan(
@@ -93,7 +95,7 @@ def plan(
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
     """
-    left, right = window_pair(window)
+    left, right = pair("window", window)
     options = Options(
         causal,
         left,
@@ -108,7 +110,7 @@ def plan(
         batch_invariant,
     )
     arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    return _library.plan_text(_library.make_plan(_described(arrays, options, backward, dlse)))
+    return _library.plan_text(plan_of(_described(arrays, options, backward, dlse)))
 
 
 def why(
@@ -144,7 +146,7 @@ def why(
     if q is None and k is None and v is None:
         return str(getattr(latest_fallback, "text", ""))
     try:
-        left, right = window_pair(window)
+        left, right = pair("window", window)
         options = Options(
             causal,
             left,
@@ -159,7 +161,7 @@ def why(
             batch_invariant,
         )
         arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-        return _library.why_text(_described(arrays, options, backward, dlse))
+        return why_text(_described(arrays, options, backward, dlse))
     except Error as error:
         return str(error)
 
@@ -198,9 +200,13 @@ def dropout_mask(
     probability = real("dropout_p", dropout_p)
     try:
         struct.pack("QQ", dropout_seed, dropout_offset)
-    except struct.error:
+    except Exception:
         raise bad_seed(dropout_seed, dropout_offset) from None
-    mask = np.empty(sizes, np.bool_)
+    try:
+        mask = np.empty(sizes, np.bool_)
+    except (MemoryError, ValueError):
+        listed = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
+        raise OutOfMemory(f"a mask with {listed} cannot be allocated") from None
     check(
         LIBRARY.strobe_dropout_mask(
             *sizes,

@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 
 from . import _arrays, _library
 from ._plans import Launch
+from ._tensors import LOW
 
+_Tensor: Final = torch.Tensor
 _number_of_threads: Final = torch.get_num_threads
 _tracing_state: Final = torch._C._get_tracing_state
 _modes: Final = torch._C._len_torch_dispatch_stack
@@ -26,13 +28,15 @@ _ARGS_SIZE: Final = _library.FORWARD_ARGS_SIZE
 # lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, dropout_offset
 _NOTHING: Final = (0,) * 6
 
-_key_included: Final = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
 _PRE_DISPATCH: Final = getattr(torch._C.DispatchKey, "PreDispatch", None)
+_key_included: Final = _PRE_DISPATCH and getattr(
+    torch._C, "_dispatch_tls_is_dispatch_key_included", None
+)
 
 
 def pre_dispatch() -> bool:
     """Whether operators are traced before dispatch, on a stack of modes of its own (export)."""
-    return _key_included is not None and _PRE_DISPATCH is not None and _key_included(_PRE_DISPATCH)
+    return _key_included is not None and _key_included(_PRE_DISPATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +84,12 @@ def _guards_work() -> bool:
 WORKS: Final = _guards_work()
 
 
-def simple(causal: Any, window_size: Any) -> bool:
-    """Whether these can be compared by == at no risk: a tensor or an array may have another value
+def _simple(window_size: Any) -> bool:
+    """Whether this can be compared by == at no risk: a tensor or an array may have another value
     next time, or several.
     """
     return (
-        type(causal) is bool
-        and type(window_size) is tuple
+        type(window_size) is tuple
         and len(window_size) == 2
         and type(window_size[0]) is int
         and type(window_size[1]) is int
@@ -96,9 +99,12 @@ def simple(causal: Any, window_size: Any) -> bool:
 def remember(q: Any, k: Any, v: Any, options: tuple[Any, ...], launch: Launch) -> None:
     """After a call that went the long way. Only what comes twice in a row is worth a guard.
 
-    q, k, v: plain tensors, outside of every mode. options: compared by ==.
+    q, k, v: plain tensors, outside of every mode. options: softmax_scale, causal, window_size,
+    softcap, all but the window of the types that the annotations say; compared by ==.
     """
     global _last, _seen
+    if not _simple(options[2]):
+        return
     if launch is not _seen:
         _seen = launch
         return
@@ -123,10 +129,25 @@ def again(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
         or _modes()  # first: the guards do not see all of them, and what is compared may be traced
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
+        or not (options[2] is last.options[2] or _simple(options[2]))
         or last.options != options
+        or not (type(q) is _Tensor and type(k) is _Tensor and type(v) is _Tensor)
+    ):
+        return None
+    # The guards end the process where a tensor has no sizes or strides: a nested or a sparse one.
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
+    try:
+        q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except Exception:  # no memory at all
+        return None
+    if (
+        q_pointer < LOW  # perhaps no memory either: the long way looks closer
+        or k_pointer < LOW
+        or v_pointer < LOW
         or not last.same(q, k, v)
         or (last.threads and last.threads != _number_of_threads())
-        or pre_dispatch()
+        or (_key_included is not None and _key_included(_PRE_DISPATCH))
     ):
         return None
     launch = last.launch
@@ -140,9 +161,9 @@ def again(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
             workspace_pointer = workspace.data_ptr()
     arguments = _pack(
         _ARGS_SIZE,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
+        q_pointer,
+        k_pointer,
+        v_pointer,
         out.data_ptr(),
         *_NOTHING,
         workspace_pointer,

@@ -24,7 +24,7 @@ Algorithm: T. Dao, "FlashAttention-2", arXiv:2307.08691.
 from __future__ import annotations
 
 from ._errors import Unsupported
-from ._flash_attn import Result, Tensor, call, check_tensor
+from ._flash_attn import Result, Tensor, call, check_tensor, unbound
 
 __all__ = [
     "flash_attn_func",
@@ -122,7 +122,8 @@ def flash_attn_qkvpacked_func(
     Returns, Raises: as `flash_attn_func`.
     """
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
-    q, k, v = qkv.unbind(2)  # its derivative is one torch.stack; that of three slices, three sums
+    # Its derivative is one torch.stack; that of three slices, three sums.
+    q, k, v = unbound("qkv", qkv, 2)
     return call(
         q,
         k,
@@ -166,7 +167,7 @@ def flash_attn_kvpacked_func(
     Returns, Raises: as `flash_attn_func`.
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
-    k, v = kv.unbind(2)
+    k, v = unbound("kv", kv, 2)
     return call(
         q,
         k,
@@ -275,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
-    q, k, v = qkv.unbind(1)
+    q, k, v = unbound("qkv", qkv, 1)
     return call(
         q,
         k,
@@ -326,7 +327,7 @@ def flash_attn_varlen_kvpacked_func(
     check_tensor("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-    k, v = kv.unbind(1)
+    k, v = unbound("kv", kv, 1)
     return call(
         q,
         k,

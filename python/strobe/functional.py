@@ -10,34 +10,40 @@ each call.
 
 from __future__ import annotations
 
-import struct
 import threading
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from . import _arrays, _interrupt, _library
-from ._arrays import DIRECT, KINDS, TORCH, AnyArray, NDArray, Spec, SupportsDLPack, imported
+from ._arrays import (
+    DIRECT,
+    KINDS,
+    TORCH,
+    AnyArray,
+    NDArray,
+    Spec,
+    SupportsDLPack,
+    imported,
+    unreadable,
+)
 from ._backward import attention_backward
-from ._library import FORWARD_ARGS_SIZE, check, pack_forward
+from ._library import FORWARD_ARGS_SIZE, pack_forward
 from ._plans import (
     FORWARD_LAUNCHES,
     CallOptions,
     Launch,
     Options,
     Shapes,
-    as_value,
-    bad_seed,
-    bad_window,
     check_like_out,
-    flag,
-    integer,
+    launch_error,
     longest,
     make_launch,
     make_problem,
     no_array,
     optional_spec,
     spec_of,
-    unhashable,
 )
+from ._tensors import LOW, check_readable
+from ._values import bad_seed, flag, integer, pair, real
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,6 +176,7 @@ def attention(
         InvalidArgument: arguments that contradict each other or break a rule above; a ValueError.
         Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
+        Where a result cannot be allocated, NumPy's error or PyTorch's comes through.
     """
     q_kind, k_kind, v_kind = KINDS.get(type(q)), KINDS.get(type(k)), KINDS.get(type(v))
     extra = alibi_slopes is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -214,31 +221,50 @@ def attention(
 
     if q_kind is TORCH and k_kind is TORCH and v_kind is TORCH:
         # The three views in one: each call and tuple less is a tenth of a microsecond.
-        q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        k_signature = v_signature = None
-        q_signature: Any = (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-        )
+        try:
+            q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if (
+                q_pointer < LOW
+                or k_pointer < LOW
+                or v_pointer < LOW
+                or q.is_neg()
+                or k.is_neg()
+                or v.is_neg()
+            ):
+                for name, x in (("q", q), ("k", k), ("v", v)):
+                    check_readable(name, x)
+            k_signature = v_signature = None
+            q_signature: Any = (
+                q.shape,
+                k.shape,
+                v.shape,
+                q.stride(),
+                k.stride(),
+                v.stride(),
+                q.dtype,
+                k.dtype,
+                v.dtype,
+                q.device,
+                k.device,
+                v.device,
+            )
+        except Exception as error:
+            raise unreadable((("q", q), ("k", k), ("v", v)), error) from None
     else:
-        q_pointer, q_signature = q_kind.view(q)
-        k_pointer, k_signature = k_kind.view(k)
-        v_pointer, v_signature = v_kind.view(v)
+        try:
+            q_pointer, q_signature = q_kind.view(q)
+            k_pointer, k_signature = k_kind.view(k)
+            v_pointer, v_signature = v_kind.view(v)
+        except Exception as error:
+            raise unreadable((("q", q), ("k", k), ("v", v)), error) from None
     if out is None:
         out_pointer, out_signature = 0, None
     else:
         out_kind = KINDS[type(out)]
-        out_pointer, out_signature = out_kind.view(out)
+        try:
+            out_pointer, out_signature = out_kind.view(out)
+        except Exception as error:
+            raise unreadable((("out", out),), error) from None
         out_kind.check_writable("out", out)
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
@@ -248,40 +274,50 @@ def attention(
     extras = None
     if extra:
         cu_q_signature = cu_k_signature = alibi_signature = None
-        if cu_seqlens_q is not None:
-            cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
-            if max_seqlen_q is None:
-                max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
-        if cu_seqlens_k is not None:
-            cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
-            if max_seqlen_k is None:
-                max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
-        if alibi_slopes is not None:
-            alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
+        try:
+            if cu_seqlens_q is not None:
+                cu_q_pointer, cu_q_signature = KINDS[type(cu_seqlens_q)].view(cu_seqlens_q)
+            if cu_seqlens_k is not None:
+                cu_k_pointer, cu_k_signature = KINDS[type(cu_seqlens_k)].view(cu_seqlens_k)
+            if alibi_slopes is not None:
+                alibi_pointer, alibi_signature = KINDS[type(alibi_slopes)].view(alibi_slopes)
+        except Exception as error:
+            named = {
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "alibi_slopes": alibi_slopes,
+            }
+            raise unreadable(tuple(named.items()), error) from None
+        if cu_seqlens_q is not None and max_seqlen_q is None:
+            max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
+        if cu_seqlens_k is not None and max_seqlen_k is None:
+            max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
         extras = (cu_q_signature, cu_k_signature, alibi_signature, max_seqlen_q, max_seqlen_k)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         extras = (None, None, None, max_seqlen_q, max_seqlen_k)
     try:
         left, right = window
-    except (TypeError, ValueError):
-        raise bad_window(window) from None
-    if threads == 0:
-        threads = q_kind.threads()
+    except Exception:
+        left, right = pair("window", window)
     # Plans are kept by value: a tensor or an array would be kept by its identity.
     if type(left) is not int or type(right) is not int:
         left, right = integer("window[0]", left), integer("window[1]", right)
     if type(threads) is not int:
         threads = integer("threads", threads, 32)
+    if threads == 0:
+        threads = q_kind.threads()
     if type(causal) is not bool:
         causal = flag("causal", causal)
     if type(batch_invariant) is not bool:
         batch_invariant = flag("batch_invariant", batch_invariant)
     if type(scale) is not float and scale is not None:
-        scale = as_value(scale)
+        scale = real("scale", scale)
     if type(softcap) is not float:
-        softcap = as_value(softcap)
+        softcap = real("softcap", softcap)
     if type(dropout_p) is not float:
-        dropout_p = as_value(dropout_p)
+        dropout_p = real("dropout_p", dropout_p)
+    if type(return_lse) is not bool:
+        return_lse = flag("return_lse", return_lse)
 
     key = (
         q_signature,
@@ -298,10 +334,7 @@ def attention(
         batch_invariant,
         threads,
     )
-    try:
-        launch = FORWARD_LAUNCHES.get(key)
-    except TypeError:
-        raise unhashable(key[5:]) from None
+    launch = FORWARD_LAUNCHES.get(key)
     if launch is None:
         options = Options(
             causal,
@@ -359,14 +392,23 @@ def attention(
             launch.workspace_bytes,
             stream,
         )
-    except struct.error:
+    except Exception:  # struct.error, or what somebody's __index__ raises
         raise bad_seed(dropout_seed, dropout_offset) from None
     if launch.long:
         status = _interrupt.run(_launch_forward, launch.address, arguments)
     else:
         status = _launch_forward(launch.address, arguments)
     if status:
-        check(status)
+        named = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "alibi_slopes": alibi_slopes,
+        }
+        raise launch_error(status, named)
     if _with_launch:
         return out, launch
     return (out, lse) if return_lse else out

@@ -20,12 +20,14 @@ namespace strobe {
 
 namespace {
 
-// Fixed room, so that reporting a failure cannot fail.
-thread_local char last_error[2048] = "";
+// Fixed room, so that reporting a failure cannot fail; 400 bytes are what anybody reads.
+thread_local char last_error[401] = "";
 
 strobe_status fail(strobe_status code, const char* text) noexcept {
-  std::strncpy(last_error, text, sizeof last_error - 1);
-  last_error[sizeof last_error - 1] = '\0';
+  constexpr size_t room = sizeof last_error - 1;
+  std::strncpy(last_error, text, room);
+  last_error[room] = '\0';
+  if (std::strlen(text) > room) std::memcpy(last_error + room - 3, "...", 3);
   return code;
 }
 
@@ -324,7 +326,7 @@ strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
     m.cuda_devices = static_cast<int32_t>(cuda::devices().size());
     copy_name(m.cuda_reason, cuda::no_devices_reason());
 #else
-    copy_name(m.cuda_reason, "this build of Strobe has no CUDA kernels");
+    copy_name(m.cuda_reason, kNoCuda);
 #endif
 #if defined(__clang__)
     copy_name(m.compiler, "Clang " __clang_version__);

@@ -7,12 +7,37 @@ namespace strobe {
 
 namespace {
 
+// Every build has kernels for the CPU.
+std::string no_kernels() { return std::string(kNoCuda) + "\n"; }
+
 // Null when the kernel takes the problem; otherwise its reason, in `text` where it depends on the
 // problem.
 const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std::string& text) {
   if (const char* reason = kernel.unavailable()) return reason;
   text = kernel.declines(resolved);
   return text.empty() ? nullptr : text.c_str();
+}
+
+// Why no kernel takes the problem, in few words: kernels of one mind share a line.
+std::string refusals(const AttentionProblem& resolved) {
+  std::string names, last, lines, text;
+  const auto flush = [&] {
+    if (!names.empty()) lines += names + " declines: " + last + "\n";
+  };
+  for (const Kernel& kernel : kernel_table()) {
+    if (kernel.device != resolved.device) continue;
+    const char* reason = refusal(kernel, resolved, text);
+    if (!reason) continue;
+    if (reason == last && !names.empty()) {
+      names += std::string(", ") + kernel.name;
+    } else {
+      flush();
+      names = kernel.name;
+      last = reason;
+    }
+  }
+  flush();
+  return lines.empty() ? no_kernels() : lines;
 }
 
 }  // namespace
@@ -50,7 +75,8 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
     }
     ++i;
   }
-  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + why(problem)};
+  return {STROBE_UNSUPPORTED,
+          "no kernel takes " + to_string(problem) + "\n" + refusals(made.problem)};
 }
 
 std::string why(const AttentionProblem& problem) {
@@ -71,7 +97,7 @@ std::string why(const AttentionProblem& problem) {
     }
     lines += "\n";
   }
-  if (lines.empty()) lines = "this build of Strobe has no kernel for the device asked for\n";
+  if (lines.empty()) lines = no_kernels();
   return lines;
 }
 

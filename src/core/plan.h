@@ -12,6 +12,10 @@ namespace strobe {
 
 using Plan = strobe_plan;
 
+/// What a build without CUDA kernels says of itself: at most 127 bytes, as strobe_machine has room.
+inline constexpr char kNoCuda[] =
+    "this build has no CUDA kernels: build Strobe where nvcc is (cmake -DSTROBE_CUDA=ON; pip too)";
+
 /// A row of the kernel table. All functions are pure but for the launches.
 struct Kernel {
   const char* name;  // "cpu_avx512"

@@ -57,7 +57,7 @@ constexpr int64_t kMaxOffset = int64_t{1} << 58;
 
 struct Extent {
   int64_t size, stride;
-  const char* dimension;
+  const char* dimension;  // its field of strobe_strides
 };
 
 // True when `strides` were left at zero, which asks for a contiguous tensor.
@@ -78,8 +78,8 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
     return {};
   }
   if (s.dim != 1) {
-    return invalid(format("%s.stride[%d] = %" PRId64 ", expected 1 (last dimension contiguous)",
-                          name, varlen ? 2 : 3, s.dim));
+    return invalid(format("%s.dim = %" PRId64 " elements, expected 1 (last dimension contiguous)",
+                          name, s.dim));
   }
   Extent extents[] = {
       {varlen ? 1 : batch, s.batch, "batch"}, {rows, s.seqlen, "seqlen"}, {heads, s.head, "head"}};
@@ -88,7 +88,7 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
     if (e.size <= 1) continue;
     const int64_t magnitude = e.stride < 0 ? -(e.stride + 1) : e.stride;
     if (magnitude >= room / (e.size - 1)) {
-      return invalid(format("%s.stride of %s = %" PRId64 " with %" PRId64
+      return invalid(format("%s.%s = %" PRId64 " elements with %" PRId64
                             " entries: offsets pass 2^58 elements",
                             name, e.dimension, e.stride, e.size));
     }
@@ -105,7 +105,7 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
     if (e.size <= 1) continue;
     const int64_t magnitude = e.stride;
     if (magnitude < span) {
-      return invalid(format("%s.stride of %s = %" PRId64 ", expected at least %" PRId64
+      return invalid(format("%s.%s = %" PRId64 " elements, expected at least %" PRId64
                             " (an output must not overlap itself)",
                             name, e.dimension, e.stride, span));
     }
@@ -128,7 +128,10 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("seqlen_q", p.seqlen_q, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("seqlen_k", p.seqlen_k, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("heads", p.heads, 1, kMaxLength));
-  STROBE_RETURN_IF_ERROR(check_integer("heads_kv", p.heads_kv, 0, kMaxLength));
+  // 0 asks for the default here; whoever gave another number reads of those that are allowed.
+  if (p.heads_kv != 0) {
+    STROBE_RETURN_IF_ERROR(check_integer("heads_kv", p.heads_kv, 1, kMaxLength));
+  }
   if (p.heads_kv > 0 && p.heads % p.heads_kv != 0) {
     return invalid(format("heads = %" PRId64 ", expected a multiple of heads_kv = %" PRId64,
                           p.heads, p.heads_kv));
@@ -139,7 +142,9 @@ Status check_problem(const AttentionProblem& p) {
                           p.batch, p.heads));
   }
   STROBE_RETURN_IF_ERROR(check_integer("head_dim", p.head_dim, 1, 256));
-  STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", p.head_dim_v, 0, 256));
+  if (p.head_dim_v != 0) {
+    STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", p.head_dim_v, 1, 256));
+  }
   STROBE_RETURN_IF_ERROR(check_flag("varlen", p.varlen));
   STROBE_RETURN_IF_ERROR(check_flag("causal", p.causal));
   if (p.varlen) {

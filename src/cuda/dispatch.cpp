@@ -212,7 +212,7 @@ std::string tma_declines(const AttentionProblem& p) {
     for (const auto& dim : dims) {
       if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
         return format(
-            "%s.stride of %s = %lld, expected a positive multiple of 8 (TMA reads "
+            "%s.%s = %lld elements, expected a positive multiple of 8 (TMA reads "
             "16-byte units)",
             t.name, dim.name, static_cast<long long>(dim.stride));
       }

@@ -338,3 +338,43 @@ def test_numpy_arrays_of_numpys_own_dlpack(rng: np.random.Generator) -> None:
     assert np.array_equal(out, strobe.attention(inputs.q, inputs.k, inputs.v))
     with pytest.raises(strobe.InvalidArgument, match="cannot be shared through DLPack"):
         strobe.attention(Foreign(inputs.q.astype(ml_dtypes.bfloat16)), inputs.k, inputs.v)
+
+
+class OddDevice(Producer):
+    """Whose __dlpack_device__ is broken."""
+
+    given: Any = None
+
+    def __dlpack_device__(self) -> Any:
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+
+@pytest.mark.parametrize(
+    "given", [OSError("not today"), None, 3, (), (1,), ("x", 0), (1.5, 0), (None, None)]
+)
+def test_a_broken_device(given: Any, rng: np.random.Generator) -> None:
+    inputs = Case().make(rng)
+    q = OddDevice(inputs.q)
+    q.given = given
+    with pytest.raises(strobe.InvalidArgument, match=r"^q\.__dlpack_device__\(\) does not give"):
+        strobe.attention(q, inputs.k, inputs.v)
+    assert q.exported == 0
+
+
+def test_a_device_type_that_no_c_type_holds(rng: np.random.Generator) -> None:
+    inputs = Case().make(rng)
+    for device_type in (2**64 + 1, 10**400):
+        q = OddDevice(inputs.q)
+        q.given = (device_type, 0)
+        with pytest.raises(strobe.Unsupported, match="q is on DLPack device type"):
+            strobe.attention(q, inputs.k, inputs.v)
+
+
+def test_an_address_past_the_end(rng: np.random.Generator) -> None:
+    inputs = Case().make(rng)
+    q = Producer(inputs.q, offset=2**62)
+    with pytest.raises(strobe.InvalidArgument, match="q comes through DLPack with byte_offset"):
+        strobe.attention(q, inputs.k, inputs.v)
+    check_once(q)

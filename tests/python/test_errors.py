@@ -87,9 +87,21 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("seqlen", arrays(v=np.ones((2, 9, 2, 8), F)), "v.shape[1] = 9, expected 10 (seqlen_k of k)"),
     ("heads-v", arrays(v=np.ones((2, 10, 4, 8), F)), "v.shape[2] = 4, expected 2 (heads_kv of k)"),
     ("head-dim", arrays(k=np.ones((2, 10, 2, 9), F)), "k.shape[3] = 9, expected 8 (head_dim of q)"),
-    ("heads", arrays(q=np.ones((2, 6, 5, 8), F)), "heads = 5, expected a multiple of heads_kv = 2"),
-    ("no-batch", {n: np.ones((0, 3, 2, 8), F) for n in "qkv"}, "batch = 0, expected 1"),
-    ("no-heads", {n: np.ones((1, 3, 0, 8), F) for n in "qkv"}, "heads = 0, expected 1"),
+    (
+        "heads",
+        arrays(q=np.ones((2, 6, 5, 8), F)),
+        "q.shape[2] (heads) = 5, expected a multiple of k.shape[2] (heads_kv) = 2",
+    ),
+    (
+        "no-batch",
+        {n: np.ones((0, 3, 2, 8), F) for n in "qkv"},
+        "q.shape[0] (batch) = 0, expected 1 to",
+    ),
+    (
+        "no-heads",
+        {n: np.ones((1, 3, 0, 8), F) for n in "qkv"},
+        "q.shape[2] (heads) = 0, expected 1 to",
+    ),
     (
         "no-heads-kv",
         arrays(k=np.ones((2, 10, 0, 8), F), v=np.ones((2, 10, 0, 8), F)),
@@ -100,8 +112,16 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         arrays(v=np.ones((2, 10, 2, 0), F)),
         "v.shape[3] = 0, expected 1 to 256 (head_dim_v)",
     ),
-    ("wide", {n: np.ones((1, 3, 1, 257), F) for n in "qkv"}, "head_dim = 257, expected 1 to 256"),
-    ("wide-v", arrays(v=np.ones((2, 10, 2, 300), F)), "head_dim_v = 300, expected 0 to 256"),
+    (
+        "wide",
+        {n: np.ones((1, 3, 1, 257), F) for n in "qkv"},
+        "q.shape[3] (head_dim) = 257, expected 1 to 256",
+    ),
+    (
+        "wide-v",
+        arrays(v=np.ones((2, 10, 2, 300), F)),
+        "v.shape[3] (head_dim_v) = 300, expected 1 to 256",
+    ),
     (
         "last-stride",
         arrays(k=np.ones((2, 10, 2, 16), F)[..., ::2]),
@@ -134,14 +154,14 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     # options
     ("window", arrays(window=3), "window = 3, expected a pair (left, right)"),
     ("window-three", arrays(window=(1, 2, 3)), "window = (1, 2, 3), expected a pair"),
-    ("window-low", arrays(window=(-2, 0)), "window_left = -2, expected -1 to"),
+    ("window-low", arrays(window=(-2, 0)), "window[0] = -2, expected -1 to"),
     ("window-float", arrays(window=(1.5, 0)), "window[0] = 1.5, expected an integer"),
     ("window-big", arrays(window=(0, BIG)), f"window[1] = {BIG}, expected an integer of 64 bits"),
     ("scale", arrays(scale="x"), "scale = 'x', expected a number"),
     ("scale-nan", arrays(scale=float("nan")), "scale = nan, expected a number"),
     ("scale-inf", arrays(scale=float("inf")), "scale = inf, expected a finite number"),
     ("scale-big", arrays(scale=1e300), "scale = inf, expected a finite number"),
-    ("scale-array", arrays(scale=np.ones(2)), "scale is of type ndarray, expected a number"),
+    ("scale-array", arrays(scale=np.ones(2)), "scale = <ndarray of shape (2,)>, expected a number"),
     ("softcap", arrays(softcap=-1.0), "softcap = -1, expected 0 (off) or a positive"),
     ("softcap-nan", arrays(softcap=float("nan")), "softcap = nan, expected a number"),
     ("dropout", arrays(dropout_p=1.0), "dropout_p = 1, expected at least 0 and below 1"),
@@ -232,7 +252,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "out-overlap",
         arrays(out=np.lib.stride_tricks.as_strided(np.ones(99, F), (2, 6, 4, 8), (0, 4, 4, 4))),
-        "out.stride of batch = 0, expected at least 8 (an output must not overlap itself)",
+        "out.strides[0] = 0 elements, expected at least 8 (an output must not overlap itself)",
     ),
     # varlen
     (
@@ -294,7 +314,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "varlen-max",
         packed(max_seqlen_q=3),
-        "cu_seqlens_q: sequence 1 has length 4, expected at most seqlen_q = 3",
+        "cu_seqlens_q: sequence 1 has length 4, expected at most max_seqlen_q = 3",
     ),
     ("varlen-max-float", packed(max_seqlen_k=7.5), "max_seqlen_k = 7.5, expected an integer"),
     (
@@ -411,7 +431,7 @@ INVALID_BACKWARD: list[tuple[str, dict[str, Any], str]] = [
         "dk is read-only",
     ),
     ("softcap", {"softcap": -2.0}, "softcap = -2, expected 0 (off)"),
-    ("scale-array", {"scale": np.ones(2)}, "scale is of type ndarray, expected a number"),
+    ("scale-array", {"scale": np.ones(2)}, "scale = <ndarray of shape (2,)>, expected a number"),
     ("threads", {"threads": 1 << 40}, "threads = 1099511627776, expected an integer of 32 bits"),
     ("seed", {"dropout_seed": -5}, "dropout_seed = -5, expected an integer from 0"),
     ("misaligned", {"dout": misaligned((2, 6, 4, 8))}, "dout = 0x"),
@@ -480,3 +500,129 @@ def test_a_failed_call_does_not_spoil_the_next(rng: np.random.Generator) -> None
     with pytest.raises(strobe.InvalidArgument):
         strobe.attention(inputs.q, inputs.k, inputs.v, softcap=-1)
     assert np.array_equal(strobe.attention(inputs.q, inputs.k, inputs.v), wanted)
+
+
+# ------------------------------------------------------------------ what is no plain array or value
+
+
+def test_values_that_no_c_type_holds() -> None:
+    """And what Python itself cannot print."""
+    for option in ("scale", "softcap", "dropout_p"):
+        with pytest.raises(strobe.InvalidArgument, match=f"{option} = <int of 1329 bits>"):
+            strobe.attention(**arrays(**{option: 10**400}))
+    with pytest.raises(strobe.InvalidArgument, match=re.escape("window[0] = <int of")):
+        strobe.attention(**arrays(window=(10**5000, 0)))
+    with pytest.raises(strobe.InvalidArgument, match="dropout_seed = <int of"):
+        strobe.attention(**arrays(dropout_p=0.5, dropout_seed=10**5000))
+    with pytest.raises(strobe.InvalidArgument, match="threads = <ndarray of shape"):
+        strobe.attention(**arrays(threads=np.ones(2)))
+    with pytest.raises(strobe.InvalidArgument, match="return_lse = <ndarray of shape"):
+        strobe.attention(**arrays(return_lse=np.ones(2)))
+    with pytest.raises(strobe.OutOfMemory, match="seqlen_q = 1099511627776"):
+        strobe.dropout_mask(1, 1, 2**40, 2**20, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"shape": (2**64 + 2, 6, 4, 8)}, "q.shape[0] = 18446744073709551618, expected an integer"),
+        ({"shape": (2, -6, 4, 8)}, "q.shape = (2, -6, 4, 8), expected no negative sizes"),
+        ({"shape": 3}, "q.shape = 3, expected a tuple of integers"),
+        ({"strides": (2**64, 32, 8, 1)}, "q.strides[0] = 18446744073709551616, expected an integ"),
+        ({"strides": (1,)}, "q.strides has 1 entries, expected 4"),
+        ({"device": f"cuda:{2**64}"}, 'expected "cpu", "cuda" or "cuda:N"'),
+        ({"device": "cuda:" + "9" * 5000}, 'expected "cpu", "cuda" or "cuda:N"'),
+        ({"device": 7}, 'q.device = 7, expected "cpu"'),
+        ({"dtype": ["float32"]}, "q.dtype = ['float32'], expected float32"),
+    ],
+)
+def test_specs_are_not_cut(changes: dict[str, Any], text: str) -> None:
+    spec = strobe.ArraySpec(**{"shape": (2, 6, 4, 8), **changes})
+    with pytest.raises(strobe.InvalidArgument, match=re.escape(text)):
+        strobe.plan(spec, spec, spec)
+    assert text in strobe.why(spec, spec, spec)
+
+
+def test_messages_are_short() -> None:
+    for bad in ("é" * 10**6, list(range(10**6)), b"\0" * 10**6, ("x" * 10**6,) * 2):
+        for option in ("window", "scale", "causal", "dropout_seed"):
+            if option == "causal" or (option == "window" and isinstance(bad, tuple)):
+                continue
+            with pytest.raises(strobe.InvalidArgument, match=f"^{option} = ") as caught:
+                strobe.attention(**arrays(**{option: bad}))
+            assert len(str(caught.value).encode()) <= 400
+    assert len(str(strobe.InvalidArgument("é" * 1000)).encode()) <= 400
+
+
+def test_no_kernels_for_a_device() -> None:
+    if "cuda" in "".join(kernel.name for kernel in strobe.info().kernels):
+        pytest.skip("this build has CUDA kernels")
+    spec = strobe.ArraySpec((1, 3, 2, 16), "float16", "cuda")
+    with pytest.raises(strobe.Unsupported, match="-DSTROBE_CUDA=ON") as caught:
+        strobe.plan(spec, spec, spec)
+    assert len(str(caught.value)) <= 400
+    assert "-DSTROBE_CUDA=ON" in strobe.why(spec, spec, spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        # All three have heads before rows; k and v alone; q alone.
+        (
+            {"q": (2, 8, 100, 16), "k": (2, 8, 120, 16), "v": (2, 8, 120, 16)},
+            (
+                "; if q, k and v are (batch, heads, seqlen, head_dim), pass q.swapaxes(1, 2), "
+                "k.swapaxes(1, 2), v.swapaxes(1, 2)"
+            ),
+        ),
+        (
+            {"q": (2, 100, 8, 16), "k": (2, 8, 120, 16), "v": (2, 8, 120, 16)},
+            "; if k and v are (batch, heads, seqlen, head_dim), pass k.swapaxes(1, 2), v.swap",
+        ),
+        (
+            {"q": (2, 7, 100, 16), "k": (2, 120, 7, 16), "v": (2, 120, 7, 16)},
+            "; if q is (batch, heads, seqlen, head_dim), pass q.swapaxes(1, 2)",
+        ),
+        (
+            {"q": (2, 6, 4, 8), "k": (2, 10, 2, 8), "v": (2, 2, 10, 8)},
+            "; if v is (batch, heads_kv, seqlen_k, head_dim_v), pass v.swapaxes(1, 2)",
+        ),
+    ],
+)
+def test_the_other_layout_is_guessed(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(strobe.InvalidArgument, match=re.escape(text)):
+        strobe.attention(*(np.ones(given[name], F) for name in "qkv"))
+
+
+def test_the_other_layout_is_not_guessed_where_it_helps_nothing() -> None:
+    with pytest.raises(strobe.InvalidArgument) as caught:
+        strobe.attention(**arrays(q=np.ones((2, 7, 5, 8), F)))
+    assert "swapaxes" not in str(caught.value)
+
+
+def test_packed_heads_before_rows_are_guessed() -> None:
+    swapped = {name: packed()[name].swapaxes(0, 1).copy() for name in "qkv"}
+    swapped["k"] = swapped["v"] = np.ones((4, 10, 8), F)
+    text = "; if q, k and v are (heads, total, head_dim), pass q.swapaxes(0, 1)"
+    with pytest.raises(strobe.InvalidArgument, match=re.escape(text)):
+        strobe.attention(**packed(**swapped))
+    rows = {name: np.ones((4, 2, 8), F) for name in "kv"}
+    text = "; if q is (heads, total, head_dim), pass q.swapaxes(0, 1)"
+    with pytest.raises(strobe.InvalidArgument, match=re.escape(text)):
+        strobe.attention(
+            **packed(q=np.ones((4, 6, 8), F), **rows, cu_seqlens_k=np.array([0, 1, 4], np.int32))
+        )
+
+
+class Larger(np.ndarray[Any, Any]):
+    """Says of its shape what is not so."""
+
+    @property  # type: ignore[misc]
+    def shape(self) -> Any:
+        return (2, 6000, 4, 8)
+
+
+def test_a_subclass_is_the_array_that_it_is() -> None:
+    right = arrays()
+    found = strobe.attention(right["q"].view(Larger), right["k"], right["v"])
+    assert np.array_equal(found, strobe.attention(**right))

@@ -152,7 +152,7 @@ def test_refusals() -> None:
     refuses("q.dtype = float64, expected float32, bfloat16 or float16", q=x.double())
     refuses("k.dtype = float16, expected float32 (that of q)", k=x.half())
     refuses(
-        "v.strides[3] = 2 elements, expected 1 (last dimension contiguous): pass v.contiguous()",
+        "v.stride(3) = 2 elements, expected 1 (last dimension contiguous): pass v.contiguous()",
         v=torch.randn(1, 9, 2, 8, 2)[..., 0],
     )
     refuses("q is on meta, expected a cpu or cuda tensor", strobe.Unsupported, q=x.to("meta"))
@@ -163,7 +163,7 @@ def test_refusals() -> None:
     with torch.no_grad():
         strobe.attention(x, x, x, out=torch.empty_like(x, requires_grad=True))
     refuses("alibi_slopes.dtype = float64, expected float32", alibi_slopes=torch.ones(2).double())
-    refuses("scale is of type", scale=np.ones(2))
+    refuses("scale = <ndarray of shape (2,)>, expected a number", scale=np.ones(2))
     if not torch.cuda.is_available():
         return
     refuses("k is on cpu, expected cuda:0 as q", q=x.cuda())

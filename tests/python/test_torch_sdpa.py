@@ -122,7 +122,7 @@ def test_fallbacks_give_their_reason() -> None:
         ((q, q, q), {"attn_mask": torch.zeros(9, 9)}, "attn_mask is a Tensor of shape (9, 9)"),
         ((q[0], q[0], q[0]), {}, "query.ndim = 3, expected 4"),
         ((q.double(),) * 3, {}, "q.dtype = float64, expected float32, bfloat16 or float16"),
-        ((heads_first("cpu", 1, 1, 4, 300),) * 3, {}, "head_dim = 300"),
+        ((heads_first("cpu", 1, 1, 4, 300),) * 3, {}, "(head_dim) = 300"),
     ]
     for arguments, options, reason in calls:
         wanted = scaled_dot_product_attention(*arguments, **options)

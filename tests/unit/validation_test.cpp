@@ -61,7 +61,7 @@ const std::vector<BadProblem>& BadProblems() {
       {"seqlen_k huge", [](P& p) { p.seqlen_k = kMax64; }, {"seqlen_k", "2147483647"}},
       {"heads 0", [](P& p) { p.heads = 0; }, {"heads", "0", "1 to"}},
       {"heads -4", [](P& p) { p.heads = -4; }, {"heads", "-4", "1 to"}},
-      {"heads_kv -1", [](P& p) { p.heads_kv = -1; }, {"heads_kv", "-1", "0 to"}},
+      {"heads_kv -1", [](P& p) { p.heads_kv = -1; }, {"heads_kv", "-1", "1 to"}},
       {"heads_kv 3", [](P& p) { p.heads_kv = 3; }, {"heads", "4", "multiple of heads_kv = 3"}},
       {"heads_kv 8", [](P& p) { p.heads_kv = 8; }, {"heads", "4", "multiple of heads_kv = 8"}},
       {"batch * heads",
@@ -70,8 +70,8 @@ const std::vector<BadProblem>& BadProblems() {
       {"head_dim 0", [](P& p) { p.head_dim = 0; }, {"head_dim", "0", "1 to 256"}},
       {"head_dim 257", [](P& p) { p.head_dim = 257; }, {"head_dim", "257", "1 to 256"}},
       {"head_dim min", [](P& p) { p.head_dim = kMin64; }, {"head_dim", "1 to 256"}},
-      {"head_dim_v -1", [](P& p) { p.head_dim_v = -1; }, {"head_dim_v", "-1", "256"}},
-      {"head_dim_v 257", [](P& p) { p.head_dim_v = 257; }, {"head_dim_v", "257", "256"}},
+      {"head_dim_v -1", [](P& p) { p.head_dim_v = -1; }, {"head_dim_v", "-1", "1 to 256"}},
+      {"head_dim_v 257", [](P& p) { p.head_dim_v = 257; }, {"head_dim_v", "257", "1 to 256"}},
       {"varlen", [](P& p) { p.varlen = 2; }, {"varlen", "2", "0 to 1"}},
       {"causal", [](P& p) { p.causal = -1; }, {"causal", "-1", "0 to 1"}},
       {"total_q", [](P& p) { p.varlen = 1, p.total_q = -1; }, {"total_q", "-1", "0 to"}},
@@ -105,69 +105,69 @@ const std::vector<BadProblem>& BadProblems() {
        [](P& p) {
          p.q = {192, 32, 8, 2};
        },
-       {"q.stride[3]", "2", "1 (last dimension contiguous)"}},
+       {"q.dim", "2", "1 (last dimension contiguous)"}},
       {"k.dim 0",
        [](P& p) {
          p.k = {112, 16, 8, 0};
        },
-       {"k.stride[3]", "0", "1"}},
+       {"k.dim", "0", "1"}},
       {"v.dim -1",
        [](P& p) {
          p.v = {112, 16, 8, -1};
        },
-       {"v.stride[3]", "-1", "1"}},
+       {"v.dim", "-1", "1"}},
       {"dout.dim",
        [](P& p) {
          p.dout = {192, 32, 8, 3};
        },
-       {"dout.stride[3]", "3", "1"}},
+       {"dout.dim", "3", "1"}},
       {"varlen stride",
        [](P& p) {
          p.varlen = 1, p.total_q = 9, p.total_k = 9, p.q = {0, 32, 8, 4};
        },
-       {"q.stride[2]", "4", "1"}},
+       {"q.dim", "4", "1"}},
       {"out overlaps in rows",
        [](P& p) {
          p.direction = STROBE_FORWARD;
          p.out = {192, 0, 8, 1};
        },
-       {"out.stride", "seqlen", "0", "overlap"}},
+       {"out.seqlen", "0", "overlap"}},
       {"out overlaps in heads",
        [](P& p) {
          p.direction = STROBE_FORWARD;
          p.out = {192, 32, 7, 1};
        },
-       {"out.stride", "head", "7", "8", "overlap"}},
+       {"out.head", "7", "8", "overlap"}},
       {"dq overlaps in batch",
        [](P& p) {
          p.dq = {32, 32, 8, 1};
        },
-       {"dq.stride", "32", "overlap"}},
+       {"dq.", "32", "overlap"}},
       {"dk overlaps",
        [](P& p) {
          p.dk = {112, 8, 8, 1};
        },
-       {"dk.stride", "8", "overlap"}},
+       {"dk.", "8", "overlap"}},
       {"dv overlaps",
        [](P& p) {
          p.dv = {0, 16, 8, 1};
        },
-       {"dv.stride", "batch", "0", "overlap"}},
+       {"dv.batch", "0", "overlap"}},
       {"q stride huge",
        [](P& p) {
          p.q = {kMax64, 32, 8, 1};
        },
-       {"q.stride", "batch", "9223372036854775807"}},
+       {"q.batch", "9223372036854775807"}},
       {"q stride min",
        [](P& p) {
          p.q = {192, kMin64, 8, 1};
        },
-       {"q.stride", "seqlen", "-9223372036854775808"}},
+       {"q.seqlen", "-9223372036854775808"}},
       {"k strides huge together",
        [](P& p) {
          p.k = {int64_t{1} << 57, int64_t{1} << 57, 8, 1};
        },
-       {"k.stride", "144115188075855872"}},
+       {"k.", "144115188075855872"}},
       // Contiguous by default, but no machine can address the last element.
       {"tensor too large",
        [](P& p) {

@@ -1,0 +1,68 @@
+"""Arguments that are plain values: whatever a caller hands over becomes an int, a float or a bool,
+or is refused by name. None of this runs where the argument has the right type already.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from ._errors import InvalidArgument, shown
+
+# A caller's __index__, __float__ or __bool__ may raise anything.
+
+
+def integer(name: str, value: Any, bits: int = 64) -> int:
+    """`value` as an int that fits a C integer of so many bits; ctypes would cut it off silently."""
+    try:
+        number = operator.index(value)
+    except Exception:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected an integer") from None
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise InvalidArgument(f"{name} = {shown(number)}, expected an integer of {bits} bits")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool; an array or a tensor of several values is none."""
+    try:
+        return bool(value)
+    except Exception:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a bool") from None
+
+
+def real(name: str, value: Any) -> float:
+    """`value` as a float. Plans are kept by value: an array of one element would be kept by its
+    identity, whatever it holds the next time.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a number") from None
+    if math.isnan(number):
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a number")
+    return number
+
+
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Both entries of a window."""
+    try:
+        left, right = value
+    except Exception:
+        raise InvalidArgument(
+            f"{name} = {shown(value)}, expected a pair (left, right) of integers, -1 for no limit"
+        ) from None
+    return left, right
+
+
+def bad_seed(seed: Any, offset: Any) -> InvalidArgument:
+    """For arguments of a launch that could not be packed, which only these two can cause."""
+    for name, value in (("dropout_seed", seed), ("dropout_offset", offset)):
+        try:
+            if 0 <= operator.index(value) < 2**64:
+                continue
+        except Exception:
+            pass
+        return InvalidArgument(f"{name} = {shown(value)}, expected an integer from 0 to 2**64 - 1")
+    return InvalidArgument("dropout_seed and dropout_offset are out of range")  # pragma: no cover

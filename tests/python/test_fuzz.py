@@ -1,0 +1,39 @@
+"""Random wrong calls of every public function (`fuzz`), in processes of their own.
+
+STROBE_FUZZ_CASES: how many (2000). STROBE_FUZZ_SEED: other cases than the usual ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+CASES = int(os.environ.get("STROBE_FUZZ_CASES", "2000"))
+SEED = int(os.environ.get("STROBE_FUZZ_SEED", "1"))
+BATCH = 2000  # cases of one process: PyTorch takes seconds to import
+
+
+@pytest.mark.parametrize("first", range(0, CASES, BATCH))
+def test_no_argument_gets_past_the_door(first: int) -> None:
+    count = min(BATCH, CASES - first)
+    fuzz = Path(__file__).with_name("fuzz.py")
+    command = [sys.executable, "-X", "faulthandler", str(fuzz), str(SEED), str(first), str(count)]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired as error:
+        lines = (error.stdout or b"").decode().splitlines()
+        pytest.fail(f"no end: {lines[-1:]}")
+    lines = found.stdout.splitlines()
+    wrong = [
+        f"{lines[i - 1]}\n{line}" for i, line in enumerate(lines) if line.startswith("  WRONG")
+    ]
+    assert not wrong, "\n".join(wrong)
+    # What ended the process, if anything did, is the last line.
+    assert found.returncode == 0, f"{lines[-1:]} ended with {found.returncode}\n{found.stderr}"
+    assert len(lines) == count

@@ -1,0 +1,142 @@
+"""PyTorch's tensors that are none to read: refused by name, or right, and never the process's end.
+
+What ended the process runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import strobe  # noqa: E402
+from strobe.flash_attn import (  # noqa: E402
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+ODD = """
+import sys, torch, strobe
+from strobe.flash_attn import flash_attn_func
+from fuzz import TENSORS
+q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
+kinds = ["nested", "jagged", "coo", "mkldnn", "freed", "freed slice", "fake", "fake slice"]
+for kind in kinds:
+    for function in (flash_attn_func, strobe.attention):
+        for first, second, third in ((1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+            print(kind, function, first, second, third, flush=True)
+            for _ in range(3):
+                flash_attn_func(q, k, v)  # repeats: the short way is open
+            x = TENSORS[kind](None, q)
+            try:
+                function(x if first else q, x if second else k, x if third else v)
+            except strobe.InvalidArgument as error:
+                assert str(error)[0] in ("q" if first else "k" if second else "v"), error
+            else:
+                assert kind in ("fake", "fake slice") and function is flash_attn_func
+            if kind.startswith("fake"):
+                break  # PyTorch itself refuses them beside others
+"""
+
+
+def test_the_process_lives() -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ODD],
+        cwd=__file__.rpartition("/")[0],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, f"{found.stdout.splitlines()[-1:]}\n{found.stderr[-2000:]}"
+
+
+def inputs() -> list[Any]:
+    return [torch.randn(2, 5, 4, 16) for _ in range(3)]
+
+
+def refuses(function: Callable[..., Any], text: str, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(strobe.InvalidArgument, match="^" + re.escape(text)):
+        function(*arguments, **options)
+
+
+def test_the_negative_bit() -> None:
+    q, k, v = inputs()
+    strobe.attention(q, k, v)  # its plan is known
+    negative = torch._neg_view(q)
+    imaginary = torch.complex(q, -q).conj().imag
+    refuses(strobe.attention, "q has its negative bit set", negative, k, v)
+    refuses(strobe.attention, "v has its negative bit set", q, k, torch._neg_view(v))
+    refuses(strobe.attention, "k has its negative bit set", q.numpy(), torch._neg_view(k), v)
+    refuses(strobe.attention, "q has its negative bit set", imaginary, k, v)
+    refuses(strobe.attention, "out has its negative bit set", q, k, v, out=torch._neg_view(q))
+    refuses(strobe.attention, "q.dtype = complex64", torch.complex(q, q).conj(), k, v)
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    backward = strobe.attention_backward
+    refuses(backward, "dout has its negative bit set", torch._neg_view(out), q, k, v, out, lse)
+    slopes = torch.rand(4)
+    refuses(
+        strobe.attention,
+        "alibi_slopes has its negative bit set",
+        q,
+        k,
+        v,
+        alibi_slopes=torch._neg_view(slopes),
+    )
+    # flash_attn_func goes by PyTorch's dispatcher, which resolves it.
+    for _ in range(3):
+        wanted = flash_attn_func(-q, k, v)
+    assert torch.equal(flash_attn_func(negative, k, v), wanted)
+    assert torch.equal(flash_attn_func(imaginary, k, v), flash_attn_func(q, k, v))
+
+
+def test_packed_tensors_and_cumulative_lengths() -> None:
+    q, k, v = inputs()
+    kv = torch.stack([k, v], 2)
+    kv.untyped_storage().resize_(0)
+    refuses(flash_attn_kvpacked_func, "kv is a tensor whose storage was freed", q, kv)
+    nested = torch.nested.nested_tensor([torch.randn(5, 2, 4, 16), torch.randn(3, 2, 4, 16)])
+    refuses(flash_attn_kvpacked_func, "kv is a nested tensor", q, nested)
+    qkv, lengths = torch.randn(5, 3, 4, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    varlen = flash_attn_varlen_qkvpacked_func
+    refuses(varlen, "max_seqlen = 'x', expected an integer", qkv, lengths, "x")
+    text = "cu_seqlens: sequence 1 has length 3, expected at most max_seqlen = 2"
+    refuses(varlen, text, qkv, lengths, 2)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_names_are_those_of_flash_attn(gradient: bool) -> None:
+    q, k, v = (x.requires_grad_(gradient) for x in inputs())
+    slopes = np.ones(4, np.float32)
+    refuses(flash_attn_func, "alibi_slopes is of type ndarray", q, k, v, alibi_slopes=slopes)
+    refuses(flash_attn_func, "window_size[0] = -2, expected -1", q, k, v, window_size=(-2, 0))
+    refuses(flash_attn_func, "softmax_scale = <int of", q, k, v, softmax_scale=10**400)
+    refuses(flash_attn_func, "softmax_scale = inf", q, k, v, softmax_scale=float("inf"))
+    for option in ("dropout_p", "causal", "return_attn_probs"):
+        refuses(flash_attn_func, f"{option} = <Tensor of", q, k, v, **{option: torch.ones(2, 3, 4)})
+    text = "q.shape[2] (heads) = 5, expected a multiple of k.shape[2] (heads_kv) = 4"
+    refuses(flash_attn_func, text, torch.randn(2, 7, 5, 16), k, v)
+
+
+def test_a_tensor_without_memory_as_an_option() -> None:
+    # PyTorch's repr of one reads at address 0.
+    q, k, v = inputs()
+    scale = torch.tensor(1.0)
+    scale.untyped_storage().resize_(0)
+    refuses(strobe.attention, "scale = <Tensor of shape ()>", q, k, v, scale=scale)
+    refuses(flash_attn_func, "softmax_scale = <Tensor of", q, k, v, softmax_scale=scale)
+
+
+def test_strides_are_called_as_pytorch_calls_them() -> None:
+    q, k, v = inputs()
+    out = torch.randn(5, 4, 16).expand(2, 5, 4, 16)
+    refuses(strobe.attention, "out.stride(0) = 0 elements, expected at least", q, k, v, out=out)
+    strided = torch.randn(2, 5, 4, 32)[..., ::2]
+    refuses(strobe.attention, "k.stride(3) = 2 elements, expected 1", q, strided, v)
