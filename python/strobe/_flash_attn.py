@@ -67,18 +67,32 @@ def _is_plain(q: Any, k: Any, v: Any) -> bool:
 # ------------------------------------------------------------------------------------------- checks
 
 # What the library calls arguments, and what flash_attn calls them.
-_NAMES: Final = {"scale": "softmax_scale", "window": "window_size"}
+_NAMES: Final = {
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "window_left": "window_size[0]",
+    "window_right": "window_size[1]",
+}
 _PACKED_NAMES: Final = {"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
+
+
+def _name(error: InvalidArgument) -> str:
+    """Of the argument that a message begins with."""
+    return re.split(r"\W", str(error), maxsplit=1)[0]
+
+
+def renamed(error: InvalidArgument, names: dict[str, str]) -> InvalidArgument:
+    """`error` with another name of its argument, if that is one of `names`."""
+    name = _name(error)
+    return InvalidArgument(names.get(name, name) + str(error).removeprefix(name))
 
 
 def _by_name(error: InvalidArgument, packed: str) -> InvalidArgument:
     """`error` with the names that the caller knows. packed: see `call`."""
-    text = str(error)
-    name = re.split(r"\W", text, maxsplit=1)[0]
+    name = _name(error)
     if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
-        return InvalidArgument(f"{packed}, as {text}")
-    names = _NAMES | _PACKED_NAMES if packed == "qkv" else _NAMES
-    return InvalidArgument(names.get(name, name) + text.removeprefix(name))
+        return InvalidArgument(f"{packed}, as {error}")
+    return renamed(error, _NAMES | _PACKED_NAMES if packed == "qkv" else _NAMES)
 
 
 def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
@@ -94,7 +108,7 @@ def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
             )
 
 
-def _check_dropout(dropout_p: Any, softcap: Any) -> None:
+def check_dropout(dropout_p: Any, softcap: Any) -> None:
     try:
         valid = 0 <= dropout_p < 1
     except TypeError:
@@ -118,7 +132,7 @@ def _window(window_size: Any) -> tuple[Any, Any]:
     return left, right
 
 
-def _integer(name: str, value: Any) -> Any:
+def integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
@@ -137,7 +151,7 @@ def _integer(name: str, value: Any) -> Any:
         raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
 
 
-def _number(name: str, value: Any) -> Any:
+def number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
     if type(value) is float or isinstance(value, torch.SymFloat):
         return value
@@ -195,11 +209,11 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     """
     if cu_seqlens_q is not None:
-        max_seqlen_q = _integer("max_seqlen_q", max_seqlen_q)
-        max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
+        max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = integer("max_seqlen_k", max_seqlen_k)
     if softmax_scale is not None:
-        softmax_scale = _number("softmax_scale", softmax_scale)
-    softcap = _number("softcap", softcap)
+        softmax_scale = number("softmax_scale", softmax_scale)
+    softcap = number("softcap", softcap)
     tracing = _is_tracing()
     options_of_call = (softmax_scale, causal, window_size, softcap)
     direct = not tracing and dropout_p == 0 and not return_attn_probs
@@ -251,7 +265,7 @@ def call(
     window_left, window_right = _window(window_size)
     rng_state = None
     if dropout_p != 0:
-        _check_dropout(dropout_p, softcap)
+        check_dropout(dropout_p, softcap)
         rng_state = _operators.dropout_state(device=q.device)
     options = (
         cu_seqlens_q,
@@ -280,5 +294,5 @@ def call(
         return out
     if rng_state is None:
         return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
-    weights = _operators.attention_probabilities(q.detach(), k.detach(), lse.detach(), *options)
+    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *options)
     return out, lse, weights
