@@ -28,7 +28,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="2"
 )
 
-import torch  # noqa: E402
+import torch
 
 Numbers = dict[str, list[float]]
 
@@ -36,7 +36,7 @@ TOKENS = 97
 BESIDE = importlib.util.find_spec("flash_attn") is not None
 
 
-# -------------------------------------------------------------------------------------- transformers
+# ------------------------------------------------------------------------------------- transformers
 
 
 def repair_torchvision() -> None:
@@ -57,7 +57,7 @@ def repair_torchvision() -> None:
 
 @contextlib.contextmanager
 def a_gpu() -> Iterator[None]:
-    """transformers wants a GPU before it looks for flash-attn: yes to that one question (which the
+    """Its authors want a GPU before it looks for flash-attn: yes to that one question (which the
     4.57 of it asks twice).
     """
     with (
