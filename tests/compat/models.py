@@ -57,9 +57,7 @@ def repair_torchvision() -> None:
 
 @contextlib.contextmanager
 def a_gpu() -> Iterator[None]:
-    """Its authors want a GPU before it looks for flash-attn: yes to that one question (which the
-    4.57 of it asks twice).
-    """
+    """What transformers wants before it looks for flash-attn; 4.57 asks for it twice."""
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.version.cuda", "12.8"),
