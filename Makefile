@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
+.PHONY: help demo test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -8,6 +8,8 @@ demo: ## build, then attention on real data, checked and timed
 	@scripts/demo.sh
 test: ## build and run every test that needs no GPU
 	@scripts/test.sh
+compat: ## diffusers, transformers, peft, trl and their like beside the distribution flash-attn
+	@scripts/compat.sh $(ARGS)
 red-test: ## show that the tests notice broken kernels
 	@scripts/red-test.sh
 tsan: ## tests under ThreadSanitizer

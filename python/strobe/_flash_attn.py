@@ -123,7 +123,7 @@ def unbound(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _check_dropout(dropout_p: Any, softcap: Any) -> None:
+def check_dropout(dropout_p: Any, softcap: Any) -> None:
     if not 0 <= dropout_p < 1:
         raise InvalidArgument(f"dropout_p = {dropout_p!r}, expected a number in [0, 1)")
     if softcap > 0:
@@ -134,10 +134,10 @@ def _check_dropout(dropout_p: Any, softcap: Any) -> None:
 
 def _window(window_size: Any) -> tuple[Any, Any]:
     left, right = pair("window_size", window_size)
-    return _integer("window_size[0]", left), _integer("window_size[1]", right)
+    return as_integer("window_size[0]", left), as_integer("window_size[1]", right)
 
 
-def _integer(name: str, value: Any) -> Any:
+def as_integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
@@ -157,7 +157,7 @@ def _integer(name: str, value: Any) -> Any:
     return integer(name, value)
 
 
-def _number(name: str, value: Any) -> Any:
+def as_number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
     if type(value) is float or isinstance(value, torch.SymFloat):
         return value
@@ -220,14 +220,14 @@ def call(
     """
     if cu_seqlens_q is not None:
         names = _PACKED_NAMES if packed == "qkv" else {}
-        max_seqlen_q = _integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
-        max_seqlen_k = _integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
+        max_seqlen_q = as_integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
+        max_seqlen_k = as_integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
     if softmax_scale is not None:
-        softmax_scale = _number("softmax_scale", softmax_scale)
+        softmax_scale = as_number("softmax_scale", softmax_scale)
     if type(softcap) is not float:
-        softcap = _number("softcap", softcap)
+        softcap = as_number("softcap", softcap)
     if type(dropout_p) is not float:
-        dropout_p = _number("dropout_p", dropout_p)
+        dropout_p = as_number("dropout_p", dropout_p)
     if type(return_attn_probs) is not bool:
         return_attn_probs = _flag("return_attn_probs", return_attn_probs)
     if alibi_slopes is not None and not isinstance(alibi_slopes, _Tensor):
@@ -288,7 +288,7 @@ def call(
     deterministic = _flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:
-        _check_dropout(dropout_p, softcap)
+        check_dropout(dropout_p, softcap)
         rng_state = _operators.dropout_state(device=q.device)
     options = (
         cu_seqlens_q,
@@ -323,5 +323,5 @@ def call(
         return out
     if rng_state is None:
         return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
-    weights = _operators.attention_probabilities(q.detach(), k.detach(), lse.detach(), *options)
+    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *options)
     return out, lse, weights

@@ -5,7 +5,7 @@ compiler see it.
                               effect
     attention_forward         (out, lse), a pure function of its arguments
     attention_backward        (dq, dk, dv), likewise
-    attention_probabilities   the attention matrix itself, to test dropout with
+    attention_dropout_weights the attention matrix and what dropout drops, to test dropout with
 
 All randomness goes through `rng_state`, an argument of the others, so that a compiler may reorder
 or recompute them, and activation checkpointing, which replays the generators, sees the same
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _questions, functional
+from . import _questions, _s_dmask, functional
 from ._errors import InvalidArgument, Unsupported
 
 if not hasattr(torch.library, "register_autograd"):
@@ -49,7 +49,7 @@ _SCHEMAS: Final = {
         "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
     ),
-    "attention_probabilities": f"(Tensor q, Tensor k, Tensor lse, {_OPTIONS}) -> Tensor",
+    "attention_dropout_weights": f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     _tags = [torch.Tag.pt2_compliant_tag]
@@ -329,47 +329,12 @@ def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
     return rule
 
 
-# ------------------------------------------------------------------------------------ probabilities
+# ---------------------------------------------------------------------------------- dropout weights
 
 
-def _scores(
+def dropout_weights(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
-    slopes: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Tensor:
-    """exp(score - lse), zero where a query does not see a key.
-
-    q: (batch, seqlen_q, heads, head_dim); lse: (batch, heads, seqlen_q); slopes: (batch, heads).
-    """
-    (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = q.shape[1:], k.shape[1:3]
-    factor = head_dim**-0.5 if scale is None else scale
-    keys = k.float().repeat_interleave(heads // heads_kv, dim=2)
-    score = torch.einsum("bqhd,bkhd->bhqk", q.float(), keys) * factor
-    if softcap > 0:
-        score = softcap * torch.tanh(score / softcap)
-    position = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
-    distance = torch.arange(seqlen_k, device=q.device)[None, :] - position
-    if slopes is not None:
-        score = score - slopes[:, :, None, None] * distance.abs()
-    last = 0 if causal else right
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        seen &= distance >= -left
-    if last >= 0:
-        seen &= distance <= last
-    return torch.where(seen, torch.exp(score - lse[..., None]), 0.0)
-
-
-def probabilities(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -384,36 +349,21 @@ def probabilities(
     softcap: float,
     deterministic: bool,
 ) -> Tensor:
-    """The kernel of attention_probabilities: the weights before dropout, negative where dropped.
-
-    (batch, heads, seqlen_q, seqlen_k) in q's dtype, with cu_seqlens the longest lengths and zeros
-    beyond a sequence's own. In plain tensor operations: memory grows with seqlen_q * seqlen_k.
-    """
-    heads = q.shape[-2]
-    mask = (causal, window_left, window_right, softcap)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        batch = q.shape[0]
-        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
-        weight = _scores(q, k, lse, slopes, scale, *mask)
-    else:
-        assert max_seqlen_q is not None
-        assert max_seqlen_k is not None
-        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        batch = len(starts_q) - 1
-        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
-        shape = (batch, heads, max_seqlen_q, max_seqlen_k)
-        weight = torch.zeros(shape, dtype=torch.float32, device=q.device)
-        for b in range(batch):
-            rows = slice(starts_q[b], starts_q[b + 1])
-            keys = slice(starts_k[b], starts_k[b + 1])
-            weight[b, :, : rows.stop - rows.start, : keys.stop - keys.start] = _scores(
-                q[None, rows],
-                k[None, keys],
-                lse[None, :, rows],
-                None if slopes is None else slopes[b : b + 1],
-                scale,
-                *mask,
-            )[0]
+    """The kernel of attention_dropout_weights: flash_attn's S_dmask, in q's dtype (`_s_dmask`)."""
+    weight = _s_dmask.weights(
+        q,
+        k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+    )
     seed, offset = seed_and_offset(rng_state)
     keep = _questions.dropout_mask(
         *weight.shape, dropout_p=dropout_p, dropout_seed=seed, dropout_offset=offset
@@ -422,10 +372,9 @@ def probabilities(
     return torch.where(kept, weight, -weight).to(q.dtype)
 
 
-def _fake_probabilities(
+def _fake_dropout_weights(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -434,10 +383,7 @@ def _fake_probabilities(
     max_seqlen_k: int | None,
     *options: Any,
 ) -> Tensor:
-    heads = q.shape[-2]
-    if cu_seqlens_q is None:
-        return q.new_empty((q.shape[0], heads, q.shape[1], k.shape[1]))
-    return q.new_empty((cu_seqlens_q.shape[0] - 1, heads, max_seqlen_q, max_seqlen_k))
+    return q.new_empty(_s_dmask.shape(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k))
 
 
 # ------------------------------------------------------------------------------------- registration
@@ -445,7 +391,7 @@ def _fake_probabilities(
 dropout_state: Final = torch.ops.strobe.dropout_state.default
 attention_forward: Final = torch.ops.strobe.attention_forward.default
 attention_backward: Final = torch.ops.strobe.attention_backward.default
-attention_probabilities: Final = torch.ops.strobe.attention_probabilities.default
+attention_dropout_weights: Final = torch.ops.strobe.attention_dropout_weights.default
 
 
 def _register() -> None:
@@ -455,13 +401,13 @@ def _register() -> None:
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl("attention_forward", forward, key)
         _LIBRARY.impl("attention_backward", backward, key)
-        _LIBRARY.impl("attention_probabilities", probabilities, key)
+        _LIBRARY.impl("attention_dropout_weights", dropout_weights, key)
     _LIBRARY.impl("dropout_state", draw_dropout_state, "CompositeExplicitAutograd")
 
     for operator, fake in (
         ("attention_forward", _fake_forward),
         ("attention_backward", _fake_backward),
-        ("attention_probabilities", _fake_probabilities),
+        ("attention_dropout_weights", _fake_dropout_weights),
         ("dropout_state", lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu")),
     ):
         torch.library.register_fake(name(operator), fake, lib=_LIBRARY)

@@ -11,7 +11,6 @@ them additions but the first:
     results needs. Its out is 0 in both.
   - CPU tensors, and float32 on the CPU. Any head_dim to 256, and v may have another than q and k.
   - softmax_lse is differentiable.
-  - S_dmask has the shape of the attention matrix, not rounded up, and holds probabilities.
 
 Gradients of gradients are refused. Under autocast, tensors are cast as PyTorch's own
 scaled_dot_product_attention casts them. Under torch.compile, vmap and whatever else must see each
@@ -73,8 +72,11 @@ def flash_attn_func(
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v), or (out, softmax_lse, S_dmask).
         softmax_lse: natural logarithm of each row's sum of exponentials, float32,
-        (batch, heads, seqlen_q). S_dmask, to test dropout with: (batch, heads, seqlen_q, seqlen_k),
-        the weights before dropout, negative where dropped; empty if dropout_p = 0.
+        (batch, heads, seqlen_q). S_dmask, to test dropout with: empty if dropout_p = 0, else
+        (batch, heads, seqlen_q, seqlen_k), both lengths rounded up to multiples of 128, and zeros
+        there: the weights before dropout, with the sign bit set where dropped. They are relative
+        to the maximum of the key's block and those behind it, as flash_attn's own are: see
+        `strobe._s_dmask`.
         out and softmax_lse are differentiable, once.
 
     Raises:
@@ -222,7 +224,7 @@ def flash_attn_varlen_func(
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse, S_dmask): softmax_lse is
-        (heads, total_q), S_dmask (batch, heads, max_seqlen_q, max_seqlen_k).
+        (heads, total_q), S_dmask (batch, heads, max_seqlen_q, max_seqlen_k), rounded up.
 
     Raises: as `flash_attn_func`.
     """

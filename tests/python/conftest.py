@@ -4,10 +4,13 @@ library).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -62,3 +65,22 @@ def rng() -> object:
     import numpy as np
 
     return np.random.default_rng(20230717)
+
+
+@pytest.fixture(scope="session")
+def shim_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the distribution flash-attn (python/flash_attn_shim)."""
+    import shim
+
+    return shim.install(tmp_path_factory.mktemp("flash_attn"))
+
+
+@pytest.fixture
+def flash_attn(shim_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package of that distribution, installed for one test."""
+    finders = list(sys.meta_path)
+    monkeypatch.syspath_prepend(str(shim_site))
+    yield importlib.import_module("flash_attn")
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]

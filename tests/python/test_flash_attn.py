@@ -324,43 +324,6 @@ def test_dropout_follows_manual_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn without dropout
 
 
-def test_s_dmask_shows_what_was_dropped() -> None:
-    torch.manual_seed(0)
-    q, k, v = qkv_of("cpu", 2, 33, 4, 16, grad=False)
-    k, v = k[:, :, :2], v[:, :, :2]
-    p = 0.3
-    out, _, mask = flash_attn_func(q, k, v, dropout_p=p, causal=True, return_attn_probs=True)
-    assert mask.shape == (2, 4, 33, 33)
-    assert mask.dtype == q.dtype
-    torch.testing.assert_close(mask.abs().sum(-1), torch.ones(2, 4, 33))
-    assert not mask.triu(1).any()
-    kept = mask.clamp(min=0) / (1 - p)
-    rebuilt = torch.einsum("bhqk,bkhd->bqhd", kept, v.repeat_interleave(2, 2))
-    torch.testing.assert_close(out, rebuilt, rtol=1e-5, atol=1e-5)
-    seen = mask != 0
-    assert (mask[seen] < 0).float().mean().item() == pytest.approx(p, abs=0.04)
-
-
-def test_s_dmask_of_packed_sequences_and_without_dropout() -> None:
-    torch.manual_seed(0)
-    q, k, v = (x[0] for x in qkv_of("cpu", 1, 30, 2, 16, grad=False))
-    offsets = torch.tensor([0, 9, 30], dtype=torch.int32)
-    slopes = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    out, lse, mask = flash_attn_varlen_func(
-        q, k, v, offsets, offsets, 21, 21, 0.4, alibi_slopes=slopes, return_attn_probs=True
-    )
-    assert lse.shape == (2, 30)
-    assert mask.shape == (2, 2, 21, 21)
-    assert not mask[0, :, 9:].any()
-    kept = mask.clamp(min=0) / 0.6
-    torch.testing.assert_close(
-        out[9:], torch.einsum("hqk,khd->qhd", kept[1], v[9:]), rtol=1e-5, atol=1e-5
-    )
-    found = flash_attn_func(q[None], k[None], v[None], return_attn_probs=True)
-    assert len(found) == 3
-    assert found[2].shape == (0,)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
     torch.manual_seed(0)

@@ -9,8 +9,6 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +19,6 @@ if importlib.util.find_spec("flit_core") is None:
     pytest.skip("flit_core is not installed", allow_module_level=True)
 
 import strobe.flash_attn  # noqa: E402
-
-import shim  # noqa: E402
-from tensors import Tensor  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim.install(tmp_path_factory.mktemp("flash_attn"))
-
-
-@pytest.fixture
-def flash_attn(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    finders = list(sys.meta_path)
-    monkeypatch.syspath_prepend(str(site))
-    yield importlib.import_module("flash_attn")
-    sys.meta_path[:] = finders
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-        del sys.modules[name]
 
 
 def test_name_and_version(flash_attn: Any) -> None:
@@ -60,60 +40,126 @@ def test_functions_are_strobes(flash_attn: Any) -> None:
         flash_attn.flash_attn_with_kvcache(x, x, x)
 
 
-@pytest.mark.usefixtures("flash_attn")
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_functions_without_autograd(packed: bool, dropout_p: float) -> None:
-    interface = importlib.import_module("flash_attn.flash_attn_interface")
-    torch.manual_seed(0)
-    shape = (19, 2, 16) if packed else (2, 19, 2, 16)
-    q, k, v, dout = (torch.randn(shape, requires_grad=True) for _ in range(4))
-    offsets = torch.tensor([0, 7, 19], dtype=torch.int32)
-    lengths = (offsets, offsets, 12, 12) if packed else ()
-    options = (dropout_p, 0.2, True, 5, -1, 0.0, torch.rand(2))
-    forward = interface._flash_attn_varlen_forward if packed else interface._flash_attn_forward
-    backward = interface._flash_attn_varlen_backward if packed else interface._flash_attn_backward
-    torch.manual_seed(1)
-    out, lse, weights, rng_state = forward(q, k, v, *lengths, *options, True)
-    assert not out.requires_grad
-    assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    backward(dout, q, k, v, out, lse, dq, dk, None, *lengths, *options, False, rng_state=rng_state)
+# ------------------------------------------------------------------------------------------- names
 
-    torch.manual_seed(1)
-    function = interface.flash_attn_varlen_func if packed else interface.flash_attn_func
-    p, scale, causal, left, right, softcap, slopes = options
-    wanted = function(
-        q, k, v, *lengths, p, scale, causal, (left, right), softcap, slopes, False, True
+RANKS = ("FlashAttn", "FlashAttnVarlen")
+NAMES = {
+    "flash_attn": strobe.flash_attn.__all__,
+    "flash_attn.flash_attn_interface": [
+        *strobe.flash_attn.__all__,
+        *(f"{rank}{packed}Func" for rank in RANKS for packed in ("", "QKVPacked", "KVPacked")),
+        *(
+            f"_{kind}flash_attn_{form}{pass_}"
+            for kind in ("", "wrapped_")
+            for form in ("", "varlen_")
+            for pass_ in ("forward", "backward")
+        ),
+        "_get_block_size_n",
+        "flash_attn_gpu",
+        "maybe_contiguous",
+        "round_multiple",
+        "USE_TRITON_ROCM",
+    ],
+    "flash_attn.bert_padding": [
+        "IndexFirstAxis",
+        "IndexFirstAxisResidual",
+        "IndexPutFirstAxis",
+        "index_first_axis",
+        "index_first_axis_residual",
+        "index_put_first_axis",
+        "pad_input",
+        "unpad_input",
+        "unpad_input_for_concatenated_sequences",
+    ],
+    "flash_attn.layers.rotary": [
+        "ApplyRotaryEmb",
+        "ApplyRotaryEmbKV_",
+        "ApplyRotaryEmbQKV_",
+        "RotaryEmbedding",
+        "apply_rotary",
+        "apply_rotary_emb",
+        "apply_rotary_emb_func",
+        "apply_rotary_emb_kv_",
+        "apply_rotary_emb_qkv_",
+        "apply_rotary_emb_torch",
+        "rotate_half",
+    ],
+    "flash_attn.ops.triton.rotary": ["apply_rotary"],
+}
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module: str) -> None:
+    for name in NAMES[module]:
+        exec(f"from {module} import {name}")
+    everything: dict[str, Any] = {}
+    exec(f"from {module} import *", everything)
+    assert {name for name in NAMES[module] if name[0] != "_" and name[0].islower()} <= set(
+        everything
     )
-    for a, b in zip((out, lse, weights), wanted, strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip((dq, dk), torch.autograd.grad(wanted[0], (q, k), dout), strict=True):
-        assert torch.equal(a, b)
-    if packed:
-        with pytest.raises(NotImplementedError, match="seqused_k"):
-            forward(q, k, v, *lengths, *options, True, seqused_k=offsets[:2])
 
 
 @pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
-    "name", ["flash_attn.ops", "flash_attn.modules.mha", "flash_attn.layers.patch_embed"]
+    "name",
+    [
+        "flash_attn.cute",
+        "flash_attn.losses",
+        "flash_attn.modules",
+        "flash_attn.ops.fused_dense",
+        "flash_attn.ops.triton.layer_norm",
+        "flash_attn.layers.patch_embed",
+    ],
 )
-def test_absent_modules_say_so(name: str) -> None:
-    with pytest.raises(ImportError, match="this flash_attn is Strobe's") as caught:
-        importlib.import_module(name)
-    assert name.startswith(str(caught.value.name))
+def test_absent_modules_say_so_where_they_are_imported(name: str) -> None:
+    assert importlib.util.find_spec(name) is None
+    for again in (lambda: importlib.import_module(name), lambda: exec(f"import {name}")):
+        with pytest.raises(ModuleNotFoundError, match="this flash_attn is Strobe's") as caught:
+            again()
+        assert caught.value.name == name
+        assert "bert_padding, flash_attn_interface, layers.rotary" in str(caught.value)
+    package, _, module = name.rpartition(".")
+    with pytest.raises(ImportError, match=f"cannot import name {module!r}.*Strobe's"):
+        exec(f"from {package} import {module}")
+    with pytest.raises(ModuleNotFoundError, match="Strobe's"):
+        importlib.import_module(f"{name}.interface")
+    with pytest.raises(ModuleNotFoundError):  # as of any package
+        importlib.util.find_spec(f"{name}.interface")
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_absent_names_say_so() -> None:
-    with pytest.raises(ImportError, match="RotaryEmbedding"):
-        exec("from flash_attn.layers.rotary import RotaryEmbedding")
+@pytest.mark.parametrize("module", NAMES)
+def test_absent_names_say_so(module: str) -> None:
+    found = importlib.import_module(module)
+    assert not hasattr(found, "no_such_name")
+    assert getattr(found, "no_such_name", 3) == 3
+    for name, raises in (
+        (lambda: found.no_such_name, AttributeError),
+        (lambda: exec(f"from {module} import no_such_name"), ImportError),
+    ):
+        with pytest.raises(raises, match=r"no_such_name.*this flash_attn is Strobe's") as caught:
+            name()
+        assert len(str(caught.value)) <= 400
+        assert NAMES[module][0] in str(caught.value)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{module}.no_such_name")
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_other_modules_are_none_of_its_business() -> None:
     assert importlib.util.find_spec("a_module_that_nobody_has") is None
+    for name in ("a_module_that_nobody_has", "flash_attn_3", "flash_attn_2_cuda"):
+        with pytest.raises(ModuleNotFoundError, match=f"^No module named '{name}'$"):
+            importlib.import_module(name)
 
 
-def test_without_strobe(site: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "STROBE_LIBRARY": "/none"}
+def test_without_strobe(shim_site: Path) -> None:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(shim_site),
+        "STROBE_LIBRARY": "/none",
+    }
     result = subprocess.run(
         [sys.executable, "-c", "import flash_attn"],
         env=environment,
@@ -161,81 +207,46 @@ def test_nothing_to_unpad(flash_attn: Any) -> None:
     assert not padding.pad_input(rows, indices, 2, 3).any()
 
 
-# ------------------------------------------------------------------------------------------ rotary
+def test_several_sequences_in_a_row(flash_attn: Any) -> None:
+    padding = importlib.import_module("flash_attn.bert_padding")
+    x = torch.randn(3, 6, 4)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, offsets, longest = padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert (offsets.tolist(), offsets.dtype) == ([0, 2, 5, 8, 10, 16], torch.int32)
+    assert (longest, type(longest)) == (6, int)
+    assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
+    assert torch.equal(rows, x.flatten(0, 1)[indices])
 
 
-def rotated(x: Tensor, position: int, interleaved: bool, rotary_dim: int) -> Tensor:
-    """One row (heads, head_dim) turned as complex numbers, in float64."""
-    half = rotary_dim // 2
-    angle = position / 100.0 ** (torch.arange(half).double() / half)
-    turn = torch.polar(torch.ones(half).double(), angle)
-    x = x.double().clone()
-    part = x[..., :rotary_dim]
-    a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-    z = torch.complex(a.contiguous(), b.contiguous()) * turn
-    if interleaved:
-        x[..., :rotary_dim] = torch.view_as_real(z).flatten(-2)
-    else:
-        x[..., :rotary_dim] = torch.cat((z.real, z.imag), -1)
-    return x
+def test_rows_by_index(flash_attn: Any) -> None:
+    """The functions and the autograd functions of their names, and both against plain indexing."""
+    padding = importlib.import_module("flash_attn.bert_padding")
+    x = torch.randn(7, 2, 3, requires_grad=True)
+    indices = torch.tensor([5, 0, 2])
+    weight, other = torch.randn(3, 2, 3), torch.randn(7, 2, 3)
 
+    def gradient(out: Any) -> Any:
+        (found,) = torch.autograd.grad(sum((a * b).sum() for a, b in out), x)
+        return found
 
-@pytest.mark.usefixtures("flash_attn")
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("rotary_dim", [8, 16])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved: bool, rotary_dim: int, inplace: bool, device: str) -> None:
-    rotary = importlib.import_module("flash_attn.layers.rotary")
-    half = rotary_dim // 2
-    angle = torch.arange(40)[:, None] / 100.0 ** (torch.arange(half) / half)
-    cos, sin = angle.cos().to(device), angle.sin().to(device)
-
-    def check(x: Tensor, positions: list[list[int]], **options: Any) -> None:
-        source = x.clone()
-        out = rotary.apply_rotary_emb(x, cos, sin, interleaved, inplace, **options)
-        assert (out is x) == inplace
-        assert torch.equal(x, source) != inplace
-        rows = source.flatten(0, -3).cpu()
-        wanted = [
-            rotated(row, p, interleaved, rotary_dim)
-            for row, p in zip(rows, chain(*positions), strict=True)
-        ]
-        torch.testing.assert_close(
-            out.flatten(0, -3).cpu().double(), torch.stack(wanted), rtol=1e-5, atol=1e-5
-        )
-
-    x = torch.randn(2, 5, 3, 16, device=device)
-    check(x.clone(), [list(range(5))] * 2)
-    check(x.clone(), [list(range(7, 12))] * 2, seqlen_offsets=7)
-    offsets = torch.tensor([4, 30], dtype=torch.int32, device=device)
-    check(x.clone(), [list(range(4, 9)), list(range(30, 35))], seqlen_offsets=offsets)
-    packed = torch.randn(9, 3, 16, device=device)
-    starts = torch.tensor([0, 2, 2, 9], dtype=torch.int32, device=device)
-    check(packed.clone(), [[0, 1], list(range(7))], cu_seqlens=starts, max_seqlen=7)
-    offsets = torch.tensor([3, 9, 20], device=device)
-    check(packed.clone(), [[3, 4], list(range(20, 27))], cu_seqlens=starts, seqlen_offsets=offsets)
-
-
-@pytest.mark.usefixtures("flash_attn")
-def test_rotary_gradients_dtypes_and_refusals() -> None:
-    rotary = importlib.import_module("flash_attn.layers.rotary")
-    x = torch.randn(2, 5, 3, 16, requires_grad=True)
-    angle = torch.rand(5, 8)
-    out = rotary.apply_rotary_emb(x, angle.cos(), angle.sin())
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    back = rotary.apply_rotary_emb(dout, angle.cos(), -angle.sin())  # a rotation's transpose
-    torch.testing.assert_close(x.grad, back)
-    half = rotary.apply_rotary_emb(x.detach().bfloat16(), angle.cos(), angle.sin())
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), out.detach(), rtol=2e-2, atol=2e-2)
-
-    for arguments, text in (
-        ((x, angle, angle[:4]), "cos.shape"),
-        ((x[0], angle, angle), "x.ndim = 3"),
-        ((x, torch.rand(5, 9), torch.rand(5, 9)), "rotary_dim = 18, expected at most"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            rotary.apply_rotary_emb(*arguments)
-    with pytest.raises(IndexError, match="seqlen_offsets"):
-        rotary.apply_rotary_emb(x, angle, angle, seqlen_offsets=1)
+    wanted = gradient([(x[indices], weight)])
+    for take in (padding.index_first_axis, padding.IndexFirstAxis.apply):
+        assert torch.equal(take(x, indices), x[indices])
+        assert torch.equal(gradient([(take(x, indices), weight)]), wanted)
+    wanted = gradient([(x[indices], weight), (x, other)])
+    for take in (padding.index_first_axis_residual, padding.IndexFirstAxisResidual.apply):
+        rows, residual = take(x, indices)
+        assert torch.equal(rows, x[indices])
+        assert torch.equal(residual, x)
+        torch.testing.assert_close(gradient([(rows, weight), (residual, other)]), wanted)
+    spread = torch.zeros(9, 2, 3)
+    positions = torch.tensor([8, 1, 3, 2, 7, 0, 4])
+    spread[positions] = x.detach()
+    factor = torch.randn(9, 2, 3)
+    for put in (padding.index_put_first_axis, padding.IndexPutFirstAxis.apply):
+        out = put(x, positions, 9)
+        assert torch.equal(out, spread)
+        assert torch.equal(gradient([(out, factor)]), factor[positions])
+    twice = torch.tensor([1, 1])
+    for take in (padding.index_first_axis, padding.IndexFirstAxis.apply):
+        assert gradient([(take(x, twice), 1.0)]).sum() == 12

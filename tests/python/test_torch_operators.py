@@ -103,9 +103,8 @@ def test_opcheck_backward(name: str, device: str) -> None:
 def test_opcheck_of_the_others() -> None:
     torch.manual_seed(0)
     shape, rest = call("dropout", "cpu")
-    q, k, v = qkv("cpu", *shape, grad=False)
-    lse = operators.attention_forward(q, k, v, *rest)[1]
-    torch.library.opcheck(operators.attention_probabilities, (q, k, lse, *rest))
+    q, k, _ = qkv("cpu", *shape, grad=False)
+    torch.library.opcheck(operators.attention_dropout_weights, (q, k, *rest))
     # Not test_schema, which calls twice and wants the same numbers.
     device = {"device": torch.device("cpu")}
     torch.library.opcheck(operators.dropout_state, (), device, test_utils="test_faketensor")
@@ -212,7 +211,7 @@ def test_compile_with_dropout_and_autocast() -> None:
     assert compiled.compilations == 1
 
 
-def test_compile_probabilities() -> None:
+def test_compile_dropout_weights() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flash_attn_func(q, k, v, 0.3, return_attn_probs=True)
 

@@ -1,25 +1,23 @@
 """The interface of flash_attn 2.8.3, computed by Strobe.
 
-What is not here (`flash_attn.ops`, `flash_attn.modules`...) raises an ImportError that says so.
+What is not here (`flash_attn.modules`, `flash_attn.losses`...) raises an ImportError that says so.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 __version__ = "2.8.3"
 
 try:
-    import strobe
+    import strobe as _strobe  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"this flash_attn is Strobe's, and Strobe cannot be imported ({error}): "
         "pip install . at the root of Strobe's repository"
     ) from error
 
+from . import _absent
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -40,22 +38,6 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-
-class _AbsentModules:
-    """Last of the finders: knows no module, but why one of flash_attn's is not there."""
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name.startswith(f"{__name__}."):
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: this flash_attn is Strobe's "
-                f"{strobe.__version__}, which has flash_attn_interface, bert_padding and "
-                "layers.rotary only",
-                name=name,
-            )
-        return None
-
-
-sys.meta_path.append(_AbsentModules)
+_absent.explain_modules()
+if not TYPE_CHECKING:
+    __getattr__ = _absent.attribute(__name__, (*__all__, *_absent.MODULES))

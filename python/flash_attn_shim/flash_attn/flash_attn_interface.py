@@ -1,15 +1,18 @@
-"""The functions of `strobe.flash_attn` under their official name, and the four beneath them that
-know no autograd, which ring attention and context parallelism call.
+"""The functions of `strobe.flash_attn` under their official name, and what is beneath them: the
+autograd functions, the functions without autograd, and PyTorch's operators `flash_attn::*`.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-import strobe
-from strobe import _operators
+from strobe import _s_dmask
+from strobe._s_dmask import block_size_n as _get_block_size_n  # noqa: F401 - imported from here
+from strobe._s_dmask import round_multiple
 from strobe.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -20,17 +23,48 @@ from strobe.flash_attn import (
     flash_attn_with_kvcache,
 )
 
+from . import _absent
+from . import _flash_attn_gpu as flash_attn_gpu
+from ._autograd import (
+    FlashAttnFunc,
+    FlashAttnKVPackedFunc,
+    FlashAttnQKVPackedFunc,
+    FlashAttnVarlenFunc,
+    FlashAttnVarlenKVPackedFunc,
+    FlashAttnVarlenQKVPackedFunc,
+)
+
 __all__ = [
+    "FlashAttnFunc",
+    "FlashAttnKVPackedFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnVarlenQKVPackedFunc",
     "flash_attn_func",
+    "flash_attn_gpu",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "maybe_contiguous",
+    "round_multiple",
 ]
 
 Tensor: TypeAlias = torch.Tensor
+
+# Whether AMD's kernels take the place of NVIDIA's.
+USE_TRITON_ROCM: Final = False
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    """x, copied if its last dimension is not contiguous."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+# --------------------------------------------------------------------------------- without autograd
 
 
 def _flash_attn_forward(
@@ -52,15 +86,22 @@ def _flash_attn_forward(
         (out, softmax_lse, S_dmask, rng_state). rng_state: int64 (2,), in the CPU's memory, seed and
         offset of dropout.
     """
-    return _forward(
+    out, lse, weights, rng_state = flash_attn_gpu.fwd(
         q,
         k,
         v,
-        (None, None, None, None),
-        (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        None,
         alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
         return_softmax,
+        None,
     )
+    return out, lse, weights, rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -88,22 +129,30 @@ def _flash_attn_varlen_forward(
 
     zero_tensors changes nothing: all of out and softmax_lse is written.
     """
-    for name, x in (
-        ("block_table", block_table),
-        ("leftpad_k", leftpad_k),
-        ("seqused_k", seqused_k),
-    ):
-        if x is not None:
-            raise strobe.Unsupported(f"{name}: key-value caches are not supported yet")
-    return _forward(
+    out, lse, weights, rng_state = flash_attn_gpu.varlen_fwd(
         q,
         k,
         v,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
         alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
         return_softmax,
+        None,
     )
+    return out, lse, weights, rng_state
 
 
 def _flash_attn_backward(
@@ -125,17 +174,34 @@ def _flash_attn_backward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     rng_state: Tensor | None = None,
-) -> None:
-    """The derivative of `_flash_attn_forward`, into dq, dk and dv, those that are not None."""
-    _backward(
-        (dout, q, k, v, out, softmax_lse),
-        (dq, dk, dv),
-        (None, None, None, None),
-        (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+) -> Tensor:
+    """The derivative of `_flash_attn_forward`, into dq, dk and dv, those that are not None.
+
+    Returns:
+        softmax_d, float32 (batch, heads, seqlen_q rounded up to a multiple of 128): each row's sum
+        of dout * out, times 1 - dropout_p.
+    """
+    return flash_attn_gpu.bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
         alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
         deterministic,
+        None,
         rng_state,
-    )
+    )[3]
 
 
 def _flash_attn_varlen_backward(
@@ -162,70 +228,149 @@ def _flash_attn_varlen_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
-) -> None:
-    """The derivative of `_flash_attn_varlen_forward`, into dq, dk and dv."""
-    _backward(
-        (dout, q, k, v, out, softmax_lse),
-        (dq, dk, dv),
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+) -> Tensor:
+    """The derivative of `_flash_attn_varlen_forward`, into dq, dk and dv.
+
+    Returns:
+        softmax_d, (heads, total_q + 128 * batch): see `flash_attn_gpu.varlen_bwd`.
+    """
+    return flash_attn_gpu.varlen_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
         alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
         deterministic,
+        None,
         rng_state,
+    )[3]
+
+
+# ------------------------------------------------------------------------------------ flash_attn::*
+# The same four as operators of PyTorch, which a compiler takes as they are and selective
+# checkpointing knows by name.
+
+_TYPES: Final = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "bool": "bool",
+    "float": "float",
+    "int": "SymInt",
+}
+
+
+def _operator(function: Callable[..., Any], fake: Callable[..., Any], results: str) -> Any:
+    """`function` as the operator of its name. fake: makes results of its shapes and dtypes."""
+    parameters, written = [], []
+    for p in inspect.signature(function).parameters.values():
+        kind = _TYPES[p.annotation]
+        if p.name in ("dq", "dk", "dv"):
+            kind = f"Tensor({p.name}!)?"
+            written.append(p.name)
+        default = "" if p.default is p.empty else f"={p.default}"
+        parameters.append(f"{kind} {p.name}{default}")
+    name = function.__name__
+    made = torch.library.custom_op(
+        f"flash_attn::{name}",
+        function,
+        mutates_args=written,
+        schema=f"({', '.join(parameters)}) -> {results}",
+    )
+    made.register_fake(fake)
+    return getattr(torch.ops.flash_attn, name)
+
+
+def _fake_results(
+    q: Tensor, v: Tensor, lse: tuple[int, ...], weights: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(lse, dtype=torch.float32),
+        q.new_empty(weights),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
     )
 
 
-def _options(
-    lengths: tuple[Any, Any, Any, Any],
-    options: tuple[Any, ...],
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    deterministic: bool,
-) -> tuple[Any, ...]:
-    """What follows the tensors in the operators' schemas."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    state = rng_state if options[0] > 0 else None
-    tensors = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, state)
-    return (*tensors, max_seqlen_q, max_seqlen_k, *options, deterministic)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *options: Any) -> Any:
+    weights = _s_dmask.shape(q, k, None, None, None) if options[-1] and dropout_p > 0 else (0,)
+    return _fake_results(q, v, (q.shape[0], q.shape[2], q.shape[1]), weights)
 
 
-def _forward(
+def _fake_varlen_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: tuple[Any, Any, Any, Any],
-    options: tuple[Any, ...],
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dropout_p = options[0]
-    if dropout_p > 0:
-        rng_state = _operators.dropout_state(device=q.device)
-    else:
-        rng_state = torch.zeros(2, dtype=torch.int64)
-    with torch.no_grad():
-        arguments = _options(lengths, options, alibi_slopes, rng_state, False)
-        out, lse = _operators.attention_forward(q, k, v, *arguments)
-        if return_softmax and dropout_p > 0:
-            weights = _operators.attention_probabilities(q, k, lse, *arguments)
-        else:
-            weights = q.new_empty(0)
-    return out, lse, weights, rng_state
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    *others: Any,
+) -> Any:
+    weights: tuple[int, ...] = (0,)
+    if return_softmax and dropout_p > 0:
+        weights = _s_dmask.shape(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    return _fake_results(q, v, (q.shape[1], q.shape[0]), weights)
 
 
-def _backward(
-    tensors: tuple[Tensor, ...],
-    results: tuple[Tensor | None, ...],
-    lengths: tuple[Any, Any, Any, Any],
-    options: tuple[Any, ...],
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None,
-) -> None:
-    arguments = _options(lengths, options, alibi_slopes, rng_state, deterministic)
-    with torch.no_grad():
-        dout, *rest = tensors
-        gradients = _operators.attention_backward(dout, None, *rest, *arguments)
-        for result, gradient in zip(results, gradients, strict=True):
-            if result is not None:
-                result.copy_(gradient)
+def _fake_backward(dout: Tensor, q: Tensor, *others: Any, **more: Any) -> Tensor:
+    batch, seqlen_q, heads, _ = q.shape
+    return q.new_empty((batch, heads, round_multiple(seqlen_q, 128)), dtype=torch.float32)
+
+
+def _fake_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    *others: Any,
+    **more: Any,
+) -> Tensor:
+    rows = q.shape[0] + 128 * (cu_seqlens_q.shape[0] - 1)
+    return q.new_empty((q.shape[1], rows), dtype=torch.float32)
+
+
+_FOUR: Final = "(Tensor, Tensor, Tensor, Tensor)"
+_wrapped_flash_attn_forward = _operator(_flash_attn_forward, _fake_forward, _FOUR)
+_wrapped_flash_attn_varlen_forward = _operator(
+    _flash_attn_varlen_forward, _fake_varlen_forward, _FOUR
+)
+_wrapped_flash_attn_backward = _operator(_flash_attn_backward, _fake_backward, "Tensor")
+_wrapped_flash_attn_varlen_backward = _operator(
+    _flash_attn_varlen_backward, _fake_varlen_backward, "Tensor"
+)
+
+if not TYPE_CHECKING:
+    _operators = [
+        name for name in globals() if name.startswith(("_flash_attn", "_wrapped", "_get"))
+    ]
+    __getattr__ = _absent.attribute(__name__, (*__all__, *_operators))

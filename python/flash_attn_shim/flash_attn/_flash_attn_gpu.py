@@ -1,0 +1,330 @@
+"""The functions of flash_attn's extension module, by position as they are called there.
+
+Beneath the functions of `flash_attn_interface`, without autograd: ring attention and context
+parallelism call these or the ones right above them. On the CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+import strobe
+from strobe import _flash_attn, _operators, _s_dmask
+from strobe._errors import renamed
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+
+Tensor: TypeAlias = torch.Tensor
+Lengths: TypeAlias = tuple[Tensor | None, Tensor | None, int | None, int | None]
+# dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+Options: TypeAlias = tuple[float, float | None, bool, int, int, float]
+
+DENSE: Lengths = (None, None, None, None)
+_NAMES = {
+    "scale": "softmax_scale",
+    "window": "(window_size_left, window_size_right)",
+    "window[0]": "window_size_left",
+    "window[1]": "window_size_right",
+}
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: Any = None,
+) -> list[Tensor]:
+    """Attention of (batch, seqlen, heads, head_dim).
+
+    Returns:
+        [out, softmax_lse, S_dmask, rng_state]: out is the argument, if one was given; S_dmask is
+        empty without return_softmax and dropout. rng_state: int64 (2,), in the CPU's memory.
+    """
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return forward(q, k, v, out, DENSE, options, alibi_slopes, return_softmax, gen)
+
+
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: Any = None,
+) -> list[Tensor]:
+    """Attention of packed sequences, (total, heads, head_dim). Returns what `fwd` does.
+
+    zero_tensors changes nothing: all of out and softmax_lse is written.
+    """
+    refuse_caches(block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
+    lengths = checked_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return forward(q, k, v, out, lengths, options, alibi_slopes, return_softmax, gen)
+
+
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """The derivative of `fwd`.
+
+    Returns:
+        [dq, dk, dv, softmax_d]: the arguments, where given. softmax_d: float32
+        (batch, heads, seqlen_q rounded up to a multiple of 128), each row's sum of dout * out,
+        times 1 - dropout_p; zeros behind seqlen_q.
+    """
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    results = _backward(
+        (dout, q, k, v, out, softmax_lse),
+        (dq, dk, dv),
+        DENSE,
+        options,
+        alibi_slopes,
+        deterministic,
+        rng_state,
+    )
+    delta = _delta(dout, out, dropout_p).permute(0, 2, 1)  # (batch, heads, seqlen_q)
+    seqlen_q = delta.shape[-1]
+    more = _s_dmask.round_multiple(seqlen_q, 128) - seqlen_q
+    return [*results, torch.nn.functional.pad(delta, (0, more))]
+
+
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """The derivative of `varlen_fwd`.
+
+    Returns:
+        As `bwd`, but softmax_d is (heads, total_q + 128 * batch), where the rows of sequence b
+        begin at cu_seqlens_q[b] + 128 * b. zero_tensors changes nothing.
+    """
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    results = _backward(
+        (dout, q, k, v, out, softmax_lse),
+        (dq, dk, dv),
+        checked_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        options,
+        alibi_slopes,
+        deterministic,
+        rng_state,
+    )
+    delta = _delta(dout, out, dropout_p)  # (total_q, heads)
+    (total_q, heads), batch = delta.shape, cu_seqlens_q.shape[0] - 1
+    row = torch.arange(total_q, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
+    softmax_d = delta.new_zeros((heads, total_q + 128 * batch))
+    softmax_d[:, row + 128 * sequence] = delta.t()
+    return [*results, softmax_d]
+
+
+def fwd_kvcache(*arguments: Any) -> NoReturn:
+    """Attention over a key-value cache: not there yet.
+
+    Raises:
+        strobe.Unsupported: always; a NotImplementedError.
+    """
+    raise strobe.Unsupported(
+        "fwd_kvcache: key-value caches are not in this version of Strobe; append to the cache "
+        "yourself and call flash_attn_func with what is in it"
+    )
+
+
+# ----------------------------------------------------------------------------------- what is shared
+
+
+def refuse_caches(**arguments: Tensor | None) -> None:
+    """Of the arguments that describe a key-value cache, none may be given."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise strobe.Unsupported(f"{name}: key-value caches are not supported yet")
+
+
+def checked_lengths(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any
+) -> Lengths:
+    """The arguments, with the last two as integers."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _flash_attn.check_tensor(name, x, ("batch + 1",))
+    longest_q = _flash_attn.as_integer("max_seqlen_q", max_seqlen_q)
+    longest_k = _flash_attn.as_integer("max_seqlen_k", max_seqlen_k)
+    return cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
+
+
+def _check(tensors: dict[str, Tensor], lengths: Lengths) -> None:
+    rows = ("batch", "seqlen") if lengths[0] is None else ("total",)
+    for name, x in tensors.items():
+        _flash_attn.check_tensor(name, x, (*rows, "heads", "head_dim"))
+
+
+def _arguments(
+    lengths: Lengths,
+    options: Options,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    deterministic: bool,
+) -> tuple[Any, ...]:
+    """What follows the tensors in the operators' schemas."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    tensors = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
+    return (*tensors, max_seqlen_q, max_seqlen_k, *options, deterministic)
+
+
+def _checked_options(options: Options) -> Options:
+    dropout_p, softmax_scale, causal, left, right, softcap = options
+    if dropout_p != 0:
+        _flash_attn.check_dropout(dropout_p, softcap)
+    if softmax_scale is not None:
+        softmax_scale = _flash_attn.as_number("softmax_scale", softmax_scale)
+    return dropout_p, softmax_scale, causal, left, right, softcap
+
+
+def _write(name: str, target: Tensor | None, found: Tensor) -> Tensor:
+    """`found`, or `target` with its numbers."""
+    if target is None:
+        return found
+    if target.shape != found.shape:
+        raise strobe.InvalidArgument(
+            f"{name}.shape = {tuple(target.shape)}, expected {tuple(found.shape)}"
+        )
+    return target.copy_(found)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lengths: Lengths,
+    options: Options,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+    gen: Any,
+) -> list[Tensor]:
+    """What `fwd` and `varlen_fwd` do. lengths: `DENSE`, or what `checked_lengths` gave."""
+    if gen is not None:
+        raise strobe.Unsupported(
+            "gen: a generator of one's own is not supported, expected None, which is PyTorch's "
+            "default generator of q's device"
+        )
+    _check({"q": q, "k": k, "v": v}, lengths)
+    options = _checked_options(options)
+    dropout = options[0] > 0
+    if dropout:
+        state = rng_state = _operators.dropout_state(device=q.device)
+    else:
+        state, rng_state = None, torch.zeros(2, dtype=torch.int64)
+    arguments = _arguments(lengths, options, alibi_slopes, state, False)
+    with torch.no_grad():
+        found, lse = _call(_operators.attention_forward, q, k, v, *arguments)
+        if return_softmax and dropout:
+            weights = _operators.attention_dropout_weights(q, k, *arguments)
+        else:
+            weights = q.new_empty(0)
+        return [_write("out", out, found), lse, weights, rng_state]
+
+
+def _backward(
+    tensors: tuple[Tensor, ...],
+    results: tuple[Tensor | None, ...],
+    lengths: Lengths,
+    options: Options,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
+    dout, q, k, v, out, lse = tensors
+    _check({"dout": dout, "q": q, "k": k, "v": v, "out": out}, lengths)
+    options = _checked_options(options)
+    state = rng_state if options[0] > 0 else None
+    if options[0] > 0 and state is None:
+        raise strobe.InvalidArgument(
+            f"rng_state = None with dropout_p = {options[0]!r}, expected what the forward returned"
+        )
+    arguments = _arguments(lengths, options, alibi_slopes, state, deterministic)
+    with torch.no_grad():
+        gradients = _call(_operators.attention_backward, dout, None, q, k, v, out, lse, *arguments)
+        return [
+            _write(name, target, found)
+            for name, target, found in zip(("dq", "dk", "dv"), results, gradients, strict=True)
+        ]
+
+
+def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
+    """(..., heads), float32."""
+    with torch.no_grad():
+        return (dout.float() * out.float()).sum(-1) * (1 - dropout_p)
+
+
+def _call(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """`operator`, whose errors name arguments as these functions do."""
+    try:
+        return operator(*arguments)
+    except strobe.InvalidArgument as error:
+        raise strobe.InvalidArgument(renamed(str(error), _NAMES)) from None

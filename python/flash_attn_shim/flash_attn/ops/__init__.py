@@ -1,0 +1,10 @@
+"""Operations; of these, rotary embeddings only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import _absent
+
+if not TYPE_CHECKING:
+    __getattr__ = _absent.attribute(__name__, ("triton.rotary",))
