@@ -309,8 +309,7 @@ def call(
         out, lse = _operators.attention_forward(q, k, v, *options)
     else:
         try:
-            forward = _operators.Attention.apply if plain else _operators.attention_forward
-            out, lse = forward(q, k, v, *options)
+            out, lse = _operators.differentiable(plain)(q, k, v, *options)
         except Error as error:
             raise _by_name(error, packed) from None
         except (AssertionError, NotImplementedError, TypeError) as error:

@@ -246,7 +246,8 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     return _gradients(attention_backward, ctx, dout, dlse)
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
+def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
+    """The derivative of an operator that is itself a derivative."""
     raise Unsupported(
         "the gradient of attention's gradient (double backward, create_graph=True) is not "
         "supported: compute this attention with plain tensor operations, for example under "
@@ -327,6 +328,66 @@ def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
         return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
 
     return rule
+
+
+class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
+    """attention_backward under torch.func: grad, vjp, jacrev, vmap of them."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As the operator."""
+        found: tuple[Tensor, Tensor, Tensor] = attention_backward(*inputs)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is needed for what is refused."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """There is none."""
+        return refuse_double_backward(ctx, *gradients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Makes the vmapped dimension a part of the batch."""
+        return _vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """attention_forward under torch.func, which asks more of a Function than autograd does."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        """As the operator."""
+        found: tuple[Tensor, Tensor] = attention_forward(*inputs)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """As for the operator."""
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """As the operator's derivative."""
+        return _gradients(TransformedBackward.apply, ctx, dout, dlse)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Makes the vmapped dimension a part of the batch."""
+        return _vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
+
+
+def differentiable(plain: bool) -> Any:
+    """attention_forward as a function of the arguments `forward` has. plain: nobody but autograd
+    watches.
+    """
+    if plain:
+        return Attention.apply
+    if torch._C._functorch.maybe_current_level() is not None:
+        return Transformed.apply
+    return attention_forward
 
 
 # ---------------------------------------------------------------------------------- dropout weights
@@ -416,7 +477,7 @@ def _register() -> None:
         name("attention_forward"), _operator_gradients, setup_context=_save, lib=_LIBRARY
     )
     torch.library.register_autograd(
-        name("attention_backward"), _refuse_double_backward, lib=_LIBRARY
+        name("attention_backward"), refuse_double_backward, lib=_LIBRARY
     )
     if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
         for operator, overload, tensors, results, query in (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,7 +27,13 @@ from ._plans import (
     why_text,
 )
 from ._values import bad_seed, flag, integer, pair, real
-from .functional import latest_fallback
+from .functional import latest_answer
+
+_NO_CALL: Final = (
+    "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
+    "strobe.torch.sdpa_kernel():`, and in its place as PyTorch's flash kernel after "
+    "strobe.torch.register(); none was made in this thread"
+)
 
 
 def _described(
@@ -138,13 +144,14 @@ def why(
 
     A bad request raises nothing: the answer is the text of what is wrong with it.
 
-    Without q, k and v: why this thread's latest call that Strobe might have served
-    (`strobe.torch`) was left to PyTorch's own kernel; "" when none was.
+    Without q, k and v: what became of this thread's latest scaled_dot_product_attention that
+    `strobe.torch` saw. The answer begins with "served" (by which kernel), "declined" (for which
+    reason PyTorch computed it) or "no call seen".
 
     Args: as `plan`.
     """
     if q is None and k is None and v is None:
-        return str(getattr(latest_fallback, "text", ""))
+        return str(getattr(latest_answer, "text", _NO_CALL))
     try:
         left, right = pair("window", window)
         options = Options(

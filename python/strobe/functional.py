@@ -48,12 +48,13 @@ from ._values import bad_seed, flag, integer, pair, real
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "attention_backward", "latest_fallback"]
+__all__ = ["attention", "attention_backward", "latest_answer"]
 
 _launch_forward: Final = _library.forward
 
-# .text: why this thread's latest call went to another library, for `why`. Set by `strobe.torch`.
-latest_fallback: Final = threading.local()
+# .text: what became of this thread's latest call of PyTorch's attention, for `why`. Set by
+# `strobe.torch`.
+latest_answer: Final = threading.local()
 
 
 def _forward_launch(key: Any, shapes: Shapes, out: Spec | None) -> Launch:

@@ -44,7 +44,7 @@ def test_quickstarts(number: int) -> None:
     assert len(program.splitlines()) == 6
     output = run(program, "-W", "error")
     if "strobe.why()" in program:
-        assert output == "Strobe computed it\n"
+        assert output.startswith("served: ")
 
 
 def test_pytorch_document() -> None:

@@ -1,0 +1,216 @@
+"""Masks of scaled_dot_product_attention that hide whole keys, whole queries, the future or all
+beyond a window: read, and told as what Strobe computes.
+
+A padded batch under a causal mask shows, for each sequence, a rectangle of queries and keys that is
+causal inside and hidden outside. So does padding alone, a sliding window, a cache that is partly
+filled. `blocks` finds these rectangles or says that a mask is not made of them; nothing is guessed,
+each row of the mask is looked at.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+Tensor: TypeAlias = torch.Tensor
+_Rows: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Block(NamedTuple):
+    """Queries and keys of neighbours in a batch that one call computes; bottom-right aligned."""
+
+    batch: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    window: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A mask as blocks, or why it is none of that kind."""
+
+    blocks: tuple[Block, ...] = ()
+    refusal: str = ""
+    hides_queries: bool = False  # some see nothing: PyTorch gives 0, Strobe too
+    hides_keys: bool = False  # some are seen by nobody
+
+
+NOT_PADDING: Final = (
+    "attn_mask is no padding, no window and not causal: Strobe has no arbitrary masks"
+)
+_PER_HEAD: Final = "attn_mask differs between heads"
+_NOT_ZERO: Final = "attn_mask adds other numbers than 0 and -inf"
+_ALL_HIDDEN: Final = "attn_mask hides all keys of a query with a finite number"
+_NAN: Final = "attn_mask hides all keys of a query, which is NaN in PyTorch before 2.5"
+# What PyTorch gives queries that see nothing; before, NaN.
+EMPTY_ROWS_ARE_ZERO: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+
+
+def _fit(first: _Rows, end: _Rows, seqlen_q: int) -> tuple[slice, slice, tuple[int, int]] | None:
+    """(queries, keys, window) of one sequence; None if it is no block.
+
+    first, end: of the keys that each row sees, end <= first where none; one row stands for all.
+    """
+    one_for_all = len(first) != seqlen_q
+    seen = np.flatnonzero(end > first)
+    if seen.size == 0:
+        return slice(0, 0), slice(0, 0), (-1, -1)
+    begin, stop = int(seen[0]), int(seen[-1]) + 1
+    if stop - begin != seen.size:
+        return None
+    first, end = first[begin:stop], end[begin:stop]
+    key, key_end = int(first[0]), int(end[-1])
+    left = right = -1
+    if one_for_all:
+        stop = seqlen_q
+    else:
+        row = np.arange(begin, stop)
+        shift = (key_end - key) - (stop - begin)  # of the diagonal within the block
+        if (end != key_end).any():
+            right = int(end[0]) - 1 - key - shift
+            if not np.array_equal(end, np.minimum(key_end, row + (int(end[0]) - begin))):
+                return None
+        if (first != key).any():
+            left = shift - (int(first[-1]) - (stop - 1) + begin - key)
+            if not np.array_equal(first, np.maximum(key, row + (int(first[-1]) - stop + 1))):
+                return None
+    return slice(begin, stop), slice(key, key_end), (left, right)
+
+
+def _read(mask: Tensor) -> tuple[Tensor, bool, str]:
+    """(what is seen, whether what is hidden has a finite number, refusal)."""
+    if mask.dtype == torch.bool:
+        return mask, False, ""
+    seen = mask == 0
+    hidden = mask <= torch.finfo(mask.dtype).min
+    known, infinite = torch.stack(
+        ((seen | hidden).all(), (~hidden | (mask == float("-inf"))).all())
+    ).tolist()
+    return seen, not infinite, "" if known else _NOT_ZERO
+
+
+def _edges(seen: Tensor) -> tuple[_Rows, _Rows, _Rows]:
+    """Of each row the first key that is seen, one past the last, and how many are seen."""
+    seqlen_k = seen.shape[-1]
+    if seen.is_cpu:  # NumPy takes a tenth of the time
+        marks = seen.numpy()
+        end = seqlen_k - marks[..., ::-1].argmax(-1)
+        return marks.argmax(-1), end, marks.view(np.uint8).sum(-1, dtype=np.int32)
+    number = seen.view(torch.uint8)
+    first, last, count = number.argmax(-1), number.flip(-1).argmax(-1), number.sum(-1)
+    rows = torch.stack((first, seqlen_k - last, count)).cpu().numpy()
+    return rows[0], rows[1], rows[2]
+
+
+def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
+    """mask: (1 or batch, 1 or seqlen_q, seqlen_k), of few bytes for each pair."""
+    seqlen_k = mask.shape[-1]
+    seen, finite, refusal = _read(mask)
+    if refusal:
+        return Blocks(refusal=refusal)
+    # A row is one interval if it holds as many keys as lie between its first and its last.
+    begin, end, held = _edges(seen)
+    if not np.array_equal(np.where(held > 0, end - begin, 0), held):
+        return Blocks(refusal=NOT_PADDING)
+    end = np.where(held > 0, end, begin)
+
+    blocks: list[Block] = []
+    for index in range(mask.shape[0]):
+        found = _fit(begin[index], end[index], seqlen_q)
+        if found is None:
+            return Blocks(refusal=NOT_PADDING)
+        queries, keys, (left, right) = found
+        causal = right == 0
+        window = (left, -1 if causal else right)
+        sequences = slice(index, index + 1) if mask.shape[0] == batch else slice(0, batch)
+        block = Block(sequences, queries, keys, causal, window)
+        if blocks and blocks[-1][1:] == block[1:]:
+            block = block._replace(batch=slice(blocks.pop().batch.start, sequences.stop))
+        blocks.append(block)
+    hides_queries = any(b.queries != slice(0, seqlen_q) for b in blocks)
+    if hides_queries and finite:
+        return Blocks(refusal=_ALL_HIDDEN)
+    if hides_queries and not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
+        return Blocks(refusal=_NAN)
+    return Blocks(
+        tuple(b for b in blocks if b.queries.start < b.queries.stop),
+        hides_queries=hides_queries,
+        hides_keys=any(b.keys != slice(0, seqlen_k) for b in blocks),
+    )
+
+
+# --------------------------------------------------------------------------------- kept for a while
+
+# The layers of a model share a mask, a step of generation makes a new one: few are worth keeping.
+_KEPT: Final = 4
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A mask that was read. In the CPU's memory its contents are compared, wherever the next one
+    lies and whoever wrote to it; on a GPU, where that would wait for the device, its identity and
+    PyTorch's count of writes to it.
+    """
+
+    reference: Any  # the contents, or a weak reference
+    version: int
+    key: tuple[Any, ...]
+    blocks: Blocks
+
+    def is_of(self, mask: Tensor, key: tuple[Any, ...]) -> bool:
+        if self.key != key:
+            return False
+        if mask.is_cpu:
+            return bool(torch.equal(self.reference, mask))
+        return self.reference() is mask and bool(self.version == mask._version)
+
+
+class _Memory(threading.local):
+    """Of each thread its own: nothing to lock."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+
+
+_memory: Final = _Memory()
+
+
+def _narrow(mask: Tensor) -> Tensor | None:
+    """(1 or batch, 1 or seqlen_q, seqlen_k): one of what is repeated. None: heads differ."""
+    missing = (1,) * (4 - mask.ndim)
+    (batch, heads, rows, keys), strides = missing + mask.shape, missing + mask.stride()
+    if heads != 1 and strides[1] != 0:
+        return None
+    shape = (1 if strides[0] == 0 else batch, 1 if strides[2] == 0 else rows, keys)
+    return mask.as_strided(shape, (strides[0], strides[2], strides[3]))
+
+
+def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
+    """What a mask shows. mask: bool or floating, broadcastable to (batch, heads, seqlen_q,
+    seqlen_k), its last dimension seqlen_k. On a GPU this waits for the device, unless the mask has
+    been read before.
+    """
+    narrow = _narrow(mask)
+    if narrow is None:
+        return Blocks(refusal=_PER_HEAD)
+    kept = _memory.kept
+    key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q)
+    watched = narrow if mask.is_cpu else mask
+    remembers = mask.is_cpu or not mask.is_inference()  # those count no writes
+    if remembers:
+        for entry in kept:
+            if entry.is_of(watched, key):
+                return entry.blocks
+    found = _find(narrow, batch, seqlen_q)
+    if remembers:
+        reference = narrow.clone() if mask.is_cpu else weakref.ref(mask)
+        version = 0 if mask.is_cpu else mask._version
+        kept.insert(0, _Kept(reference, version, key, found))
+        del kept[_KEPT:]
+    return found

@@ -1,0 +1,432 @@
+"""Which calls of scaled_dot_product_attention are Strobe's, and how they are computed.
+
+`judge` decides of tensors that hold data; `foreign`, `objection` and `mask_objection` are the part
+of it that needs no data, so that PyTorch's compiler can ask it as well (`_sdpa_compiled`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import NoneType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.attention import bias
+
+from . import _arrays, _flash_attn, _masks, _operators, _questions, functional
+from ._calls import Verdict
+from ._errors import Error, InvalidArgument, Unsupported
+from ._masks import Blocks
+from .flash_attn import flash_attn_func
+
+Tensor: TypeAlias = torch.Tensor
+Shape: TypeAlias = tuple[int, ...]
+
+sdpa: Final = torch.nn.functional.scaled_dot_product_attention
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+
+
+# --------------------------------------------------------------------------------------- objections
+
+
+def foreign(query: Any, key: Any, value: Any) -> str:
+    """What is against tensors of this kind, before anything is asked of them."""
+    for x in (query, key, value):
+        if not isinstance(x, torch.Tensor):
+            return "query, key and value are not all tensors"
+        if x.is_nested:
+            return "a tensor is nested or jagged"
+        if x.layout != torch.strided:
+            return "a tensor is not strided"
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) and not _stands_for_another(x):
+            return "a tensor is of a subclass of torch.Tensor"
+    return ""
+
+
+def _stands_for_another(x: Tensor) -> bool:
+    """Whether it stands for a tensor while a compiler looks."""
+    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+def is_lower_right(attn_mask: Any) -> bool:
+    """Whether this is torch.nn.attention.bias.causal_lower_right(...): Strobe's causal."""
+    return isinstance(attn_mask, bias.CausalBias) and (
+        attn_mask.variant == bias.CausalVariant.LOWER_RIGHT
+        or attn_mask.seq_len_q == attn_mask.seq_len_kv
+    )
+
+
+def mask_objection(query: Tensor, key: Tensor, attn_mask: Any, is_causal: Any) -> str:
+    """What is against this mask, whatever it holds."""
+    if is_causal:
+        return "attn_mask and is_causal are both given"
+    if isinstance(attn_mask, bias.CausalBias):
+        if not is_lower_right(attn_mask):
+            return "attn_mask is causal_upper_left(...) with different lengths"
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (query.shape[2], key.shape[2]):
+            return "attn_mask is a CausalBias of other lengths than query and key have"
+        if query.shape[2] > key.shape[2] and not _masks.EMPTY_ROWS_ARE_ZERO:
+            return (
+                "attn_mask is a CausalBias under which queries see nothing, NaN before PyTorch 2.5"
+            )
+        return ""
+    if type(attn_mask) not in (torch.Tensor, torch.nn.Parameter) and not _stands_for_another(
+        attn_mask
+    ):
+        return "attn_mask is no plain tensor"
+    if attn_mask.is_nested or attn_mask.layout != torch.strided:
+        return "attn_mask is not strided"
+    if attn_mask.requires_grad:
+        return "attn_mask requires a gradient"
+    if attn_mask.device != query.device:
+        return "attn_mask is on another device than query"
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return "attn_mask is neither bool nor of query's dtype nor float32"
+    if not 2 <= attn_mask.ndim <= 4 or attn_mask.shape[-1] != key.shape[2]:
+        return "attn_mask is not (batch, heads, seqlen_q, seqlen_k) with the keys of key"
+    wanted = (query.shape[0], query.shape[1], query.shape[2])[4 - attn_mask.ndim :]
+    for n, whole in zip(attn_mask.shape[:-1], wanted, strict=True):
+        if n not in (1, whole):
+            return "attn_mask does not broadcast to (batch, heads, seqlen_q, seqlen_k)"
+    return ""
+
+
+def objection(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    dtypes: tuple[Any, Any, Any],
+    devices: tuple[Any, Any, Any],
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    autocast: Any,
+) -> str:
+    """Why Strobe has nothing to do with tensors like these, without shapes; "" if it may.
+
+    autocast: the dtype that PyTorch's autocast casts to, or None.
+    """
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
+        return "a tensor is not (batch, heads, seqlen, head_dim)"
+    if k[0] != q[0] or v[0] != q[0]:
+        return "the batch is broadcast"
+    if k[1] != v[1] or k[2] != v[2]:
+        return "key and value differ in heads or seqlen"
+    if k[3] != q[3]:
+        return "query and key differ in head_dim"
+    if 0 in q or 0 in k or 0 in v:
+        return "a tensor is empty"
+    if q[3] > 256 or v[3] > 256:
+        return "head_dim is above 256"
+    if k[1] != q[1] and (not enable_gqa or q[1] % k[1] != 0):
+        return "key has other heads than query, without enable_gqa or not a divisor of query's"
+    if dtypes[1] != dtypes[0] or dtypes[2] != dtypes[0]:
+        return "query, key and value differ in dtype"
+    if devices[1] != devices[0] or devices[2] != devices[0]:
+        return "query, key and value are on different devices"
+    device = devices[0].type
+    if device not in ("cpu", "cuda"):
+        return "Strobe has no kernels for this device"
+    dtype = autocast if autocast is not None and dtypes[0] in _FLOATS else dtypes[0]
+    if dtype not in (_FLOATS if device == "cpu" else _FLOATS[1:]):
+        return f"Strobe has no kernels for this dtype on {device}"
+    if not 0 <= dropout_p < 1:
+        return "dropout_p is not in [0, 1)"
+    if scale is not None and not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
+        return "scale is not finite in float32"
+    return ""
+
+
+def autocast_dtype(query: Tensor) -> Any:
+    device = query.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.getautocast_dtype(device)
+
+
+def top_left(is_causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple[int, int]]:
+    """(causal, window) that align the mask top left, as scaled_dot_product_attention's is_causal;
+    Strobe's causal is aligned bottom right. Holds for seqlen_q >= seqlen_k.
+    """
+    if is_causal and seqlen_q > seqlen_k:
+        return False, (-1, seqlen_q - seqlen_k)
+    return is_causal, (-1, -1)
+
+
+# ----------------------------------------------------------------------------------------- verdicts
+
+
+@lru_cache(maxsize=4096)
+def _verdict(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    dtypes: tuple[Any, Any, Any],
+    devices: tuple[Any, Any, Any],
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    autocast: Any,
+) -> Verdict:
+    """Of a call without a mask. Its kernel is that of the whole, also where blocks are computed."""
+    detail = (
+        f"query {tuple(q)} {dtypes[0]} on {devices[0]}, key {tuple(k)}, value {tuple(v)}, "
+        f"dropout_p {dropout_p}"
+    )
+    kind = objection(q, k, v, dtypes, devices, dropout_p, scale, enable_gqa, autocast)
+    if kind:
+        return Verdict(kind=kind, detail=detail)
+    causal, window = top_left(is_causal, q[2], min(q[2], k[2]))
+    dtype = str(autocast or dtypes[0]).removeprefix("torch.")
+    device = str(devices[0])
+    specs = [
+        _arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, device) for n in map(tuple, (q, k, v))
+    ]
+    try:
+        plans = [
+            _questions.plan(
+                *specs, causal=causal, window=window, dropout_p=dropout_p, backward=direction
+            )
+            for direction in (False, True)
+        ]
+    except Error as error:
+        return Verdict(kind="no kernel of Strobe takes it", detail=str(error))
+    lines = dict(line.split(maxsplit=1) for line in plans[0].splitlines() if " " in line)
+    return Verdict(kernel=lines.get("kernel", ""))
+
+
+def judge(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Verdict, Blocks | None]:
+    """Who computes this call, and, if it has a mask that Strobe serves, as which blocks."""
+    kind = foreign(query, key, value)
+    if not kind and forward_ad._current_level >= 0:
+        kind = "forward-mode differentiation is at work"
+    if not isinstance(dropout_p, (float, int)) or not isinstance(scale, (float, int, NoneType)):
+        kind = kind or "dropout_p or scale is no plain number"
+    if kind:
+        return Verdict(kind=kind), None
+    verdict = _verdict(
+        query.shape,
+        key.shape,
+        value.shape,
+        (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
+        is_causal,
+        dropout_p,
+        scale,
+        enable_gqa,
+        autocast_dtype(query),
+    )
+    if verdict.kind or attn_mask is None:
+        return verdict, None
+    kind = mask_objection(query, key, attn_mask, is_causal)
+    if kind:
+        return Verdict(kind=kind, detail=_describe(attn_mask)), None
+    if isinstance(attn_mask, bias.CausalBias):
+        return verdict, None
+    if torch._C._functorch.maybe_current_level() is not None:
+        return Verdict(kind="attn_mask under a transform of torch.func"), None
+    if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return Verdict(kind="attn_mask cannot be read while a CUDA graph is captured"), None
+    blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2])
+    if blocks.refusal:
+        return Verdict(kind=blocks.refusal, detail=_describe(attn_mask)), None
+    return verdict, blocks
+
+
+# What a call with arguments that are none of scaled_dot_product_attention's raises on the way.
+_NOT_ARGUMENTS: Final = (TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+
+
+def judge_any(*args: Any, **kwargs: Any) -> tuple[Verdict, Blocks | None]:
+    """`judge` of whatever somebody calls with."""
+    try:
+        return judge(*args, **kwargs)
+    except _NOT_ARGUMENTS as error:
+        return Verdict(kind="the arguments are not those of a call", detail=str(error)[:200]), None
+
+
+def _describe(attn_mask: Any) -> str:
+    return f"a {type(attn_mask).__name__} {tuple(attn_mask.shape)} {attn_mask.dtype}"
+
+
+# ---------------------------------------------------------------------------------------- computing
+
+
+def serve(
+    blocks: Blocks | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention of a call that `judge` gives to Strobe, of tensors with data."""
+    if blocks is not None:
+        query, key, value = _flash_attn._autocast(query, key, value)
+        rng_state = None
+        if dropout_p > 0:
+            rng_state = _operators.dropout_state(device=query.device)
+        arguments = (query, key, value, rng_state, blocks, dropout_p, scale)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out: Tensor = _Masked.apply(*arguments)[0]
+            return out
+        return forward(*arguments, with_lse=False)[0]
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if is_causal and seqlen_q < seqlen_k:  # aligned top left, nobody sees what comes after
+        key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        seqlen_k = seqlen_q
+    causal, window = top_left(is_causal, seqlen_q, seqlen_k)
+    out = flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        dropout_p,
+        scale,
+        causal or attn_mask is not None,
+        window,
+    )
+    return out.transpose(1, 2)
+
+
+# Philox's multiplier for keys: blocks that share a batch index drop weights of their own.
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+
+
+def _options(
+    blocks: Blocks, rng_state: Tensor | None, dropout_p: float, scale: float | None
+) -> list[dict[str, Any]]:
+    """Options of strobe.attention and its derivative, of each block."""
+    seed, offset = _operators.seed_and_offset(rng_state)
+    return [
+        {
+            "causal": block.causal,
+            "window": block.window,
+            "scale": scale,
+            "dropout_p": dropout_p,
+            "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
+            "dropout_offset": offset,
+        }
+        for index, block in enumerate(blocks.blocks)
+    ]
+
+
+def rows(x: Tensor) -> Tensor:
+    """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim), readable as it is."""
+    return _operators.rows_contiguous(x.transpose(1, 2))
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rng_state: Tensor | None,
+    blocks: Blocks,
+    dropout_p: float,
+    scale: float | None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), out's heads innermost but head_dim, as PyTorch's kernel for the CPU has them."""
+    q, k, v = rows(query), rows(key), rows(value)
+    batch, seqlen_q, heads, _ = q.shape
+    new = q.new_zeros if blocks.hides_queries else q.new_empty
+    out = new((batch, seqlen_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
+    if blocks.hides_queries and with_lse:
+        lse.fill_(float("-inf"))
+    for block, options in zip(
+        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
+    ):
+        found: Any = functional.attention(
+            q[block.batch, block.queries],
+            k[block.batch, block.keys],
+            v[block.batch, block.keys],
+            out=out[block.batch, block.queries],
+            return_lse=with_lse,
+            **options,
+        )
+        if with_lse:
+            lse[block.batch, :, block.queries] = found[1]
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    blocks: Blocks,
+    dropout_p: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients laid out as out is."""
+    q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
+    empty = not blocks.blocks
+    dq = torch.zeros_like(q) if blocks.hides_queries or empty else torch.empty_like(q)
+    hidden = blocks.hides_keys or blocks.hides_queries or empty
+    dk, dv = (torch.zeros_like(x) if hidden else torch.empty_like(x) for x in (k, v))
+    for block, options in zip(
+        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
+    ):
+        queries, keys = (block.batch, block.queries), (block.batch, block.keys)
+        functional.attention_backward(
+            do[queries],
+            q[queries],
+            k[keys],
+            v[keys],
+            o[queries],
+            lse[block.batch, :, block.queries].contiguous(),
+            grads=(dq[queries], dk[keys], dv[keys]),
+            **options,
+        )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class _Masked(torch.autograd.Function):  # type: ignore[misc]
+    """A call with a mask, of tensors with data."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rng_state: Tensor | None,
+        blocks: Blocks,
+        dropout_p: float,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        out, lse = forward(query, key, value, rng_state, blocks, dropout_p, scale)
+        ctx.save_for_backward(query, key, value, out, lse, rng_state)
+        ctx.options = (blocks, dropout_p, scale)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+        """Of query, key and value."""
+        grads = backward(dout, *ctx.saved_tensors, *ctx.options)
+        return (*grads, None, None, None, None)
+
+
+# What goes wrong with a call that Strobe was to compute, and PyTorch may compute all the same.
+REFUSALS: Final = (InvalidArgument, Unsupported)

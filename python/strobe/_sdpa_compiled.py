@@ -1,0 +1,290 @@
+"""scaled_dot_product_attention as PyTorch's compiler sees it under `sdpa_kernel`: the operator
+`torch.ops.strobe.scaled_dot_product_attention`.
+
+A compiler knows shapes and dtypes, not what a mask holds. So the operator judges again when it
+runs and, if Strobe declines, calls PyTorch's own kernel. What is declined by shapes alone stays
+PyTorch's in the compiled code, beside an operator that does nothing but say so.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.nn.attention import bias
+
+from . import _calls, _flash_attn, _operators, _repeat, _sdpa
+from ._calls import Verdict
+from ._masks import Block, Blocks
+
+Tensor: TypeAlias = torch.Tensor
+
+
+_SCHEMA: Final = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng_state, "
+    "float dropout_p, bool is_causal, bool lower_right, float? scale"
+)
+
+
+def _whole(query: Tensor, key: Tensor, is_causal: bool) -> Blocks:
+    """A call without a mask as one block."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    batch, queries = slice(0, query.shape[0]), slice(0, seqlen_q)
+    seen = min(seqlen_q, seqlen_k) if is_causal else seqlen_k
+    causal, window = _sdpa.top_left(is_causal, seqlen_q, seen)
+    block = Block(batch, queries, slice(0, seen), causal, window)
+    return Blocks((block,), hides_keys=seen < seqlen_k)
+
+
+def _judge_again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    lower_right: bool,
+    scale: float | None,
+) -> tuple[Verdict, Blocks]:
+    verdict, blocks = _sdpa.judge(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    if blocks is None:
+        blocks = _whole(query, key, is_causal)
+        if lower_right:
+            blocks = Blocks((blocks.blocks[0]._replace(causal=True),))
+    return verdict, blocks
+
+
+def _by_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    lower_right: bool,
+    scale: float | None,
+) -> Tensor:
+    if lower_right:
+        seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+        attn_mask = seen.tril(seqlen_k - seqlen_q)
+    options = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    out: Tensor = _sdpa.sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
+    )
+    return out
+
+
+def _unseen(kernel: Any) -> Any:
+    """A kernel whose own calls of PyTorch no TorchFunctionMode sees: the block's comes first."""
+
+    @wraps(kernel)
+    def unseen(*arguments: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*arguments)
+
+    return unseen
+
+
+@_unseen
+def _operator_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    dropout_p: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
+    _calls.record(verdict)
+    if not verdict.kind:
+        return _sdpa.forward(query, key, value, rng_state, blocks, dropout_p, options[-1])
+    if rng_state is not None:  # so that the backward pass can draw the same again
+        with torch.random.fork_rng(_devices(query)):
+            torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
+            out = _by_pytorch(query, key, value, attn_mask, dropout_p, *options)
+    else:
+        out = _by_pytorch(query, key, value, attn_mask, dropout_p, *options)
+    heads_inner = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return heads_inner, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _devices(x: Tensor) -> list[int]:
+    return [] if x.device.index is None else [x.device.index]
+
+
+@_unseen
+def _operator_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    dropout_p: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
+    if not verdict.kind:
+        return _sdpa.backward(
+            dout, query, key, value, out, lse, rng_state, blocks, dropout_p, options[-1]
+        )
+    # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
+    # in again, and nothing else: autocast has been here.
+    included = torch._C._dispatch_tls_local_include_set()
+    autocast = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+    excluded = torch._C.DispatchKeySet(autocast[0]).add(autocast[1])
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        with torch.random.fork_rng(_devices(query), enabled=rng_state is not None):
+            if rng_state is not None:
+                torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
+            again = _by_pytorch(leaves[0], leaves[1], leaves[2], attn_mask, dropout_p, *options)
+        grads = torch.autograd.grad(again, leaves, dout)
+    dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _like(x: Tensor) -> Tensor:
+    """As `_forward` and `_backward` lay tensors out."""
+    batch, heads, seqlen, head_dim = x.shape
+    return x.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, seqlen_q, _ = query.shape
+    out = query.new_empty((batch, seqlen_q, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _fake_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+def _declined(kind: str) -> None:
+    """What compiled code does where PyTorch's kernel stands in it."""
+    _calls.record(Verdict(kind=kind))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.options = inputs[5:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
+    absent = (None,) * (2 + len(ctx.options))
+    if dout is None:
+        return (None, None, None, *absent)
+    backward = torch.ops.strobe.scaled_dot_product_attention_backward.default
+    return (*backward(dout, *ctx.saved_tensors, *ctx.options), *absent)
+
+
+def _register() -> None:
+    library = _operators._LIBRARY
+    tags = (torch.Tag.pt2_compliant_tag,)
+    name = "scaled_dot_product_attention"
+    library.define(f"{name}({_SCHEMA}) -> (Tensor, Tensor)", tags=tags)
+    library.define(
+        f"{name}_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
+        f"Tensor lse, {_SCHEMA.removeprefix('Tensor query, Tensor key, Tensor value, ')}) -> "
+        "(Tensor, Tensor, Tensor)",
+        tags=tags,
+    )
+    for key in ("CPU", "CUDA"):
+        library.impl(name, _operator_forward, key)
+        library.impl(f"{name}_backward", _operator_backward, key)
+    torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
+    torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
+    torch.library.register_autograd(f"strobe::{name}", _gradients, setup_context=_save, lib=library)
+    torch.library.register_autograd(
+        f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
+    )
+    library.define(f"{name}_declined(str kind) -> ()", tags=tags)
+    library.impl(f"{name}_declined", _declined, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"strobe::{name}_declined", lambda kind: None, lib=library)
+
+
+def _register_effect() -> bool:
+    """Keeps the call of an operator that returns nothing; False if this PyTorch drops it."""
+    try:
+        from torch._library.effects import EffectType
+
+        torch.library._register_effectful_op(
+            "strobe::scaled_dot_product_attention_declined",
+            EffectType.ORDERED,
+            lib=_operators._LIBRARY,
+        )
+    except (ImportError, AttributeError, TypeError):  # pragma: no cover - an older PyTorch
+        return False
+    return True
+
+
+_register()
+REPORTS_FROM_COMPILED_CODE: Final = _register_effect()
+
+
+def traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """A call while PyTorch compiles it; None if it is PyTorch's, which compiled code then says."""
+    kind = _sdpa.foreign(query, key, value) or _sdpa.objection(
+        query.shape,
+        key.shape,
+        value.shape,
+        (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
+        dropout_p,
+        scale,
+        enable_gqa,
+        _sdpa.autocast_dtype(query),
+    )
+    if not kind and attn_mask is not None:
+        kind = _sdpa.mask_objection(query, key, attn_mask, is_causal)
+    if kind:
+        declined(kind)
+        return None
+    lower_right = isinstance(attn_mask, bias.CausalBias)
+    query, key, value = _flash_attn._autocast(query, key, value)
+    rng_state = _operators.dropout_state(device=query.device) if dropout_p > 0 else None
+    out: Tensor
+    out, _ = torch.ops.strobe.scaled_dot_product_attention.default(
+        query,
+        key,
+        value,
+        None if lower_right else attn_mask,
+        rng_state,
+        dropout_p,
+        is_causal,
+        lower_right,
+        scale,
+    )
+    return out
+
+
+def declined(kind: str) -> None:
+    """Makes compiled code say that PyTorch computes a call."""
+    if REPORTS_FROM_COMPILED_CODE:
+        torch.ops.strobe.scaled_dot_product_attention_declined.default(kind)
+
+
+def is_traced() -> bool:
+    """Whether a compiler looks, or modes that must see operators (fake tensors, export)."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _repeat.pre_dispatch()
+    )
