@@ -158,9 +158,9 @@ def test_lengths_that_change_in_place(rng: np.random.Generator) -> None:
     out, lse = strobe.attention(q, q, q, return_lse=True, **options)
     strobe.attention_backward(q, q, q, q, out, lse, **options)
     longest[...] = 3
-    with pytest.raises(strobe.InvalidArgument, match="at most seqlen_q = 3"):
+    with pytest.raises(strobe.InvalidArgument, match="at most max_seqlen_q = 3"):
         strobe.attention(q, q, q, **options)
-    with pytest.raises(strobe.InvalidArgument, match="at most seqlen_q = 3"):
+    with pytest.raises(strobe.InvalidArgument, match="at most max_seqlen_q = 3"):
         strobe.attention_backward(q, q, q, q, out, lse, **options)
 
 

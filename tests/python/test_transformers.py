@@ -70,6 +70,10 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setattr(utils, "is_torch_cuda_available", lambda: True)
         row = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
         patch.setitem(row, "supported_devices", ((lambda: True, "cpu"),))
+    # A test before this one may have imported transformers, when no flash-attn was to be found.
+    if hasattr(utils, "PACKAGE_DISTRIBUTION_MAPPING"):
+        patch.setitem(utils.PACKAGE_DISTRIBUTION_MAPPING, "flash_attn", ["flash-attn"])
+    utils.is_flash_attn_2_available.cache_clear()
     assert utils.is_flash_attn_2_available()
     # The models are tiny: threads that wait for each other on a busy machine take most of the time.
     threads = torch.get_num_threads()
@@ -77,6 +81,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield package
     torch.set_num_threads(threads)
     patch.undo()
+    utils.is_flash_attn_2_available.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
 
