@@ -26,7 +26,15 @@ for isa in ${isas:-portable}; do
   stage "$cases random problems from seed $seed, $isa" \
     env STROBE_CPU_ISA="$isa" STROBE_RANDOM_CASES="$cases" STROBE_RANDOM_SEED="$seed" \
     build/cpu/tests/random_test --gtest_brief=1
+  stage "float32 accuracy and special values, $isa" env STROBE_CPU_ISA="$isa" bash -c \
+    'build/cpu/tests/accuracy_test --gtest_brief=1 && build/cpu/tests/softmax_test --gtest_brief=1'
 done
+stage "bf16 accuracy of the widest kernel" env STROBE_ACCURACY_CASES=2000 build/cpu/tests/kernel_accuracy_test --gtest_brief=1
+python_tests() { STROBE_LIBRARY=$PWD/build/cpu/libstrobe.so build/venv/bin/python -m pytest -q "$@"; }
+export STROBE_FUZZ_SEED=${seed:0:8}
+STROBE_FUZZ_CASES=50000 stage "Python fuzzer" python_tests tests/python/test_fuzz.py
+STROBE_MASK_SEEDS=200 stage "masks given as tensors" python_tests tests/python/test_torch_sdpa_masks.py
+unset STROBE_FUZZ_SEED
 stage "ThreadSanitizer" env STROBE_RANDOM_CASES=1000 STROBE_RANDOM_SEED="$seed" STROBE_TSAN_ALL=1 scripts/tsan.sh
 [ ! -x scripts/compat.sh ] || stage "libraries beside the shim" scripts/compat.sh
 
