@@ -15,7 +15,7 @@
 // bf16, head_dim 64 or 128, seqlen_q == seqlen_k, mma.sync (compute capability 8.0 and newer).
 // FlashAttention-1 as published also had keys in the outer loop, and O in global memory meanwhile;
 // here queries are outer in every schedule, which is kind to it. The product kernels are
-// src/cuda/forward_sm80.cuh and forward_sm90.cuh.
+// src/cuda/mma_sync/forward_sm80.cuh and forward_sm90.cuh.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -32,11 +32,11 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tile.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/softmax.cuh"
-#include "cuda/tile.cuh"
 
 namespace {
 

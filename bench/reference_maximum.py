@@ -2,7 +2,7 @@
 
     python bench/reference_maximum.py        all layers of MiniLM-L6 reading 512 tokens; needs what examples/data/README.md says
 
-The kernel (src/cuda/forward_sm90_consumer.cuh) subtracts from scores a reference that is the maximum of the blocks that
+The kernel (src/cuda/hopper/forward_sm90_consumer.cuh) subtracts from scores a reference that is the maximum of the blocks that
 are masked or come first, and leaves it there. A warp whose 16 rows have a thread's share of weights above kSumLimit
 computes its rows of that block again, with their maximum (`redo`). This repeats those decisions in float64: which
 blocks are fast, how many of those a warp computes again, and how near to the limit the others come.

@@ -9,10 +9,10 @@ if(NOT STROBE_HIGHWAY_INCLUDE_DIR)
 endif()
 
 strobe_sources(sources
-  src/core/capi.cpp
-  src/core/kernel_table.cpp
+  src/api/capi.cpp
+  src/api/kernel_table.cpp
   src/core/machine.cpp
-  src/core/plan.cpp
+  src/api/plan.cpp
   src/core/validate.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp

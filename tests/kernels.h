@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/plan.h"
+#include "api/plan.h"
 #include "fixture.h"
 
 namespace strobe_test {

@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cpu/kernels.h"
 
 namespace strobe::cpu {

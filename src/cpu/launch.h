@@ -2,7 +2,7 @@
 #ifndef STROBE_CPU_LAUNCH_H_
 #define STROBE_CPU_LAUNCH_H_
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cpu/kernels.h"
 
 namespace strobe::cpu {

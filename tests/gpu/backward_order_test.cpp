@@ -1,6 +1,6 @@
 // In which order the backward pass takes its work items, and which tiles of the scratch are whose:
 // index arithmetic of the CUDA kernels, checked on the CPU.
-#include "cuda/backward_order.cuh"
+#include "cuda/common/backward_order.cuh"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <set>
 #include <vector>
 
-#include "cuda/backward_scratch.cuh"
+#include "cuda/common/backward_scratch.cuh"
 
 namespace strobe::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // The dropout bits of the GPU kernels against the CPU's mask: all 32 lanes of a warp are played
 // here, with the kernels' own lane arithmetic, and shuffles and movmatrix done as the PTX manual
 // says.
-#include "cuda/dropout.cuh"
+#include "cuda/common/dropout.cuh"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/tile.cuh"
+#include "cuda/common/tile.cuh"
 #include "strobe/strobe.h"
 
 namespace strobe::cuda {

@@ -8,8 +8,8 @@
 #include <limits>
 #include <random>
 
-#include "cuda/backward_scratch.cuh"
-#include "cuda/softcap.h"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/common/softcap.h"
 
 namespace strobe::cuda {
 namespace {

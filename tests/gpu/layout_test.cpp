@@ -8,9 +8,9 @@
 #include <set>
 #include <vector>
 
-#include "cuda/stagger.cuh"
-#include "cuda/static_order.cuh"
-#include "cuda/tile.cuh"
+#include "cuda/common/stagger.cuh"
+#include "cuda/common/static_order.cuh"
+#include "cuda/common/tile.cuh"
 
 namespace strobe::cuda {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/dispatch.h"
+#include "cuda/host/dispatch.h"
 
 namespace strobe::cuda {
 namespace {

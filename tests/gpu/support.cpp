@@ -12,7 +12,7 @@
 #include <sstream>
 #include <string>
 
-#include "cuda/dispatch.h"
+#include "cuda/host/dispatch.h"
 
 namespace {
 

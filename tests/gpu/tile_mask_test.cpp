@@ -1,5 +1,5 @@
 // The 32-bit mask of a tile's rows against the mask that everything else asks.
-#include "cuda/tile_mask.h"
+#include "cuda/common/tile_mask.h"
 
 #include <gtest/gtest.h>
 

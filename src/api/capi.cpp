@@ -1,0 +1,365 @@
+// The C ABI's boundary: nothing is thrown past it, every failure leaves a status and a text.
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <new>
+
+#include "api/plan.h"
+#include "core/machine.h"
+#include "core/philox.h"
+#include "cpu/dispatch.h"
+#include "cpu/team.h"
+#if STROBE_HAVE_CUDA
+#include "cuda/host/dispatch.h"
+#endif
+
+namespace strobe {
+
+namespace {
+
+// Fixed room, so that reporting a failure cannot fail; 400 bytes are what anybody reads.
+thread_local char last_error[401] = "";
+
+strobe_status fail(strobe_status code, const char* text) noexcept {
+  constexpr size_t room = sizeof last_error - 1;
+  std::strncpy(last_error, text, room);
+  last_error[room] = '\0';
+  if (std::strlen(text) > room) std::memcpy(last_error + room - 3, "...", 3);
+  return code;
+}
+
+// Runs `body`, which returns a Status, and turns whatever it does into a status code.
+template <typename Body>
+strobe_status guarded(const Body& body) noexcept {
+  try {
+    const Status status = body();
+    return status.ok() ? STROBE_OK : fail(status.code(), status.text().c_str());
+  } catch (const std::bad_alloc&) {
+    return fail(STROBE_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception& e) {
+    return fail(STROBE_INTERNAL_ERROR, e.what());
+  } catch (...) {
+    return fail(STROBE_INTERNAL_ERROR, "unknown exception");
+  }
+}
+
+Status null_argument(const char* name) {
+  return {STROBE_INVALID_ARGUMENT, format("%s = NULL, expected a pointer", name)};
+}
+
+// What a function that returns text says of a bad argument. strobe_last_error has it too.
+std::string refused(const Status& status) {
+  fail(status.code(), status.text().c_str());
+  return "invalid: " + status.text();
+}
+
+// Structs may only grow at their end: a caller built against an older header has a shorter one
+// (`launch` knows of one). All others have to match.
+Status check_size(const char* name, size_t got, size_t wanted) {
+  if (got == wanted) return {};
+  return {
+      STROBE_INVALID_ARGUMENT,
+      format("%s = %zu, expected %zu (was the struct initialised, and by this version's header?)",
+             name, got, wanted)};
+}
+
+Status checked(const strobe_problem* problem) {
+  if (!problem) return null_argument("problem");
+  return check_size("problem.struct_size", problem->struct_size, sizeof *problem);
+}
+
+size_t copy_text(const std::string& text, char* out, size_t capacity) noexcept {
+  if (out && capacity > 0) {
+    const size_t n = std::min(capacity - 1, text.size());
+    std::memcpy(out, text.data(), n);
+    out[n] = '\0';
+  }
+  return text.size();
+}
+
+template <size_t N>
+void copy_name(char (&out)[N], const std::string& text) {
+  copy_text(text, out, N);
+}
+
+// Runs `body`, which returns text.
+template <typename Body>
+size_t guarded_text(const Body& body, char* out, size_t capacity) noexcept {
+  try {
+    return copy_text(body(), out, capacity);
+  } catch (...) {
+    if (out && capacity > 0) out[0] = '\0';
+    fail(STROBE_OUT_OF_MEMORY, "out of memory");
+    return 0;
+  }
+}
+
+// The kernel that made the plan. A plan is the caller's memory: do not trust its index.
+Status find_kernel(const Plan* plan, const Kernel** kernel) {
+  if (!plan) return null_argument("plan");
+  STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+  const std::span<const Kernel> table = kernel_table();
+  const auto index = static_cast<size_t>(plan->kernel_index);
+  if (index >= table.size() || plan->kernel != table[index].name) {
+    return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
+  }
+  *kernel = &table[index];
+  return {};
+}
+
+template <typename Args>
+Status launch(const Plan* plan, const Args* args, strobe_direction direction,
+              Status (*Kernel::*run)(const Plan&, const Args&)) {
+  const Kernel* kernel = nullptr;
+  STROBE_RETURN_IF_ERROR(find_kernel(plan, &kernel));
+  if (!args) return null_argument("args");
+  // As headers had it before `interrupt`.
+  constexpr size_t kShorter = offsetof(Args, interrupt);
+  Args grown;
+  if (args->struct_size == kShorter) {
+    grown = {};
+    std::memcpy(&grown, args, kShorter);
+    grown.struct_size = sizeof grown;
+    args = &grown;
+  }
+  STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
+  if (plan->problem.direction != direction) {
+    return {STROBE_INVALID_ARGUMENT,
+            format("plan.problem.direction = %d, expected %d (%s)", plan->problem.direction,
+                   direction, direction == STROBE_FORWARD ? "forward" : "backward")};
+  }
+  STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
+  return (kernel->*run)(*plan, *args);
+}
+
+// No machine has as many bytes, and any product of extents up to it fits 64 bits.
+constexpr int64_t kMaxMaskBytes = int64_t{1} << 58;
+
+Status check_mask_size(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k) {
+  int64_t bytes = 1;
+  for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
+    if (extent <= 1) continue;  // below its least value, the checks of a problem refuse it
+    if (bytes > kMaxMaskBytes / extent) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("batch * heads * seqlen_q * seqlen_k = %" PRId64 " * %" PRId64 " * %" PRId64
+                     " * %" PRId64 ", expected a mask of at most 2^58 bytes",
+                     batch, heads, seqlen_q, seqlen_k)};
+    }
+    bytes *= extent;
+  }
+  return {};
+}
+
+}  // namespace
+
+}  // namespace strobe
+
+using namespace strobe;
+
+extern "C" {
+
+strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    if (!problem) return null_argument("problem");
+    STROBE_RETURN_IF_ERROR(check_size("struct_size", struct_size, sizeof *problem));
+    *problem = {};
+    problem->struct_size = struct_size;
+    problem->window_left = problem->window_right = -1;
+    problem->scale = std::nanf("");
+    return {};
+  });
+}
+
+strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked(problem));
+    if (!plan) return null_argument("plan");
+    STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+    return make_plan(*problem, *plan);
+  });
+}
+
+size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text(
+      [&]() -> std::string {
+        const Kernel* kernel = nullptr;
+        if (Status s = find_kernel(plan, &kernel); !s.ok()) return refused(s) + "\n";
+        return describe(*plan);
+      },
+      text, capacity);
+}
+
+strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked(problem));
+    Plan plan;
+    return make_plan(*problem, plan);
+  });
+}
+
+size_t strobe_why(const strobe_problem* problem, char* text, size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text(
+      [&]() -> std::string {
+        if (Status s = checked(problem); !s.ok()) return refused(s) + "\n";
+        return why(*problem);
+      },
+      text, capacity);
+}
+
+strobe_status strobe_forward(const strobe_plan* plan,
+                             const strobe_forward_args* args) STROBE_NOEXCEPT {
+  return guarded([&] { return launch(plan, args, STROBE_FORWARD, &Kernel::forward); });
+}
+
+strobe_status strobe_backward(const strobe_plan* plan,
+                              const strobe_backward_args* args) STROBE_NOEXCEPT {
+  return guarded([&] { return launch(plan, args, STROBE_BACKWARD, &Kernel::backward); });
+}
+
+strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                                  float dropout_p, uint64_t seed, uint64_t offset,
+                                  uint8_t* mask) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(check_mask_size(batch, heads, seqlen_q, seqlen_k));
+    AttentionProblem p;
+    strobe_problem_init(&p, sizeof p);
+    p.batch = batch;
+    p.heads = heads;
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.head_dim = 1;
+    p.dropout_p = dropout_p;
+    STROBE_RETURN_IF_ERROR(check_problem(p));
+    if (seqlen_q == 0 || seqlen_k == 0) return {};
+    if (!mask) return null_argument("mask");
+    const Dropout dropout = Dropout::make(dropout_p, seed, offset);
+    for (int64_t bh = 0; bh < batch * heads; ++bh) {
+      for (int64_t i = 0; i < seqlen_q; ++i) {
+        for (int64_t j = 0; j < seqlen_k; ++j) {
+          *mask++ = dropout.keep(static_cast<uint32_t>(bh), static_cast<uint32_t>(i),
+                                 static_cast<uint32_t>(j));
+        }
+      }
+    }
+    return {};
+  });
+}
+
+const char* strobe_last_error(void) STROBE_NOEXCEPT { return last_error; }
+
+const char* strobe_status_name(strobe_status status) STROBE_NOEXCEPT {
+  switch (status) {
+    case STROBE_OK:
+      return "STROBE_OK";
+    case STROBE_INVALID_ARGUMENT:
+      return "STROBE_INVALID_ARGUMENT";
+    case STROBE_UNSUPPORTED:
+      return "STROBE_UNSUPPORTED";
+    case STROBE_OUT_OF_MEMORY:
+      return "STROBE_OUT_OF_MEMORY";
+    case STROBE_DEVICE_ERROR:
+      return "STROBE_DEVICE_ERROR";
+    case STROBE_INTERNAL_ERROR:
+      return "STROBE_INTERNAL_ERROR";
+    case STROBE_INTERRUPTED:
+      return "STROBE_INTERRUPTED";
+  }
+  return "unknown status";
+}
+
+#define STROBE_TEXT(x) #x
+#define STROBE_DOTTED(a, b, c) STROBE_TEXT(a) "." STROBE_TEXT(b) "." STROBE_TEXT(c)
+
+const char* strobe_version(void) STROBE_NOEXCEPT {
+  return STROBE_DOTTED(STROBE_VERSION_MAJOR, STROBE_VERSION_MINOR, STROBE_VERSION_PATCH);
+}
+
+const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT {
+  const auto table = kernel_table();
+  return static_cast<size_t>(index) < table.size() ? table[static_cast<size_t>(index)].name
+                                                   : nullptr;
+}
+
+const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT {
+  const auto table = kernel_table();
+  return static_cast<size_t>(index) < table.size() ? table[static_cast<size_t>(index)].unavailable()
+                                                   : "no kernel has this index";
+}
+
+size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char* text,
+                              size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text(
+      [&]() -> std::string {
+        if (Status s = checked(problem); !s.ok()) return refused(s);
+        if (Status s = check_problem(*problem); !s.ok()) return refused(s);
+        const auto table = kernel_table();
+        if (static_cast<size_t>(index) >= table.size()) return "no kernel has this index";
+        const Kernel& kernel = table[static_cast<size_t>(index)];
+        if (kernel.device != problem->device) {
+          return format("device = %d, expected %d", problem->device, kernel.device);
+        }
+        AttentionProblem resolved = *problem;
+        resolve_defaults(resolved);
+        return kernel.declines(resolved);
+      },
+      text, capacity);
+}
+
+strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    if (!machine) return null_argument("machine");
+    STROBE_RETURN_IF_ERROR(
+        check_size("machine.struct_size", machine->struct_size, sizeof *machine));
+    strobe_machine m{};
+    m.struct_size = sizeof m;
+    copy_name(m.cpu_name, cpu_features().name);
+    copy_name(m.cpu_isa, cpu::widest_in_use());
+    std::string isas;
+    for (const auto* isa : cpu::instruction_sets())
+      isas += (isas.empty() ? "" : " ") + std::string(isa->name);
+    copy_name(m.cpu_isas, isas);
+    m.cpu_threads = cpu::default_threads();
+#if STROBE_HAVE_CUDA
+    m.cuda_devices = static_cast<int32_t>(cuda::devices().size());
+    copy_name(m.cuda_reason, cuda::no_devices_reason());
+#else
+    copy_name(m.cuda_reason, kNoCuda);
+#endif
+#if defined(__clang__)
+    copy_name(m.compiler, "Clang " __clang_version__);
+#else
+    copy_name(m.compiler, "GCC " __VERSION__);
+#endif
+    *machine = m;
+    return {};
+  });
+}
+
+strobe_status strobe_cuda_device_info(int32_t index, strobe_cuda_device* device) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    if (!device) return null_argument("device");
+    STROBE_RETURN_IF_ERROR(check_size("device.struct_size", device->struct_size, sizeof *device));
+    size_t count = 0;
+#if STROBE_HAVE_CUDA
+    count = cuda::devices().size();
+    if (static_cast<size_t>(index) < count) {
+      const cuda::DeviceProperties& found = cuda::devices()[static_cast<size_t>(index)];
+      strobe_cuda_device d{};
+      d.struct_size = sizeof d;
+      copy_name(d.name, found.name);
+      d.compute_capability = found.compute_capability;
+      d.multiprocessors = found.multiprocessors;
+      d.memory_bytes = found.memory_bytes;
+      *device = d;
+      return {};
+    }
+#endif
+    return {STROBE_INVALID_ARGUMENT,
+            format("index = %d, expected below the number of CUDA devices, %zu", index, count)};
+  });
+}
+
+}  // extern "C"

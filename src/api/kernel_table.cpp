@@ -1,0 +1,24 @@
+// All kernels of this build, in the order in which a plan asks them.
+#include <vector>
+
+#include "api/plan.h"
+#include "cpu/dispatch.h"
+#if STROBE_HAVE_CUDA
+#include "cuda/host/dispatch.h"
+#endif
+
+namespace strobe {
+
+std::span<const Kernel> kernel_table() {
+  static const std::vector<Kernel> table = [] {
+    std::vector<Kernel> all;
+    for (const Kernel& kernel : cpu::kernels()) all.push_back(kernel);
+#if STROBE_HAVE_CUDA
+    for (const Kernel& kernel : cuda::kernels()) all.push_back(kernel);
+#endif
+    return all;
+  }();
+  return table;
+}
+
+}  // namespace strobe

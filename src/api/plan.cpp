@@ -1,0 +1,133 @@
+#include "api/plan.h"
+
+#include <cinttypes>
+#include <cstring>
+
+namespace strobe {
+
+namespace {
+
+// Every build has kernels for the CPU.
+std::string no_kernels() { return std::string(kNoCuda) + "\n"; }
+
+// Null when the kernel takes the problem; otherwise its reason, in `text` where it depends on the
+// problem.
+const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std::string& text) {
+  if (const char* reason = kernel.unavailable()) return reason;
+  text = kernel.declines(resolved);
+  return text.empty() ? nullptr : text.c_str();
+}
+
+// Why no kernel takes the problem, in few words: kernels of one mind share a line.
+std::string refusals(const AttentionProblem& resolved) {
+  std::string names, last, lines, text;
+  const auto flush = [&] {
+    if (!names.empty()) lines += names + " declines: " + last + "\n";
+  };
+  for (const Kernel& kernel : kernel_table()) {
+    if (kernel.device != resolved.device) continue;
+    const char* reason = refusal(kernel, resolved, text);
+    if (!reason) continue;
+    if (reason == last && !names.empty()) {
+      names += std::string(", ") + kernel.name;
+    } else {
+      flush();
+      names = kernel.name;
+      last = reason;
+    }
+  }
+  flush();
+  return lines.empty() ? no_kernels() : lines;
+}
+
+}  // namespace
+
+Status make_plan(const AttentionProblem& problem, Plan& plan) {
+  // Engines plan before each launch, mostly what they planned before. A GPU's plan depends on the
+  // problem alone (the CPU's also on OpenMP's number of threads): each thread keeps its last one.
+  thread_local struct {
+    bool there;
+    AttentionProblem problem;
+    Plan plan;
+  } last{};
+  if (last.there && std::memcmp(&last.problem, &problem, sizeof problem) == 0) {
+    plan = last.plan;
+    return {};
+  }
+  STROBE_RETURN_IF_ERROR(check_problem(problem));
+  Plan made{};
+  made.struct_size = sizeof made;
+  made.problem = problem;
+  resolve_defaults(made.problem);
+  std::string text;
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    if (kernel.device == made.problem.device && !refusal(kernel, made.problem, text)) {
+      made.kernel = kernel.name;
+      made.kernel_index = i;
+      kernel.fill(made);
+      plan = made;
+      if (made.problem.device == STROBE_CUDA) {
+        last.there = true;
+        std::memcpy(&last.problem, &problem, sizeof problem);  // padding too
+        last.plan = made;
+      }
+      return {};
+    }
+    ++i;
+  }
+  return {STROBE_UNSUPPORTED,
+          "no kernel takes " + to_string(problem) + "\n" + refusals(made.problem)};
+}
+
+std::string why(const AttentionProblem& problem) {
+  if (Status s = check_problem(problem); !s.ok()) return "invalid: " + s.text() + "\n";
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
+  std::string lines, text;
+  bool taken = false;
+  for (const Kernel& kernel : kernel_table()) {
+    if (kernel.device != resolved.device) continue;
+    const char* reason = refusal(kernel, resolved, text);
+    lines += format("%-14s ", kernel.name);
+    if (reason) {
+      lines += format("declines: %s", reason);
+    } else {
+      lines += taken ? "would take it" : "takes it";
+      taken = true;
+    }
+    lines += "\n";
+  }
+  if (lines.empty()) lines = no_kernels();
+  return lines;
+}
+
+std::string describe(const Plan& plan) {
+  const AttentionProblem& p = plan.problem;
+  std::string s = "problem    " + to_string(p) + "\n";
+  s += format("kernel     %s\n", plan.kernel);
+  s += format("tile       %" PRId64 " queries x %" PRId64 " keys\n", plan.tile_q, plan.tile_k);
+  const int64_t block = p.direction == STROBE_FORWARD ? plan.block_q : plan.block_k;
+  s += format("work       %" PRId64 " items", plan.work_items);
+  if (block)
+    s += format(", each %" PRId64 " %s of a head", block,
+                p.direction == STROBE_FORWARD ? "queries" : "keys");
+  s += "\n";
+  if (p.device == STROBE_CPU) {
+    s += format("threads    %d\n", plan.threads);
+  } else {
+    s +=
+        format("grid       %d x %d x %d blocks of %d threads, %" PRId64 " bytes of shared memory\n",
+               plan.grid[0], plan.grid[1], plan.grid[2], plan.block_threads, plan.shared_bytes);
+  }
+  s += format("workspace  %zu bytes\n", plan.workspace_bytes);
+  s += "why\n";
+  const std::string lines = why(p);
+  for (size_t at = 0; at < lines.size();) {
+    const size_t end = lines.find('\n', at);
+    s += "  " + lines.substr(at, end - at) + "\n";
+    at = end + 1;
+  }
+  return s;
+}
+
+}  // namespace strobe

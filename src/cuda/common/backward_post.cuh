@@ -1,0 +1,108 @@
+// The end of the backward pass: float32 sums to gradients in the caller's type.
+#ifndef STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+#define STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/common/backward_pre.cuh"
+#include "cuda/ptx/mma.h"
+
+namespace strobe::cuda {
+
+inline constexpr int kPostThreads = 256;
+
+/// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
+/// of the sum, as an accumulator each, at a time.
+template <typename T, int kTileQ, int kWidth>
+__global__ void __launch_bounds__(kPostThreads)
+    backward_post_kernel(const __grid_constant__ BackwardParams p,
+                         const __grid_constant__ BackwardScratch scratch, int64_t items) {
+  const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (index >= items) return;
+  const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
+  const Sequence sequence = p.sequence(tile.batch);
+  const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
+  if (tile.begin >= seqlen) return;
+  const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
+  const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+  // No key block has come by a tile that sees no key.
+  const bool visited =
+      !sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)}).empty();
+
+  constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < kItems; i += kPostThreads / 32) {
+    const int item = i + static_cast<int>(threadIdx.x) / 32;
+    if (kItems % (kPostThreads / 32) != 0 && item >= kItems) break;
+    const int chunk = 4 * (item % (kChunks / 4)), block = item / (kChunks / 4);
+    if (8 * chunk >= p.head_dim) continue;
+    float x[1][4][4] = {};
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      if (visited && 8 * (chunk + d) < p.head_dim) {
+        sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
+      }
+    }
+    store_accumulators<T>(dq, tile.begin + 16 * block + lane / 4, 8 * chunk, x, p.scale, lane);
+  }
+}
+
+/// Writes eight columns of a row, those below `columns`.
+template <typename T>
+__device__ __forceinline__ void store_eight(T* p, int columns, bool aligned, const float (&x)[8]) {
+  if (aligned && columns >= 8) {
+    *reinterpret_cast<uint4*>(p) = make_uint4(ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3]),
+                                              ptx::pack<T>(x[4], x[5]), ptx::pack<T>(x[6], x[7]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < columns) p[i] = static_cast<T>(x[i]);
+    }
+  }
+}
+
+/// dK and dV as the sums of the parts that the group's query heads were cut into, in order. A
+/// thread takes eight columns of a row.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kPostThreads)
+    backward_parts_kernel(const __grid_constant__ BackwardParams p,
+                          const __grid_constant__ BackwardScratch scratch, int32_t parts,
+                          int64_t items) {
+  constexpr int kChunks = kWidth / 8;
+  const int64_t index = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kPostThreads + threadIdx.x;
+  if (index >= items) return;
+  const int chunk = static_cast<int>(index % kChunks);
+  const int64_t rest = index / kChunks;
+  const auto head = static_cast<int32_t>(rest % p.heads_kv);
+  const int64_t row_of_batch = rest / p.heads_kv;
+  const auto b = static_cast<int32_t>(row_of_batch / p.seqlen_k);
+  const auto row = static_cast<int32_t>(row_of_batch % p.seqlen_k);
+  const Sequence sequence = p.sequence(b);
+  if (row >= sequence.mask.seqlen_k) return;
+  const int64_t first = p.cu_k ? sequence.k_row : int64_t{b} * p.seqlen_k;
+
+  const auto sum_of = [&](const float* from, const Tensor& tensor, int32_t dim) {
+    const int columns = dim - 8 * chunk;
+    if (columns <= 0) return;
+    float x[8] = {};
+    from += ((first + row) * p.heads_kv + head) * parts * 2 * kWidth + 8 * chunk;
+    for (int part = 0; part < parts; ++part, from += 2 * kWidth) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i);
+        x[i] += y.x, x[i + 1] += y.y, x[i + 2] += y.z, x[i + 3] += y.w;
+      }
+    }
+    const RowsView to = rows_view(tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim);
+    store_eight(reinterpret_cast<T*>(to.data + row * to.stride_bytes) + 8 * chunk, columns,
+                to.aligned(), x);
+  };
+  sum_of(scratch.dk, p.dk, p.head_dim);
+  sum_of(scratch.dv, p.dv, p.head_dim_v);
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_BACKWARD_POST_CUH_

@@ -1,0 +1,150 @@
+// What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
+// the form in which the main kernel reads them. (The sum for dQ needs no zeros: the first key block
+// to come by a query tile stores.)
+#ifndef STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+#define STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/common/load.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
+
+namespace strobe::cuda {
+
+/// Eight values from `p`, zeros from column `columns` on; one by one.
+template <typename T>
+__device__ __noinline__ uint4 load_slowly(const T* p, int columns) {
+  uint32_t word[4] = {};
+  for (int i = 0; i < 8; ++i) {
+    if (i < columns) {
+      word[i / 2] |= uint32_t{reinterpret_cast<const uint16_t*>(p)[i]} << (i % 2 * 16);
+    }
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  } else {
+    __half2 x;
+    memcpy(&x, &bits, sizeof x);
+    return __half22float2(x);
+  }
+}
+/// The sum of products of eight pairs.
+template <typename T>
+__device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = unpack<T>(a[i]), v = unpack<T>(b[i]);
+    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+  }
+  return sum;
+}
+
+inline constexpr int kPreThreads = 256;
+
+/// One thread block per query tile.
+template <typename T, int kTileQ, int kWidth>
+__global__ void __launch_bounds__(kPreThreads)
+    backward_pre_kernel(const __grid_constant__ BackwardParams p,
+                        const __grid_constant__ BackwardScratch scratch, int64_t items,
+                        int32_t turns) {
+  const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (index == 0 && threadIdx.x == 0) *scratch.ticket = 0;
+  if (index >= items) return;
+  const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
+  const Sequence sequence = p.sequence(tile.batch);
+  const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
+  if (tile.begin >= seqlen) return;
+  const int64_t at = tile.scratch;
+  const int thread = threadIdx.x;
+  if (thread < turns) scratch.turn[at * turns + thread] = 0;
+
+  // kLanes lanes a row, eight columns a lane.
+  constexpr int kLanes = kWidth <= 64 ? 8 : kWidth <= 128 ? 16 : 32;
+  constexpr int kRows = kPreThreads / kLanes, kPasses = kTileQ / kRows;
+  constexpr int kAtOnce = kPasses < 4 ? kPasses : 4;  // so many loads of each tensor under way
+  const RowsView out =
+      rows_view(p.out, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v);
+  const RowsView dout =
+      rows_view(p.dout, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v);
+  const RowsView q = rows_view(p.q, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+  const bool aligned = out.aligned() && dout.aligned();
+  const int lane = thread % kLanes, column = 8 * lane, first = thread / kLanes;
+  const int64_t lse_at = sequence.lse_row + tile.head * p.lse_head_stride + tile.begin;
+  const auto values = [&](const RowsView& view, int r) {
+    return reinterpret_cast<const T*>(view.data + (tile.begin + r) * view.stride_bytes) + column;
+  };
+  const auto zeros = make_uint4(0, 0, 0, 0);
+  bool nonfinite = false;
+#pragma unroll 1
+  for (int begin = first; begin < kTileQ; begin += kAtOnce * kRows) {
+    uint4 x[kAtOnce], y[kAtOnce];
+    float natural[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int r = begin + i * kRows;
+      const bool there = tile.begin + r < seqlen;
+      x[i] = y[i] = zeros;
+      natural[i] = there ? p.lse[lse_at + r] : 0.f;
+      if (aligned && there && column < p.head_dim_v) {
+        x[i] = __ldcs(reinterpret_cast<const uint4*>(values(out, r)));
+        y[i] = __ldg(reinterpret_cast<const uint4*>(values(dout, r)));
+      }
+    }
+    if (!aligned) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int r = begin + i * kRows;
+        if (tile.begin + r < seqlen) {
+          x[i] = load_slowly(values(out, r), p.head_dim_v - column);
+          y[i] = load_slowly(values(dout, r), p.head_dim_v - column);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int r = begin + i * kRows;
+      const bool there = tile.begin + r < seqlen;
+      float sum = dot_eight<T>(x[i], y[i]);
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      }
+      if (lane == 0) {
+        const float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
+        scratch.delta[at * kTileQ + r] = delta / kWeightScale;
+        // A row past the end gets no weight. (One that sees no key has -inf here, and every score
+        // of it is masked.)
+        scratch.lse[at * kTileQ + r] = there ? weight_reference(natural[i]) : infinity();
+        nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
+      }
+      // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
+      // nothing.
+      if (there && (p.softcap > 0.f || natural[i] == -infinity()) && column < p.head_dim) {
+        const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
+        const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+        for (int c = 0; c < 4; ++c) {
+          const float2 v = unpack<T>(word[c]);
+          nonfinite |= !isfinite(v.x) || !isfinite(v.y);
+        }
+      }
+    }
+  }
+  nonfinite = __syncthreads_or(nonfinite) != 0;
+  if (thread == 0) scratch.nonfinite[at] = nonfinite;
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_

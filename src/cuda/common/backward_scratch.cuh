@@ -1,0 +1,190 @@
+// Sizes and scratch memory of the backward pass, and whose tiles of it are whose.
+//
+// Scratch rows are padded: every sequence begins at a multiple of the query tile, so that a tile is
+// one piece of memory, aligned, whatever the lengths.
+#ifndef STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+#define STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cuda/common/params.h"
+#include "cuda/host/longest.h"
+
+namespace strobe::cuda {
+
+/// Weights are at most 1 and travel between warps as fp16, times 2^12: from 2^-26 on (a row that
+/// looks evenly at 64 million keys) they keep all bits of an fp16.
+inline constexpr float kWeightShift = 12.f;
+inline constexpr float kWeightScale = 4096.f;
+
+/// What is subtracted from a row's scores, in log 2 units: lse * log2(e) - kWeightShift. From 2^22
+/// on, where a float32 is off by 0.25 and more, down by as much as its roundings on the way from
+/// the forward pass may come to (from is_coarse's 2^27 on, where the forward pass sums q.k in
+/// another order, by as much as that does). Weights are bounded at 1, so that the key that has
+/// nearly all of a row's weight, as far from 0 almost every row has one, gets it whole.
+STROBE_INLINE float weight_reference(float lse) {
+  constexpr float kLog2e = 1.44269504088896340736f;
+  const float scaled = lse * kLog2e, size = scaled < 0.f ? -scaled : scaled;
+  const float reference = lse * kLog2e - kWeightShift;
+  if (!(size >= 0x1p22f && size <= 3e38f)) return reference;
+  return reference - size * (size < 0x1p27f ? 0x1p-22f : 0x1p-18f);
+}
+
+/// The sizes that decide the scratch: of a problem, or of a launch's params.
+struct BackwardSizes {
+  int64_t batch, heads, heads_kv, seqlen_q, seqlen_k;
+  bool varlen;
+  int64_t total_q, total_k;  // varlen: of all sequences; total_k only decides sizes
+  bool batch_invariant;
+  int64_t dq_bytes;  // of dQ, where it is one piece of memory; else 0
+};
+
+/// Bytes of a tensor of 16-bit values that is one piece of memory, rows or heads first; else 0.
+STROBE_INLINE constexpr int64_t packed_bytes(int64_t batch, int64_t rows, int64_t heads,
+                                             int64_t dim, int64_t batch_stride, int64_t row_stride,
+                                             int64_t head_stride) {
+  const auto at = [](int64_t length, int64_t stride, int64_t packed) {
+    return length <= 1 || stride == packed;
+  };
+  const bool rows_first = at(rows, row_stride, heads * dim) && at(heads, head_stride, dim);
+  const bool heads_first = at(heads, head_stride, rows * dim) && at(rows, row_stride, dim);
+  const bool packed = (rows_first || heads_first) && at(batch, batch_stride, rows * heads * dim);
+  return packed ? 2 * batch * rows * heads * dim : 0;
+}
+
+STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          longest_q(p),
+          longest_k(p),
+          p.varlen != 0,
+          p.total_q,
+          rows_k(p),
+          p.batch_invariant != 0,
+          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
+                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
+}
+STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          p.seqlen_q,
+          p.seqlen_k,
+          p.cu_q != nullptr,
+          p.total_q,
+          p.cu_k ? p.total_k : p.batch * p.total_k,
+          p.batch_invariant != 0,
+          packed_bytes(p.cu_q ? 1 : p.batch, p.total_q, p.heads, p.head_dim, p.dq.batch_stride,
+                       p.dq.row_stride, p.dq.head_stride)};
+}
+
+/// Query tiles of one head in the scratch, all sequences together.
+STROBE_INLINE constexpr int64_t scratch_tiles(const BackwardSizes& s, int64_t tile) {
+  return s.varlen ? ceil_div(s.total_q, tile) + s.batch : s.batch * ceil_div(s.seqlen_q, tile);
+}
+/// The first of sequence b: there is room for all its tiles before that of sequence b + 1.
+STROBE_INLINE constexpr uint32_t scratch_begin(const CommonParams& p, int32_t tile, int32_t b) {
+  return static_cast<uint32_t>(p.cu_q ? p.cu_q[b] / tile + b
+                                      : b * ((p.seqlen_q + tile - 1) / tile));
+}
+
+/// Work items that keep a large GPU busy, also where they are unequal. A constant, not the
+/// device's, so that the order of summation, hence every bit of the result, is the same on every
+/// GPU.
+inline constexpr int64_t kWantedItems = 256;
+
+/// Into how many parts the query heads of a key head are cut: 1 where there are key blocks enough.
+/// The parts' dK and dV are summed in a fixed order afterwards; so that a sequence's bits do not
+/// depend on the batch, batch_invariant counts its own blocks alone, and none where lengths vary.
+STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile_k) {
+  const int64_t group = s.heads / s.heads_kv;
+  if (s.batch_invariant && s.varlen) return 1;
+  const int64_t blocks =
+      (s.batch_invariant ? 1 : s.batch) * s.heads_kv * max64(1, ceil_div(s.seqlen_k, tile_k));
+  const int64_t parts = min64(group, ceil_div(kWantedItems, blocks));
+  return ceil_div(group, ceil_div(group, parts));
+}
+
+struct BackwardScratch {
+  float* lse;           // [heads, tiles, tile_q]: lse * log2(e) - kWeightShift
+  float* delta;         // [heads, tiles, tile_q]: (rowsum(dout * out) - dlse) / kWeightScale
+  float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
+                        // order of sum_offset
+  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
+  uint32_t* turn;       // [heads, tiles, warps]: key blocks that have added to dq; unless
+                        // deterministic, whether the first one has stored there
+  uint32_t* ticket;     // the next work item
+  float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
+  uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
+};
+
+/// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
+/// and delta live there, where there is room.
+inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
+                                      int64_t tile_q, int64_t tile_k, int64_t turns, void* dq) {
+  BackwardScratch c{};
+  c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
+  const int64_t all = s.heads * c.tiles;
+  constexpr uintptr_t kAlignment = kWorkspaceAlignment;
+  if (s.dq_bytes >= 2 * all * tile_q * int64_t{sizeof(float)} + int64_t{kAlignment}) {
+    const uintptr_t at = (reinterpret_cast<uintptr_t>(dq) + kAlignment - 1) & ~(kAlignment - 1);
+    c.lse = dq ? reinterpret_cast<float*>(at) : nullptr;
+    c.delta = dq ? c.lse + all * tile_q : nullptr;
+  } else {
+    c.lse = arena.take<float>(all * tile_q);
+    c.delta = arena.take<float>(all * tile_q);
+  }
+  c.dq = arena.take<float>(all * tile_q * width);
+  c.nonfinite = arena.take<uint32_t>(all);
+  c.turn = arena.take<uint32_t>(all * turns);
+  c.ticket = arena.take<uint32_t>(1);
+  const int64_t parts = group_parts(s, tile_k);
+  if (parts > 1) {
+    // Both in one piece, last, so that total_k decides nothing but the size.
+    c.dk = arena.take<float>(2 * s.total_k * s.heads_kv * parts * width);
+    c.dv = c.dk ? c.dk + width : nullptr;
+  }
+  return c;
+}
+
+/// A tile of queries of one head, and where it is in the scratch.
+struct QueryTile {
+  int32_t batch, head, begin;
+  int64_t scratch;
+};
+
+/// How many thread blocks the kernels before and after are given, one a tile.
+STROBE_INLINE constexpr int64_t query_tiles(const CommonParams& p, uint32_t tiles_of_head) {
+  return int64_t{p.heads} * tiles_of_head;
+}
+
+/// The index-th. Of packed sequences some have no queries: `begin` is past the end then.
+STROBE_INLINE constexpr QueryTile query_tile(const CommonParams& p, int64_t index,
+                                             uint32_t tiles_of_head, int32_t tile_q) {
+  int32_t head, place;
+  if (index <= INT32_MAX) {  // 32-bit division takes a fifth of the time
+    head = static_cast<int32_t>(static_cast<uint32_t>(index) / tiles_of_head);
+    place = static_cast<int32_t>(static_cast<uint32_t>(index) % tiles_of_head);
+  } else {
+    head = static_cast<int32_t>(index / tiles_of_head);
+    place = static_cast<int32_t>(index % tiles_of_head);
+  }
+  int32_t batch = 0;
+  if (p.cu_q) {
+    for (int32_t past = p.batch; past - batch > 1;) {  // the last that begins here or before
+      const int32_t middle = batch + (past - batch) / 2;
+      (scratch_begin(p, tile_q, middle) <= static_cast<uint32_t>(place) ? batch : past) = middle;
+    }
+  } else {
+    batch = place / ((p.seqlen_q + tile_q - 1) / tile_q);
+  }
+  const auto tile = place - static_cast<int32_t>(scratch_begin(p, tile_q, batch));
+  return {batch, head, tile * tile_q, index};
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_

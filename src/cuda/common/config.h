@@ -1,0 +1,67 @@
+// What distinguishes one CUDA kernel from another: the template argument of the kernels, and the
+// columns of kernels.def.
+#ifndef STROBE_CUDA_COMMON_CONFIG_H_
+#define STROBE_CUDA_COMMON_CONFIG_H_
+
+#include <cstdint>
+
+#include "strobe/strobe.h"
+
+namespace strobe::cuda {
+
+/// When a row is the planner's choice among rows that fit equally well: a function of the problem
+/// and the device.
+enum class When : int8_t {
+  kAny,
+  kPlain,  // no softcap, ALiBi or dropout
+  kFew,    // few keys: a query sees up to 256 on average; also where not plain
+  kSome,   // some keys: up to 4096 on average; also where not plain
+  kShort   // no more tiles than multiprocessors
+};
+
+/// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
+/// runs, the rest of a tile being zeros.
+struct ForwardConfig {
+  int arch;   // 80: mma.sync, compute capability 8.0 and newer; 90: TMA and wgmma, 9.x only
+  int dtype;  // strobe_dtype
+  int width;
+  int tile_q, tile_k;  // queries and keys of a score tile
+  int stages;          // K and V tiles in shared memory
+  int warps;           // that compute
+};
+
+/// One backward kernel.
+struct BackwardConfig {
+  int arch;
+  int dtype;
+  int width;
+  int tile_q, tile_k;
+  int stages;
+  int warps;
+};
+
+/// What a kernel file says of a configuration to the planner.
+struct LaunchShape {
+  int threads;           // of a block
+  int64_t shared_bytes;  // dynamic shared memory of a block
+};
+
+// The seam. src/cuda/mma_sync/forward_sm80.cuh defines, in namespace strobe::cuda::sm80 (and alike
+// for backward, BackwardConfig and BackwardParams, and for hopper's sm90),
+//
+//     template <ForwardConfig kConfig> constexpr LaunchShape forward_shape();
+//     template <ForwardConfig kConfig>
+//     void forward_carve(Arena&, const AttentionProblem&, ForwardParams&);
+//     template <ForwardConfig kConfig>
+//     cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target);
+//
+// The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
+// on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
+// synchronisation; what stands in the way it returns as an error, with nothing launched. CMake
+// writes one translation unit per row of kernels.def that puts them into a ForwardRow (rows.h).
+// Kernels themselves take a type made of integers: nvcc 13 writes a stub that does not compile for
+// a __global__ template with an argument of class type.
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_CONFIG_H_

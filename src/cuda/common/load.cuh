@@ -1,0 +1,104 @@
+// Rows of 16-bit values from global memory into a swizzled shared tile; pieces of rows back to it.
+#ifndef STROBE_CUDA_COMMON_LOAD_CUH_
+#define STROBE_CUDA_COMMON_LOAD_CUH_
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "cuda/common/params.h"
+#include "cuda/common/tile.cuh"
+#include "cuda/ptx/cp_async.h"
+
+namespace strobe::cuda {
+
+/// Rows of one (batch, head) in global memory: [rows, dim] with a row stride in values.
+struct RowsView {
+  char* data;
+  int64_t stride_bytes;
+  int32_t rows;  // those past it read as zeros and are not written
+  int32_t dim;   // columns past it likewise
+  /// Every row is made of whole 16-byte units.
+  __device__ __forceinline__ bool aligned() const {
+    return ((reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(stride_bytes)) & 15) == 0 &&
+           dim % 8 == 0;
+  }
+};
+
+__device__ __forceinline__ RowsView rows_view(const Tensor& t, int32_t batch, int64_t row,
+                                              int32_t head, int64_t rows, int32_t dim) {
+  const int64_t offset = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
+  return {static_cast<char*>(t.data) + 2 * offset, 2 * t.row_stride, static_cast<int32_t>(rows),
+          dim};
+}
+
+/// Copies rows [row, row + kRows) of `from` into the tile at the shared address `to`. 16-byte
+/// cp.async, to be committed and waited for by the caller; where the rows are not aligned to that,
+/// plain loads and stores of single values, which a barrier makes visible.
+template <int kRows, int kWidth, int kThreads>
+__device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int32_t row,
+                                          bool aligned, int thread) {
+  using Tile = SharedTile<kRows, kWidth>;
+  constexpr int kRowsAtOnce = kThreads / Tile::kChunks;
+  static_assert(kRowsAtOnce % 8 == 0, "the swizzle looks at the row's low three bits");
+  const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
+  to += static_cast<uint32_t>(Tile::offset(first, 8 * chunk));
+  const char* source = from.data + (row + first) * from.stride_bytes + 16 * chunk;
+  const int left = from.dim - 8 * chunk;  // columns from this chunk on
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kRowsAtOnce) {
+      if (kRows % kRowsAtOnce != 0 && i + first >= kRows) break;
+      const bool there = row + first + i < from.rows;
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::cp_async_16_if(
+            to + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * Tile::kRowBytes),
+            source + panel * Tile::kRowBytes, there && left > panel * Tile::kPanel);
+      }
+      source += kRowsAtOnce * from.stride_bytes;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i + first < kRows; i += kRowsAtOnce) {
+      const bool there = row + first + i < from.rows;
+#pragma unroll 1
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        uint32_t word[4] = {};
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          if (there && c < left - panel * Tile::kPanel) {
+            const auto* p = reinterpret_cast<const uint16_t*>(source + panel * Tile::kRowBytes);
+            word[c / 2] |= static_cast<uint32_t>(p[c]) << (c % 2 * 16);
+          }
+        }
+        asm volatile(
+            "st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(
+                to + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * Tile::kRowBytes)),
+            "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+            : "memory");
+      }
+      source += kRowsAtOnce * from.stride_bytes;
+    }
+  }
+}
+
+/// Writes eight 16-bit values to `row` from `column` on, as far as there are columns. aligned: of
+/// the row, which is then made of whole 16-byte units.
+__device__ __forceinline__ void store_words(char* row, int column, int32_t dim, bool aligned,
+                                            const uint32_t (&w)[4]) {
+  if (aligned) {
+    if (column < dim)
+      *reinterpret_cast<uint4*>(row + 2 * column) = make_uint4(w[0], w[1], w[2], w[3]);
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    if (column + c < dim)
+      reinterpret_cast<uint16_t*>(row)[column + c] =
+          static_cast<uint16_t>(w[c / 2] >> (c % 2 * 16));
+  }
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_LOAD_CUH_

@@ -1,0 +1,79 @@
+// The softmax of rows held in mma accumulators: base-2 exponentials, reductions over the four lanes
+// that share a row, the rule for rows that see nothing, and log-sum-exp.
+//
+// Scores are in units of log 2 here: score * log2(e), so that exp becomes one EX2. (Milakov and
+// Gimelshein, arXiv:1805.02867; arXiv:2307.08691, section 3.1.)
+#ifndef STROBE_CUDA_COMMON_SOFTMAX_CUH_
+#define STROBE_CUDA_COMMON_SOFTMAX_CUH_
+
+#include <cstdint>
+
+namespace strobe::cuda {
+
+inline constexpr float kLog2e = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+__device__ __forceinline__ constexpr float infinity() { return __builtin_huge_valf(); }
+
+/// 2^x. Relative error 2^-22; 0 for -inf, NaN for NaN, inf from 128 on.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The smaller and the larger of two values; NaN where one is.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+  return x;
+}
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+  return x;
+}
+
+/// Over the lanes of a quad, which hold a row's columns between them. fmaxf passes over NaN: a NaN
+/// score shows in the sum.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+/// What to subtract from a row's scores: their maximum so far. A row that has seen no score above
+/// -inf has nothing to subtract: -inf - -inf would be NaN.
+__device__ __forceinline__ float reference_of(float max) { return max == -infinity() ? 0.f : max; }
+
+/// Whether a row's reference is so large that x * scale, exact in a fused x * scale - reference,
+/// may be away from the rounded reference by more than the exponents of weights allow: by 8 from
+/// 2^27 on, and by 64 from 2^30 on. Such rows are computed again from rounded scores.
+__device__ __forceinline__ bool is_coarse(float reference) {
+  return fabsf(reference) >= 0x1p27f && fabsf(reference) < infinity();
+}
+
+/// 2^32 times less than a row's largest weight is 1: so that the sum of weights times values near
+/// float32's largest stays finite where their mean is.
+inline constexpr float kValueShift = 32.f;
+
+/// A row's result from its maximum (in log 2 units) and its sum of 2^(score - maximum).
+struct RowResult {
+  float factor;  // multiplies the accumulated row of O
+  float lse;     // natural logarithm
+};
+
+/// keep_scale: 1 / (1 - p) of dropout. sum: below 2^126. A row that sees no key gives 0 and -inf.
+/// Scores that are all -inf leave a sum of 0: 0 / 0 gives the NaN that plain attention gives.
+__device__ __forceinline__ RowResult finish_row(bool sees_keys, float max, float sum,
+                                                float keep_scale) {
+  if (!sees_keys) return {0.f, -infinity()};
+  if (sum == 0.f) return {__int_as_float(0x7fffffff), __int_as_float(0x7fffffff)};
+  // Relative error of the quotient 2^-22; absolute error of the logarithm 2^-21.
+  return {__fdividef(keep_scale, sum), (max + __log2f(sum)) * kLn2};
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_SOFTMAX_CUH_

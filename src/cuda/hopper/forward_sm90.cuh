@@ -1,0 +1,199 @@
+// Attention forward on Hopper (sm_90a): TMA, wgmma, warp specialisation. docs/hopper-forward.md
+// draws the pipeline over time.
+//
+// A persistent thread block computes tiles of tile_q queries of a head, 64 for each of W consumer
+// warpgroups, against all keys that they see, tile_k at a time, last block first.
+//
+//   warps         registers  role (0 to 3: forward_sm90_producer.cuh; others: _consumer.cuh)
+//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
+//   1             32 (W=3)   Q: loads each warpgroup's 64 rows
+//   2                        scheduler: takes the next tile, works out who needs which blocks
+//   3                        O: stores what the consumers leave in shared memory
+//   4 to 4 + 4W   224, 160   consumers: S = Q K^T, softmax, O += P V
+//
+//   barrier        its phases end when                waited for by
+//   k, v .full     TMA has delivered the block        consumers
+//   k, v .empty    every consumer warp is done        warp 0
+//   q.full         TMA has delivered a warpgroup's Q  that warpgroup
+//   q.empty        its four warps are done            warp 1
+//   o.full         its four warps have left their O   warp 3
+//   o.empty        O has been read                    that warpgroup
+//   tile.full      the scheduler has written a tile   all others
+//   tile.empty     all others are done with it        scheduler
+//   request        warp 0 nears the end of a tile     scheduler
+//   turn 1 to W    (hardware) the warpgroup before    warpgroup, before it issues its products
+//                  has issued its products
+//
+//   shared memory  panels of 64 columns, 128-byte swizzle  (layout: forward_sm90_layout.cuh)
+//   q              [q stages][W][panel][64][64]     two stages up to width 128, else one
+//   k, v           [stages][panel][tile_k][64]
+//   o              [W][panel][64][64]               up to width 128; else O goes out of registers
+//   tiles, barriers
+//
+// One step of a warpgroup, for block j. Nothing is under way at its begin or end, where all
+// branches are: ptxas would serialise wgmma across them.
+//
+//   wait K(j), V(j-1), turn | issue S = Q K(j)^T | issue O += P V(j-1) | pass the turn
+//   wait S | softmax of S | wait O, free V(j-1) | free K(j) | P = S
+//
+// so each softmax runs under the products of the other warpgroups and this one's O += P V, also
+// from one tile to the next: O of a tile is complete after the first step of the tile that follows.
+//
+// The softmax subtracts a reference that need not be the maximum: it is the maximum of the blocks
+// that are masked or first, and stays. An unmasked block then needs no maximum, no shuffles and no
+// rescaling of O. The result does not depend on the reference as long as nothing overflows; it
+// cannot vanish, since the true maximum is no smaller. Where a sum exceeds kSumLimit, the warp
+// computes its rows of the block again, with their maximum (redo).
+//
+// A key that a row does not see has weight 0, and 0 * NaN = NaN: a tile where some O is not finite
+// goes onto a list, and at the end of the kernel its rows that are not are computed again from the
+// keys that they see alone (forward_exact.cuh). Not at once: that code between the steps would cost
+// them registers.
+#ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
+#define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
+
+#include <atomic>
+#include <cstddef>
+
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cuda/hopper/forward_sm90_consumer.cuh"
+#include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/forward_sm90_producer.cuh"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90 {
+
+template <typename Tr, bool kRule>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TensorMaps maps,
+                   const __grid_constant__ TileOrder order) {
+  constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    order.stagger.wait(blockIdx.x);
+    ptx::tma_prefetch(maps.q);
+    ptx::tma_prefetch(maps.k);
+    ptx::tma_prefetch(maps.v);
+    for (auto& ring : shared.q_ring) ring.init(1, 4 * kOfWarp);
+    for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
+    shared.k_ring.init(1, kWarps * kOfWarp);
+    shared.v_ring.init(1, kWarps * kOfWarp);
+    // Warps 0 and 1 are one thread each.
+    shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2);
+    shared.request.init(1);
+    shared.suspects = -1;
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+
+  constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
+  // The shuffle tells the compiler that the number is the same for a whole warp.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp < 4) {
+    ptx::set_max_registers_down<Tr::kProducerRegisters>();
+    const bool one_thread = threadIdx.x % 32 == 0;
+    if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+    if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
+    if (warp == 2) schedule<Tr>(shared, p, order);
+    if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
+    __syncwarp();
+    ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
+  } else {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    Consumer<Tr, kRule>(shared, p, warp / 4 - 1).run();
+    ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
+    for (int i = shared.suspects; i >= 0;) {
+      const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
+      // Not `warp`, which would have been spilled for this.
+      exact_rows<typename Tr::T, false>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
+                                        Tr::kWarpgroups * kWarpgroupRows);
+      i = tile.next;
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Host
+
+template <ForwardConfig kConfig>
+constexpr LaunchShape forward_shape() {
+  using Tr = TraitsOf<kConfig>;
+  return {Tr::kThreads, sizeof(typename Tr::Shared)};
+}
+
+template <ForwardConfig kConfig>
+void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& params) {
+  const int64_t tiles = p.varlen ? p.total_q / kConfig.tile_q + p.batch
+                                 : ceil_div(p.seqlen_q, kConfig.tile_q) * p.batch;
+  params.workspace =
+      arena.take<std::byte>(static_cast<int64_t>(offsetof(Workspace, suspects)) +
+                            tiles * p.heads * static_cast<int64_t>(sizeof(SuspectTile)));
+}
+
+template <ForwardConfig kConfig>
+cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
+  constexpr auto kShape = forward_shape<kConfig>();
+  using Tr = TraitsOf<kConfig>;
+  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr, {}};
+  if (p.cu_q) {  // a sequence has one tile at most that is not full
+    order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
+  }
+  if (order.tiles.items == 0) return cudaSuccess;
+  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
+  if (order.tiles.items > INT32_MAX / 2)
+    return cudaErrorInvalidValue;  // tiles are counted in 32 bits
+  static std::atomic<uint32_t> launches;
+  // Odd, each once; spread out, so that no small number that lies there by chance is one.
+  order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
+  order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
+  order.stagger = Stagger::make(p, order.tiles.items, target.multiprocessors,
+                                2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes,
+                                kConfig.tile_q);
+
+  // Of this thread's last launch.
+  thread_local TensorMaps maps;
+  thread_local KeptTensorMap kept[4];
+  const int64_t batch = p.cu_q ? 1 : p.batch;
+  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
+                            int64_t heads, uint32_t box_rows) {
+    return kept[i].make(map, t.data,
+                        {dim, rows, heads, batch, t.batch_stride, t.row_stride, t.head_stride,
+                         kConfig.dtype, box_rows});
+  };
+  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
+  if (error != cudaSuccess) return error;
+  // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+  const bool keys = p.total_k > 0;
+  const Tensor &k = keys ? p.k : p.q, &v = keys ? p.v : p.q;
+  error = make_map(1, maps.k, k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
+  if (error != cudaSuccess) return error;
+  error = make_map(2, maps.v, v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
+  if (error != cudaSuccess) return error;
+  if constexpr (TraitsOf<kConfig>::kStagesO) {
+    error = make_map(3, maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
+    if (error != cudaSuccess) return error;
+  }
+
+  // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
+  // round.
+  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};
+  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
+  void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
+  return kernels[rule].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+}
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_

@@ -1,0 +1,491 @@
+// Hopper forward: a warpgroup that computes. forward_sm90.cuh has the whole picture, and the step
+// that this file is about.
+#ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
+#define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
+
+#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/quad.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90 {
+
+enum class Kind {
+  kMaximum,  // masked, or the first block of a tile: takes the maximum as new reference
+  kFast      // unmasked, against the reference that there is
+};
+
+/// A consumer warpgroup. kRule: scores have more to them than a positive scale.
+template <typename Tr, bool kRule>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const ForwardParams& p,
+                                      int warpgroup)
+      : shared_(shared), p_(p), warpgroup_(warpgroup) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (uint32_t& p : weights_) p = 0;
+    if (warpgroup_ == Tr::kWarpgroups - 1) pass_turn();
+    for (bool more = true; more; ++slot_.count) {
+      shared_.tile_ring.full[slot_.stage()].wait(slot_.phase());
+      const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
+      more = tile.batch >= 0;
+      run_tile(tile, more);
+    }
+    if (warpgroup_ == 0) take_turn();  // the last pass of all
+  }
+
+ private:
+  using T = typename Tr::T;
+  static constexpr int kTileK = Tr::kTileK, kWidth = Tr::kWidth;
+  // What the sum of a thread's weights of a row and block may be: fp16's largest is 65504; with
+  // bf16, whose range is float32's, O += P V has to stay finite.
+  static constexpr float kSumLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;
+
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x / 32 % 4); }
+  /// The tile's row that this thread's accumulators 4i + 2r and 4i + 2r + 1 belong to.
+  __device__ __forceinline__ int row(int r) const {
+    return warpgroup_ * kWarpgroupRows + 16 * warp() + lane() / 4 + 8 * r;
+  }
+  /// Q's ring moves with the tiles'.
+  __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
+  __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (ptx::arrives(lane())) barrier.arrive();
+  }
+  __device__ __forceinline__ void take_turn() {
+    ptx::named_barrier_sync<2 * kWarpgroupThreads>(1 + warpgroup_);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
+    ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
+  }
+
+  /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, all tiles before
+  /// are finished, and this one's last product may still be pending.
+  __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
+    const Blocks blocks = tile.part[warpgroup_];
+    const int last = tile.block_begin, loaded = tile.loaded;
+    if (real) shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
+    first_ = true;
+    for (int n = tile.block_end - 1; n >= last; --n) {
+      done_ = false;
+      if (n >= blocks.end || n < blocks.begin) {
+        skip(loaded);
+      } else if (kRule || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
+        if (first_) begin_tile(tile);
+        step<Kind::kMaximum>(n, n == blocks.begin, n < blocks.fast_begin || n >= blocks.fast_end);
+        first_ = false;
+      } else {
+        for (;; --n) {
+          step<Kind::kFast>(n, n == blocks.begin, false);
+          if (n == blocks.fast_begin) break;
+        }
+      }
+      if (done_) finish_tile();
+    }
+    if (first_ && real) {
+      store_nothing(tile);
+      arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
+      arrive(shared_.tile_ring.empty[slot_.stage()]);
+    }
+  }
+
+  /// State of a new tile; that of the one before is kept until its O is done.
+  __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
+    if constexpr (kRule) rule_ = score_rule(p_, tile.batch, tile.head);
+    retire();
+    tile_slot_ = slot_.stage();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max_[r] = -infinity();
+      sum_[r] = 0.f;
+      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position + row(r));
+    }
+  }
+
+  /// The tile before has no more scores to come: lse, and what O will have to be multiplied by.
+  /// With nothing pending there is none before, or it is finished and its slot may be another's by
+  /// now: then nothing of what is read and made here is used.
+  __device__ __forceinline__ void retire() {
+    done_slot_ = tile_slot_;
+    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(sum_[r]);
+      RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
+      if (sum == 0.f)
+        result = finish_row(tile.mask.begin(row(r)) < tile.mask.end(row(r)), 0.f, 0.f, 1.f);
+      if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
+      done_factor_[r] = result.factor;
+      if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
+        p_.lse[tile.lse_row + row(r)] = result.lse;
+    }
+  }
+
+  /// THE step: see the head of this file. n: the block of keys; last: the warpgroup's last one.
+  /// masked: some row does not see all of it.
+  template <Kind kKind>
+  __device__ __forceinline__ void step(int n, bool last, bool masked) {
+    constexpr bool kMaximum = kKind == Kind::kMaximum;
+    const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
+    shared_.k_ring.full[at.stage()].wait(at.phase());
+    if (pending_) shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
+    take_turn();
+    ptx::wgmma_fence();
+    issue_qk(at.stage());
+    ptx::wgmma_commit();
+    // Where nothing is pending, this makes something of whatever is there, which the next one
+    // overwrites: cheaper than a second version of the step.
+    issue_pv(v_at.stage());
+    ptx::wgmma_commit();
+    pass_turn();
+    ptx::wgmma_wait<1>();
+    ptx::pin(s_);
+    if constexpr (kRule) {  // whose branches must find nothing under way
+      ptx::wgmma_wait<0>();
+      ptx::pin(o_);
+    }
+    if constexpr (kMaximum) free_k_and_q(at.stage(), last);
+
+    apply_rule_to_scores(n * kTileK);
+    float alpha[2], part[2];
+    if constexpr (kMaximum) {
+      if (masked) mask(n * kTileK);
+      take_maximum(alpha);
+    }
+    const float scale = to_log2();
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      part[r] = take_weights(r, scale, kMaximum ? reference_of(max_[r]) : max_[r]);
+
+    keep_before_wait(part[0] + part[1]);
+    ptx::wgmma_wait<0>();
+    ptx::pin(o_);
+    if constexpr (kMaximum) {
+      done_ = first_ && pending_;
+      if (first_) {
+        keep_o_ = 0;
+      } else {
+        rescale(alpha);
+      }
+    } else if (__any_sync(0xffffffffu, !(part[0] <= kSumLimit && part[1] <= kSumLimit))) {
+      redo(at.stage(), n * kTileK, part);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] += part[r];
+    if (pending_) arrive(shared_.v_ring.empty[v_at.stage()]);
+    if constexpr (!kMaximum) free_k_and_q(at.stage(), last);  // redo needed them
+    ++at_.count;
+    pending_ = true;
+#pragma unroll
+    for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
+    arrive(shared_.k_ring.empty[stage]);
+    if (last) arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
+  }
+
+  /// ptxas moves the wait for O += P V up, and so most of the softmax out of that product's shadow,
+  /// unless something that it leaves in place comes between: a store that depends on all weights,
+  /// and that is never done.
+  __device__ __forceinline__ void keep_before_wait(float sum) {
+    asm volatile(
+        "{ .reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p st.shared.f32 [%1], %0; }" ::"f"(sum),
+        "r"(ptx::shared_address(&shared_.never_written))
+        : "memory");
+  }
+
+  /// A block that this warpgroup does not need, or, where nothing is loaded, none: time to do what
+  /// is pending, in its turn. The block's barriers are warp 0's business.
+  __device__ __forceinline__ void skip(bool loaded) {
+    if (pending_) {
+      const RingPosition<Tr::kStages> v_at{at_.count - 1};
+      shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
+      take_turn();
+      ptx::wgmma_fence();
+      issue_pv(v_at.stage());
+      ptx::wgmma_commit();
+      pass_turn();
+      ptx::wgmma_wait<0>();
+      ptx::pin(o_);
+      arrive(shared_.v_ring.empty[v_at.stage()]);
+      retire();
+      done_ = true;
+      pending_ = false;
+    } else {
+      take_turn();
+      pass_turn();
+    }
+    if (loaded) ++at_.count;
+  }
+
+  __device__ __forceinline__ void issue_qk(int stage) {
+    const auto q =
+        ptx::Descriptor::make(ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]), 0);
+    const auto k = ptx::Descriptor::make(ptx::shared_address(shared_.k[stage]), 0);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) {
+      ptx::Wgmma<T, kTileK>::ss(s_, q.at(i / 4 * Tr::QTile::kPanelBytes + i % 4 * 32),
+                                k.at(i / 4 * Tr::KTile::kPanelBytes + i % 4 * 32), i != 0);
+    }
+  }
+
+  /// O += P V, or O = P V where a tile's first block is pending.
+  __device__ __forceinline__ void issue_pv(int stage) {
+    const auto v =
+        ptx::Descriptor::make(ptx::shared_address(shared_.v[stage]), Tr::KTile::kPanelBytes);
+#pragma unroll
+    for (int i = 0; i < kTileK / 16; ++i) {
+      ptx::Wgmma<T, kWidth>::rs(o_, weights_ + 4 * i, v.at(i * 16 * Tr::KTile::kRowBytes),
+                                i == 0 ? keep_o_ : 1);
+    }
+    keep_o_ = 1;
+  }
+
+  /// Value i of the thread's row r of S, in column 8 * (i / 2) + 2 * (lane % 4) + i % 2.
+  __device__ __forceinline__ float& score(int r, int i) { return s_[i / 2 * 4 + 2 * r + i % 2]; }
+  static constexpr int kScores = kTileK / 4;
+  __device__ __forceinline__ int first_column() const { return 2 * (lane() % 4); }
+
+  /// Softcap and ALiBi.
+  __device__ __forceinline__ void apply_rule_to_scores(int first_key) {
+    if constexpr (kRule) {
+      rule_.template choose<true>([&](auto cap, auto slopes) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float distance = position_[r] - static_cast<float>(first_key + first_column());
+#pragma unroll
+          for (int i = 0; i < kScores; ++i) {
+            score(r, i) = apply_rule<cap.value, slopes.value>(
+                rule_, score(r, i), fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)));
+          }
+        }
+      });
+    }
+  }
+
+  /// -inf for keys that a row does not see. Those that it sees are consecutive, hence also the
+  /// thread's share of them: [from, to) of its kScores.
+  __device__ __forceinline__ void mask(int first_key) {
+    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Rows past the end see what the last one sees: no block is masked on their account.
+      const int here = min(row(r), tile.rows - 1);
+      const int from = columns_before(tile.mask.begin(here) - first_key - first_column());
+      const int to = columns_before(tile.mask.end(here) - first_key - first_column());
+#pragma unroll
+      for (int word = 0; word < (kScores + 31) / 32; ++word) {
+        const uint32_t seen = low_bits(to - 32 * word) & ~low_bits(from - 32 * word);
+#pragma unroll
+        for (int i = 32 * word; i < kScores && i < 32 * word + 32; ++i)
+          score(r, i) = seen >> (i % 32) & 1 ? score(r, i) : -infinity();
+      }
+    }
+  }
+  /// How many of the columns 0, 1, 8, 9, 16, 17, ... are below x.
+  __device__ __forceinline__ static int columns_before(int x) {
+    x = min(max(x, 0), kTileK);
+    return x / 8 * 2 + min(x % 8, 2);
+  }
+  /// 2^n - 1 for n from 0 to 32; 0 below, all ones above.
+  __device__ __forceinline__ static uint32_t low_bits(int n) {
+    return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
+  }
+
+  /// What a score is multiplied by to be in units of log 2; the rule has done it already.
+  __device__ __forceinline__ float to_log2() const { return kRule ? 1.f : p_.scale * kLog2e; }
+
+  /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
+  /// alpha.
+  __device__ __forceinline__ void take_maximum(float (&alpha)[2]) {
+    const float scale = to_log2();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most[2] = {score(r, 0), score(r, 1)};  // two chains, for latency
+#pragma unroll
+      for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
+      const float now = fmaxf(max_[r], quad_max(fmaxf(most[0], most[1])) * scale);
+      alpha[r] = exp2_fast(max_[r] - reference_of(now));
+      max_[r] = now;
+      sum_[r] *= alpha[r];
+    }
+  }
+  /// S = 2^(S * scale - reference) of row r; returns their sum. A row that has seen no key above
+  /// -inf comes to a kFast block with the reference -inf: infinite weights, and redo.
+  __device__ __forceinline__ float take_weights(int r, float scale, float reference) {
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      score(r, i) = exp2_fast(__fmaf_rn(score(r, i), scale, -reference));
+      sum[i % 2] += score(r, i);
+    }
+    return sum[0] + sum[1];
+  }
+  __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) o_[i] *= alpha[i / 2 % 2];
+  }
+
+  /// The warp's 16 rows of an unmasked block again, by mma.sync from shared memory, this time with
+  /// their maximum.
+  __device__ __forceinline__ void redo(int stage, int first_key, float (&part)[2]) {
+    using QTile = typename Tr::QTile;
+    using KTile = typename Tr::KTile;
+    const uint32_t q = ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]) +
+                       QTile::block_offset(16 * warp(), 0);
+    const uint32_t k = ptx::shared_address(shared_.k[stage]);
+#pragma unroll
+    for (int i = 0; i < kTileK / 2; ++i) s_[i] = 0.f;
+#pragma unroll 1
+    for (int step = 0; step < kWidth / 16; ++step) {
+      const int lane = ptx::thread_again() % 32;
+      uint32_t a[4], b[4];
+      ptx::ldmatrix(a, q + static_cast<uint32_t>(step / 4 * QTile::kPanelBytes +
+                                                 QTile::fragment_offset(lane, step % 4)));
+#pragma unroll
+      for (int j = 0; j < kTileK / 16; ++j) {
+        ptx::ldmatrix(b, k + static_cast<uint32_t>(step / 4 * KTile::kPanelBytes +
+                                                   KTile::block_offset(16 * j, 0) +
+                                                   KTile::fragment_offset_b(lane, step % 4)));
+        mma(s_ + 8 * j, a, b[0], b[1]);
+        mma(s_ + 8 * j + 4, a, b[2], b[3]);
+      }
+    }
+    float alpha[2];
+    apply_rule_to_scores(first_key);
+    take_maximum(alpha);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
+    rescale(alpha);
+  }
+  __device__ __forceinline__ static void mma(float* s, const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+    float c[4] = {s[0], s[1], s[2], s[3]};
+    ptx::mma<T>(c, a, b0, b1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = c[i];
+  }
+
+  /// O of the tile in slot done_slot_, all of whose products are done.
+  __device__ __forceinline__ void finish_tile() {
+    Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
+    const float(&factor)[2] = done_factor_;
+    const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
+    uint32_t marks[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; i += 2) {
+      // O goes out in rounds of kOPanels panels.
+      if constexpr (Tr::kStagesO) {
+        if (i % (4 * Tr::kOPanels) == 0) shared_.o_ring[warpgroup_].empty[0].wait(o_at_.free());
+      }
+      uint32_t block[2][4];  // two of 16 x 16 of the warp's rows, each as four 8 x 8
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float* const o = o_ + 8 * i + 2 * j;
+        block[j / 4][j % 4] = ptx::pack<T>(o[0] * factor[j % 2], o[1] * factor[j % 2]);
+        marks[j % 2] = mark_not_finite<T>(marks[j % 2], block[j / 4][j % 4]);
+      }
+      if constexpr (Tr::kStagesO) {
+        store_shared(i, block[0]);
+        store_shared(i + 1, block[1]);
+        if (i + 2 == kWidth / 16 || (i + 2) % (4 * Tr::kOPanels) == 0) {
+          ptx::fence_proxy_async();
+          arrive(shared_.o_ring[warpgroup_].full[0]);
+          ++o_at_.count;
+        }
+      } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t w[4] = {block[0][r], block[0][2 + r], block[1][r], block[1][2 + r]};
+          store_global(tile, i, r, valid[r], w);
+        }
+      }
+    }
+    // A NaN score shows in the sum, hence in the factor, and is as it should be.
+    bool suspect = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) suspect |= valid[r] && marked(marks[r]) && factor[r] == factor[r];
+    if (__any_sync(0xffffffffu, suspect) && lane() == 0 && atomicExch(&tile.suspect, 1) == 0) {
+      auto* const workspace = static_cast<Workspace*>(p_.workspace);
+      workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
+                                          tile.head, tile.first};
+    }
+    arrive(shared_.tile_ring.empty[done_slot_]);
+  }
+
+  /// Columns 16i to 16i + 15 of the warp's rows.
+  __device__ __forceinline__ void store_shared(int i, const uint32_t (&block)[4]) {
+    using OTile = typename Tr::OTile;
+    ptx::stmatrix(ptx::shared_address(shared_.o[warpgroup_]) +
+                      static_cast<uint32_t>(OTile::block_offset(16 * warp(), 0) +
+                                            i / 4 % Tr::kOPanels * OTile::kPanelBytes +
+                                            OTile::fragment_offset(lane(), i % 4)),
+                  block);
+  }
+  /// Columns 16i to 16i + 31 of the thread's row r. Lane t of a quad has columns 2t, 2t + 1 of each
+  /// 8; transposed, 8 in a row, so that a quad stores 64 bytes in a row.
+  __device__ __forceinline__ void store_global(const Tile<Tr::kWarpgroups>& tile, int i, int r,
+                                               bool valid, uint32_t (&w)[4]) {
+    quad_transpose(w, lane());
+    const int column = 16 * i + 8 * (lane() % 4);
+    if (valid && column < p_.head_dim_v)
+      *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
+          make_uint4(w[0], w[1], w[2], w[3]);
+  }
+  __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
+    return static_cast<T*>(p_.out.data) + tile.batch * p_.out.batch_stride +
+           int64_t{tile.map_q + row} * p_.out.row_stride + tile.head * p_.out.head_stride;
+  }
+
+  /// 0 and -inf: no row of the warpgroup sees a key.
+  __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      if (row(r) >= tile.rows) return;
+      if (p_.lse && lane() % 4 == 0) p_.lse[tile.lse_row + row(r)] = -infinity();
+#pragma unroll 1
+      for (int column = 8 * (lane() % 4); column < p_.head_dim_v; column += 32)
+        *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  typename Tr::Shared& shared_;
+  const ForwardParams& p_;
+  const int warpgroup_;
+  RingPosition<Tr::kTileSlots> slot_;
+  RingPosition<Tr::kStages> at_;  // of the next block; a pending one is the one before
+  RingPosition<1> o_at_;
+
+  float s_[kTileK / 2], o_[kWidth / 2];
+  uint32_t weights_[kTileK / 4];  // P
+  float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
+  bool pending_ = false;          // O += P V of the block before has still to be done
+  int keep_o_ = 0;                // 0: the pending product overwrites O
+  bool first_ = false;            // the block under way is its tile's first
+
+  int tile_slot_ = 0;  // of the tile that S belongs to
+  int done_slot_ = 0;  // of the tile that O belongs to, once it has no more scores to come
+  bool done_ = false;  // and when O is complete
+  float done_factor_[2];
+
+  ScoreRule rule_;  // kRule
+  float position_[2];
+};
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_

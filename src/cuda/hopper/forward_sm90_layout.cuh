@@ -1,0 +1,111 @@
+// Hopper forward: the numbers of a configuration, and what lies in shared memory and in the
+// workspace. forward_sm90.cuh has the kernel, and the whole picture.
+#ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_
+#define STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "cuda/common/config.h"
+#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/tile.cuh"
+#include "cuda/common/tile_mask.h"
+#include "cuda/hopper/pipeline.cuh"
+
+namespace strobe::cuda::sm90 {
+
+constexpr int kSharedBytes = 232448;  // that a thread block of a 9.0 device can have
+constexpr int kWarpgroupRows = 64, kWarpgroupThreads = 128;
+
+/// Blocks of keys [begin, end) that a warpgroup needs; those of [fast_begin, fast_end) need no
+/// mask.
+struct alignas(16) Blocks {
+  int32_t begin, end, fast_begin, fast_end;
+};
+
+/// A tile of queries, as the scheduler hands it to the other warps.
+template <int kWarpgroups>
+struct Tile {
+  Blocks part[kWarpgroups];
+  alignas(16) TileMask mask;
+  // Blocks for all warpgroups together. Where there are none, and at the end, one that nobody needs
+  // and that is not loaded: in it the tile before is finished.
+  int32_t block_begin, block_end, loaded;
+  int32_t batch;  // negative: there are no more tiles
+  int32_t head, head_kv;
+  int32_t first, rows;              // queries [first, first + rows) of the sequence
+  int32_t map_batch, map_q, map_k;  // coordinates of query `first` and of key 0 in the tensor maps
+  int32_t number, suspect;          // suspect: it is on the list of those that are not finite
+  int64_t lse_row;                  // of query `first`
+};
+
+/// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
+/// template arguments of class type.
+template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps>
+struct Traits {
+  using T = std::conditional_t<kDtype == STROBE_BFLOAT16, __nv_bfloat16, __half>;
+  static constexpr int kWarpgroups = kWarps / 4;
+  static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
+  static constexpr int kPanels = (kWidth + 63) / 64;
+  using QTile = SharedTile<kWarpgroupRows, 64 * kPanels>;  // of one warpgroup
+  using KTile = SharedTile<kTileK, 64 * kPanels>;
+
+  // Up to width 128 there is room for a second Q and for O on its way out. Else O leaves in rounds
+  // of two panels, or, where there is no room for them either, straight from registers.
+  static constexpr bool kWide = kWidth > 128;
+  static constexpr int kQStages = kWide ? 1 : 2;
+  static constexpr int kOPanels = kWide ? 2 : kPanels;
+  using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
+  static constexpr int64_t kNeeded =
+      int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes + 2048;
+  static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
+  // At least 3: with a block of tile t under way, the loading of its V may wait for tile t + 1, and
+  // tile t - 1 is not finished.
+  static constexpr int kTileSlots = 4;
+  static constexpr int kThreads = kWarpgroupThreads * (kWarpgroups + 1);
+  // Together no more than the registers that the block starts with: 504 a thread of each warpgroup
+  // with 3 warpgroups, 512 with 4.
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 504 - 2 * kConsumerRegisters;
+  static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
+  static_assert(kWarpgroups == 2 || kWarpgroups == 3);
+  static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
+
+  struct alignas(1024) Shared {
+    uint8_t q[kQStages][kWarpgroups][QTile::kBytes];
+    uint8_t k[kStages][KTile::kBytes];
+    uint8_t v[kStages][KTile::kBytes];
+    uint8_t o[kStagesO ? kWarpgroups : 1][kStagesO ? OTile::kBytes : 16];
+    Tile<kWarpgroups> tiles[kTileSlots];
+    Ring<kQStages> q_ring[kWarpgroups];
+    Ring<kStages> k_ring, v_ring;
+    Ring<1> o_ring[kWarpgroups];
+    Ring<kTileSlots> tile_ring;
+    ptx::Barrier request;
+    int32_t suspects;     // head of the list; negative: none
+    float never_written;  // see keep_before_wait
+  };
+  static_assert(sizeof(Shared) <= kSharedBytes,
+                "more shared memory than a Hopper thread block has");
+};
+
+template <ForwardConfig c>
+using TraitsOf = Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps>;
+
+struct TensorMaps {
+  CUtensorMap q, k, v, out;
+};
+
+/// Of a launch, in global memory. Needs no preparation.
+struct Workspace {
+  unsigned long long tile_counter, unused;
+  SuspectTile suspects[1];  // one for each tile
+};
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_

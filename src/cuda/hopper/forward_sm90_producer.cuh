@@ -1,0 +1,223 @@
+// Hopper forward: the four warps that compute nothing. forward_sm90.cuh has the whole picture.
+#ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
+#define STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
+
+#include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/scheduler.cuh"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+
+namespace strobe::cuda::sm90 {
+
+/// Takes tiles and works out what the others need to know of them. One warp.
+template <typename Tr>
+__device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
+                         const TileOrder& order) {
+  constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
+  constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
+  TileScheduler<kTileQ> scheduler(order, p);
+  RingPosition<Tr::kTileSlots> at;
+  uint32_t request_phase = 0;
+  TilePlace place;
+  while (scheduler.next(place)) {
+    const int lane = ptx::thread_again() % 32;
+    shared.tile_ring.empty[at.stage()].wait(at.free());
+    Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
+    const Sequence sequence = p.sequence(place.batch);
+    const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
+    const TileMask mask = TileMask::make(order.window, seqlen_q,
+                                         static_cast<int32_t>(sequence.mask.seqlen_k), place.begin);
+    const int rows = min(seqlen_q - place.begin, kTileQ);
+    if (lane == 0) {
+      tile.mask = mask;
+      tile.batch = place.batch;
+      tile.head = place.head;
+      tile.head_kv =
+          static_cast<int32_t>(order.tiles.kv_group.divide(static_cast<uint32_t>(place.head)));
+      tile.rows = rows;
+      tile.first = place.begin;
+      tile.map_batch = p.cu_q ? 0 : place.batch;
+      tile.map_q = static_cast<int>(sequence.q_row) + place.begin;
+      tile.map_k = static_cast<int>(sequence.k_row);
+      tile.number = scheduler.number();
+      tile.suspect = 0;
+      tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
+    }
+    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile. The ends of the intervals
+    // that rows see never move back: the first and the last row tell for all.
+    const int begin = lane < kWarpgroups ? lane * kWarpgroupRows : 0;
+    const int end = lane < kWarpgroups ? min(begin + kWarpgroupRows, rows) : rows;
+    Blocks blocks{};
+    if (begin < end && mask.begin(begin) < mask.end(end - 1)) {
+      blocks.begin = mask.begin(begin) / kTileK;
+      blocks.end = (mask.end(end - 1) + kTileK - 1) / kTileK;
+      blocks.fast_begin = (mask.begin(end - 1) + kTileK - 1) / kTileK;
+      blocks.fast_end = mask.end(begin) / kTileK;
+      // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
+      // is free as soon as S is there, and the next tile's Q arrives under the softmax.
+      if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
+      // Rows past a sequence's end hold the next one's queries. In a fast block they can send their
+      // warp to `redo`, which changes the bits of the rows beside them.
+      if (p.batch_invariant && p.cu_q && (end - begin) % 16 != 0) {
+        blocks.fast_begin = blocks.fast_end = blocks.end;
+      }
+    }
+    if (lane < kWarpgroups) tile.part[lane] = blocks;
+    if (lane == kWarpgroups) {
+      tile.loaded = blocks.end > 0;
+      tile.block_begin = blocks.begin;
+      tile.block_end = tile.loaded ? blocks.end : 1;
+    }
+    __syncwarp();
+    if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
+    ++at.count;
+    shared.request.wait(request_phase);
+    request_phase ^= 1;
+  }
+  const int lane = ptx::thread_again() % 32;
+  shared.tile_ring.empty[at.stage()].wait(at.free());
+  if (lane == 0) {
+    Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
+    for (Blocks& part : tile.part) part = {};
+    tile.batch = -1;
+    tile.block_begin = tile.loaded = 0;
+    tile.block_end = 1;
+  }
+  if constexpr (ptx::kWarpArrivals > 1) __syncwarp();
+  if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
+}
+
+/// Calls run(tile) for tile after tile, in a warp or in its lane 0 alone; when run returns, no lane
+/// of the warp reads the tile any more.
+template <typename Tr, typename Run>
+__device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run run) {
+  for (RingPosition<Tr::kTileSlots> at;; ++at.count) {
+    shared.tile_ring.full[at.stage()].wait(at.phase());
+    const Tile<Tr::kWarpgroups>& tile = shared.tiles[at.stage()];
+    if (tile.batch < 0) return;
+    run(tile);
+    if (ptx::arrives(static_cast<int>(threadIdx.x % 32)))
+      shared.tile_ring.empty[at.stage()].arrive();
+  }
+}
+
+/// K and V, by one thread: K one block ahead of V, also from tile to tile.
+template <typename Tr>
+__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+  struct Place {
+    int row, head, batch;
+    uint32_t idle;  // consumer warps that do not need the block
+  };
+  const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
+                       uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
+                       const Place& place) {
+    ring.empty[at.stage()].wait(at.free());
+    ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
+    for (int panel = 0; panel < Tr::kPanels; ++panel) {
+      ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
+                    ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
+    }
+    // For those who will not come by. Here, because here the phase is known to be theirs.
+    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
+    ++at.count;
+  };
+  RingPosition<Tr::kStages> k_at, v_at;
+  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
+  const auto load_v = [&] {
+    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
+    before.row = -1;
+  };
+  for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    Place place{0, tile.head_kv, tile.map_batch, 0};
+    // The scheduler gets as much time for the next tile as four steps take: two in which this warp
+    // runs ahead, two to find the tile.
+    const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
+    for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
+      if (n == request) shared.request.arrive();
+      // Consumers now finish the tile before: without its last V they would wait for ever.
+      if (!tile.loaded) {
+        load_v();
+        break;
+      }
+      place.row = tile.map_k + n * Tr::kTileK;
+      place.idle = 0;
+      for (const Blocks& part : tile.part) place.idle += n < part.begin || n >= part.end ? 4 : 0;
+      load(shared.k_ring, k_at, shared.k, maps.k, place);
+      load_v();
+      before = place;
+    }
+  });
+  load_v();
+}
+
+/// Q, by one thread.
+template <typename Tr>
+__device__ void load_q(typename Tr::Shared& shared, const CUtensorMap& map) {
+  RingPosition<Tr::kQStages> at;
+  for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+#pragma unroll 1
+    for (int w = 0; w < Tr::kWarpgroups; ++w) {
+      Ring<Tr::kQStages>& ring = shared.q_ring[w];
+      ring.empty[at.stage()].wait(at.free());
+      ring.full[at.stage()].arrive_expect(Tr::QTile::kBytes);
+      for (int panel = 0; panel < Tr::kPanels; ++panel) {
+        ptx::tma_load(shared.q[at.stage()][w] + panel * Tr::QTile::kPanelBytes, map,
+                      ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
+                      tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+      }
+    }
+    ++at.count;
+  });
+}
+
+/// O from shared to global memory. One warp.
+template <typename Tr>
+__device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
+                        const CUtensorMap& map) {
+  using OTile = typename Tr::OTile;
+  using T = typename Tr::T;
+  uint32_t phases = 0;  // of the warpgroups' rings, which have one stage: a bit each
+  for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    const int lane = ptx::thread_again() % 32;
+#pragma unroll 1
+    for (int w = 0; w < Tr::kWarpgroups; ++w) {
+      if (tile.part[w].begin == tile.part[w].end) continue;  // nothing seen: zeros, written already
+      const int rows = min(tile.rows - w * kWarpgroupRows, kWarpgroupRows);
+#pragma unroll 1
+      for (int begin = 0; begin < Tr::kPanels; begin += Tr::kOPanels) {
+        shared.o_ring[w].full[0].wait(phases >> w & 1);
+        phases ^= 1u << w;
+        // TMA leaves out rows past the tensor's end, but not those of the next sequence.
+        if (!p.cu_q || rows == kWarpgroupRows) {
+          if (lane == 0) {
+            for (int i = 0; i < Tr::kOPanels; ++i) {
+              ptx::tma_store(map, shared.o[w] + i * OTile::kPanelBytes, (begin + i) * 64,
+                             tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+            }
+            ptx::tma_store_wait_read();
+          }
+        } else {
+          T* const out = static_cast<T*>(p.out.data) +
+                         int64_t{tile.map_q + w * kWarpgroupRows} * p.out.row_stride +
+                         tile.head * p.out.head_stride + begin * 64;
+#pragma unroll 1
+          for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
+            const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;
+            if (begin * 64 + column < p.head_dim_v)
+              *reinterpret_cast<uint4*>(out + row * p.out.row_stride + column) =
+                  *reinterpret_cast<const uint4*>(shared.o[w] + OTile::offset(row, column));
+          }
+        }
+        __syncwarp();
+        if (ptx::arrives(lane)) shared.o_ring[w].empty[0].arrive();
+      }
+    }
+    __syncwarp();
+  });
+  ptx::tma_store_wait();
+}
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_

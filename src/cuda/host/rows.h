@@ -1,0 +1,30 @@
+// A row of kernels.def as compiled code. Each instance file (instance.cu.in) defines one.
+#ifndef STROBE_CUDA_HOST_ROWS_H_
+#define STROBE_CUDA_HOST_ROWS_H_
+
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cuda/common/config.h"
+#include "cuda/common/params.h"
+#include "cuda/host/launch_target.h"
+
+namespace strobe::cuda {
+
+struct ForwardRow {
+  ForwardConfig config;
+  LaunchShape shape;
+  /// Takes what the kernel needs of the workspace: counts while the arena counts.
+  void (*carve)(Arena& arena, const AttentionProblem& problem, ForwardParams& params);
+  cudaError_t (*launch)(const ForwardParams& params, const LaunchTarget& target);
+};
+
+struct BackwardRow {
+  BackwardConfig config;
+  LaunchShape shape;  // of the main kernel
+  void (*carve)(Arena& arena, const AttentionProblem& problem, BackwardParams& params);
+  cudaError_t (*launch)(const BackwardParams& params, const LaunchTarget& target);
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_ROWS_H_

@@ -1,0 +1,82 @@
+// Tensor maps: what TMA needs to know of a tensor. Built on the host at launch, and passed to the
+// kernel by value.
+#ifndef STROBE_CUDA_HOST_TENSOR_MAP_H_
+#define STROBE_CUDA_HOST_TENSOR_MAP_H_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/common/params.h"
+#include "cuda/host/driver_function.h"
+#include "strobe/strobe.h"
+
+namespace strobe::cuda {
+
+/// What a map describes besides the address: [batch, rows, heads, dim] values of 16 bits, in boxes
+/// of box_rows x 64, 128-byte swizzle. Strides in elements, as in Tensor.
+struct TensorShape {
+  int64_t dim, rows, heads, batch;
+  int64_t batch_stride, row_stride, head_stride;
+  int32_t dtype;
+  uint32_t box_rows;
+
+  friend bool operator==(const TensorShape&, const TensorShape&) = default;
+};
+
+/// Data and strides must be multiples of 16 bytes.
+inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorShape& shape) {
+  static const auto encode =
+      driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  if (!encode) return cudaErrorSymbolNotFound;
+  // A dimension of length 0 (no keys at all) becomes 1: the kernel then loads nothing of it.
+  const auto length = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  const cuuint64_t lengths[4] = {length(shape.dim), length(shape.rows), length(shape.heads),
+                                 length(shape.batch)};
+  // A dimension of length 1 may have any stride, also 0, which TMA does not take.
+  const auto stride = [](int64_t elements, cuuint64_t length) {
+    return length > 1 ? static_cast<cuuint64_t>(elements) * 2 : cuuint64_t{16};
+  };
+  const cuuint64_t strides[3] = {stride(shape.row_stride, lengths[1]),
+                                 stride(shape.head_stride, lengths[2]),
+                                 stride(shape.batch_stride, lengths[3])};
+  const cuuint32_t box[4] = {64, shape.box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(&map,
+             shape.dtype == STROBE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/// A map that is kept from launch to launch. An engine's layers differ in their addresses alone,
+/// and to exchange that takes 0.03 microseconds, where a map takes 0.05 to 0.09.
+class KeptTensorMap {
+ public:
+  cudaError_t make(CUtensorMap& map, void* data, const TensorShape& shape) {
+    if (!data_ || shape != shape_) {
+      data_ = nullptr;
+      const cudaError_t error = make_tensor_map(map, data, shape);
+      if (error != cudaSuccess) return error;
+    } else if (data != data_) {
+      static const auto replace =
+          driver_function<decltype(&cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+      data_ = nullptr;
+      if (!replace || replace(&map, data) != CUDA_SUCCESS) return make_tensor_map(map, data, shape);
+    }
+    data_ = data;
+    shape_ = shape;
+    return cudaSuccess;
+  }
+
+ private:
+  void* data_ = nullptr;  // null: the map is not to be used again
+  TensorShape shape_{};
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_TENSOR_MAP_H_

@@ -1,0 +1,382 @@
+// FlashAttention-2's forward pass through mma.sync (arXiv:2307.08691, algorithm 1): compute
+// capability 8.0 and newer.
+//
+//   thread block   kTileQ queries of one head; keys visited in ascending blocks of kTileK
+//   warp           kRows of the queries, all keys: no reduction between warps. From head dimension
+//                  192 on, where O of 32 rows is too much for a warp, two warps share the rows:
+//                  each takes half of a step's keys for S and every other 16 columns of O, and they
+//                  hand each other their weights through shared memory. (16 rows a warp instead
+//                  would read K and V from shared memory at twice the rate, which then is the
+//                  limit.)
+//   registers      O (float32), row sums and references; Q as far as it fits beside them
+//   shared memory  ring of two stages x (K tile, V tile), 16-bit, swizzled (tile.cuh)
+//                  Q tile: in the ring's last stage until it is in registers, else of its own
+//                  weights that two warps exchange
+//                  limits: the keys that each row sees; TileInfo, TeamKeys: what a block's steps
+//                  and the end need to know, kept here because registers are short
+//   barriers       0: one __syncthreads per key block: its data has landed for all threads, and the
+//                  stage of the block before is free for the copy of the next
+//                  1 + team: two warps that share rows, once a step, for the exchange
+//
+// A block is worked off in steps of kStep keys, each by one of three rules. kOnline is the
+// textbook's: running maximum, rescaled O. It takes a warp's first steps, until every row has seen
+// a key. Softmax does not change when what is subtracted is not the maximum, so from then on the
+// maximum found so far stays as the row's reference, and kPlain has nothing to compare, reduce or
+// rescale: an FFMA, an EX2, an FADD and half a conversion per score; kMasked also looks at the
+// row's limits. The true maximum is at least the reference, hence nothing that matters underflows.
+// Overflow, when a later score exceeds the reference by more than the exponent has room for, is
+// sticky: it leaves an inf or NaN in O or in the sum. That is looked at once, at the end, and the
+// tile is then done again with kOnline alone. The second attempt also settles V's own infs and
+// NaNs, which must not reach rows that do not see them (0 * inf in a masked step): there it works
+// with zeros in their place and adds them to the rows that do see them at the end. Rows of O that
+// are not finite then, or whose scores were too large (is_coarse), are computed one by one
+// (forward_exact.cuh).
+//
+// Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
+// ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units.
+#ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
+#define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
+
+#include "cuda/common/config.h"
+#include "cuda/common/load.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/stagger.cuh"
+#include "cuda/common/static_order.cuh"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+#include "cuda/host/rows.h"
+#include "cuda/mma_sync/forward_warp.cuh"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/thread_again.h"
+
+namespace strobe::cuda::sm80 {
+
+/// What a configuration leaves open, and was settled by measurement (docs/perf-log.md).
+struct ForwardTuning {
+  int step;        // keys whose scores are in registers at once
+  int kept;        // k-steps (16 columns) of Q whose fragments stay in registers
+  int split;       // warps that share rows: 1 or 2
+  int min_blocks;  // per multiprocessor: bounds the registers
+};
+
+constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
+  const int step = c.tile_k < 64 ? c.tile_k : 64;
+  if (c.width > 128) return {step, 0, c.tile_q / c.warps == 16 && c.warps == 8 ? 2 : 1, 1};
+  if (c.width > 64) return {32, 0, 1, 2};
+  // Short tiles of keys are for short sequences, where a third block on a multiprocessor covers for
+  // the others' beginnings and ends.
+  return c.tile_k > 64 ? ForwardTuning{64, 4, 1, 2} : ForwardTuning{32, 0, 1, 3};
+}
+
+/// The general kernel's: softcap, ALiBi and dropout want registers too.
+constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
+  ForwardTuning t = forward_tuning(c);
+  if (t.split == 1 && t.step > 32) t.step = 32;
+  if (t.min_blocks > 2) t.min_blocks = 2;
+  return t;
+}
+
+/// Adds V's infs and NaNs to the tile's rows of the output that see them: what the second attempt's
+/// loop has left out. One thread per column.
+template <typename Shape>
+__device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
+  using T = typename Shape::T;
+  const Mask mask = p.sequence(tile.batch).mask;
+  const RowsView v = tile.v;
+  const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
+  const Range keys = mask.kv_range(queries);
+  const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
+  for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
+    Range done{0, 0};  // rows that are NaN already
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      const T value = *reinterpret_cast<const T*>(v.data + key * v.stride_bytes + 2 * column);
+      if (isfinite(static_cast<float>(value))) continue;
+      const Range rows = intersect(mask.q_range({key, key + 1}), queries);
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        if (done.contains(row)) {
+          row = done.end - 1;
+          continue;
+        }
+        T* const out =
+            reinterpret_cast<T*>(tile.out.data + row * tile.out.stride_bytes + 2 * column);
+        // A dropped weight is 0, and 0 * inf is NaN.
+        const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
+        *out = static_cast<T>(static_cast<float>(*out) +
+                              static_cast<float>(value) * (kept ? 1.f : 0.f));
+      }
+      if (isnan(static_cast<float>(value)) && !rows.empty()) {
+        const bool joined = rows.begin <= done.end && done.begin <= rows.end;
+        done = joined ? Range{min64(rows.begin, done.begin), max64(rows.end, done.end)} : rows;
+      }
+    }
+  }
+}
+
+/// Copies a block's rows of K or V, kRowsAtOnce at a time. source: this thread's place in the first
+/// of them. rows, columns: that there are from there on.
+template <typename Shape, bool kWhole>
+__device__ __forceinline__ void copy_block(uint32_t to, const char* source, int64_t stride_bytes,
+                                           int rows, int columns) {
+  using KTile = typename Shape::KTile;
+  constexpr int kRowsAtOnce = Shape::kThreads / KTile::kChunks;
+  static_assert(Shape::kTileK % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
+#pragma unroll
+  for (int i = 0; i < Shape::kTileK; i += kRowsAtOnce) {
+#pragma unroll
+    for (int panel = 0; panel < KTile::kPanels; ++panel) {
+      ptx::cp_async_16_if(
+          to + static_cast<uint32_t>(panel * KTile::kPanelBytes + i * KTile::kRowBytes),
+          source + panel * KTile::kRowBytes,
+          (kWhole || i < rows) && panel * KTile::kPanel < columns);
+    }
+    source += kRowsAtOnce * stride_bytes;
+  }
+}
+
+template <typename Shape, bool kGeneral>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order,
+                   const Stagger stagger) {
+  using T = typename Shape::T;
+  using KTile = typename Shape::KTile;
+  using QTile = typename Shape::QTile;
+  constexpr int kTileQ = Shape::kTileQ, kTileK = Shape::kTileK, kThreads = Shape::kThreads;
+
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t ring = ptx::shared_address(shared);
+  const int thread = threadIdx.x;
+  auto* const limits = reinterpret_cast<int2*>(shared + Shape::kLimitsOffset);
+  auto* const team_keys = reinterpret_cast<TeamKeys*>(shared + Shape::kTeamKeysOffset);
+  auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
+  const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (index >= order.items) return;
+  stagger.wait(index);
+
+  Warp<Shape, kGeneral> w{p, *info, limits, ring};
+  w.stand_at(thread);
+
+  // --- Copies: this thread's part of a block of K and V ---
+  const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
+    if constexpr (kGeneral) {
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage, k, block * kTileK, k.aligned(), thread);
+      load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
+                                                 v.aligned(), thread);
+    } else {
+      // All made anew for each block: registers are shorter than time is here.
+      const int self = ptx::thread_again();
+      const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
+      const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
+      const int64_t row = int64_t{block} * kTileK + first_row;
+      const char* const k_source = k.data + row * k_stride + 16 * chunk;
+      const char* const v_source = v.data + row * v_stride + 16 * chunk;
+      const uint32_t k_to = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
+      const uint32_t v_to = k_to + KTile::kBytes;
+      const int k_columns = p.head_dim - 8 * chunk, v_columns = p.head_dim_v - 8 * chunk;
+      const int32_t left = k.rows - block * kTileK;
+      if (left >= kTileK) {
+        copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
+        copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
+      } else {
+        copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
+        copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
+      }
+    }
+    ptx::cp_async_commit();
+  };
+
+  // --- Which queries, which keys they see; Q and the first block on their way ---
+  int32_t block;
+  bool some_block;
+  {
+    const WorkItem item = order.item(index);
+    const Sequence sequence = p.sequence(item.batch);
+    const Mask& mask = sequence.mask;
+    const auto seqlen_q = static_cast<int32_t>(mask.seqlen_q);
+    const auto seqlen_k = static_cast<int32_t>(mask.seqlen_k);
+    const int32_t begin = item.tile * kTileQ;
+    if (begin >= seqlen_q) return;  // varlen: a shorter sequence than the longest
+    const RowsView q = rows_view(p.q, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim);
+    load_tile<kTileQ, Shape::kWidth, kThreads>(ring + Shape::kQOffset, q, begin,
+                                               kGeneral ? q.aligned() : true, thread);
+    ptx::cp_async_commit();
+    const auto head_kv =
+        static_cast<int32_t>(order.kv_group.divide(static_cast<uint32_t>(item.head)));
+    const RowsView k = rows_view(p.k, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim);
+    const RowsView v = rows_view(p.v, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim_v);
+    // The mask's arithmetic takes a few hundred instructions: not where there is none.
+    const bool limited = p.causal || p.window_left >= 0 || p.window_right >= 0;
+    const auto rows = [&](int32_t first, int32_t count) {
+      return Range{min(begin + first, seqlen_q), min(begin + first + count, seqlen_q)};
+    };
+    Range keys{0, seqlen_k};
+    if (limited) keys = mask.kv_range(rows(0, kTileQ));
+    block = static_cast<int32_t>(keys.begin) / kTileK;
+    some_block = !keys.empty();
+    const auto write_info = [&] {
+      if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
+      *info = {k,
+               v,
+               rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
+               p.lse ? p.lse + sequence.lse_row + item.head * p.lse_head_stride + begin : nullptr,
+               item.batch,
+               item.head,
+               begin,
+               block,
+               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block,
+               static_cast<int32_t>(mask.position(begin)),
+               kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
+               0};
+    };
+    if (some_block) copy_next(ring, block, k, v);
+    write_info();
+    if (thread < Shape::kTeams) {
+      Range some = keys, full = keys;
+      if (limited) {
+        some = mask.kv_range(rows(thread * Shape::kRows, Shape::kRows));
+        full = mask.full_range(rows(thread * Shape::kRows, Shape::kRows));
+      }
+      team_keys[thread] = {static_cast<int32_t>(some.begin), static_cast<int32_t>(some.end),
+                           static_cast<int32_t>(full.begin), static_cast<int32_t>(full.end)};
+    }
+    for (int i = thread; i < kTileQ; i += kThreads) {
+      limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
+    }
+    if constexpr (Shape::kKept > 0) {
+      if (some_block) ptx::cp_async_wait<1>();
+    }
+  }
+  __syncthreads();
+  if constexpr (Shape::kKept > 0) {
+    if (some_block) w.keep_q();
+  }
+
+  // --- Loop over key blocks; a second attempt where the first one overflowed ---
+  bool careful = false;
+  bool real = true;  // not: a turn that only copies the first block
+  uint32_t stage = ring;
+  for (;;) {
+    w.clear();
+    bool have_references = false;
+#pragma unroll 1
+    for (; block < info->block_end; ++block) {
+      const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
+      if (real) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
+      if (!real) {
+        real = true;
+        stage = next;
+        continue;
+      }
+      if (careful) {
+        bool found = false;
+        auto* const values = reinterpret_cast<uint16_t*>(shared + (stage - ring) + KTile::kBytes);
+#pragma unroll 1
+        for (int i = thread; i < KTile::kBytes / 2; i += kThreads) {
+          constexpr uint16_t kExponent = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
+          if ((values[i] & kExponent) == kExponent) values[i] = 0, found = true;
+        }
+        if (__syncthreads_or(found) && ptx::thread_again() == 0) info->v_nonfinite = 1;
+      }
+      int team = w.team;
+#if __CUDA_ARCH__ < 900  // from the rows, which the loop needs anyhow: ptxas would spill it
+      int rows = team * Shape::kRows;
+      asm volatile("" : "+r"(rows));
+      team = rows / Shape::kRows;
+#endif
+      const TeamKeys keys = team_keys[team];
+      uint32_t k_rows = stage;
+      const int32_t key_end = (block + 1) * kTileK;
+#pragma unroll 1
+      for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
+        const uint32_t v_rows = k_rows + KTile::kBytes;
+        const bool all = keys.full_begin <= key && key + Shape::kStep <= keys.full_end;
+        if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
+        } else if (!have_references) {
+          w.template step<Rule::kOnline>(k_rows, v_rows, key, all);
+          have_references = !careful && w.have_references();
+        } else if (all) {
+          w.template step<Rule::kPlain>(k_rows, v_rows, key, true);
+        } else {
+          w.template step<Rule::kMasked>(k_rows, v_rows, key, false);
+        }
+        k_rows += Shape::kStep * KTile::kRowBytes;
+      }
+      stage = next;
+    }
+    w.sum_lanes();
+    // With no block at all Q is still on its way, and a thread is not to end before its copies.
+    ptx::cp_async_wait<0>();
+    if (!__syncthreads_or(!careful && !w.all_finite())) break;
+    careful = true, real = false;
+    block = info->block_begin - 1;
+    stage = ring + Shape::kStageBytes;
+  }
+
+  // --- O / sum and lse ---
+  w.stand_at(ptx::thread_again());  // anew: ptxas would spill it around the loop
+  const int rows_from = w.team * Shape::kRows;
+  const bool suspect =
+      w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
+  if (__syncthreads_or(suspect)) {
+    exact_rows<T, kGeneral>(p, {-1, info->batch, info->head, info->begin},
+                            static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
+  }
+  if (info->v_nonfinite) {
+    __syncthreads();
+    add_nonfinite<Shape>(p, *info);
+  }
+}
+
+// --- Host ---
+
+template <ForwardConfig kC, ForwardTuning kT>
+using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
+                             kT.kept, kT.split, kT.min_blocks>;
+
+template <ForwardConfig kConfig>
+constexpr LaunchShape forward_shape() {
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return {Plain::kThreads, max64(Plain::kSharedBytes, General::kSharedBytes)};
+}
+
+template <ForwardConfig kConfig>
+void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
+
+template <typename Shape, bool kGeneral>
+cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
+  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
+                             Shape::kSharedBytes);
+  StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
+  const GridSize grid = grid_for(order.items);
+  Stagger stagger =
+      Stagger::make(params, order.items,
+                    blocks_at_once(target.multiprocessors, target.shared_bytes, Shape::kSharedBytes,
+                                   Shape::kMinBlocks),
+                    2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
+  void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
+  return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);
+}
+
+/// Whether the rows of all heads are made of whole 16-byte units.
+inline bool in_units(const Tensor& t, int32_t dim) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
+}
+
+template <ForwardConfig kConfig>
+cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
+  const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
+                     in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
+                     in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
+  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
+  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
+  return plain ? launch_kernel<Plain, false>(p, target) : launch_kernel<General, true>(p, target);
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_

@@ -1,0 +1,494 @@
+// What one warp of the mma.sync forward kernel does (forward_sm80.cuh): its products, its softmax,
+// its results.
+#ifndef STROBE_CUDA_MMA_SYNC_FORWARD_WARP_CUH_
+#define STROBE_CUDA_MMA_SYNC_FORWARD_WARP_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/dropout.cuh"
+#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/load.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/quad.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tile.cuh"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+
+namespace strobe::cuda::sm80 {
+
+/// The kernel's template argument: a configuration and its tuning.
+template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
+          int kKept_, int kSplit_, int kMinBlocks_>
+struct ForwardShape {
+  using T = std::conditional_t<kDtype == STROBE_BFLOAT16, __nv_bfloat16, __half>;
+  static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_, kStep = kStep_;
+  static constexpr int kKept = kKept_, kSplit = kSplit_, kMinBlocks = kMinBlocks_;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kTeams = kWarps / kSplit;  // of warps that share rows
+  static constexpr int kRows = kTileQ / kTeams;
+  static constexpr int kWarpStep = kStep / kSplit;  // keys of a step whose scores a warp has
+  using QTile = SharedTile<kTileQ, kWidth>;
+  using KTile = SharedTile<kTileK, kWidth>;
+  static constexpr int kStageBytes = 2 * KTile::kBytes;
+  static constexpr int kRing = kStages * kStageBytes;
+  static constexpr bool kKeepAll = kKept == kWidth / 16;
+  static constexpr int kQOffset = kKeepAll ? kRing - QTile::kBytes : kRing;
+  static constexpr int kWeightsOffset = kKeepAll ? kRing : kRing + QTile::kBytes;
+  // A warp's weights of a step, as 16-byte fragments by lane; two sets, used in turn.
+  static constexpr int kWeightsBytes = kSplit == 1 ? 0 : kRows * kWarpStep * 2;
+  static constexpr int kLimitsOffset = kWeightsOffset + 2 * kWarps * kWeightsBytes;
+  static constexpr int kTeamKeysOffset = kLimitsOffset + kTileQ * 8;
+  static constexpr int kInfoOffset = kTeamKeysOffset + kTeams * 16;
+  static constexpr int kSharedBytes = kInfoOffset + 112;
+  static_assert(kRows % 16 == 0 && kTileK % kStep == 0 && kWarpStep % 16 == 0);
+  static_assert(kStages == 2 && (kSplit == 1 || kSplit == 2));
+  static_assert(!kKeepAll || QTile::kBytes <= kRing - kStageBytes);
+  static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
+};
+
+/// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
+struct alignas(16) TeamKeys {
+  int32_t some_begin, some_end, full_begin, full_end;
+};
+/// Where a tile's keys, values and results are.
+struct alignas(16) TileInfo {
+  RowsView k, v, out;
+  float* lse;  // of the tile's first row; null: not wanted
+  int32_t batch, head, begin;
+  int32_t block_begin, block_end;
+  int32_t position;     // of row `begin` among the keys
+  float slope_log2;     // ALiBi
+  int32_t v_nonfinite;  // V has infs or NaNs, which the second attempt has left out
+};
+static_assert(sizeof(TileInfo) == 112);
+
+enum class Rule { kPlain, kMasked, kOnline };
+
+/// What a warp holds and does: kRows rows of O, their softmax, and their queries.
+template <typename Shape, bool kGeneral>
+struct Warp {
+  using T = typename Shape::T;
+  using KTile = typename Shape::KTile;
+  using QTile = typename Shape::QTile;
+  static constexpr int kM = Shape::kRows / 16;                  // row blocks
+  static constexpr int kKSteps = Shape::kWidth / 16;            // of Q K^T
+  static constexpr int kN = Shape::kWidth / 8 / Shape::kSplit;  // column blocks of O
+  static constexpr int kStep = Shape::kWarpStep;
+  static constexpr int kKept = Shape::kKept, kSplit = Shape::kSplit;
+  using Scores = float[kM][kStep / 8][4];
+
+  const ForwardParams& p;
+  const TileInfo& info;
+  const int2* all_limits;  // keys [x, y) that the tile's rows see, in shared memory
+  uint32_t ring;           // address of all shared memory
+  int lane, team, part;    // part: which of the warps that share rows
+  const int2* limits;      // of the warp's rows
+  uint32_t q_tile;         // shared address of the warp's rows of Q
+  uint32_t weights;        // shared address of the team's weights: [set][part]
+  uint32_t q_fragment[kM][kKept ? kKept : 1][4];
+  float scale_log2;
+
+  float o[kM][kN][4];
+  float reference[kM][2], sum[kM][2];  // of rows lane / 4 and + 8; sums are this lane's part
+
+  /// Works out which warp this is.
+  __device__ __forceinline__ void stand_at(int thread) {
+    lane = thread % 32;
+    // The shuffle tells the compiler that the number is the same for a whole warp.
+    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+    team = warp % Shape::kTeams;
+    part = kSplit == 1 ? 0 : warp / Shape::kTeams;
+    scale_log2 = p.scale * kLog2e;
+    limits = all_limits + team * Shape::kRows;
+    q_tile = ring + static_cast<uint32_t>(Shape::kQOffset + team * Shape::kRows * QTile::kRowBytes);
+    weights = ring + static_cast<uint32_t>(Shape::kWeightsOffset +
+                                           team * 2 * kSplit * Shape::kWeightsBytes);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      reference[m][0] = reference[m][1] = -infinity();
+      sum[m][0] = sum[m][1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void load_q(uint32_t (&a)[4], int m, int step) const {
+    const uint32_t at = q_tile + static_cast<uint32_t>(QTile::fragment_offset(lane, 0));
+    ptx::ldmatrix(a, (at ^ 32 * QTile::block_k(16 * step)) +
+                         static_cast<uint32_t>(QTile::block_offset(16 * m, 16 * step)));
+  }
+  __device__ __forceinline__ void keep_q() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int step = 0; step < kKept; ++step) load_q(q_fragment[m][step], m, step);
+    }
+  }
+
+  /// s = Q K^T of kStep keys. k: shared address of their rows of the K tile.
+  __device__ __forceinline__ void scores(Scores& s, uint32_t k) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kStep / 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+    }
+    const uint32_t at = k + static_cast<uint32_t>(KTile::fragment_offset_b(lane, 0));
+#pragma unroll
+    for (int step = 0; step < kKSteps; ++step) {
+      uint32_t a[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if (step < kKept) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[m][i] = q_fragment[m][step < kKept ? step : 0][i];
+        } else {
+          load_q(a[m], m, step);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kStep / 16; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix(b, (at ^ 32 * KTile::block_k(16 * step)) +
+                             static_cast<uint32_t>(KTile::block_offset(16 * n, 16 * step)));
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
+          ptx::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  /// O += P V of 16 keys, P as A operands. v: shared address of their rows of the V tile.
+  __device__ __forceinline__ void multiply(const uint32_t (&a)[kM][4], uint32_t v) {
+    // Of each 16 * kSplit columns, the part's 16.
+    const uint32_t at = (v + static_cast<uint32_t>(KTile::fragment_offset(lane, 0))) ^ 32 * part;
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      constexpr int kApart = 16 * kSplit;
+      uint32_t b[4];
+      ptx::ldmatrix_trans(b, (at ^ 32 * KTile::block_k(kApart * n)) +
+                                 static_cast<uint32_t>(KTile::block_offset(0, kApart * n)));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma<T>(o[m][2 * n], a[m], b[0], b[1]);
+        ptx::mma<T>(o[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+
+  /// O += P V, s being the weights. v: shared address of the step's rows of the V tile. set: which
+  /// of the two sets of exchanged weights is this step's.
+  __device__ __forceinline__ void accumulate(const Scores& s, uint32_t v, int set) {
+    constexpr int kRowsBytes = 16 * KTile::kRowBytes, kBlocks = kStep / 16;
+    const uint32_t exchanged =
+        weights + static_cast<uint32_t>(set * kSplit * Shape::kWeightsBytes + 16 * lane);
+    const uint32_t mine = exchanged + static_cast<uint32_t>(part * Shape::kWeightsBytes);
+    const uint32_t own_v = v + static_cast<uint32_t>(part * kBlocks * kRowsBytes);
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      uint32_t a[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        a[m][0] = ptx::pack<T>(s[m][2 * j][0], s[m][2 * j][1]);
+        a[m][1] = ptx::pack<T>(s[m][2 * j][2], s[m][2 * j][3]);
+        a[m][2] = ptx::pack<T>(s[m][2 * j + 1][0], s[m][2 * j + 1][1]);
+        a[m][3] = ptx::pack<T>(s[m][2 * j + 1][2], s[m][2 * j + 1][3]);
+        if constexpr (kSplit == 2) {
+          asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(
+                           mine + static_cast<uint32_t>((j * kM + m) * 512)),
+                       "r"(a[m][0]), "r"(a[m][1]), "r"(a[m][2]), "r"(a[m][3])
+                       : "memory");
+        }
+      }
+      multiply(a, own_v + static_cast<uint32_t>(j * kRowsBytes));
+    }
+    if constexpr (kSplit == 2) {
+      team_barrier();
+      const uint32_t other = exchanged + static_cast<uint32_t>((part ^ 1) * Shape::kWeightsBytes);
+      const uint32_t other_v = v + static_cast<uint32_t>((part ^ 1) * kBlocks * kRowsBytes);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        uint32_t a[kM][4];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                       : "=r"(a[m][0]), "=r"(a[m][1]), "=r"(a[m][2]), "=r"(a[m][3])
+                       : "r"(other + static_cast<uint32_t>((j * kM + m) * 512))
+                       : "memory");
+        }
+        multiply(a, other_v + static_cast<uint32_t>(j * kRowsBytes));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void team_barrier() const {
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + team) : "memory");
+  }
+  /// One value per row from the other part: each sends, in a set of the weights that nobody reads
+  /// at the time, and receives after a barrier.
+  __device__ __forceinline__ uint32_t row_value(int set, int from, int m, int h) const {
+    return weights + static_cast<uint32_t>((set * kSplit + from) * Shape::kWeightsBytes +
+                                           4 * (16 * m + lane / 4 + 8 * h));
+  }
+  __device__ __forceinline__ void send_row(int set, int m, int h, float x) const {
+    if (lane % 4 == 0) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(row_value(set, part, m, h)), "f"(x) : "memory");
+    }
+  }
+  __device__ __forceinline__ float received_row(int set, int m, int h) const {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(x)
+                 : "r"(row_value(set, part ^ 1, m, h))
+                 : "memory");
+    return x;
+  }
+
+  /// Softcap and ALiBi: q.k -> score in log 2 units.
+  __device__ __forceinline__ void apply_features(Scores& s, int32_t key0) const {
+    // A tile of 128 x 64 at width 128 has no register to spare: ptxas spills the position where it
+    // is computed anew on 9.0, and where it is not before that.
+#if __CUDA_ARCH__ >= 900
+    const int32_t position = info.position + team * Shape::kRows;
+#endif
+    score_rule(p, info.slope_log2).choose<false>([&](auto cap, auto slopes) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const ScoreRule rule = score_rule(p, info.slope_log2);
+#if __CUDA_ARCH__ < 900
+          const int32_t position = info.position + team * Shape::kRows;
+#endif
+          const auto start =
+              static_cast<float>(position + 16 * m + lane / 4 + 8 * h - key0 - 2 * (lane % 4));
+#pragma unroll
+          for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& x = s[m][n][2 * h + i];
+              x = apply_rule<cap.value, slopes.value>(rule, x,
+                                                      fabsf(start - static_cast<float>(8 * n + i)));
+            }
+          }
+        }
+      }
+    });
+  }
+  /// Zeros in place of the weights that dropout takes; after they are summed, for dropout comes
+  /// after the softmax.
+  __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
+    const auto batch_head = static_cast<uint32_t>(info.batch * p.heads + info.head);
+    const auto first_row = static_cast<uint32_t>(info.begin + team * Shape::kRows);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kStep / 8; n += 2) {
+        uint32_t word[4];
+        dropout_words(p.dropout, batch_head, first_row + 16 * m,
+                      static_cast<uint32_t>(key0) / 8 + n, lane, word);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {  // dropout_words: rows b / 2, columns b % 2
+          float(&x)[4] = s[m][n + b % 2];
+          x[b / 2 * 2] = keep_low(p.dropout, word[b]) ? x[b / 2 * 2] : 0.f;
+          x[b / 2 * 2 + 1] = keep_high(p.dropout, word[b]) ? x[b / 2 * 2 + 1] : 0.f;
+        }
+      }
+    }
+  }
+
+  /// A row's limits, relative to this lane's first column of the keys from key0.
+  __device__ __forceinline__ int2 limits_from(int32_t key0, int m, int h) const {
+    const int2 limit = limits[16 * m + lane / 4 + 8 * h];
+    return make_int2(limit.x - key0 - 2 * (lane % 4), limit.y - key0 - 2 * (lane % 4));
+  }
+
+  /// -inf where a row does not see the key; new maxima, and what they make of the old O and sums.
+  /// all: every row sees every key.
+  __device__ __forceinline__ void raise_references(Scores& s, int32_t key0, bool all, int set) {
+    float max[kM][2];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!all) {
+          const int2 limit = limits_from(key0, m, h);
+#pragma unroll
+          for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& x = s[m][n][2 * h + i];
+              x = 8 * n + i >= limit.x && 8 * n + i < limit.y ? x : -infinity();
+            }
+          }
+        }
+        max[m][h] = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < kStep / 8; ++n) {
+          max[m][h] = fmaxf(max[m][h], fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        }
+        // The scale is positive here, or 1 because the scores have it already.
+        const float scale = kGeneral ? 1.f : scale_log2;
+        max[m][h] = fmaxf(quad_max(max[m][h]) * scale, reference[m][h]);
+        if constexpr (kSplit == 2) send_row(set, m, h, max[m][h]);
+      }
+    }
+    if constexpr (kSplit == 2) {
+      team_barrier();
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) max[m][h] = fmaxf(max[m][h], received_row(set, m, h));
+      }
+      team_barrier();  // the weights come to the same place
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float old = reference[m][h];
+        reference[m][h] = max[m][h];
+        if (__any_sync(0xffffffffu, max[m][h] != old && old > -infinity())) {
+          const float alpha = exp2_fast(old - reference_of(max[m][h]));
+          sum[m][h] *= alpha;
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            o[m][n][2 * h] *= alpha;
+            o[m][n][2 * h + 1] *= alpha;
+          }
+        }
+      }
+    }
+  }
+
+  /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above.
+  template <Rule kRule>
+  __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all) {
+    Scores s;
+    const int set = key0 / Shape::kStep % 2;
+    if constexpr (kSplit == 2) {
+      k += static_cast<uint32_t>(part * kStep * KTile::kRowBytes);
+      key0 += part * kStep;
+    }
+    scores(s, k);
+    if constexpr (kGeneral) apply_features(s, key0);
+    if constexpr (kRule == Rule::kOnline) raise_references(s, key0, all, set);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int2 limit = make_int2(0, kStep);
+        if constexpr (kRule == Rule::kMasked) limit = limits_from(key0, m, h);
+        const float subtract =
+            kRule == Rule::kOnline ? reference_of(reference[m][h]) : reference[m][h];
+#pragma unroll
+        for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = s[m][n][2 * h + i];
+            x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
+            if constexpr (kRule == Rule::kMasked) {
+              x = 8 * n + i >= limit.x && 8 * n + i < limit.y ? x : 0.f;
+            }
+            sum[m][h] += x;
+          }
+        }
+      }
+    }
+    if constexpr (kGeneral) {
+      if (p.dropout.enabled()) drop(s, key0);
+    }
+    accumulate(s, v, set);
+  }
+
+  /// Whether every row of the warp has something to subtract.
+  __device__ __forceinline__ bool have_references() const {
+    bool all = true;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      all &= reference[m][0] > -infinity() && reference[m][1] > -infinity();
+    }
+    return __all_sync(0xffffffffu, all) != 0;
+  }
+
+  /// Whether this lane's part of O is finite, and its sums are with room to spare.
+  __device__ __forceinline__ bool all_finite() const {
+    float zero[4] = {};  // four, so that the additions do not wait for each other
+    bool fine = true;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      fine &= sum[m][0] < 0x1p100f && sum[m][1] < 0x1p100f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) zero[i] = fmaf(o[m][n][i], 0.f, zero[i]);
+      }
+    }
+    return fine && zero[0] + zero[1] + zero[2] + zero[3] == 0.f;
+  }
+
+  /// The sums of whole rows, or of the warp's part of them, sent to the other: a barrier must
+  /// follow.
+  __device__ __forceinline__ void sum_lanes() {
+    if constexpr (kSplit == 2) team_barrier();
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h] = quad_sum(sum[m][h]);
+        if constexpr (kSplit == 2) send_row(0, m, h, sum[m][h]);
+      }
+    }
+  }
+
+  /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
+  /// After transposes within each quad a lane has eight columns in a row. Returns whether something
+  /// of O is not finite, but for rows with a NaN among their scores, or must not be used: what
+  /// exact_rows then does again.
+  __device__ __forceinline__ bool finish(const RowsView& out, int32_t first, float* lse) const {
+    const bool aligned = !kGeneral || out.aligned();
+    const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;
+    bool suspect = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * m + lane / 4 + 8 * h;
+        const bool there = first + row < out.rows;
+        char* const to = out.data + (first + row) * out.stride_bytes;
+        const int2 limit = limits[row];
+        const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
+        RowResult result =
+            finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
+        if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
+        uint32_t marks = 0;
+        if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
+#pragma unroll
+        for (int n = 0; n < kN; n += 4) {
+          uint32_t w[4];
+#pragma unroll
+          for (int d = 0; d < 4; ++d) {
+            w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
+                                o[m][n + d][2 * h + 1] * result.factor);
+            marks = mark_not_finite<T>(marks, w[d]);
+          }
+          quad_transpose(w, lane);
+          if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
+        }
+        suspect |= there && marked(marks) && result.factor == result.factor;
+      }
+    }
+    return suspect;
+  }
+};
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_FORWARD_WARP_CUH_
