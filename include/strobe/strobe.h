@@ -125,6 +125,13 @@ typedef struct strobe_problem {
 
   strobe_strides q, k, v, out;     /* both directions */
   strobe_strides dout, dq, dk, dv; /* backward */
+
+  /* c > 0: a query sees only keys of its own chunk, which are the c key positions from a multiple
+   * of c on; with causal and the window. 0: off */
+  int64_t attention_chunk;
+
+  /* 1: the arguments carry the array of that name, int32 [batch], on the problem's device. */
+  int32_t has_seqused_q, has_seqused_k, has_q_position, has_prefix;
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -170,6 +177,19 @@ typedef struct strobe_forward_args {
    * ends before this (struct_size) is served too. */
   int32_t (*interrupt)(void* interrupt_data);
   void* interrupt_data;
+  /* Of those sequences' rows that the tensors hold, the first so many are in use, when the problem
+   * has_seqused_q, has_seqused_k. What follows is never read (it may hold NaN): its out is 0, its
+   * lse -inf, its gradients are 0. Causal masks and windows align the last query in use with the
+   * last key in use. */
+  const int32_t* seqused_q; /* [batch] 0 to the rows of q that the sequence has */
+  const int32_t* seqused_k; /* [batch] 0 to the rows of k that the sequence has */
+  /* Key position of each sequence's first query, when the problem has_q_position; without it
+   * seqlen_k - seqlen_q of the rows in use. -2^30 to 2^30. */
+  const int32_t* q_position; /* [batch] */
+  /* Keys at the begin of each sequence that all of its queries see, whatever causal says
+   * (prefix-LM), when the problem has_prefix: 0 to seqlen_k. Not with window_left or
+   * attention_chunk. */
+  const int32_t* prefix; /* [batch] */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. */
@@ -192,6 +212,10 @@ typedef struct strobe_backward_args {
   void* stream;
   int32_t (*interrupt)(void* interrupt_data); /* as in forward */
   void* interrupt_data;
+  const int32_t* seqused_q; /* as in forward */
+  const int32_t* seqused_k;
+  const int32_t* q_position;
+  const int32_t* prefix;
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */

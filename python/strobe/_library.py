@@ -8,6 +8,7 @@ Python threads compute at the same time.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 import sys
@@ -80,6 +81,11 @@ class Problem(ctypes.Structure):
         ("dq", Strides),
         ("dk", Strides),
         ("dv", Strides),
+        ("attention_chunk", ctypes.c_int64),
+        ("has_seqused_q", ctypes.c_int32),
+        ("has_seqused_k", ctypes.c_int32),
+        ("has_q_position", ctypes.c_int32),
+        ("has_prefix", ctypes.c_int32),
     ]
 
 
@@ -125,6 +131,10 @@ class ForwardArgs(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("interrupt", ctypes.c_void_p),
         ("interrupt_data", ctypes.c_void_p),
+        ("seqused_q", ctypes.c_void_p),
+        ("seqused_k", ctypes.c_void_p),
+        ("q_position", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
     ]
 
 
@@ -153,6 +163,10 @@ class BackwardArgs(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("interrupt", ctypes.c_void_p),
         ("interrupt_data", ctypes.c_void_p),
+        ("seqused_q", ctypes.c_void_p),
+        ("seqused_k", ctypes.c_void_p),
+        ("q_position", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
     ]
 
 
@@ -192,7 +206,8 @@ def _packer(cls: type[ctypes.Structure]) -> struct.Struct:
     """
     codes = {ctypes.c_size_t: "N", ctypes.c_void_p: "P", ctypes.c_uint64: "Q"}
     # c_size_t and c_uint64 are one class where they have one size; N and Q are then the same too.
-    packer = struct.Struct("@" + "".join(codes[field[1]] for field in cls._fields_[:-2]))
+    fields = itertools.takewhile(lambda field: field[0] != "interrupt", cls._fields_)
+    packer = struct.Struct("@" + "".join(codes[field[1]] for field in fields))
     end = cls.interrupt.offset
     if packer.size != end:  # pragma: no cover - true by the C rules for these types
         raise ImportError(f"strobe: {cls.__name__} packs to {packer.size} bytes, expected {end}")

@@ -116,14 +116,15 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   const Kernel* kernel = nullptr;
   STROBE_RETURN_IF_ERROR(find_kernel(plan, &kernel));
   if (!args) return null_argument("args");
-  // As headers had it before `interrupt`.
-  constexpr size_t kShorter = offsetof(Args, interrupt);
+  // As older headers had it: what came since is then not there.
   Args grown;
-  if (args->struct_size == kShorter) {
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q)}) {
+    if (args->struct_size != shorter) continue;
     grown = {};
-    std::memcpy(&grown, args, kShorter);
+    std::memcpy(&grown, args, shorter);
     grown.struct_size = sizeof grown;
     args = &grown;
+    break;
   }
   STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
   if (plan->problem.direction != direction) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/mask.h"
+#include "core/sequence.h"
 #include "core/status.h"
 #include "strobe/strobe.h"
 
@@ -40,6 +41,16 @@ STROBE_INLINE constexpr int64_t element_size(int32_t dtype) {
 }
 const char* dtype_name(int32_t dtype);
 
+/// Null where a problem has nothing but whole sequences and masks aligned at their ends; else the
+/// first option that asks for more.
+STROBE_INLINE constexpr const char* option_beyond_whole_sequences(const AttentionProblem& p) {
+  return p.has_seqused_q    ? "has_seqused_q"
+         : p.has_seqused_k  ? "has_seqused_k"
+         : p.has_q_position ? "has_q_position"
+         : p.has_prefix     ? "has_prefix"
+                            : nullptr;
+}
+
 /// Rows of q (or k) that the tensors hold, all sequences together.
 STROBE_INLINE constexpr int64_t rows_q(const AttentionProblem& p) {
   return p.varlen ? p.total_q : p.batch * p.seqlen_q;
@@ -48,10 +59,25 @@ STROBE_INLINE constexpr int64_t rows_k(const AttentionProblem& p) {
   return p.varlen ? p.total_k : p.batch * p.seqlen_k;
 }
 
-/// Mask of a sequence with the given lengths.
-STROBE_INLINE constexpr Mask make_mask(const AttentionProblem& p, int64_t seqlen_q,
-                                       int64_t seqlen_k) {
-  return Mask::make(seqlen_q, seqlen_k, p.causal != 0, p.window_left, p.window_right);
+STROBE_INLINE constexpr MaskRule mask_rule(const AttentionProblem& p) {
+  return {p.window_left, p.window_right, p.attention_chunk, p.causal != 0};
+}
+
+/// The sequences of a launch. Args: ForwardArgs or BackwardArgs; empty ones for a plan.
+template <typename Args>
+STROBE_INLINE constexpr Sequences sequences_of(const AttentionProblem& p, const Args& a) {
+  return {p.varlen ? a.cu_seqlens_q : nullptr,
+          p.varlen ? a.cu_seqlens_k : nullptr,
+          p.has_seqused_q ? a.seqused_q : nullptr,
+          p.has_seqused_k ? a.seqused_k : nullptr,
+          p.has_q_position ? a.q_position : nullptr,
+          p.has_prefix ? a.prefix : nullptr,
+          static_cast<int32_t>(p.batch),
+          static_cast<int32_t>(p.heads),
+          static_cast<int32_t>(p.seqlen_q),
+          static_cast<int32_t>(p.seqlen_k),
+          p.varlen ? p.total_q : p.seqlen_q,
+          mask_rule(p)};
 }
 
 STROBE_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

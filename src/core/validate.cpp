@@ -170,6 +170,20 @@ Status check_problem(const AttentionProblem& p) {
     return invalid("has_dlse = 1 with direction forward, expected direction backward");
   }
   STROBE_RETURN_IF_ERROR(check_integer("threads", p.threads, 0, 65536));
+  STROBE_RETURN_IF_ERROR(check_integer("attention_chunk", p.attention_chunk, 0, INT64_MAX));
+  STROBE_RETURN_IF_ERROR(check_flag("has_seqused_q", p.has_seqused_q));
+  STROBE_RETURN_IF_ERROR(check_flag("has_seqused_k", p.has_seqused_k));
+  STROBE_RETURN_IF_ERROR(check_flag("has_q_position", p.has_q_position));
+  STROBE_RETURN_IF_ERROR(check_flag("has_prefix", p.has_prefix));
+  // What a query sees is one interval of keys.
+  if (p.has_prefix && p.window_left >= 0) {
+    return invalid(format("window_left = %" PRId64 " with has_prefix = 1, expected -1 (no limit)",
+                          p.window_left));
+  }
+  if (p.has_prefix && p.attention_chunk > 0) {
+    return invalid(format("attention_chunk = %" PRId64 " with has_prefix = 1, expected 0 (off)",
+                          p.attention_chunk));
+  }
 
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = p.varlen ? p.total_k : p.seqlen_k;
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
@@ -256,6 +270,21 @@ Status check_lengths(const char* name, const int32_t* cu, int64_t batch, int64_t
   return {};
 }
 
+// An array of one number a sequence: `wanted` by the problem. limit(b): the most that sequence b
+// may have.
+template <typename Limit>
+Status check_numbers(const AttentionProblem& p, const char* name, const int32_t* values,
+                     int32_t wanted, int64_t low, const Limit& limit) {
+  STROBE_RETURN_IF_ERROR(check_pointer(name, values, wanted != 0, 4));
+  if (!wanted || p.device != STROBE_CPU) return {};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (low <= values[b] && values[b] <= limit(b)) continue;
+    return invalid(format("%s[%" PRId64 "] = %d, expected %" PRId64 " to %" PRId64, name, b,
+                          values[b], low, limit(b)));
+  }
+  return {};
+}
+
 // The arguments that both directions have.
 template <typename Args>
 Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
@@ -276,6 +305,16 @@ Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Arg
     STROBE_RETURN_IF_ERROR(
         check_lengths("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
   }
+  const auto rows = [&](const int32_t* cu, int64_t dense) {
+    return [&p, cu, dense](int64_t b) { return p.varlen ? int64_t{cu[b + 1]} - cu[b] : dense; };
+  };
+  const auto most_q = rows(a.cu_seqlens_q, p.seqlen_q), most_k = rows(a.cu_seqlens_k, p.seqlen_k);
+  STROBE_RETURN_IF_ERROR(check_numbers(p, "seqused_q", a.seqused_q, p.has_seqused_q, 0, most_q));
+  STROBE_RETURN_IF_ERROR(check_numbers(p, "seqused_k", a.seqused_k, p.has_seqused_k, 0, most_k));
+  constexpr int64_t kFurthest = Sequences::kFurthestPosition;
+  STROBE_RETURN_IF_ERROR(check_numbers(p, "q_position", a.q_position, p.has_q_position, -kFurthest,
+                                       [](int64_t) { return kFurthest; }));
+  STROBE_RETURN_IF_ERROR(check_numbers(p, "prefix", a.prefix, p.has_prefix, 0, most_k));
   return check_workspace(a.workspace, a.workspace_bytes, workspace_bytes);
 }
 
@@ -312,6 +351,11 @@ std::string to_string(const AttentionProblem& p) {
   if (p.window_left >= 0 || p.window_right >= 0) {
     s += format(", window (%" PRId64 ", %" PRId64 ")", p.window_left, p.window_right);
   }
+  if (p.attention_chunk > 0) s += format(", attention_chunk %" PRId64, p.attention_chunk);
+  if (p.has_seqused_q) s += ", seqused_q";
+  if (p.has_seqused_k) s += ", seqused_k";
+  if (p.has_q_position) s += ", q_position";
+  if (p.has_prefix) s += ", prefix";
   if (p.softcap > 0) s += format(", softcap %g", p.softcap);
   if (p.alibi) s += ", ALiBi";
   if (p.dropout_p > 0) s += format(", dropout %g", p.dropout_p);

@@ -22,7 +22,7 @@ static size_t backward_scratch(const BackwardContext& context) {
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte*) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * sequence.lse_head,
+  const int64_t at = sequence.lse_row + item.head * c.sequences.lse_head_stride,
                 n = item.q_end - item.q_begin;
   const Rows out(c.out, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
   const Rows dout(c.dout, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
@@ -79,7 +79,7 @@ static bool start_item(const Backward& b) {
 static bool lse_may_start(const Backward& b, const QueryTile& t) {
   if (!(__builtin_fabsf(t.rule.scale) > 1e-20f)) return false;
   const float* const lse =
-      b.c.lse + b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin;
+      b.c.lse + b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin;
   uint32_t large = 0;
   for (int64_t r = 0; r < t.queries.size(); r += kTile) {
     const auto lane = static_cast<__mmask16>(lanes(0, t.queries.size() - r));
@@ -102,7 +102,7 @@ static bool start_query_tile(const Backward& b, const QueryTile& t) {
   pack_columns(dout, padded, b.s.dout);
   bool special = pack_pairs(q, padded, b.s.q_pairs, b.s.q_special);
   special |= pack_pairs(dout, padded, b.s.dout_pairs, b.s.dout_special);
-  const int64_t at = b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin;
+  const int64_t at = b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin;
   const float lse_factor = t.rule.plain ? -1 / t.rule.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {
     b.s.lse[r] = r < n ? plain_nan(b.c.lse[at + r] * lse_factor) : 0;
@@ -182,8 +182,8 @@ static void backward_tile(const Backward& b, const QueryTile& t, Visit turn, boo
 
   uint32_t* const counter = turn_of(b.c, b.item.batch, t.head, t.queries.begin);
   float* const sum =
-      b.c.dq_sum +
-      (b.sequence.lse_row + t.head * b.sequence.lse_head + t.queries.begin) * b.c.dq_stride;
+      b.c.dq_sum + (b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin) *
+                       b.c.dq_stride;
   if (t.queries.size() == kBackwardTileQ) {
     if (!turn.first) wait_turn(counter, turn.order);
     tile.run_dq(turn.first ? nullptr : sum, turn.last ? b.s.dq : sum);

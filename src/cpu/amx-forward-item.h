@@ -249,7 +249,8 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
                   padded_dim(p.head_dim) / kPair,
                   padded_dim(p.head_dim_v) / kPair};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
-  float* const lse = c.lse ? c.lse + f.sequence.lse_row + item.head * f.sequence.lse_head : nullptr;
+  float* const lse =
+      c.lse ? c.lse + f.sequence.lse_row + item.head * c.sequences.lse_head_stride : nullptr;
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }

@@ -73,7 +73,7 @@ static size_t backward_scratch(const BackwardContext& context) {
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * sequence.lse_head;
+  const int64_t at = sequence.lse_row + item.head * c.sequences.lse_head_stride;
   find_row_sums(c, item, scratch);
   const hn::ScalableTag<double> f64;
   const hn::Rebind<float, decltype(f64)> half;
@@ -246,7 +246,7 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
                    p.head_dim_v);
 
   const auto batch_head = static_cast<uint32_t>(sequence.batch * p.heads + head);
-  const int64_t lse_at = sequence.lse_row + head * sequence.lse_head;
+  const int64_t lse_at = sequence.lse_row + head * c.sequences.lse_head_stride;
   const bool plain = rule.plain && !rule.dropout;
   const auto run = plain ? (masked ? backward_row<true, true> : backward_row<true, false>)
                          : (masked ? backward_row<false, true> : backward_row<false, false>);
@@ -275,7 +275,8 @@ STROBE_SIMD void hand_over_dq(const BackwardContext& c, const Sequence& sequence
                               Range tile, Visit turn, float* dq) {
   const AttentionProblem& p = c.problem;
   const int64_t d = c.dq_stride;
-  float* const sum = c.dq_sum + (sequence.lse_row + head * sequence.lse_head + tile.begin) * d;
+  float* const sum =
+      c.dq_sum + (sequence.lse_row + head * c.sequences.lse_head_stride + tile.begin) * d;
   const int64_t n = tile.size() * d;
   if (!turn.first) {
     uint32_t* const counter = turn_of(c, sequence.batch, head, tile.begin);
@@ -334,7 +335,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       const int64_t n = tile.size();
       load_rows(c.q, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim, s.q, d);
       load_rows(c.dout, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim_v, s.dout, dv);
-      const int64_t lse_at = sequence.lse_row + head * sequence.lse_head + q;
+      const int64_t lse_at = sequence.lse_row + head * c.sequences.lse_head_stride + q;
       for (int64_t r = 0; r < n; ++r) {
         const float divisor = row_softmax(c, rule, lse_at + r).divisor;
         if (divisor != 1) scale_row(s.dout + r * dv, dv, divisor);

@@ -48,7 +48,7 @@ static size_t coarse_scratch(const BackwardContext& c) { return forward_scratch(
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * sequence.lse_head;
+  const int64_t at = sequence.lse_row + item.head * c.sequences.lse_head_stride;
   for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {
     const int64_t end = min64(q + kForwardTileQ, item.q_end);
     bool any = false;

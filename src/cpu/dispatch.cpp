@@ -99,6 +99,9 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %s, expected bf16 (AMX multiplies bf16)", dtype_name(problem.dtype));
   }
 #endif
+  if (const char* option = option_beyond_whole_sequences(problem)) {
+    return format("%s = 1, expected 0 (not in this version's kernels)", option);
+  }
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }

@@ -329,9 +329,9 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
   const double unit = score_unit(score_rule(c, item.batch, item.head));
-  float* const lse =
-      c.lse ? c.lse + sequence.lse_row + item.head * sequence.lse_head + tile.queries.begin
-            : nullptr;
+  float* const lse = c.lse ? c.lse + sequence.lse_row + item.head * c.sequences.lse_head_stride +
+                                 tile.queries.begin
+                           : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
     const bool empty = tile.end[r] <= tile.before[r] + 1;

@@ -25,37 +25,16 @@ struct Tensor {
   }
 };
 
-/// One sequence of the batch: its mask (hence its lengths), and where its rows begin in the
-/// tensors.
-struct Sequence {
-  int64_t batch;
-  int64_t q_row, k_row;  // varlen: cu_seqlens[batch]; else 0
-  int64_t lse_row;       // of (batch, head 0, query 0) in lse
-  int64_t lse_head;      // from one head to the next in lse
-  Mask mask;
-};
-
 /// What both directions share.
 struct Context {
   AttentionProblem problem;  // resolved
   Tensor q, k, v;
-  const int32_t *cu_q, *cu_k;  // null unless varlen
-  const float* alibi_slopes;   // null unless ALiBi
+  Sequences sequences;
+  const float* alibi_slopes;  // null unless ALiBi
   Dropout dropout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
-  STROBE_INLINE Sequence sequence(int64_t batch) const {
-    const AttentionProblem& p = problem;
-    if (!cu_q) {
-      return {batch,      0,
-              0,          batch * p.heads * p.seqlen_q,
-              p.seqlen_q, make_mask(p, p.seqlen_q, p.seqlen_k)};
-    }
-    return {
-        batch,       cu_q[batch],
-        cu_k[batch], cu_q[batch],
-        p.total_q,   make_mask(p, cu_q[batch + 1] - cu_q[batch], cu_k[batch + 1] - cu_k[batch])};
-  }
+  STROBE_INLINE Sequence sequence(int64_t batch) const { return sequences.sequence(batch); }
   STROBE_INLINE float alibi_slope(int64_t batch, int64_t head) const {
     if (!alibi_slopes) return 0;
     return alibi_slopes[(problem.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? batch * problem.heads : 0) +

@@ -146,8 +146,7 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   c.q = tensor(args.q, p.q, p);
   c.k = tensor(args.k, p.k, p);
   c.v = tensor(args.v, p.v, p);
-  c.cu_q = p.varlen ? args.cu_seqlens_q : nullptr;
-  c.cu_k = p.varlen ? args.cu_seqlens_k : nullptr;
+  c.sequences = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
@@ -267,7 +266,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
   const ForwardContext context = forward_context(plan, args);
   const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
-  const ForwardItems items(plan, context.cu_q);
+  const ForwardItems items(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
   Counter next(items.count());
   parallel(plan.threads, [&](int thread) {
@@ -295,7 +294,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   // Rows of delta per item: whole query tiles, for backward_delta also zeroes the dq of tiles that
   // no key block visits.
   const int64_t delta_rows = round_up(256, plan.tile_q);
-  const Blocks delta_blocks = Blocks::of_queries(p, context.cu_q, delta_rows);
+  const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
   Counter deltas(delta_blocks.count());
   parallel(plan.threads, [&](int thread) {
@@ -313,7 +312,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
 
   // Key blocks ascending, as turnstile.h demands; under a causal mask that is also the longest
   // first.
-  const Blocks blocks = Blocks::of_keys(p, context.cu_k, plan.block_k);
+  const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k);
   Counter items(blocks.count());
   parallel(plan.threads, [&](int thread) {
     items.drain(thread, interrupt, [&](int64_t i) {

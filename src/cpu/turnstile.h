@@ -33,8 +33,9 @@ STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, i
                                 int64_t q_begin) {
   // Where lengths vary, so that the room does not grow with their bound: no two sequences' tiles
   // meet, as each is given one more than the rows before it fill.
-  const int64_t first = context.cu_q ? context.cu_q[batch] / context.tile_q + batch
-                                     : batch * ceil_div(context.problem.seqlen_q, context.tile_q);
+  const int64_t first = context.sequences.cu_q
+                            ? context.sequences.cu_q[batch] / context.tile_q + batch
+                            : batch * ceil_div(context.problem.seqlen_q, context.tile_q);
   return context.turn + head * context.turn_tiles + first + q_begin / context.tile_q;
 }
 

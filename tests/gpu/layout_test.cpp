@@ -132,8 +132,7 @@ CommonParams params(int batch, int heads, int heads_kv, int seqlen, int head_dim
   p.batch = batch, p.heads = heads, p.heads_kv = heads_kv, p.group = heads / heads_kv;
   p.seqlen_q = p.seqlen_k = seqlen;
   p.head_dim = p.head_dim_v = head_dim;
-  p.causal = causal;
-  p.window_left = p.window_right = -1;
+  p.rule.causal = causal;
   return p;
 }
 
@@ -206,13 +205,13 @@ TEST(Stagger, NobodyWaitsWhereThatGainsNothing) {
   EXPECT_FALSE(waits(p, kItems)) << "few queries";
   p.seqlen_q = 513;
   EXPECT_TRUE(waits(p, kItems));
-  p.causal = 1;
+  p.rule.causal = true;
   EXPECT_FALSE(waits(p, kItems)) << "queries before the first key";
   p.seqlen_q = 512;
   EXPECT_TRUE(waits(p, kItems));
-  p.window_left = 256;
+  p.rule.window_left = 256;
   EXPECT_FALSE(waits(p, kItems)) << "few keys in the window";
-  p.window_left = -1;
+  p.rule.window_left = -1;
   const int32_t lengths[33] = {};
   p.cu_k = lengths;
   EXPECT_FALSE(waits(p, kItems)) << "sequences of their own lengths";

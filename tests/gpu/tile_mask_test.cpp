@@ -13,10 +13,8 @@ namespace {
 void expect_same(int64_t seqlen_q, int64_t seqlen_k, bool causal, int64_t left, int64_t right,
                  int64_t first, int32_t rows) {
   CommonParams p{};
-  p.causal = causal;
-  p.window_left = left;
-  p.window_right = right;
-  const Mask mask = Mask::make(seqlen_q, seqlen_k, causal, left, right);
+  p.rule = {left, right, 0, causal};
+  const Mask mask = Mask::make(p.rule, seqlen_q, seqlen_k);
   const TileMask tile = TileMask::make(TileWindow::make(p), static_cast<int32_t>(seqlen_q),
                                        static_cast<int32_t>(seqlen_k), static_cast<int32_t>(first));
   for (int32_t row = 0; row < rows && first + row < seqlen_q; ++row) {
@@ -49,7 +47,6 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
 // Rows past the sequence's end too.
 constexpr bool fits(int32_t seqlen_q, int32_t seqlen_k, int32_t first, int32_t row) {
   CommonParams p{};
-  p.window_left = p.window_right = -1;
   const TileWindow unlimited = TileWindow::make(p);
   const TileMask tile = TileMask::make(unlimited, seqlen_q, seqlen_k, first);
   return tile.begin(row) == 0 && tile.end(row) == seqlen_k;

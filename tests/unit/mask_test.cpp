@@ -2,9 +2,11 @@
 // written out here.
 #include "core/mask.h"
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
+#include "core/visits.h"
 #include "gtest/gtest.h"
 
 namespace strobe {
@@ -15,6 +17,9 @@ constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
 struct Setting {
   bool causal;
   int64_t left, right;
+  int64_t chunk = 0;
+  // Added to the position at the bottom right; keys that all queries see.
+  int64_t shift = 0, prefix = 0;
 };
 
 constexpr Setting kSettings[] = {
@@ -23,26 +28,54 @@ constexpr Setting kSettings[] = {
     {true, -1, 100}, {false, 2, 7},         {false, 7, 2},    {false, 39, 1},   {false, 1, 39},
     {true, 40, 40},  {false, kHuge, kHuge}, {true, kHuge, 0}, {false, 4, kHuge}};
 
+constexpr Setting kMoreSettings[] = {
+    {false, -1, -1, 1},       {false, -1, -1, 7},       {true, -1, -1, 8},
+    {true, 3, -1, 5},         {false, 2, 4, 16},        {true, -1, -1, 100},
+    {true, -1, -1, kHuge},    {false, -1, -1, 7, -50},  {true, -1, -1, 0, 3},
+    {true, -1, -1, 0, -9},    {true, 4, -1, 0, -9},     {false, 2, 2, 0, 11},
+    {true, -1, -1, 6, 13},    {true, -1, -1, 0, 90},    {true, -1, -1, 0, -90},
+    {true, -1, -1, 0, 0, 1},  {true, -1, -1, 0, 0, 17}, {true, -1, -1, 0, 0, 40},
+    {false, -1, 3, 0, 0, 12}, {true, -1, -1, 0, -9, 5}, {false, -1, -1, 0, 0, 5},
+    {true, -1, -1, 0, 7, 30}};
+
+constexpr MaskRule Rule(const Setting& s) { return {s.left, s.right, s.chunk, s.causal}; }
+
 // The documented rule, apart from the header's code.
 bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64_t j) {
-  const int64_t ahead =
-      j - (i + seqlen_k - seqlen_q);  // keys that j stands after the query's position
+  if (j < s.prefix) return true;
+  const int64_t position = i + seqlen_k - seqlen_q + s.shift;
+  const int64_t ahead = j - position;  // keys that j stands after the query's position
   if (s.causal && ahead > 0) return false;
   if (s.right >= 0 && ahead > s.right) return false;
+  if (s.chunk > 0) {
+    const double chunk = static_cast<double>(s.chunk);
+    if (std::floor(static_cast<double>(position) / chunk) !=
+        std::floor(static_cast<double>(j) / chunk)) {
+      return false;
+    }
+  }
   return s.left < 0 || -ahead <= s.left;
 }
 
 template <typename Check>
 void ForAllMasks(Check check) {
-  for (const Setting& s : kSettings) {
-    for (int64_t nq = 0; nq <= 40; ++nq) {
-      for (int64_t nk = 0; nk <= 40; ++nk) {
-        check(s, Mask::make(nq, nk, s.causal, s.left, s.right));
-        if (::testing::Test::HasFailure()) {
-          FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal
-                 << ", window (" << s.left << ", " << s.right << ")";
-        }
-      }
+  const auto one = [&](const Setting& s, int64_t nq, int64_t nk) {
+    const int64_t prefix = s.prefix < nk ? s.prefix : nk;
+    check(s, Mask::make(Rule(s), nq, nk, nk - nq + s.shift, prefix));
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal
+             << ", window (" << s.left << ", " << s.right << "), chunk " << s.chunk << ", shift "
+             << s.shift << ", prefix " << s.prefix;
+    }
+  };
+  for (int64_t nq = 0; nq <= 40; ++nq) {
+    for (int64_t nk = 0; nk <= 40; ++nk) {
+      for (const Setting& s : kSettings) one(s, nq, nk);
+    }
+  }
+  for (int64_t nq = 0; nq <= 40; nq += nq % 4 + 1) {
+    for (int64_t nk = 0; nk <= 40; nk += nk % 3 + 1) {
+      for (const Setting& s : kMoreSettings) one(s, nq, nk);
     }
   }
 }
@@ -137,8 +170,41 @@ TEST(Mask, RangesOfKeyTilesAreExact) {
   });
 }
 
+// Blocks that are visited hold every pair that the mask allows; full ones hold no other.
+TEST(Visits, CoverWhatTheMaskAllows) {
+  ForAllMasks([](const Setting&, const Mask& m) {
+    const auto check = [](Visits v, int64_t blocks, int64_t size, int64_t length, int64_t rows,
+                          const auto& allows) {
+      for (int64_t n = 0; n < blocks; ++n) {
+        int64_t allowed = 0;
+        for (int64_t j = n * size; j < length && j < (n + 1) * size; ++j) {
+          for (int64_t r = 0; r < rows; ++r) allowed += allows(r, j);
+        }
+        ASSERT_TRUE(allowed == 0 || v.blocks.contains(n)) << "block " << n;
+        ASSERT_EQ(v.is_full(n), allowed == rows * size) << "block " << n;
+      }
+      ASSERT_TRUE(v.blocks.empty() || (v.blocks.begin >= 0 && v.blocks.end <= blocks));
+    };
+    for (const int64_t size : {1, 3, 8}) {
+      const auto blocks = [size](int64_t length) { return (length + size - 1) / size; };
+      for (int64_t begin = 0; begin < m.seqlen_q; begin += 5) {
+        const int64_t end = begin + 5 < m.seqlen_q ? begin + 5 : m.seqlen_q;
+        ASSERT_NO_FATAL_FAILURE(
+            check(key_visits(m, {begin, end}, size), blocks(m.seqlen_k), size, m.seqlen_k,
+                  end - begin, [&](int64_t r, int64_t j) { return m.allows(begin + r, j); }));
+      }
+      for (int64_t begin = 0; begin < m.seqlen_k; begin += 5) {
+        const int64_t end = begin + 5 < m.seqlen_k ? begin + 5 : m.seqlen_k;
+        ASSERT_NO_FATAL_FAILURE(
+            check(query_visits(m, {begin, end}, size), blocks(m.seqlen_q), size, m.seqlen_q,
+                  end - begin, [&](int64_t r, int64_t i) { return m.allows(i, begin + r); }));
+      }
+    }
+  });
+}
+
 TEST(Mask, EmptyTilesSeeNothingAndAskForNothing) {
-  const Mask m = Mask::make(10, 20, true, 3, -1);
+  const Mask m = Mask::make(Rule({true, 3, -1}), 10, 20);
   EXPECT_TRUE(m.kv_range({4, 4}).empty());
   EXPECT_TRUE(m.q_range({4, 4}).empty());
   EXPECT_EQ(m.full_range({4, 4}), (Range{0, 20}));
@@ -147,19 +213,19 @@ TEST(Mask, EmptyTilesSeeNothingAndAskForNothing) {
 
 TEST(Mask, HasNoOverflowAtTheLongestLengths) {
   constexpr int64_t kLongest = std::numeric_limits<int32_t>::max();
-  const Mask m = Mask::make(kLongest, kLongest, false, kHuge, kHuge);
+  const Mask m = Mask::make(Rule({false, kHuge, kHuge}), kLongest, kLongest);
   EXPECT_TRUE(m.allows(0, kLongest - 1));
   EXPECT_TRUE(m.allows(kLongest - 1, 0));
   EXPECT_EQ(m.kv_range({0, kLongest}), (Range{0, kLongest}));
   EXPECT_EQ(m.full_range({0, kLongest}), (Range{0, kLongest}));
-  const Mask one = Mask::make(kLongest, 1, true, -1, -1);
+  const Mask one = Mask::make(Rule({true, -1, -1}), kLongest, 1);
   EXPECT_FALSE(one.allows(kLongest - 2, 0));
   EXPECT_TRUE(one.allows(kLongest - 1, 0));
 }
 
 // The compiler can evaluate it, as CUDA's and the planner's constant expressions want.
-static_assert(Mask::make(4, 6, true, -1, -1).row(0) == Range{0, 3});
-static_assert(Mask::make(6, 4, true, -1, -1).row(0).empty());
+static_assert(Mask::make(Rule({true, -1, -1}), 4, 6).row(0) == Range{0, 3});
+static_assert(Mask::make(Rule({true, -1, -1}), 6, 4).row(0).empty());
 
 }  // namespace
 }  // namespace strobe

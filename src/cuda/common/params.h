@@ -26,29 +26,27 @@ struct Sequence {
 };
 
 struct CommonParams {
-  Tensor q, k, v;
   const int32_t *cu_q, *cu_k;  // null unless varlen
+  int32_t batch, heads;        // query heads
+  int32_t seqlen_q, seqlen_k;  // varlen: of the longest sequence
+  int64_t lse_head_stride;     // seqlen_q, or total_q
+  MaskRule rule;
+  Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
   int64_t alibi_batch_stride;  // 0 where slopes are per head
   Dropout dropout;
-  int32_t batch, heads, heads_kv, group;  // group: query heads per key head
-  int32_t seqlen_q, seqlen_k;             // varlen: of the longest sequence
+  int32_t heads_kv, group;   // group: query heads per key head
   int64_t total_q, total_k;  // rows of a batch entry; varlen: of all sequences together
   int32_t head_dim, head_dim_v;
-  int32_t causal;
-  int64_t window_left, window_right;
-  int64_t lse_head_stride;  // seqlen_q, or total_q
   float scale, softcap;
   float cap_log2, cap_power;  // of ScoreRule (score.cuh), from softcap: 0 without
 
   STROBE_INLINE Sequence sequence(int32_t b) const {
     if (!cu_q) {
-      return {0, 0, int64_t{b} * heads * seqlen_q,
-              Mask::make(seqlen_q, seqlen_k, causal != 0, window_left, window_right)};
+      return {0, 0, int64_t{b} * heads * seqlen_q, Mask::make(rule, seqlen_q, seqlen_k)};
     }
     return {cu_q[b], cu_k[b], cu_q[b],
-            Mask::make(cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b], causal != 0, window_left,
-                       window_right)};
+            Mask::make(rule, cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b])};
   }
 };
 

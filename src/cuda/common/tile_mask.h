@@ -20,7 +20,7 @@ struct TileWindow {
 
   STROBE_INLINE static constexpr TileWindow make(const CommonParams& p) {
     constexpr int64_t kHalf = int64_t{1} << 29;  // Mask's limit is the sum of the lengths
-    const Mask m = Mask::make(kHalf, kHalf, p.causal != 0, p.window_left, p.window_right);
+    const Mask m = Mask::make(p.rule, kHalf, kHalf);
     return {static_cast<int32_t>(m.left), static_cast<int32_t>(m.right)};
   }
 };

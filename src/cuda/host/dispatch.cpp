@@ -230,6 +230,13 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
+  if (const char* option = option_beyond_whole_sequences(p)) {
+    return format("%s = 1, expected 0 (not in this version's kernels)", option);
+  }
+  if (p.attention_chunk > 0) {
+    return format("attention_chunk = %lld, expected 0 (not in this version's CUDA kernels)",
+                  static_cast<long long>(p.attention_chunk));
+  }
   for (const auto& [name, length] :
        {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
     if (length > kLongestSequence) {
@@ -260,28 +267,26 @@ Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
 
 template <typename Args>
 void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
+  c.cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
+  c.cu_k = p.varlen ? a.cu_seqlens_k : nullptr;
+  c.batch = static_cast<int32_t>(p.batch);
+  c.heads = static_cast<int32_t>(p.heads);
+  c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
+  c.rule = mask_rule(p);
+  c.seqlen_q = static_cast<int32_t>(longest_q(p));
+  c.seqlen_k = static_cast<int32_t>(longest_k(p));
   c.q = tensor(a.q, p.q, p);
   c.k = tensor(a.k, p.k, p);
   c.v = tensor(a.v, p.v, p);
-  c.cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
-  c.cu_k = p.varlen ? a.cu_seqlens_k : nullptr;
   c.alibi_slopes = p.alibi ? a.alibi_slopes : nullptr;
   c.alibi_batch_stride = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.heads : 0;
   c.dropout = Dropout::make(p.dropout_p, a.dropout_seed, a.dropout_offset);
-  c.batch = static_cast<int32_t>(p.batch);
-  c.heads = static_cast<int32_t>(p.heads);
   c.heads_kv = static_cast<int32_t>(p.heads_kv);
   c.group = static_cast<int32_t>(p.heads / p.heads_kv);
-  c.seqlen_q = static_cast<int32_t>(longest_q(p));
-  c.seqlen_k = static_cast<int32_t>(longest_k(p));
   c.total_q = p.varlen ? p.total_q : p.seqlen_q;
   c.total_k = p.varlen ? p.total_k : p.seqlen_k;
   c.head_dim = static_cast<int32_t>(p.head_dim);
   c.head_dim_v = static_cast<int32_t>(p.head_dim_v);
-  c.causal = p.causal;
-  c.window_left = p.window_left;
-  c.window_right = p.window_right;
-  c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
   c.scale = p.scale;
   c.softcap = p.softcap;
   const SoftcapConstants cap = SoftcapConstants::make(p.scale, p.softcap);

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const RowsView k = rows_view(p.k, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim);
     const RowsView v = rows_view(p.v, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim_v);
     // The mask's arithmetic takes a few hundred instructions: not where there is none.
-    const bool limited = p.causal || p.window_left >= 0 || p.window_right >= 0;
+    const bool limited = !p.rule.hides_nothing();
     const auto rows = [&](int32_t first, int32_t count) {
       return Range{min(begin + first, seqlen_q), min(begin + first + count, seqlen_q)};
     };

@@ -1,0 +1,75 @@
+// Where the sequences of a batch lie, how long each is, and which keys its queries see. One
+// definition for CPU and CUDA.
+#ifndef STROBE_CORE_SEQUENCE_H_
+#define STROBE_CORE_SEQUENCE_H_
+
+#include <cstdint>
+
+#include "core/macros.h"
+#include "core/mask.h"
+
+namespace strobe {
+
+/// One sequence of a batch. Its queries are the rows [q_row, q_row + mask.seqlen_q) of the batch
+/// entry `batch` of q, out and their gradients, its keys the rows [k_row, k_row + mask.seqlen_k) of
+/// k, v and theirs. Where a part of the rows is in use, the rows that follow up to rows_q and
+/// rows_k are the sequence's too: they are never read, and get zeros (lse: -inf).
+struct Sequence {
+  int64_t batch;
+  int64_t q_row, k_row;    // packed: of the one tensor that holds all sequences; else 0
+  int64_t lse_row;         // of (batch, head 0, query 0) in lse
+  int64_t rows_q, rows_k;  // at least mask.seqlen_q, mask.seqlen_k
+  Mask mask;               // has the lengths in use
+};
+
+/// What tells the sequences of a launch apart. The arrays lie in the memory of the device that runs
+/// the launch, int32, null where they were not given. Numbers from the arrays are cut to what the
+/// tensors hold: no length, position or prefix leads out of them.
+struct Sequences {
+  const int32_t *cu_q, *cu_k;      // [batch + 1]: packed end to end, from the first row to the last
+  const int32_t *used_q, *used_k;  // [batch]: rows in use, of those that a sequence has
+  const int32_t* q_position;       // [batch]: key position of a sequence's first query
+  const int32_t* prefix;           // [batch]: keys that every query sees
+  int32_t batch, heads;            // query heads
+  int32_t seqlen_q, seqlen_k;      // rows of a batch entry; packed: of the longest sequence
+  int64_t lse_head_stride;         // from one head to the next in lse: seqlen_q, or all rows
+  MaskRule rule;
+
+  /// q_position is cut to this on both sides of 0.
+  static constexpr int64_t kFurthestPosition = int64_t{1} << 30;
+
+  STROBE_INLINE constexpr Sequence sequence(int64_t b) const {
+    Sequence s{};
+    s.batch = b;
+    s.rows_q = seqlen_q;
+    s.rows_k = seqlen_k;
+    if (cu_q) {
+      s.lse_row = s.q_row = cu_q[b];
+      s.rows_q = cu_q[b + 1] - s.q_row;
+    } else {
+      s.lse_row = b * heads * seqlen_q;
+    }
+    if (cu_k) {
+      s.k_row = cu_k[b];
+      s.rows_k = cu_k[b + 1] - s.k_row;
+    }
+    const int64_t length_q = used_q ? cut(used_q[b], 0, s.rows_q) : s.rows_q;
+    const int64_t length_k = used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k;
+    const int64_t offset = q_position ? cut(q_position[b], -kFurthestPosition, kFurthestPosition)
+                                      : length_k - length_q;
+    s.mask = Mask::make(rule, length_q, length_k, offset, prefix ? cut(prefix[b], 0, length_k) : 0);
+    return s;
+  }
+
+  /// Whether a sequence may have rows that are not in use.
+  STROBE_INLINE constexpr bool has_unused_rows() const { return used_q || used_k; }
+
+ private:
+  STROBE_INLINE static constexpr int64_t cut(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
+  }
+};
+
+}  // namespace strobe
+
+#endif  // STROBE_CORE_SEQUENCE_H_

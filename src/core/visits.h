@@ -1,0 +1,40 @@
+// Which blocks of keys a tile of queries visits, and which blocks of queries a tile of keys: all
+// kernels and schedulers ask here, and decide nothing of it themselves.
+#ifndef STROBE_CORE_VISITS_H_
+#define STROBE_CORE_VISITS_H_
+
+#include "core/mask.h"
+
+namespace strobe {
+
+/// Blocks are numbered: block n of size s holds the rows [n s, (n + 1) s) of a sequence, as far as
+/// the sequence goes.
+struct Visits {
+  Range blocks;  // to be visited; those outside hold no pair that the mask allows
+  Range full;    // of those, the ones whose every row is there and whose every pair is allowed
+
+  STROBE_INLINE constexpr bool is_full(int64_t block) const { return full.contains(block); }
+};
+
+/// The blocks that hold some row of `some`; full where they lie inside `all`.
+STROBE_INLINE constexpr Visits visits_of(Range some, Range all, int64_t size) {
+  if (some.empty()) return {};
+  Visits v{{some.begin / size, (some.end + size - 1) / size}, {}};
+  v.full = intersect(v.blocks, {(all.begin + size - 1) / size, all.end / size});
+  if (v.full.empty()) v.full = {v.blocks.begin, v.blocks.begin};
+  return v;
+}
+
+/// Blocks of `size` keys that some of the queries see.
+STROBE_INLINE constexpr Visits key_visits(const Mask& mask, Range queries, int64_t size) {
+  return visits_of(mask.kv_range(queries), mask.full_range(queries), size);
+}
+
+/// Blocks of `size` queries that see some of the keys.
+STROBE_INLINE constexpr Visits query_visits(const Mask& mask, Range keys, int64_t size) {
+  return visits_of(mask.q_range(keys), mask.full_q_range(keys), size);
+}
+
+}  // namespace strobe
+
+#endif  // STROBE_CORE_VISITS_H_
