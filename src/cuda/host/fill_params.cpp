@@ -1,7 +1,6 @@
 #include "cuda/host/fill_params.h"
 
 #include "cuda/common/softcap.h"
-#include "cuda/host/longest.h"
 
 namespace strobe::cuda {
 
@@ -19,8 +18,8 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.heads = static_cast<int32_t>(p.heads);
   c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
   c.rule = mask_rule(p);
-  c.seqlen_q = static_cast<int32_t>(longest_q(p));
-  c.seqlen_k = static_cast<int32_t>(longest_k(p));
+  c.seqlen_q = static_cast<int32_t>(p.seqlen_q);
+  c.seqlen_k = static_cast<int32_t>(p.seqlen_k);
   c.q = tensor(a.q, p.q, p);
   c.k = tensor(a.k, p.k, p);
   c.v = tensor(a.v, p.v, p);

@@ -5,7 +5,6 @@
 #include "core/workspace.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/fill_params.h"
-#include "cuda/host/longest.h"
 #include "cuda/host/row_choice.h"
 #include "cuda/host/row_table.h"
 
@@ -47,10 +46,10 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.shared_bytes = row.shape.shared_bytes;
   if (p.direction == STROBE_FORWARD) {
     plan.block_q = row.config.tile_q;
-    plan.work_items = p.batch * p.heads * ceil_div(longest_q(p), plan.block_q);
+    plan.work_items = p.batch * p.heads * ceil_div(p.seqlen_q, plan.block_q);
   } else {
     plan.block_k = row.config.tile_k;
-    plan.work_items = p.batch * p.heads_kv * ceil_div(longest_k(p), plan.block_k);
+    plan.work_items = p.batch * p.heads_kv * ceil_div(p.seqlen_k, plan.block_k);
   }
   const GridSize grid = grid_for(plan.work_items);
   plan.grid[0] = static_cast<int32_t>(grid.x);
