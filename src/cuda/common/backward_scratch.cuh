@@ -7,10 +7,9 @@
 
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/arithmetic.h"
 #include "core/workspace.h"
 #include "cuda/common/params.h"
-#include "cuda/host/longest.h"
 
 namespace strobe::cuda {
 
@@ -54,19 +53,6 @@ STROBE_INLINE constexpr int64_t packed_bytes(int64_t batch, int64_t rows, int64_
   return packed ? 2 * batch * rows * heads * dim : 0;
 }
 
-STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
-  return {p.batch,
-          p.heads,
-          p.heads_kv,
-          longest_q(p),
-          longest_k(p),
-          p.varlen != 0,
-          p.total_q,
-          rows_k(p),
-          p.batch_invariant != 0,
-          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
-                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
-}
 STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
   return {p.batch,
           p.heads,

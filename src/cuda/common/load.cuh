@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "core/problem.h"
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/ptx/cp_async.h"

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/macros.h"
-#include "core/problem.h"
 #include "cuda/common/params.h"
 
 namespace strobe::cuda {

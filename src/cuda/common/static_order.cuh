@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/arithmetic.h"
 #include "cuda/common/params.h"
 
 namespace strobe::cuda {

@@ -44,11 +44,9 @@
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile_mask.h"
-#include "cuda/host/kernel_handle.h"
-#include "cuda/host/launch_target.h"
-#include "cuda/host/rows.h"
 #include "cuda/mma_sync/forward_warp.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm80 {
@@ -113,21 +111,6 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   }
 }
 
-/// What the loop leaves to be done again or added. A function of its own: what it works out of the
-/// parameters is else kept from the kernel's begin on, in registers that the loop has not to spare.
-template <typename Shape, bool kGeneral>
-__device__ __noinline__ void repair(const ForwardParams& p, const TileInfo& tile, bool suspect) {
-  if (suspect) {
-    exact_rows<typename Shape::T, kGeneral>(p, {-1, tile.batch, tile.head, tile.begin},
-                                            static_cast<int>(threadIdx.x / 32),
-                                            Shape::kThreads / 32, Shape::kTileQ);
-  }
-  if (tile.v_nonfinite) {
-    __syncthreads();
-    add_nonfinite<Shape>(p, tile);
-  }
-}
-
 /// Copies a block's rows of K or V, kRowsAtOnce at a time. source: this thread's place in the first
 /// of them. rows, columns: that there are from there on.
 template <typename Shape, bool kWhole>
@@ -167,6 +150,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
   stagger.wait(index);
+
+  Warp<Shape, kGeneral> w{p, *info, limits, ring};
+  w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
   const auto copy_next = [&](uint32_t stage, int32_t block, const RowsView& k, const RowsView& v) {
@@ -260,17 +246,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   }
   __syncthreads();
-  // Nothing of the above is in registers from here on.
-  Warp<Shape, kGeneral> w{p, *info, limits, ring};
-  w.stand_at(ptx::thread_again());
   int32_t block = info->block_begin;
   if constexpr (Shape::kKept > 0) {
     if (block < info->block_end) w.keep_q();
   }
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
-  // The second one begins at the block before the first, in a turn that only copies the first.
   bool careful = false;
+  bool real = true;  // not: a turn that only copies the first block
   uint32_t stage = ring;
   for (;;) {
     w.clear();
@@ -278,13 +261,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
     for (; block < info->block_end; ++block) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
-      const bool real = block >= info->block_begin;
       if (real) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
       if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
       if (!real) {
+        real = true;
         stage = next;
         continue;
       }
@@ -298,18 +281,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         }
         if (__syncthreads_or(found) && ptx::thread_again() == 0) info->v_nonfinite = 1;
       }
-#if __CUDA_ARCH__ < 900  // asked for again: ptxas would spill it
-      const TeamKeys keys = team_keys[Warp<Shape, kGeneral>::team_of(ptx::thread_again())];
-#else
-      const TeamKeys keys = team_keys[w.team];
+      int team = w.team;
+#if __CUDA_ARCH__ < 900  // from the rows, which the loop needs anyhow: ptxas would spill it
+      team = ptx::opaque(team * Shape::kRows) / Shape::kRows;
 #endif
+      const TeamKeys keys = team_keys[team];
       uint32_t k_rows = stage;
       const int32_t key_end = (block + 1) * kTileK;
 #pragma unroll 1
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
         const bool all = keys.full_begin <= key && key < keys.full_end;
-        if (key >= keys.some_end || key < keys.some_begin) {
+        // (key < some_begin says the same, and costs ptxas the registers that there are not.)
+        if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
         } else if (!have_references) {
           w.template step<Rule::kOnline>(k_rows, v_rows, key, all);
           have_references = !careful && w.have_references();
@@ -326,7 +310,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // With no block at all Q is still on its way, and a thread is not to end before its copies.
     ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
-    careful = true;
+    careful = true, real = false;
     block = info->block_begin - 1;
     stage = ring + Shape::kStageBytes;
   }
@@ -336,55 +320,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const int rows_from = w.team * Shape::kRows;
   const bool suspect =
       w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
-  const bool some_suspect = __syncthreads_or(suspect) != 0;
-  if (some_suspect || info->v_nonfinite) repair<Shape, kGeneral>(p, *info, some_suspect);
-}
-
-// --- Host ---
-
-template <ForwardConfig kC, ForwardTuning kT>
-using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
-                             kT.kept, kT.split, kT.min_blocks>;
-
-template <ForwardConfig kConfig>
-constexpr LaunchShape forward_shape() {
-  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
-  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
-  return {Plain::kThreads, max64(Plain::kSharedBytes, General::kSharedBytes)};
-}
-
-template <ForwardConfig kConfig>
-void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
-
-template <typename Shape, bool kGeneral>
-cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
-  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
-                             Shape::kSharedBytes);
-  StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
-  const GridSize grid = grid_for(order.items);
-  Stagger stagger =
-      Stagger::make(params, order.items,
-                    blocks_at_once(target.multiprocessors, target.shared_bytes, Shape::kSharedBytes,
-                                   Shape::kMinBlocks),
-                    2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
-  void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
-  return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);
-}
-
-/// Whether the rows of all heads are made of whole 16-byte units.
-inline bool in_units(const Tensor& t, int32_t dim) {
-  const auto address = reinterpret_cast<uintptr_t>(t.data);
-  return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
-}
-
-template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
-  const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
-                     in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
-                     in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
-  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
-  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
-  return plain ? launch_kernel<Plain, false>(p, target) : launch_kernel<General, true>(p, target);
+  if (__syncthreads_or(suspect)) {
+    exact_rows<T, kGeneral>(p, {-1, info->batch, info->head, info->begin},
+                            static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
+  }
+  if (info->v_nonfinite) {
+    __syncthreads();
+    add_nonfinite<Shape>(p, *info);
+  }
 }
 
 }  // namespace strobe::cuda::sm80

@@ -97,17 +97,11 @@ struct Warp {
   float o[kM][kN][4];
   float reference[kM][2], sum[kM][2];  // of rows lane / 4 and + 8; sums are this lane's part
 
-  // The shuffle tells the compiler that the number is the same for a whole warp.
-  __device__ __forceinline__ static int warp_of(int thread) {
-    return __shfl_sync(0xffffffffu, thread / 32, 0);
-  }
-  __device__ __forceinline__ static int team_of(int thread) {
-    return warp_of(thread) % Shape::kTeams;
-  }
   /// Works out which warp this is.
   __device__ __forceinline__ void stand_at(int thread) {
     lane = thread % 32;
-    const int warp = warp_of(thread);
+    // The shuffle tells the compiler that the number is the same for a whole warp.
+    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
     team = warp % Shape::kTeams;
     part = kSplit == 1 ? 0 : warp / Shape::kTeams;
     scale_log2 = p.scale * kLog2e;
