@@ -156,7 +156,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
 
       // Scores to weights, for dV in registers and for the other half in shared memory.
       uint32_t weight[kM][kN / 2][4];
-      ScoreRule rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
+      Score score = Score::scaled(p);
       const auto weigh = [&](auto is_masked, auto is_precise) {
         constexpr bool kMasked = decltype(is_masked)::value;
         const int lane = me.lane();
@@ -167,7 +167,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
         float distance = 0.f;  // from the lane's first key to its first query's position
         if constexpr (kRules) {
           const int32_t batch = t.block_int(offsetof(BackwardBlock, batch));
-          rule = score_rule(p, batch, step.head);
+          score = Score::of(p, batch, step.head);
           batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
           key = t.block_int(offsetof(BackwardBlock, key_begin)) + me.key_row();
           distance = static_cast<float>(
@@ -208,13 +208,14 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
                 const float reference = i % 2 ? references.y : references.x;
                 float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
                 if constexpr (kRules) {
-                  w = apply_rule<decltype(is_precise)::value>(
-                      rule, w,
-                      fabsf(distance + static_cast<float>(8 * n + i % 2 - 16 * m - i / 2 * 8)),
-                      slope);
-                  w = w - reference;
+                  const Score::ValueAndDerivative s =
+                      Score::Row{score, distance}
+                          .template value_and_derivative<decltype(is_precise)::value>(
+                              w, 16 * m + i / 2 * 8 - 8 * n - i % 2);
+                  slope = s.derivative;
+                  w = s.value - reference;
                 } else {
-                  w = fmaf(w, rule.scale_log2, -reference);
+                  w = fmaf(w, score.scale_log2, -reference);
                 }
                 // No weight is above 1, however coarse lse is.
                 w = exp2_fast(min_or_nan(w, kWeightShift));
@@ -251,7 +252,7 @@ __device__ __forceinline__ void weights_half(BackwardThread<kC, kRules, kOrdered
       };
       t.wait_empty(t.exchange_empty(), t.n_step(), 1);
       if constexpr (kRules) {  // masked or not: one copy of the long code is enough
-        if (score_rule(p, 0.f).cap() == Cap::kAny) {
+        if (Score::of(p, 0.f).cap() == Cap::kAny) {
           weigh(std::true_type(), std::true_type());
         } else {
           weigh(std::true_type(), std::false_type());

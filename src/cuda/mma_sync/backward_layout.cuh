@@ -67,7 +67,7 @@ struct BackwardShape {
   static constexpr int kBarriersAt = kDeltaAt + 4 * kStages * kC.tile_q;
   static constexpr int kBarriers = 11 + 2 * kKeyStages + 4 * kStages + 2 * kHalfWarps;
   static constexpr int kBlockAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kBlockBytes = 176;
+  static constexpr int kBlockBytes = 208;
   static constexpr int kLimitsAt = kBlockAt + 2 * kBlockBytes;
   static constexpr int kTurnsAt = kLimitsAt + kKeyStages * 8 * kC.tile_k;
   static constexpr int kTurnBytes = 4 * 8 * kHalfWarps;
@@ -125,7 +125,7 @@ struct alignas(16) BackwardBlock {
     first_query =
         key_begin == 0 ? 0 : static_cast<int32_t>(mask.q_range({key_begin - 1, key_begin}).end);
     // (Clamped, so that adding a query cannot overflow.)
-    first_key = static_cast<int32_t>(max64(mask.position(0) - mask.left, -mask.seqlen_q));
+    first_key = static_cast<int32_t>(max64(mask.first, -mask.seqlen_q));
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
     steps = (head_end - head_begin) * (tile_end - tile_begin);
     scratch = scratch_begin(p, tile_q, batch);
@@ -140,7 +140,7 @@ struct alignas(16) BackwardBlock {
   }
 };
 
-static_assert(sizeof(BackwardBlock) <= 176, "BackwardShape::kBlockBytes");
+static_assert(sizeof(BackwardBlock) <= 208, "BackwardShape::kBlockBytes");
 
 }  // namespace strobe::cuda::sm80
 
