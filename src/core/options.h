@@ -86,6 +86,28 @@ constexpr void copy_options(const From& from, To& to) {
 #undef STROBE_COPY
 }
 
+/// One T for each array.
+template <typename T>
+struct ArraysOf {
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(name, ...) T name = {};
+#include "core/options.def"
+};
+
+/// to.<name> = map(from.<name>) for each array.
+template <typename From, typename To, typename Map>
+constexpr void map_arrays(From& from, To& to, const Map& map) {
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(name, ...) to.name = map(from.name);
+#include "core/options.def"
+}
+
 /// visit(OptionArray, problem.has_<name>, args.<name>) for each array. Args: the arguments of a
 /// launch, or another struct with fields of those names.
 template <typename P, typename Args, typename Visit>
