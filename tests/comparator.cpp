@@ -129,7 +129,7 @@ class Computation {
   void RunRow(int64_t b, int64_t h, int64_t i) {
     const Sequence& s = p_.sequences[static_cast<size_t>(b)];
     const int64_t row = s.q_begin + i, h_kv = h / (p_.heads / p_.heads_kv);
-    const std::vector<int64_t> keys = VisibleKeys(p_, s.q_length, s.k_length, i);
+    const std::vector<int64_t> keys = VisibleKeys(p_, s, i);
     const size_t n = keys.size();
     if (n == 0) return;
 
@@ -148,7 +148,7 @@ class Computation {
         slope_[t] = round_(1 - tanh * tanh);
       }
       if (!p_.slopes.empty()) {
-        const int64_t distance = std::abs(i + s.k_length - s.q_length - keys[t]);
+        const int64_t distance = std::abs(s.Position(i) - keys[t]);
         const double slope = p_.slopes[static_cast<size_t>(b * p_.heads + h)];
         score = round_(score - static_cast<float>(slope) * static_cast<float>(distance));
       }

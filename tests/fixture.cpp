@@ -28,7 +28,13 @@ std::vector<oracle::Sequence> Sequences(const Case& c) {
   std::vector<oracle::Sequence> sequences;
   int64_t at_q = 0, at_k = 0;
   for (size_t b = 0; b < c.seqlens_q.size(); ++b) {
-    sequences.push_back({at_q, c.seqlens_q[b], at_k, c.seqlens_k[b]});
+    oracle::Sequence s{at_q, c.seqlens_q[b], at_k, c.seqlens_k[b]};
+    if (c.has_seqused_q) s.q_length = c.arrays.seqused_q[b];
+    if (c.has_seqused_k) s.k_length = c.arrays.seqused_k[b];
+    if (c.has_q_position) s.q_position = c.arrays.q_position[b];
+    // Of the keys in use: a longer prefix is all of them.
+    if (c.has_prefix) s.prefix = c.arrays.prefix[b];
+    sequences.push_back(s);
     at_q += c.seqlens_q[b];
     at_k += c.seqlens_k[b];
   }
@@ -71,6 +77,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
         [&](int64_t, int64_t, int64_t d, int64_t e) { k.Set(e, 0.01 * static_cast<double>(d)); });
   }
   if (c.special != Special::kNone) PutSpecials(rng);
+  PoisonUnused();
   const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads
                          : c.alibi                        ? c.batch() * c.heads
                                                           : 0;
@@ -79,9 +86,9 @@ Fixture::Fixture(const Case& c) : case_(c) {
         static_cast<float>(std::exp2(-rng.Uniform(0, 8)) * (rng.Chance(0.1) ? -1 : 1)));
   }
   cu_q_ = cu_k_ = {0};
-  for (const oracle::Sequence& s : Sequences(c)) {
-    cu_q_.push_back(static_cast<int32_t>(s.q_begin + s.q_length));
-    cu_k_.push_back(static_cast<int32_t>(s.k_begin + s.k_length));
+  for (size_t b = 0; b < c.seqlens_q.size(); ++b) {
+    cu_q_.push_back(static_cast<int32_t>(cu_q_.back() + c.seqlens_q[b]));
+    cu_k_.push_back(static_cast<int32_t>(cu_k_.back() + c.seqlens_k[b]));
   }
 }
 
@@ -163,6 +170,31 @@ void Fixture::PutSpecials(oracle::Rng& rng) const {
   }
 }
 
+// NaN in the inputs' rows that are not in use, but where broadcasting makes a row stand for others.
+void Fixture::PoisonUnused() const {
+  const std::vector<oracle::Sequence> sequences = Sequences(case_);
+  const auto poison = [&](const Strided& t, const Layout& layout, bool of_q) {
+    if (layout.broadcast[0] || layout.broadcast[1]) return;
+    std::vector<bool> used(static_cast<size_t>(t.batch * t.rows), false);
+    for (const oracle::Sequence& s : sequences) {
+      const int64_t begin = of_q ? s.q_begin : s.k_begin;
+      std::fill_n(used.begin() + begin, of_q ? s.q_length : s.k_length, true);
+    }
+    t.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (!used[static_cast<size_t>(row)]) t.Set(e, std::nan(""));
+    });
+  };
+  if (case_.has_seqused_q) {
+    poison(q, case_.q, true);
+    poison(dout, case_.dout, true);
+    poison(dlse_, {}, true);
+  }
+  if (case_.has_seqused_k) {
+    poison(k, case_.k, false);
+    poison(v, case_.v, false);
+  }
+}
+
 strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   const Case& c = case_;
   strobe_problem p;
@@ -181,16 +213,8 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.total_q = c.rows_q();
     p.total_k = c.rows_k();
   }
-  p.causal = c.causal;
-  p.window_left = c.window_left;
-  p.window_right = c.window_right;
-  p.scale = c.scale;
-  p.softcap = c.softcap;
-  p.dropout_p = c.dropout_p;
-  p.alibi = c.alibi;
-  p.deterministic = c.deterministic;
-  p.has_dlse = c.dlse && direction == STROBE_BACKWARD;
-  p.threads = c.threads;
+  strobe::copy_options(c, p);
+  if (direction == STROBE_FORWARD) p.has_dlse = 0;
   p.q = Given(c.q, q);
   p.k = Given(c.k, k);
   p.v = Given(c.v, v);
@@ -221,6 +245,9 @@ strobe_forward_args Fixture::ForwardArgs() const {
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
   a.dropout_seed = case_.dropout_seed;
   a.dropout_offset = case_.dropout_offset;
+  strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
+    return values.empty() ? nullptr : values.data();
+  });
   return a;
 }
 
@@ -237,7 +264,7 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.out = f.out;
   a.lse = f.lse;
   a.dout = pointer(dout);
-  a.dlse = case_.dlse ? static_cast<float*>(pointer(dlse_)) : nullptr;
+  a.dlse = case_.has_dlse ? static_cast<float*>(pointer(dlse_)) : nullptr;
   a.dq = pointer(dq);
   a.dk = pointer(dk);
   a.dv = pointer(dv);
@@ -246,6 +273,7 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.alibi_slopes = f.alibi_slopes;
   a.dropout_seed = f.dropout_seed;
   a.dropout_offset = f.dropout_offset;
+  strobe::map_arrays(f, a, [](const int32_t* values) { return values; });
   return a;
 }
 
@@ -345,17 +373,13 @@ oracle::Problem Fixture::OracleProblem() const {
   p.heads_kv = c.heads_kv;
   p.head_dim = c.head_dim;
   p.head_dim_v = c.head_dim_v;
-  p.causal = c.causal;
-  p.window_left = c.window_left;
-  p.window_right = c.window_right;
+  strobe::copy_options(c, p);
   p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(c.head_dim))
                                 : static_cast<double>(c.scale);
-  p.softcap = c.softcap;
   for (int64_t b = 0; c.alibi && b < c.batch(); ++b) {
     const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
     p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
   }
-  p.dropout_p = c.dropout_p;
   if (c.dropout_p > 0) {
     p.keep_rows = c.longest_q();
     p.keep_columns = c.longest_k();

@@ -64,6 +64,7 @@ class Fixture {
   Strided PlaceRows();
   void Fill(const Strided& t, double size, oracle::Rng& rng) const;
   void PutSpecials(oracle::Rng& rng) const;
+  void PoisonUnused() const;
   oracle::Tensor ReadRows(const Strided& t) const;
   void Seal();
   std::string CheckMemory(const char* call);
@@ -75,7 +76,7 @@ class Fixture {
   std::vector<int32_t> cu_q_, cu_k_;
 };
 
-/// Row counts of one sequence's start and length in the packed rows; dense batches likewise.
+/// Each sequence's start and length in use in the packed rows; dense batches likewise.
 std::vector<oracle::Sequence> Sequences(const Case& c);
 
 }  // namespace strobe_test

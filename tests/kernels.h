@@ -19,14 +19,16 @@ struct CpuKernel {
   bool Takes(const strobe_problem& problem) const {
     return strobe::kernel_table()[static_cast<size_t>(index)].declines(problem).empty();
   }
+  /// Makes a plan run this kernel.
+  void Take(strobe_plan& plan) const {
+    const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(index)];
+    plan.kernel = kernel.name;
+    plan.kernel_index = index;
+    kernel.fill(plan);
+  }
   /// Makes the fixture's launches run this kernel.
   void RunIn(Fixture& f) const {
-    f.edit_plan = [at = index](strobe_plan& plan) {
-      const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(at)];
-      plan.kernel = kernel.name;
-      plan.kernel_index = at;
-      kernel.fill(plan);
-    };
+    f.edit_plan = [kernel = *this](strobe_plan& plan) { kernel.Take(plan); };
   }
 };
 

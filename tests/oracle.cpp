@@ -49,7 +49,7 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
   row.head_kv = head / (p.heads / p.heads_kv);
 
   double largest = -kInfinity;
-  for (const int64_t j : VisibleKeys(p, s.q_length, s.k_length, i)) {
+  for (const int64_t j : VisibleKeys(p, s, i)) {
     const double* const qi = q.at(row.query, head);
     const double* const kj = k.at(s.k_begin + j, row.head_kv);
     double score = p.scale * Dot(qi, kj, p.head_dim);
@@ -61,7 +61,7 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
       slope = 1 - t * t;
     }
     if (!p.slopes.empty()) {
-      const double distance = static_cast<double>(std::abs(i + s.k_length - s.q_length - j));
+      const double distance = static_cast<double>(std::abs(s.Position(i) - j));
       const double bias = -p.slopes[static_cast<size_t>(sequence * p.heads + head)] * distance;
       score += bias;
       size += std::fabs(bias);
@@ -111,14 +111,20 @@ void ForEachRow(const Problem& p, const Tensor& q, const Tensor& k,
 
 }  // namespace
 
-std::vector<int64_t> VisibleKeys(const Problem& p, int64_t seqlen_q, int64_t seqlen_k, int64_t i) {
+std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i) {
   std::vector<int64_t> keys;
-  const int64_t position = i + seqlen_k - seqlen_q;
-  for (int64_t j = 0; j < seqlen_k; ++j) {
-    if (p.causal && j > position) continue;
-    if (p.window_left >= 0 && position - j > p.window_left) continue;
-    if (p.window_right >= 0 && j - position > p.window_right) continue;
-    keys.push_back(j);
+  const int64_t position = s.Position(i);
+  for (int64_t j = 0; j < s.k_length; ++j) {
+    bool seen = true;
+    if (p.causal && j > position) seen = false;
+    if (p.window_left >= 0 && position - j > p.window_left) seen = false;
+    if (p.window_right >= 0 && j - position > p.window_right) seen = false;
+    // Before key 0 there are chunks too, which hold no key.
+    if (p.attention_chunk > 0 &&
+        (position < 0 || position / p.attention_chunk != j / p.attention_chunk)) {
+      seen = false;
+    }
+    if (seen || j < s.prefix) keys.push_back(j);
   }
   return keys;
 }

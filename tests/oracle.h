@@ -3,19 +3,22 @@
 // headers.
 //
 //   s_ij  = scale * q_i . k_j;  with softcap c: c * tanh(s / c);  with ALiBi: - slope *
-//   |position(i) - j| position(i) = i + seqlen_k - seqlen_q;  i sees j when position(i) - left <= j
-//   <= position(i) + right P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i =
+//   |position(i) - j|;  position(i) = i + seqlen_k - seqlen_q, or i + q_position;  i sees j when
+//   position(i) - left <= j <= position(i) + right and both are of one chunk, or j is below the
+//   prefix;  P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i =
 //   log of the sum of exp(s_ij) out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
 //
 // A key that a row does not see takes no part in it: whatever stands there, NaN included, cannot
 // reach the row, nor the row the key's gradients. Keys that it sees take part as in plain
 // attention: with a score of +infinity, or with all scores -infinity, exp(inf - inf) makes the row
-// NaN, lse too. A row that sees no key: out 0, lse -infinity, gradients 0.
+// NaN, lse too. A row that sees no key: out 0, lse -infinity, gradients 0. So have rows that belong
+// to no sequence: those past a sequence's rows in use.
 #ifndef STROBE_TESTS_ORACLE_H_
 #define STROBE_TESTS_ORACLE_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace oracle {
@@ -38,10 +41,15 @@ struct Tensor {
   std::vector<double> data;
 };
 
-/// Where one sequence's rows stand in q and in k.
+/// Where one sequence's rows stand in q and in k: those in use.
 struct Sequence {
   int64_t q_begin = 0, q_length = 0;
   int64_t k_begin = 0, k_length = 0;
+  std::optional<int64_t> q_position = {};  // of query 0; without one the last query is at the last
+                                           // key
+  int64_t prefix = 0;                      // so many keys are seen by every query
+
+  int64_t Position(int64_t i) const { return i + q_position.value_or(k_length - q_length); }
 };
 
 struct Problem {
@@ -51,6 +59,7 @@ struct Problem {
 
   bool causal = false;
   int64_t window_left = -1, window_right = -1;  // -1: no limit
+  int64_t attention_chunk = 0;                  // 0: off
 
   double scale = 1;
   double softcap = 0;          // 0: off
@@ -65,7 +74,7 @@ struct Problem {
 };
 
 /// The keys that query i of a sequence sees, smallest first.
-std::vector<int64_t> VisibleKeys(const Problem& p, int64_t seqlen_q, int64_t seqlen_k, int64_t i);
+std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i);
 bool Keeps(const Problem& p, int64_t sequence, int64_t head, int64_t i, int64_t j);
 
 struct ForwardResult {

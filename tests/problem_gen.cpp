@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <iterator>
 #include <limits>
 #include <numeric>
+#include <sstream>
+#include <utility>
 
 namespace strobe_test {
 namespace {
@@ -178,6 +179,44 @@ void PickLayouts(Rng& rng, Case& c) {
   for (Layout* layout : {&c.out, &c.dq, &c.dk, &c.dv}) *layout = PickLayout(rng, true);
 }
 
+// What says which rows are in use, where the queries stand and what all of them see.
+void PickSequences(Rng& rng, Case& c) {
+  const auto numbers = [&](auto draw) {
+    std::vector<int32_t> values;
+    for (size_t b = 0; b < c.seqlens_q.size(); ++b)
+      values.push_back(static_cast<int32_t>(draw(c.seqlens_q[b], c.seqlens_k[b])));
+    return values;
+  };
+  const auto part = [&](int64_t rows) {
+    return rng.Chance(0.15) ? 0 : rng.Chance(0.2) ? rows : rng.Integer(0, rows);
+  };
+  if (rng.Chance(0.2)) c.arrays.seqused_q = numbers([&](int64_t q, int64_t) { return part(q); });
+  if (rng.Chance(0.25)) c.arrays.seqused_k = numbers([&](int64_t, int64_t k) { return part(k); });
+  if (rng.Chance(0.2)) {
+    c.arrays.q_position = numbers([&](int64_t q, int64_t k) {
+      // Far away only where no ALiBi makes that a distance of scores.
+      if (!c.alibi && rng.Chance(0.1)) return rng.Integer(-(1 << 30), 1 << 30);
+      return rng.Integer(-q, k + 3);
+    });
+  }
+  if (rng.Chance(0.15)) {
+    const int64_t longest = std::max(c.longest_q(), c.longest_k());
+    c.attention_chunk = rng.Chance(0.1)   ? std::numeric_limits<int64_t>::max()
+                        : rng.Chance(0.5) ? rng.Integer(1, 20)
+                                          : rng.Integer(1, longest + 10);
+  }
+  if (rng.Chance(0.12)) {
+    c.arrays.prefix = numbers([&](int64_t, int64_t k) { return part(k); });
+    c.causal = c.causal || rng.Chance(0.7);
+    c.window_left = -1;
+    c.attention_chunk = 0;
+  }
+  c.has_seqused_q = !c.arrays.seqused_q.empty();
+  c.has_seqused_k = !c.arrays.seqused_k.empty();
+  c.has_q_position = !c.arrays.q_position.empty();
+  c.has_prefix = !c.arrays.prefix.empty();
+}
+
 std::string Describe(const Layout& l) {
   if (l.defaulted) return l.shift ? "contiguous+" + std::to_string(l.shift) : "contiguous";
   std::string text;
@@ -235,43 +274,40 @@ Case GenerateCase(uint64_t seed) {
   PickMask(rng, c);
   PickScores(rng, c);
   PickLayouts(rng, c);
-  c.dlse = rng.Chance(0.3);
+  c.has_dlse = rng.Chance(0.3);
   c.deterministic = rng.Chance(0.3);
   static constexpr int32_t kThreads[] = {0, 1, 1, 2, 3, 4};
   c.threads = rng.Pick(kThreads);
   c.own_workspace = rng.Chance(0.3);
   c.without_lse = rng.Chance(0.1);
   c.fields_defaulted = rng.Chance(0.5);
+  PickSequences(rng, c);
   return c;
 }
 
 std::string ToString(const Case& c) {
-  char text[1024];
-  std::snprintf(text, sizeof text,
-                "seed %llu: %s, seqlens_q {%s}, seqlens_k {%s}%s, heads %lld/%lld, head_dim "
-                "%lld/%lld%s, window (%lld, "
-                "%lld), scale %g, softcap %g, dropout %g, alibi %d%s%s, threads %d, %s workspace, "
-                "sizes qk %g v %g "
-                "dout %g%s%s, packing %s, layouts q %s k %s v %s out %s dout %s dq %s dk %s dv %s",
-                static_cast<unsigned long long>(c.seed), oracle::Name(c.dtype),
-                Join(c.seqlens_q).c_str(), Join(c.seqlens_k).c_str(), c.varlen ? " varlen" : "",
-                static_cast<long long>(c.heads), static_cast<long long>(c.heads_kv),
-                static_cast<long long>(c.head_dim), static_cast<long long>(c.head_dim_v),
-                c.causal ? ", causal" : "", static_cast<long long>(c.window_left),
-                static_cast<long long>(c.window_right), c.scale, c.softcap, c.dropout_p, c.alibi,
-                c.dlse ? ", dlse" : "", c.deterministic ? ", deterministic" : "", c.threads,
-                c.own_workspace ? "library's" : "caller's", c.size_qk, c.size_v, c.size_dout,
-                c.constant_keys ? ", constant keys" : "",
-                c.special == Special::kNan        ? ", NaN"
-                : c.special == Special::kInfinity ? ", infinity"
-                                                  : "",
-                c.packing == Packing::kQkv  ? "qkv"
-                : c.packing == Packing::kKv ? "kv"
-                                            : "none",
-                Describe(c.q).c_str(), Describe(c.k).c_str(), Describe(c.v).c_str(),
-                Describe(c.out).c_str(), Describe(c.dout).c_str(), Describe(c.dq).c_str(),
-                Describe(c.dk).c_str(), Describe(c.dv).c_str());
-  return text;
+  std::ostringstream text;
+  text << "seed " << c.seed << ": " << oracle::Name(c.dtype) << ", seqlens_q {" << Join(c.seqlens_q)
+       << "}, seqlens_k {" << Join(c.seqlens_k) << "}" << (c.varlen ? " varlen" : "") << ", heads "
+       << c.heads << "/" << c.heads_kv << ", head_dim " << c.head_dim << "/" << c.head_dim_v;
+  strobe::for_each_option(c, [&](const strobe::Option& option, auto value) {
+    if (static_cast<double>(value) != option.otherwise && !(value != value))
+      text << ", " << option.field << " " << +value;
+  });
+  strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
+    if (has) text << ", " << row.name << " {" << Join(values) << "}";
+  });
+  text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "
+       << c.size_qk << " v " << c.size_v << " dout " << c.size_dout
+       << (c.constant_keys ? ", constant keys" : "");
+  if (c.special != Special::kNone) text << (c.special == Special::kNan ? ", NaN" : ", infinity");
+  static constexpr const char* kPackings[] = {"none", "qkv", "kv"};
+  text << ", packing " << kPackings[static_cast<int>(c.packing)] << ", layouts";
+  const std::pair<const char*, const Layout*> layouts[] = {
+      {"q", &c.q},       {"k", &c.k},   {"v", &c.v},   {"out", &c.out},
+      {"dout", &c.dout}, {"dq", &c.dq}, {"dk", &c.dk}, {"dv", &c.dv}};
+  for (const auto& [name, layout] : layouts) text << " " << name << " " << Describe(*layout);
+  return text.str();
 }
 
 }  // namespace strobe_test

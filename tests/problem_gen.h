@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/options.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -29,7 +30,10 @@ enum class Packing { kSeparate, kQkv, kKv };
 /// Values that are put at random places of an input.
 enum class Special { kNone, kNan, kInfinity };
 
-struct Case {
+/// The problem's options are those of core/options.def.
+struct Case : strobe::Options {
+  Case() { threads = 1; }
+
   uint64_t seed = 0;  // of this case: generates it again, and its values
 
   oracle::DType dtype = oracle::DType::kFloat32;
@@ -39,15 +43,10 @@ struct Case {
   int64_t slack_q = 0,
           slack_k = 0;  // varlen: by how much the given longest lengths exceed the true ones
 
-  bool causal = false;
-  int64_t window_left = -1, window_right = -1;
-  float scale = 0;  // NaN: default
-  float softcap = 0;
-  float dropout_p = 0;
   uint64_t dropout_seed = 0, dropout_offset = 0;
-  int32_t alibi = STROBE_ALIBI_NONE;
-  bool dlse = false, deterministic = false;
-  int32_t threads = 1;
+  /// One number a sequence, where the case has the array. What the rows that are not in use hold
+  /// must not matter: NaN, where the memory is no other row's too.
+  strobe::ArraysOf<std::vector<int32_t>> arrays;
   bool own_workspace = false;     // the library's own, else the caller's
   bool without_lse = false;       // run forward a second time, with lse = NULL
   bool fields_defaulted = false;  // heads_kv and head_dim_v left at 0 where that means the same

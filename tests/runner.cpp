@@ -32,7 +32,7 @@ Truth MakeTruth(const Fixture& f, bool backward = true) {
   for (int64_t seed = 0; seed <= draws; ++seed) {
     t.plain.push_back(oracle::PlainAttention(
         t.problem, f.c().dtype, t.q, t.k, t.v, backward ? &t.dout : nullptr,
-        backward && f.c().dlse ? &t.dlse : nullptr, static_cast<uint64_t>(seed)));
+        backward && f.c().has_dlse ? &t.dlse : nullptr, static_cast<uint64_t>(seed)));
   }
   return t;
 }
@@ -60,7 +60,7 @@ std::string CheckForward(const Fixture& f, const Truth& t) {
 
 std::string CheckBackward(const Fixture& f, const Truth& t) {
   const oracle::BackwardResult wanted =
-      oracle::Backward(t.problem, t.q, t.k, t.v, t.dout, f.c().dlse ? &t.dlse : nullptr);
+      oracle::Backward(t.problem, t.q, t.k, t.v, t.dout, f.c().has_dlse ? &t.dlse : nullptr);
   const double factor = f.c().alibi ? kAlibiGradientFactor : kGradientFactor;
   std::string errors;
   Add(Compare("dq", f.dq.Read(), wanted.dq, All(t.plain, &oracle::Plain::dq), f.c().dtype, factor),

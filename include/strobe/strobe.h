@@ -59,7 +59,10 @@ typedef enum strobe_status {
 typedef enum strobe_dtype {
   STROBE_FLOAT32 = 0,
   STROBE_BFLOAT16 = 1,
-  STROBE_FLOAT16 = 2
+  STROBE_FLOAT16 = 2,
+  /* No kernel takes these two: each request is answered with STROBE_UNSUPPORTED. */
+  STROBE_FLOAT8_E4M3 = 3,
+  STROBE_FLOAT8_E5M2 = 4
 } strobe_dtype;
 typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
@@ -255,8 +258,8 @@ STROBE_API strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64
                                              int64_t seqlen_k, float dropout_p, uint64_t seed,
                                              uint64_t offset, uint8_t* mask) STROBE_NOEXCEPT;
 
-/* Text of the calling thread's latest failure; "" when there was none. Valid until its next failing
- * call. */
+/* Text of the calling thread's latest failure, at most 400 bytes (a longer one ends in "...");
+ * "" when there was none. Valid until the thread's next failing call. */
 STROBE_API const char* strobe_last_error(void) STROBE_NOEXCEPT;
 STROBE_API const char* strobe_status_name(strobe_status status)
     STROBE_NOEXCEPT;                                         /* "STROBE_OK", ... */

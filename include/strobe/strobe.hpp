@@ -41,6 +41,8 @@ enum class DType : int32_t {
   kFloat32 = STROBE_FLOAT32,
   kBFloat16 = STROBE_BFLOAT16,
   kFloat16 = STROBE_FLOAT16,
+  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
+  kFloat8E5M2 = STROBE_FLOAT8_E5M2,
 };
 enum class Device : int32_t { kCpu = STROBE_CPU, kCuda = STROBE_CUDA };
 enum class Alibi : int32_t {
@@ -114,6 +116,12 @@ struct Problem {
   Strides q = {}, k = {}, v = {}, out = {};
   Strides dout = {}, dq = {}, dk = {}, dv = {};
 
+  int64_t attention_chunk = 0;  // c > 0: a query sees keys of its own chunk of c positions only
+  bool has_seqused_q = false;   // the arguments carry the array of that name
+  bool has_seqused_k = false;
+  bool has_q_position = false;
+  bool has_prefix = false;
+
   // The same problem for the C interface.
   [[nodiscard]] strobe_problem c() const noexcept {
     strobe_problem p;
@@ -151,6 +159,11 @@ struct Problem {
     p.dq = dq;
     p.dk = dk;
     p.dv = dv;
+    p.attention_chunk = attention_chunk;
+    p.has_seqused_q = has_seqused_q;
+    p.has_seqused_k = has_seqused_k;
+    p.has_q_position = has_q_position;
+    p.has_prefix = has_prefix;
     return p;
   }
 };
@@ -174,6 +187,11 @@ struct ForwardArgs {
   // CPU: asked about every 0.1 s; other than 0 ends the launch with kInterrupted. Must not throw.
   int32_t (*interrupt)(void* interrupt_data) = nullptr;
   void* interrupt_data = nullptr;
+  // [batch] each, when the problem has_ them; strobe.h says what they may hold.
+  const int32_t* seqused_q = nullptr;   // rows of q in use, the first ones of each sequence
+  const int32_t* seqused_k = nullptr;   // likewise of k and v
+  const int32_t* q_position = nullptr;  // key position of each sequence's first query
+  const int32_t* prefix = nullptr;      // keys that all queries of the sequence see
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
     strobe_forward_args a = {};
@@ -193,6 +211,10 @@ struct ForwardArgs {
     a.stream = stream;
     a.interrupt = interrupt;
     a.interrupt_data = interrupt_data;
+    a.seqused_q = seqused_q;
+    a.seqused_k = seqused_k;
+    a.q_position = q_position;
+    a.prefix = prefix;
     return a;
   }
 };
@@ -218,6 +240,10 @@ struct BackwardArgs {
   void* stream = nullptr;
   int32_t (*interrupt)(void* interrupt_data) = nullptr;  // as in forward
   void* interrupt_data = nullptr;
+  const int32_t* seqused_q = nullptr;
+  const int32_t* seqused_k = nullptr;
+  const int32_t* q_position = nullptr;
+  const int32_t* prefix = nullptr;
 
   [[nodiscard]] strobe_backward_args c() const noexcept {
     strobe_backward_args a = {};
@@ -242,6 +268,10 @@ struct BackwardArgs {
     a.stream = stream;
     a.interrupt = interrupt;
     a.interrupt_data = interrupt_data;
+    a.seqused_q = seqused_q;
+    a.seqused_k = seqused_k;
+    a.q_position = q_position;
+    a.prefix = prefix;
     return a;
   }
 };

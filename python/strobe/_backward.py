@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, overload
 from . import _arrays, _checks, _interrupt, _library
 from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported, unreadable
 from ._errors import InvalidArgument
-from ._library import BACKWARD_ARGS_SIZE, pack_backward
+from ._library import BACKWARD_ARGS_SIZE, pack_backward, with_arrays
+from ._options import NO_ARRAYS, NO_SCALARS, documented, split
 from ._plans import (
     BACKWARD_LAUNCHES,
     DENSE_K,
@@ -28,6 +29,7 @@ from ._plans import (
     no_array,
     optional_spec,
     spec_of,
+    views,
 )
 from ._values import bad_seed, flag, integer, pair, real
 
@@ -86,6 +88,7 @@ def attention_backward(
 ) -> tuple[Any, Any, Any]: ...
 
 
+@documented
 def attention_backward(
     dout: Any,
     q: Any,
@@ -111,6 +114,7 @@ def attention_backward(
     dlse: Any = None,
     deterministic: bool = False,
     grads: tuple[Any, Any, Any] | None = None,
+    **more: Any,  # _options.ROWS
 ) -> tuple[Any, Any, Any]:
     """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
 
@@ -126,6 +130,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
         batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.
+        attention_chunk, seqused_q, seqused_k, q_position, prefix: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
             anyway.
@@ -148,32 +153,38 @@ def attention_backward(
         if dq is None or dk is None or dv is None:
             raise no_array(("grads[0]", "grads[1]", "grads[2]"), (dq, dk, dv))
     given = (dout, q, k, v, out, lse, dlse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
-    if not DIRECT.issuperset(map(type, given)):
-        with imported(_NAMES, given) as arrays:
+    scalars, arrays = split("attention_backward", more) if more else (NO_SCALARS, NO_ARRAYS)
+    if not DIRECT.issuperset(map(type, given)) or (
+        arrays and not DIRECT.issuperset(map(type, arrays.values()))
+    ):
+        names = (*_NAMES, *arrays)
+        with imported(names, (*given, *arrays.values())) as taken:
             result = attention_backward(
-                arrays[0],
-                arrays[1],
-                arrays[2],
-                arrays[3],
-                arrays[4],
-                arrays[5],
+                taken[0],
+                taken[1],
+                taken[2],
+                taken[3],
+                taken[4],
+                taken[5],
                 causal=causal,
                 window=window,
                 scale=scale,
                 softcap=softcap,
-                alibi_slopes=arrays[7],
+                alibi_slopes=taken[7],
                 dropout_p=dropout_p,
                 dropout_seed=dropout_seed,
                 dropout_offset=dropout_offset,
-                cu_seqlens_q=arrays[8],
-                cu_seqlens_k=arrays[9],
+                cu_seqlens_q=taken[8],
+                cu_seqlens_k=taken[9],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 batch_invariant=batch_invariant,
                 threads=threads,
-                dlse=arrays[6],
+                dlse=taken[6],
                 deterministic=deterministic,
-                grads=None if grads is None else (arrays[10], arrays[11], arrays[12]),
+                grads=None if grads is None else (taken[10], taken[11], taken[12]),
+                **dict(scalars),
+                **dict(zip(names[13:], taken[13:], strict=True)),
             )
         return result if grads is None else (dq, dk, dv)
 
@@ -218,6 +229,7 @@ def attention_backward(
         max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
     if cu_seqlens_k is not None and max_seqlen_k is None:
         max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
+    pointers, signatures = views(arrays) if arrays else (None, None)
     try:
         left, right = window
     except Exception:
@@ -265,6 +277,8 @@ def attention_backward(
         dropout_p,
         batch_invariant,
         threads,
+        scalars,
+        signatures,
     )
     launch = BACKWARD_LAUNCHES.get(key)
     if launch is None:
@@ -280,6 +294,8 @@ def attention_backward(
             threads,
             deterministic,
             batch_invariant,
+            scalars,
+            arrays,
         )
         specs = [spec_of(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
         shapes = make_problem(
@@ -355,10 +371,12 @@ def attention_backward(
         )
     except Exception:  # struct.error, or what somebody's __index__ raises
         raise bad_seed(dropout_seed, dropout_offset) from None
+    if pointers is not None:
+        arguments = with_arrays(arguments, pointers)
     if launch.long:
-        status = _interrupt.run(_launch_backward, launch.address, arguments)
+        status = _interrupt.run(_launch_backward, launch.address, arguments, BACKWARD_ARGS_SIZE)
     else:
         status = _launch_backward(launch.address, arguments)
     if status:
-        raise launch_error(status, dict(zip(_NAMES, given, strict=True)))
+        raise launch_error(status, dict(zip(_NAMES, given, strict=True)) | arrays)
     return dq, dk, dv

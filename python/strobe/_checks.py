@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ._arrays import Spec
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, Unsupported
 from ._library import DTYPE_CODES
 
 _HEADS_AND_ROWS: Final = ({"heads", "seqlen"}, {"heads", "total"})
@@ -20,6 +20,11 @@ def check_dtype(name: str, spec: Spec, like: str, wanted: str) -> None:
 
 
 def check_float(name: str, spec: Spec) -> None:
+    if "float8" in spec.dtype:
+        raise Unsupported(
+            f"{name}.dtype = {spec.dtype:.60}: no kernel takes float8, "
+            "expected float32, bfloat16 or float16"
+        )
     if spec.dtype not in DTYPE_CODES:
         raise InvalidArgument(
             f"{name}.dtype = {spec.dtype:.60}, expected float32, bfloat16 or float16"

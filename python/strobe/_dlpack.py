@@ -40,6 +40,12 @@ _DTYPE_NAMES: Final = {
     (2, 32): "float32",
     (2, 64): "float64",
     (4, 16): "bfloat16",
+    # DLPack 1.1; no kernel takes any of them.
+    (8, 8): "float8_e4m3",
+    (10, 8): "float8_e4m3fn",
+    (11, 8): "float8_e4m3fnuz",
+    (12, 8): "float8_e5m2",
+    (13, 8): "float8_e5m2fnuz",
     (5, 64): "complex64",
     (5, 128): "complex128",
     (6, 8): "bool",

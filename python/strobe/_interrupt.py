@@ -37,8 +37,9 @@ def _run_handlers(raised: list[BaseException | None]) -> Generator[int, Any, Non
         yield 1
 
 
-def run(launch: Callable[[int, bytes], int], address: int, arguments: bytes) -> int:
-    """launch(address, arguments), stopped when the handler of a signal raises.
+def run(launch: Callable[[int, bytes], int], address: int, arguments: bytes, end: int) -> int:
+    """launch(address, arguments), stopped when the handler of a signal raises. end: of the fields
+    before `interrupt`.
 
     Raises what that raised; the outputs are incomplete then. Elsewhere than on the main thread no
     handler ever runs, and the call goes to its end.
@@ -50,9 +51,11 @@ def run(launch: Callable[[int, bytes], int], address: int, arguments: bytes) -> 
     next(handlers)
     interrupt = _INTERRUPT(handlers.send)
     pointer = ctypes.cast(interrupt, ctypes.c_void_p).value
-    # The struct with its last two fields, which short calls leave out.
-    size = _SIZE(len(arguments) + _POINTERS.size)
-    status = launch(address, size + arguments[len(size) :] + _POINTERS.pack(pointer, 0))
+    # The struct with those two fields, which short calls leave out, and what may follow them.
+    after = end + _POINTERS.size
+    size = _SIZE(max(len(arguments), after))
+    fields = arguments[len(size) : end] + _POINTERS.pack(pointer, 0) + arguments[after:]
+    status = launch(address, size + fields)
     handlers.close()
     error, raised[0] = raised[0], None
     try:

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _questions, _s_dmask, functional
+from . import _options, _questions, _s_dmask, functional
 from ._errors import InvalidArgument, Unsupported
 
 if not hasattr(torch.library, "register_autograd"):
@@ -41,13 +41,15 @@ _OPTIONS: Final = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, bool deterministic"
 )
+# And what most calls do without, with defaults, so that a call may end before.
+_MORE: Final = ", ".join(row.schema for row in _options.ROWS)
 _SCHEMAS: Final = {
     # By keyword: PyTorch's compiler looks for a random operator's device there.
     "dropout_state": "(*, Device device) -> Tensor",
-    "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
     "attention_backward": (
         "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+        f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor)"
     ),
     "attention_dropout_weights": f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
 }
@@ -129,6 +131,7 @@ def forward(
     window_right: int,
     softcap: float,
     deterministic: bool,
+    *more: Any,
 ) -> tuple[Tensor, Tensor]:
     """The kernel of attention_forward: (out, lse), new contiguous tensors."""
     seed, offset = seed_and_offset(rng_state)
@@ -149,6 +152,7 @@ def forward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         return_lse=True,
+        **_options.by_name(more),
     )
     return out, lse
 
@@ -174,6 +178,7 @@ def backward(
     window_right: int,
     softcap: float,
     deterministic: bool,
+    *more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel of attention_backward: new contiguous tensors. dout None: out was not used."""
     seed, offset = seed_and_offset(rng_state)
@@ -198,6 +203,7 @@ def backward(
         max_seqlen_k=max_seqlen_k,
         dlse=None if dlse is None else dlse.contiguous(),
         deterministic=deterministic,
+        **_options.by_name(more),
     )
     return dq, dk, dv
 
@@ -227,19 +233,32 @@ def _fake_backward(
 # ----------------------------------------------------------------------------------------- autograd
 
 
+# Where the tail `_options.ROWS` begins in the arguments of attention_forward.
+_TAIL: Final = 16
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # inputs: q, k, v, then cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, then plain values
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
-    ctx.options = inputs[7:]
+    # inputs: q, k, v, then cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, then plain values,
+    # then the tail, in which tensors and plain values are mixed
+    tail = inputs[_TAIL:]
+    arrays = [isinstance(x, torch.Tensor) for x in tail]
+    saved = [x for x, array in zip(tail, arrays, strict=True) if array]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7], *saved)
+    ctx.options = inputs[7:_TAIL]
+    ctx.tail = [None if array else x for x, array in zip(tail, arrays, strict=True)]
+    ctx.arrays = [at for at, array in enumerate(arrays) if array]
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
 def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """dq, dk, dv and None for each other input. compute: attention_backward or its kernel."""
-    absent = (None,) * (4 + len(ctx.options))
+    absent = (None,) * (4 + len(ctx.options) + len(ctx.tail))
     if dout is None and dlse is None:
         return (None, None, None, *absent)
-    return (*compute(dout, dlse, *ctx.saved_tensors, *ctx.options), *absent)
+    saved, tail = ctx.saved_tensors, list(ctx.tail)
+    for at, array in zip(ctx.arrays, saved[9:], strict=True):
+        tail[at] = array
+    return (*compute(dout, dlse, *saved[:9], *ctx.options, *tail), *absent)
 
 
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -304,7 +323,13 @@ def _fold_options(
         else:
             alibi_slopes = _fold(alibi_slopes, dims[2], size)
         alibi_slopes = alibi_slopes.contiguous()
-    return (None, None, alibi_slopes, rng_state, *rest)
+    plain = 13  # options before the tail
+    tail = options[plain:]
+    folded = [
+        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
+        for x, dim in zip(tail, dims[plain:], strict=True)
+    ]
+    return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
 
 
 def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:

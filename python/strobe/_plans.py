@@ -9,21 +9,22 @@ import ctypes
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import numpy as np
 
 from . import _arrays, _checks, _library
-from ._arrays import KINDS, Allocator, AnyArray, Spec
+from ._arrays import KINDS, Allocator, AnyArray, Spec, unreadable
 from ._errors import Error, InvalidArgument, renamed, shown
 from ._library import Plan, Problem
+from ._options import ARRAYS, NO_ARRAYS, NO_SCALARS, Arrays, MoreOptions, Scalars
 from ._tensors import check_readable
 from ._values import flag, integer, real
 
 
-class CallOptions(TypedDict, total=False):
+class CallOptions(MoreOptions, total=False):
     """Options that `attention` and `attention_backward` share."""
 
     causal: bool
@@ -107,6 +108,8 @@ class Options:
     threads: Any
     deterministic: Any = False
     batch_invariant: Any = False
+    scalars: Scalars = NO_SCALARS
+    arrays: Arrays = field(default_factory=lambda: NO_ARRAYS)
 
 
 @dataclass(slots=True)
@@ -198,6 +201,11 @@ def make_problem(
     problem.threads = integer("threads", options.threads, 32)
     if alibi_slopes is not None:
         problem.alibi = _alibi(alibi_slopes, q, batch, heads)
+    for name, value in options.scalars:
+        setattr(problem, name, value)
+    for name, array in options.arrays.items():
+        _check_numbers(name, spec_of(name, array), q, batch)
+        setattr(problem, f"has_{name}", 1)
     for name, spec in (("q", q), ("k", k), ("v", v)):
         _checks.check_last_contiguous(name, spec)
         _set_strides(getattr(problem, name), spec)
@@ -235,6 +243,16 @@ def _batch_of(q: Spec, cu_seqlens_q: Spec | None, cu_seqlens_k: Spec | None) -> 
         "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, ("batch + 1",), "cu_seqlens_q"
     )
     return cu_seqlens_q.shape[0] - 1
+
+
+def _check_numbers(name: str, spec: Spec, q: Spec, batch: int) -> None:
+    """An array of one number for each sequence."""
+    _checks.check_ndim(name, spec, ("batch",))
+    _checks.check_dtype(name, spec, "one number for each sequence", "int32")
+    _checks.check_place(name, spec, "q", q)
+    of = "q" if len(q.shape) == 4 else "cu_seqlens_q"
+    _checks.check_shape(name, spec, (batch,), ("batch",), of)
+    _checks.check_contiguous(name, spec)
 
 
 def _alibi(spec: Spec, q: Spec, batch: int, heads: int) -> int:
@@ -285,6 +303,20 @@ def spec_of(name: str, array: Any) -> Spec:
         raise _arrays.cannot_be_read(name, array, error) from None
 
 
+def views(arrays: Arrays) -> tuple[list[int], tuple[Any, ...]]:
+    """Addresses of `_options.ARRAYS`, 0 for those that are not given, and signatures."""
+    pointers, signatures = [], []
+    try:
+        for name in ARRAYS:
+            array = arrays.get(name)
+            pointer, signature = (0, None) if array is None else KINDS[type(array)].view(array)
+            pointers.append(pointer)
+            signatures.append(signature)
+    except Exception as error:
+        raise unreadable(tuple(arrays.items()), error) from None
+    return pointers, tuple(signatures)
+
+
 def optional_spec(name: str, array: Any) -> Spec | None:
     return None if array is None else spec_of(name, array)
 
@@ -313,8 +345,8 @@ def _names(shapes: Shapes) -> dict[str, str]:
     }
     fields = ("seqlen", "head", "dim") if varlen else ("batch", "seqlen", "head", "dim")
     for name, spec in shapes.tensors.items():
-        for axis, field in enumerate(fields):
-            names[f"{name}.{field}"] = spec.kind.stride_hint.format(name, axis)
+        for axis, step in enumerate(fields):
+            names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.
     return {f"{name} =": f"{known} =" for name, known in names.items()}
 

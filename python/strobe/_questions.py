@@ -15,6 +15,7 @@ from . import _arrays, _library
 from ._arrays import KINDS, AnyArray, ArraySpec, imported
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._library import LIBRARY, check
+from ._options import documented, split
 from ._plans import (
     Options,
     Shapes,
@@ -43,8 +44,10 @@ def _described(
     dlse: bool,
 ) -> Shapes:
     """The problem of a call that will not be made; its results are taken to be contiguous."""
-    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-    with imported(names, arrays) as (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k):
+    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", *options.arrays)
+    with imported(names, (*arrays, *options.arrays.values())) as taken:
+        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k = taken[:6]
+        options.arrays = dict(zip(names[6:], taken[6:], strict=True))
         if q is None or k is None or v is None:
             raise no_array(names[:3], (q, k, v))
         if cu_seqlens_q is not None and options.max_seqlen_q is None:
@@ -69,6 +72,7 @@ def _described(
         return shapes
 
 
+@documented
 def plan(
     q: AnyArray | ArraySpec,
     k: AnyArray | ArraySpec,
@@ -89,6 +93,7 @@ def plan(
     batch_invariant: bool = False,
     dlse: bool = False,
     backward: bool = False,
+    **more: Any,  # _options.ROWS
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
 
@@ -114,11 +119,13 @@ def plan(
         threads,
         deterministic,
         batch_invariant,
+        *split("plan", more),
     )
     arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     return _library.plan_text(plan_of(_described(arrays, options, backward, dlse)))
 
 
+@documented
 def why(
     q: AnyArray | ArraySpec | None = None,
     k: AnyArray | ArraySpec | None = None,
@@ -139,6 +146,7 @@ def why(
     batch_invariant: bool = False,
     dlse: bool = False,
     backward: bool = False,
+    **more: Any,  # _options.ROWS
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
 
@@ -166,6 +174,7 @@ def why(
             threads,
             deterministic,
             batch_invariant,
+            *split("why", more),
         )
         arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
         return why_text(_described(arrays, options, backward, dlse))

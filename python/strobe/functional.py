@@ -26,7 +26,8 @@ from ._arrays import (
     unreadable,
 )
 from ._backward import attention_backward
-from ._library import FORWARD_ARGS_SIZE, pack_forward
+from ._library import FORWARD_ARGS_SIZE, pack_forward, with_arrays
+from ._options import NO_ARRAYS, NO_SCALARS, documented, split
 from ._plans import (
     FORWARD_LAUNCHES,
     CallOptions,
@@ -41,6 +42,7 @@ from ._plans import (
     no_array,
     optional_spec,
     spec_of,
+    views,
 )
 from ._tensors import LOW, check_readable
 from ._values import bad_seed, flag, integer, pair, real
@@ -103,6 +105,7 @@ def attention(
 ) -> Any: ...
 
 
+@documented
 def attention(
     q: Any,
     k: Any,
@@ -125,6 +128,7 @@ def attention(
     out: Any = None,
     return_lse: bool = False,
     _with_launch: bool = False,  # returns (out, Launch): for _repeat.py
+    **more: Any,  # _options.ROWS
 ) -> Any:
     """softmax(scale * q k^T + bias) v, exactly, in memory linear in the sequence length.
 
@@ -160,6 +164,15 @@ def attention(
             how many they are: by default kernels are chosen by the size of the whole.
         threads: CPU threads at most; 0: for PyTorch tensors torch.get_num_threads(), else OpenMP's
             number (OMP_NUM_THREADS) as it was when a call of this kind was first made.
+        attention_chunk: c > 0: a query sees keys of its own chunk only: the c key positions from a
+            multiple of c on; combines with causal and window. 0: off.
+        seqused_q, seqused_k: int32, (batch,): so many rows of each sequence are in use, the first
+            ones. The rows that follow are never read; their out is 0, their lse -inf and their
+            gradients are 0. Masks and ALiBi align the last query in use with the last key in use.
+        q_position: int32, (batch,): the key position of each sequence's first query, in place of
+            seqlen_k - seqlen_q; -2**30 to 2**30.
+        prefix: int32, (batch,): so many keys at the begin of each sequence are seen by all of its
+            queries, whatever causal says (prefix-LM). Not with attention_chunk or a left window.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension; it must not overlap q, k or v. None: a new contiguous array.
         return_lse: also return lse.
@@ -181,39 +194,44 @@ def attention(
     """
     q_kind, k_kind, v_kind = KINDS.get(type(q)), KINDS.get(type(k)), KINDS.get(type(v))
     extra = alibi_slopes is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
+    scalars, arrays = split("attention", more) if more else (NO_SCALARS, NO_ARRAYS)
     if (
         q_kind is None
         or k_kind is None
         or v_kind is None
         or type(out) not in DIRECT
         or (extra and not DIRECT.issuperset(map(type, (alibi_slopes, cu_seqlens_q, cu_seqlens_k))))
+        or (arrays and not DIRECT.issuperset(map(type, arrays.values())))
     ):
         if q is None or k is None or v is None:
             raise no_array(("q", "k", "v"), (q, k, v))
-        names = ("q", "k", "v", "out", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+        names = ("q", "k", "v", "out", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", *arrays)
+        given = (q, k, v, out, alibi_slopes, cu_seqlens_q, cu_seqlens_k, *arrays.values())
         again: Any = attention
-        with imported(names, (q, k, v, out, alibi_slopes, cu_seqlens_q, cu_seqlens_k)) as arrays:
+        with imported(names, given) as taken:
             result = again(
-                arrays[0],
-                arrays[1],
-                arrays[2],
+                taken[0],
+                taken[1],
+                taken[2],
                 causal=causal,
                 window=window,
                 scale=scale,
                 softcap=softcap,
-                alibi_slopes=arrays[4],
+                alibi_slopes=taken[4],
                 dropout_p=dropout_p,
                 dropout_seed=dropout_seed,
                 dropout_offset=dropout_offset,
-                cu_seqlens_q=arrays[5],
-                cu_seqlens_k=arrays[6],
+                cu_seqlens_q=taken[5],
+                cu_seqlens_k=taken[6],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 batch_invariant=batch_invariant,
                 threads=threads,
-                out=arrays[3],
+                out=taken[3],
                 return_lse=return_lse,
                 _with_launch=_with_launch,
+                **dict(scalars),
+                **dict(zip(names[7:], taken[7:], strict=True)),
             )
         if out is None:
             return result
@@ -296,6 +314,7 @@ def attention(
         extras = (cu_q_signature, cu_k_signature, alibi_signature, max_seqlen_q, max_seqlen_k)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         extras = (None, None, None, max_seqlen_q, max_seqlen_k)
+    pointers, signatures = views(arrays) if arrays else (None, None)
     try:
         left, right = window
     except Exception:
@@ -334,6 +353,8 @@ def attention(
         dropout_p,
         batch_invariant,
         threads,
+        scalars,
+        signatures,
     )
     launch = FORWARD_LAUNCHES.get(key)
     if launch is None:
@@ -349,6 +370,8 @@ def attention(
             threads,
             False,
             batch_invariant,
+            scalars,
+            arrays,
         )
         shapes = make_problem(
             _library.FORWARD,
@@ -395,8 +418,10 @@ def attention(
         )
     except Exception:  # struct.error, or what somebody's __index__ raises
         raise bad_seed(dropout_seed, dropout_offset) from None
+    if pointers is not None:
+        arguments = with_arrays(arguments, pointers)
     if launch.long:
-        status = _interrupt.run(_launch_forward, launch.address, arguments)
+        status = _interrupt.run(_launch_forward, launch.address, arguments, FORWARD_ARGS_SIZE)
     else:
         status = _launch_forward(launch.address, arguments)
     if status:
@@ -408,6 +433,7 @@ def attention(
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
             "alibi_slopes": alibi_slopes,
+            **arrays,
         }
         raise launch_error(status, named)
     if _with_launch:

@@ -1,14 +1,15 @@
 // The C ABI's boundary: nothing is thrown past it, every failure leaves a status and a text.
 #include <algorithm>
 #include <cinttypes>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <exception>
 #include <new>
+#include <type_traits>
 
 #include "api/plan.h"
 #include "core/machine.h"
+#include "core/options.h"
 #include "core/philox.h"
 #include "cpu/dispatch.h"
 #include "cpu/team.h"
@@ -53,7 +54,7 @@ Status null_argument(const char* name) {
 // What a function that returns text says of a bad argument. strobe_last_error has it too.
 std::string refused(const Status& status) {
   fail(status.code(), status.text().c_str());
-  return "invalid: " + status.text();
+  return (status.code() == STROBE_INVALID_ARGUMENT ? "invalid: " : "") + status.text();
 }
 
 // Structs may only grow at their end: a caller built against an older header has a shorter one
@@ -168,8 +169,9 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     STROBE_RETURN_IF_ERROR(check_size("struct_size", struct_size, sizeof *problem));
     *problem = {};
     problem->struct_size = struct_size;
-    problem->window_left = problem->window_right = -1;
-    problem->scale = std::nanf("");
+    for_each_option(*problem, [](const Option& option, auto& field) {
+      field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
+    });
     return {};
   });
 }

@@ -80,7 +80,9 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
 }
 
 std::string why(const AttentionProblem& problem) {
-  if (Status s = check_problem(problem); !s.ok()) return "invalid: " + s.text() + "\n";
+  if (Status s = check_problem(problem); !s.ok()) {
+    return (s.code() == STROBE_INVALID_ARGUMENT ? "invalid: " : "") + s.text() + "\n";
+  }
   AttentionProblem resolved = problem;
   resolve_defaults(resolved);
   std::string lines, text;

@@ -34,7 +34,8 @@ class BenchTensors {
  public:
   explicit BenchTensors(const Problem& problem) : problem_(problem) {
     // In double: the product may be beyond 64 bits, and no machine has that much.
-    if (static_cast<double>(problem.batch) * static_cast<double>(problem.seqlen_q) *
+    const int64_t longest = std::max(problem.seqlen_q, problem.seqlen_k);
+    if (static_cast<double>(problem.batch) * static_cast<double>(longest) *
             static_cast<double>(problem.heads * problem.head_dim) >
         0x1p48) {
       throw std::bad_alloc();
@@ -117,7 +118,16 @@ struct Measured {
   size_t workspace_bytes = 0;
   Timing timing;
   double flop = 0;
+  double bytes = 0;
 };
+
+// Of q, k, v and out; for the backward pass their gradients too.
+double TensorBytes(const Problem& p, Direction direction) {
+  const double rows = static_cast<double>(p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k);
+  const double tensors = direction == Direction::kForward ? 2 : 4;
+  return tensors * rows * static_cast<double>(p.batch * p.head_dim) *
+         static_cast<double>(Bytes(p.dtype));
+}
 
 nlohmann::ordered_json ToJson(const Measured& m) {
   const Problem& p = m.problem;
@@ -125,6 +135,7 @@ nlohmann::ordered_json ToJson(const Measured& m) {
           {"head_dim", p.head_dim},
           {"causal", p.causal},
           {"seqlen", p.seqlen_q},
+          {"seqlen_k", p.seqlen_k},
           {"batch", p.batch},
           {"heads", p.heads},
           {"heads_kv", p.heads_kv},
@@ -136,26 +147,36 @@ nlohmann::ordered_json ToJson(const Measured& m) {
           {"median_seconds", m.timing.median},
           {"best_seconds", m.timing.best},
           {"flop", m.flop},
-          {"gflops", m.flop / m.timing.median / 1e9}};
+          {"gflops", m.flop / m.timing.median / 1e9},
+          {"bytes", m.bytes},
+          {"gbytes_per_second", m.bytes / m.timing.median / 1e9}};
 }
 
 std::vector<Problem> Grid(const BenchOptions& o) {
   std::vector<Problem> grid;
+  const auto add = [&](DType dtype, int64_t head_dim, bool causal, int64_t seqlen_q,
+                       int64_t seqlen_k) {
+    Problem p = {.dtype = dtype,
+                 .device = o.device,
+                 .device_index = static_cast<int32_t>(o.device_index),
+                 .batch = std::max<int64_t>(1, 4096 / std::max(seqlen_q, seqlen_k)),
+                 .seqlen_q = seqlen_q,
+                 .seqlen_k = seqlen_k,
+                 .heads = o.heads,
+                 .heads_kv = o.heads_kv > 0 ? o.heads_kv : o.heads,
+                 .head_dim = head_dim};
+    if (o.batch > 0) p.batch = o.batch;
+    copy_options(o.problem, p);
+    p.causal = causal;
+    p.threads = static_cast<int32_t>(o.threads);
+    grid.push_back(p);
+  };
   for (const DType dtype : o.dtypes) {
     for (const int64_t head_dim : o.head_dims) {
       for (const bool causal : o.causal) {
         for (const int64_t seqlen : o.seqlens) {
-          grid.push_back({.dtype = dtype,
-                          .device = o.device,
-                          .device_index = static_cast<int32_t>(o.device_index),
-                          .batch = o.batch > 0 ? o.batch : std::max<int64_t>(1, 4096 / seqlen),
-                          .seqlen_q = seqlen,
-                          .seqlen_k = seqlen,
-                          .heads = o.heads,
-                          .heads_kv = o.heads_kv > 0 ? o.heads_kv : o.heads,
-                          .head_dim = head_dim,
-                          .causal = causal,
-                          .threads = static_cast<int32_t>(o.threads)});
+          if (o.seqlens_k.empty()) add(dtype, head_dim, causal, seqlen, seqlen);
+          for (const int64_t seqlen_k : o.seqlens_k) add(dtype, head_dim, causal, seqlen, seqlen_k);
         }
       }
     }
@@ -182,6 +203,7 @@ int Bench(const BenchOptions& options) {
   const bool cuda = options.device == Device::kCuda;
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},
                                  {"results", nlohmann::ordered_json::array()}};
+  const int seqlen_width = options.seqlens_k.empty() ? 7 : 13;
   if (!options.json) {
     const std::string where =
         cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
@@ -189,25 +211,27 @@ int Bench(const BenchOptions& options) {
                            options.threads > 0 ? options.threads : m.cpu_threads);
     Print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
           version(), where, options.heads);
-    Print("{:<9} {:>8} {:>6} {:>7} {:>6}  {:<13} {:>10} {:>13}   {:>10} {:>13}\n", "dtype",
-          "head_dim", "causal", "seqlen", "batch", "kernel", "forward", "", "backward", "");
+    Print("{:<9} {:>8} {:>6} {:>{}} {:>6}  {:<13} {:>10} {:>13} {:>9}   {:>10} {:>13}\n", "dtype",
+          "head_dim", "causal", "seqlen", seqlen_width, "batch", "kernel", "forward", "", "",
+          "backward", "");
   }
   for (const Problem& problem : grid) {
+    const std::string seqlen = options.seqlens_k.empty()
+                                   ? fmt::format("{}", problem.seqlen_q)
+                                   : fmt::format("{}/{}", problem.seqlen_q, problem.seqlen_k);
     std::string label =
-        fmt::format("{:<9} {:>8} {:>6} {:>7} {:>6}", Name(problem.dtype), problem.head_dim,
-                    problem.causal ? "yes" : "no", problem.seqlen_q, problem.batch);
+        fmt::format("{:<9} {:>8} {:>6} {:>{}} {:>6}", Name(problem.dtype), problem.head_dim,
+                    problem.causal ? "yes" : "no", seqlen, seqlen_width, problem.batch);
     if (!options.json) Progress(label);
     BenchTensors bench(problem);
-    const double flop =
-        ForwardFlop(static_cast<double>(problem.batch) *
-                        VisiblePairs(problem.seqlen_q, problem.seqlen_k, problem.causal, -1, -1),
-                    problem.heads, problem.head_dim, problem.head_dim);
+    const double flop = ForwardFlop(VisiblePairs(SequencesOf(problem, ForwardArgs{})),
+                                    problem.heads, problem.head_dim, problem.head_dim);
     std::string kernel;
     std::string row;
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       const bool forward = direction == Direction::kForward;
       if (options.direction == (forward ? Which::kBackward : Which::kForward)) {
-        row += fmt::format(" {:>10} {:>13}  ", "-", "");
+        row += fmt::format(" {:>10} {:>13} {:>9}  ", "-", "", "");
         continue;
       }
       const Plan plan = bench.MakePlan(direction);
@@ -218,13 +242,15 @@ int Bench(const BenchOptions& options) {
                                  .workspace_bytes = plan.workspace_bytes(),
                                  .timing = forward ? bench.Forward(plan, options.min_time)
                                                    : bench.Backward(plan, options.min_time),
-                                 .flop = forward ? flop : BackwardFlop(flop)};
+                                 .flop = forward ? flop : BackwardFlop(flop),
+                                 .bytes = TensorBytes(problem, direction)};
       if (kernel.empty()) {
         kernel = plan.kernel();
         label += fmt::format("  {:<13}", kernel);
       }
-      row += fmt::format(" {:>10} {:>13}  ", TimeText(measured.timing.median),
-                         SpeedText(measured.flop / measured.timing.median));
+      row += fmt::format(" {:>10} {:>13} {:>9}  ", TimeText(measured.timing.median),
+                         SpeedText(measured.flop / measured.timing.median),
+                         BytesText(measured.bytes / measured.timing.median) + "/s");
       if (!options.json) Progress(label + row);
       json["results"].push_back(ToJson(measured));
     }

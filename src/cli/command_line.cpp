@@ -6,7 +6,6 @@
 #include <CLI/CLI.hpp>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <new>
 #include <sstream>
 #include <string>
@@ -65,33 +64,11 @@ void AddRun(CLI::App& app, RunOptions* o) {
             if (text.empty()) throw UserError(flag + " = \"\", expected a file name");
             o->output = text;
           });
-  AddFlag(app, "--causal", &o->causal, "Query i sees keys up to i + seqlen_k - seqlen_q");
-  app.add_option_function<std::vector<std::string>>(
-         "--window",
-         [o](const std::vector<std::string>& text) {
-           for (size_t i = 0; i < 2; ++i) {
-             o->window[i] =
-                 ParseInteger("--window", text[i], -1, std::numeric_limits<int64_t>::max());
-           }
-         },
-         "Keys that a query sees to its left and right; -1: no limit")
-      ->type_name("LEFT RIGHT")
-      ->type_size(2)
-      ->expected(1);
-  AddFloat(app, "--scale", "X", "Factor of the scores; default 1 / sqrt(head_dim)", &o->scale,
-           {.wanted = "a finite number"});
-  AddFloat(app, "--softcap", "C", "Score s becomes C * tanh(s / C); 0 (default): off", &o->softcap,
-           {.wanted = "0 (off) or a positive number", .min = 0});
-  AddFloat(app, "--dropout", "P", "Probability of dropping a weight, in [0, 1)", &o->dropout_p,
-           {.wanted = "at least 0 and below 1", .min = 0, .below = 1});
+  AddOptions(app, &o->problem);
   AddInteger(app, "--seed", &o->seed, 0, "Seed of the dropout; default 0");
   AddInteger(app, "--offset", &o->offset, 0, "Offset of the dropout's random numbers; default 0");
   AddFlag(app, "--alibi", &o->alibi,
           "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
-  AddFlag(app, "--deterministic", &o->deterministic,
-          "Backward: the same bits for every number of threads");
-  AddFlag(app, "--batch-invariant", &o->batch_invariant,
-          "Bits do not depend on the other sequences of the batch");
   app.add_flag_callback(
          "--forward", [o] { SetDirection(o, Which::kForward); },
          "Forward only, also when the file has dout")
@@ -123,6 +100,10 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  cu_seqlens_k   of [batch, seqlen, ...]; cu_seqlens stands for both\n"
       "  alibi_slopes   F32 [heads] or [batch, heads]\n"
       "  dlse           F32 [batch, heads, seqlen_q], a gradient of lse\n"
+      "  seqused_q      I32 [batch]: so many rows of each sequence are in use, the first ones\n"
+      "  seqused_k      likewise of k and v\n"
+      "  q_position     I32 [batch]: key position of each sequence's first query\n"
+      "  prefix         I32 [batch]: keys that all queries of the sequence see\n"
       "\n"
       "Examples:\n"
       "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"
@@ -149,14 +130,16 @@ void AddBench(CLI::App& app, BenchOptions* o) {
   AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128");
   AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
               "Tokens, of queries and keys; default 512,1024,2048,4096");
+  AddIntegers(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32, "Keys; default: as many as queries");
   AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
                 "Default no,yes");
+  AddOptions(app, &o->problem);
   AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME",
             "forward, backward or both (default)");
   AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8", kMaxInt32);
   AddInteger(app, "--heads-kv", &o->heads_kv, 1, "Key and value heads; default: as many as heads",
              kMaxInt32);
-  AddInteger(app, "--batch", &o->batch, 1, "Default max(1, 4096 / seqlen)", kMaxInt32);
+  AddInteger(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1", kMaxInt32);
   AddText(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
           [o](const std::string& flag, const std::string& text) {
             constexpr double kDay = 86400;
@@ -169,6 +152,7 @@ void AddBench(CLI::App& app, BenchOptions* o) {
   app.footer(
       "Median times on random data. FLOP count: forward 2 (head_dim + head_dim_v)\n"
       "for each query, key and head, halved when causal; backward 2.5 times that.\n"
+      "Bytes per second: of q, k, v and out; backward their gradients too.\n"
       "\n"
       "Examples:\n"
       "  strobe bench --dtype bfloat16 --head-dim 128 --seqlen 2048,8192\n"

@@ -9,6 +9,8 @@
 #include <strobe/strobe.hpp>
 #include <vector>
 
+#include "core/options.h"
+
 namespace strobe::cli {
 
 struct InfoOptions {
@@ -27,16 +29,10 @@ struct RunOptions {
   std::optional<Which> direction;  // unset: backward too when the file has dout
   std::optional<DType> dtype;      // unset: the file's
   Layout layout = Layout::kSeqlenHeads;
-  bool causal = false;
-  std::vector<int64_t> window = {-1, -1};  // left, right
-  std::optional<float> scale;
-  float softcap = 0;
-  float dropout_p = 0;
+  Options problem;  // those of core/options.def that are flags
   int64_t seed = 0;
   int64_t offset = 0;
   bool alibi = false;
-  bool deterministic = false;
-  bool batch_invariant = false;
   int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
@@ -55,11 +51,13 @@ struct BenchOptions {
   std::vector<DType> dtypes = {DType::kFloat32, DType::kBFloat16};
   std::vector<int64_t> head_dims = {64, 128};
   std::vector<int64_t> seqlens = {512, 1024, 2048, 4096};
+  std::vector<int64_t> seqlens_k;  // empty: as many keys as queries
   std::vector<bool> causal = {false, true};
+  Options problem;  // those of core/options.def that are flags, but for causal
   Which direction = Which::kBoth;
   int64_t heads = 8;
   int64_t heads_kv = 0;  // 0: heads
-  int64_t batch = 0;     // 0: max(1, 4096 / seqlen)
+  int64_t batch = 0;     // 0: max(1, 4096 / the longer of the two lengths)
   int64_t threads = 0;   // 0: unset
   int64_t device_index = 0;
   Device device = Device::kCpu;

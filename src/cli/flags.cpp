@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <type_traits>
 
 #include "cli/errors.h"
 #include "cli/text.h"
@@ -114,6 +115,34 @@ CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value,
                  [value, min, max](const std::string& flag, const std::string& text) {
                    *value = ParseInteger(flag, text, min, max);
                  });
+}
+
+void AddOptions(CLI::App& app, Options* options) {
+  for_each_option(*options, [&](const Option& row, auto& field) {
+    if (row.flag == nullptr || app.get_option_no_throw(row.flag) != nullptr) return;
+    using Field = std::remove_reference_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, bool>) {
+      AddFlag(app, row.flag, &field, row.help);
+    } else if constexpr (std::is_same_v<Field, int64_t>) {
+      AddInteger(app, row.flag, &field, row.least, row.help, row.most);
+    } else if constexpr (std::is_same_v<Field, float>) {
+      AddFloat(app, row.flag, row.value, row.help, &field,
+               {.wanted = row.wanted,
+                .min = std::max(row.real_least, std::numeric_limits<double>::lowest()),
+                .below = row.below});
+    }
+  });
+  app.add_option_function<std::vector<std::string>>(
+         "--window",
+         [options](const std::vector<std::string>& text) {
+           constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+           options->window_left = ParseInteger("--window", text[0], -1, kMost);
+           options->window_right = ParseInteger("--window", text[1], -1, kMost);
+         },
+         "Keys that a query sees to its left and right; -1: no limit")
+      ->type_name("LEFT RIGHT")
+      ->type_size(2)
+      ->expected(1);
 }
 
 CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/options.h"
+
 namespace strobe::cli {
 
 // One value of a flag: throws UserError with `flag` and `text` in it unless it is a number in
@@ -56,6 +58,9 @@ CLI::Option* AddFloat(CLI::App& app, const std::string& names, const char* type,
                    *value = ParseFloat(flag, text, range);
                  });
 }
+
+// The flags of the problem's options (core/options.def) that `app` does not have yet, and --window.
+void AddOptions(CLI::App& app, Options* options);
 
 template <typename T>
 using Choices = std::vector<std::pair<std::string, T>>;

@@ -21,7 +21,8 @@ DType FileDType(const TensorInfo& info) {
   for (const DType dtype : kDTypes) {
     if (info.dtype == FileName(dtype)) return dtype;
   }
-  throw UserError(fmt::format("{} is {}, expected F32, BF16 or F16", info.name, info.dtype));
+  const char* why = info.dtype.starts_with("F8") ? " (float8, which no kernel takes)" : "";
+  throw UserError(fmt::format("{} is {}{}, expected F32, BF16 or F16", info.name, info.dtype, why));
 }
 
 void Expect(bool good, const Tensor& t, const char* extent, int64_t got,
@@ -206,6 +207,7 @@ void Inputs::ReadExtents(Layout layout) {
   }
   if (varlen) CheckLengths();
   ReadFloats();
+  ReadNumbers();
 }
 
 void Inputs::ReadTensors() {
@@ -281,6 +283,31 @@ void Inputs::ReadFloats() {
     }
     alibi = Alibi::kPerHead;
   }
+}
+
+void Inputs::ReadNumbers() {
+  Options has;
+  for_each_array(has, arrays, [&](const OptionArray& row, bool, std::vector<int32_t>& values) {
+    const TensorInfo* info = Take(row.name);
+    if (info == nullptr) return;
+    if (info->dtype != "I32" || info->shape != std::vector<int64_t>{Batch()}) {
+      throw UserError(fmt::format("{} is {} {}, expected I32 {}", row.name, info->dtype,
+                                  ShapeText(info->shape), ShapeText(std::vector{Batch()})));
+    }
+    values.resize(static_cast<size_t>(Batch()));
+    std::memcpy(values.data(), file_->Read(*info).data(), info->bytes());
+    for (size_t b = 0; b < values.size(); ++b) {
+      const auto rows = [&](const std::vector<int32_t>& offsets, const Tensor& t) {
+        return varlen ? int64_t{offsets[b + 1]} - offsets[b] : t.seqlen;
+      };
+      const int64_t most = row.most == OptionMost::kRowsQ   ? rows(cu_seqlens_q, q)
+                           : row.most == OptionMost::kRowsK ? rows(cu_seqlens_k, k)
+                                                            : Sequences::kFurthestPosition;
+      if (row.least <= values[b] && values[b] <= most) continue;
+      throw UserError(
+          fmt::format("{}[{}] = {}, expected {} to {}", row.name, b, values[b], row.least, most));
+    }
+  });
 }
 
 // The tensor's data in the dtype of this run. Tensors that share a tensor of the file share it.

@@ -14,6 +14,7 @@
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/safetensors_file.h"
+#include "core/options.h"
 
 namespace strobe::cli {
 
@@ -66,9 +67,10 @@ class Inputs {
   Packing packing_q;
   Packing packing_k;
   Packing packing_v;
-  Tensor q, k, v, dout;       // dout only where the file has one
-  std::vector<float> dlse;    // empty: none
-  std::vector<float> slopes;  // empty: none
+  Tensor q, k, v, dout;                   // dout only where the file has one
+  std::vector<float> dlse;                // empty: none
+  std::vector<float> slopes;              // empty: none
+  ArraysOf<std::vector<int32_t>> arrays;  // one number a sequence; empty: not in the file
   Alibi alibi = Alibi::kNone;
   std::vector<std::string_view> unused;  // tensors of the file that mean nothing here
 
@@ -93,6 +95,7 @@ class Inputs {
   void CheckLengths() const;
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();
+  void ReadNumbers();
   void ReadData(const Packing& packing, Tensor* t);
 
   SafetensorsFile* file_;

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <strobe/strobe.hpp>
 #include <vector>
 
 #include "cli/terminal.h"
+#include "core/sequence.h"
 
 namespace strobe::cli {
 
@@ -42,22 +44,41 @@ template <typename Work>
           .runs = static_cast<int64_t>(times.size())};
 }
 
-// Pairs of query and key that see each other: all, half of them when causal, counted one by one
-// with a sliding window or unequal lengths.
-[[nodiscard]] inline double VisiblePairs(int64_t seqlen_q, int64_t seqlen_k, bool causal,
-                                         int64_t window_left, int64_t window_right) {
-  const double all = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
-  if (!causal && window_left < 0 && window_right < 0) return all;
-  if (window_left < 0 && window_right < 0 && seqlen_q == seqlen_k) return all / 2;
+// The sequences of a problem for VisiblePairs. Args: ForwardArgs or BackwardArgs in the memory of
+// the host; empty ones where the problem has no arrays.
+template <typename Args>
+[[nodiscard]] Sequences SequencesOf(const Problem& p, const Args& a) {
+  return {.cu_q = a.cu_seqlens_q,
+          .cu_k = a.cu_seqlens_k,
+          .used_q = a.seqused_q,
+          .used_k = a.seqused_k,
+          .q_position = a.q_position,
+          .prefix = a.prefix,
+          .batch = static_cast<int32_t>(p.batch),
+          .heads = static_cast<int32_t>(p.heads),
+          .seqlen_q = static_cast<int32_t>(p.seqlen_q),
+          .seqlen_k = static_cast<int32_t>(p.seqlen_k),
+          .lse_head_stride = 0,
+          .rule = {p.window_left, p.window_right, p.attention_chunk, p.causal}};
+}
+
+// Pairs of query and key that see each other: half of all when causal with equal lengths, as is the
+// custom, else counted row by row.
+[[nodiscard]] inline double VisiblePairs(const Sequences& sequences) {
+  MaskRule but_causal = sequences.rule;
+  but_causal.causal = false;
   double pairs = 0;
-  for (int64_t i = 0; i < seqlen_q; ++i) {
-    const int64_t middle = i + seqlen_k - seqlen_q;
-    int64_t first = 0;
-    int64_t last = seqlen_k - 1;
-    if (window_left >= 0 && window_left < middle) first = middle - window_left;
-    if (causal || window_right == 0) last = std::min(last, middle);
-    if (window_right > 0 && window_right < last - middle) last = middle + window_right;
-    pairs += static_cast<double>(std::max<int64_t>(last - first + 1, 0));
+  for (int64_t b = 0; b < sequences.batch; ++b) {
+    const Mask mask = sequences.sequence(b).mask;
+    const double all = static_cast<double>(mask.seqlen_q) * static_cast<double>(mask.seqlen_k);
+    if (sequences.rule.hides_nothing()) {
+      pairs += all;
+    } else if (but_causal.hides_nothing() && mask.prefix == 0 && mask.offset == 0 &&
+               mask.seqlen_q == mask.seqlen_k) {
+      pairs += all / 2;
+    } else {
+      for (int64_t i = 0; i < mask.seqlen_q; ++i) pairs += static_cast<double>(mask.row(i).size());
+    }
   }
   return pairs;
 }

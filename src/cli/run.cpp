@@ -90,6 +90,7 @@ int64_t Longest(const std::vector<int32_t>& offsets) {
 
 Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   Problem p;
+  copy_options(o.problem, p);
   p.dtype = in.dtype;
   p.device = o.device;
   p.device_index = static_cast<int32_t>(o.device_index);
@@ -103,15 +104,11 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.varlen = in.varlen;
   p.total_q = in.varlen ? in.q.seqlen : 0;
   p.total_k = in.varlen ? in.k.seqlen : 0;
-  p.causal = o.causal;
-  p.window_left = o.window[0];
-  p.window_right = o.window[1];
-  if (o.scale) p.scale = *o.scale;
-  p.softcap = o.softcap;
-  p.dropout_p = o.dropout_p;
   p.alibi = in.alibi;
-  p.deterministic = o.deterministic;
-  p.batch_invariant = o.batch_invariant;
+  p.has_seqused_q = !in.arrays.seqused_q.empty();
+  p.has_seqused_k = !in.arrays.seqused_k.empty();
+  p.has_q_position = !in.arrays.q_position.empty();
+  p.has_prefix = !in.arrays.prefix.empty();
   p.threads = static_cast<int32_t>(o.threads);
   p.q = in.q.strides;
   p.k = in.k.strides;
@@ -120,16 +117,12 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
 }
 
 double Pairs(const Inputs& in, const Problem& p) {
-  const auto pairs = [&p](int64_t seqlen_q, int64_t seqlen_k) {
-    return VisiblePairs(seqlen_q, seqlen_k, p.causal, p.window_left, p.window_right);
+  const auto host = [](const std::vector<int32_t>& values) {
+    return values.empty() ? nullptr : values.data();
   };
-  if (!in.varlen) return static_cast<double>(p.batch) * pairs(p.seqlen_q, p.seqlen_k);
-  double sum = 0;
-  for (size_t b = 0; b + 1 < in.cu_seqlens_q.size(); ++b) {
-    sum += pairs(in.cu_seqlens_q[b + 1] - in.cu_seqlens_q[b],
-                 in.cu_seqlens_k[b + 1] - in.cu_seqlens_k[b]);
-  }
-  return sum;
+  ForwardArgs args = {.cu_seqlens_q = host(in.cu_seqlens_q), .cu_seqlens_k = host(in.cu_seqlens_k)};
+  map_arrays(in.arrays, args, host);
+  return VisiblePairs(SequencesOf(p, args));
 }
 
 void PrintTensor(std::string_view name, std::string_view dtype, const std::vector<int64_t>& shape) {
@@ -188,7 +181,7 @@ int Run(const RunOptions& options) {
     return mirror.In(t.data, Elements(t) * Bytes(in.dtype));
   };
   const auto output = [&](const Tensor& t) { return outputs.Mirrored(&mirror, t.data); };
-  const ForwardArgs forward_args = {
+  ForwardArgs forward_args = {
       .q = input(in.q),
       .k = input(in.k),
       .v = input(in.v),
@@ -200,6 +193,9 @@ int Run(const RunOptions& options) {
       .dropout_seed = static_cast<uint64_t>(options.seed),
       .dropout_offset = static_cast<uint64_t>(options.offset),
       .workspace = mirror.Out(forward_workspace.span())};
+  map_arrays(in.arrays, forward_args, [&](const std::vector<int32_t>& values) {
+    return values.empty() ? nullptr : mirror.In(values.data(), values.size());
+  });
 
   // Both plans before the first launch, so that what is refused is refused at once.
   Problem backward_problem = problem;
@@ -244,6 +240,7 @@ int Run(const RunOptions& options) {
                      .dropout_seed = forward_args.dropout_seed,
                      .dropout_offset = forward_args.dropout_offset,
                      .workspace = mirror.Out(backward_workspace.span())};
+    map_arrays(forward_args, backward_args, [](const int32_t* values) { return values; });
   }
 
   Print("{}\n", Bold(PathText(options.input)));

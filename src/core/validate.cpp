@@ -6,7 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
+#include <type_traits>
 
+#include "core/options.h"
 #include "core/problem.h"
 #include "core/workspace.h"
 
@@ -34,6 +36,10 @@ const char* dtype_name(int32_t dtype) {
       return "bf16";
     case STROBE_FLOAT16:
       return "fp16";
+    case STROBE_FLOAT8_E4M3:
+      return "float8 e4m3";
+    case STROBE_FLOAT8_E5M2:
+      return "float8 e5m2";
   }
   return "?";
 }
@@ -116,11 +122,54 @@ Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t 
 
 Status check_flag(const char* name, int32_t got) { return check_integer(name, got, 0, 1); }
 
+template <typename T>
+Status check_option(const Option& option, T got) {
+  if constexpr (std::is_integral_v<T>) {
+    return check_integer(option.field, got, option.least, option.most);
+  } else {
+    // NaN asks for the default where that is NaN.
+    const bool nan_too = std::isnan(option.otherwise);
+    const bool good = std::isfinite(got) && got >= option.real_least && got < option.below;
+    if (good || (nan_too && std::isnan(got))) return {};
+    return invalid(format("%s = %g, expected %s%s", option.field, static_cast<double>(got),
+                          option.wanted, nan_too ? ", or NaN for the default" : ""));
+  }
+}
+
+// Refused here, so that no kernel has to know of elements of one byte.
+Status check_kernels_dtype(const AttentionProblem& p) {
+  if (p.dtype <= STROBE_FLOAT16) return {};
+  return {STROBE_UNSUPPORTED,
+          format("dtype = %d (%s): no kernel takes float8, expected fp32, bf16 or fp16", p.dtype,
+                 dtype_name(p.dtype))};
+}
+
+Status check_options(const AttentionProblem& p) {
+  Status first;
+  for_each_option(p, [&](const Option& option, auto got) {
+    if (first.ok()) first = check_option(option, got);
+  });
+  STROBE_RETURN_IF_ERROR(first);
+  if (p.has_dlse && p.direction == STROBE_FORWARD) {
+    return invalid("has_dlse = 1 with direction forward, expected direction backward");
+  }
+  // What a query sees is one interval of keys.
+  if (p.has_prefix && p.window_left >= 0) {
+    return invalid(format("window_left = %" PRId64 " with has_prefix = 1, expected -1 (no limit)",
+                          p.window_left));
+  }
+  if (p.has_prefix && p.attention_chunk > 0) {
+    return invalid(format("attention_chunk = %" PRId64 " with has_prefix = 1, expected 0 (off)",
+                          p.attention_chunk));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("direction", p.direction, STROBE_FORWARD, STROBE_BACKWARD));
-  STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT16));
+  STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
   STROBE_RETURN_IF_ERROR(check_integer("device", p.device, STROBE_CPU, STROBE_CUDA));
   STROBE_RETURN_IF_ERROR(
       check_integer("device_index", p.device_index, 0, p.device == STROBE_CPU ? 0 : 1023));
@@ -146,44 +195,11 @@ Status check_problem(const AttentionProblem& p) {
     STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", p.head_dim_v, 1, 256));
   }
   STROBE_RETURN_IF_ERROR(check_flag("varlen", p.varlen));
-  STROBE_RETURN_IF_ERROR(check_flag("causal", p.causal));
   if (p.varlen) {
     STROBE_RETURN_IF_ERROR(check_integer("total_q", p.total_q, 0, kMaxLength));
     STROBE_RETURN_IF_ERROR(check_integer("total_k", p.total_k, 0, kMaxLength));
   }
-  STROBE_RETURN_IF_ERROR(check_integer("window_left", p.window_left, -1, INT64_MAX));
-  STROBE_RETURN_IF_ERROR(check_integer("window_right", p.window_right, -1, INT64_MAX));
-  if (std::isinf(p.scale))
-    return invalid(format("scale = %g, expected a finite number, or NaN for the default", p.scale));
-  if (!(p.softcap >= 0) || std::isinf(p.softcap)) {
-    return invalid(format("softcap = %g, expected 0 (off) or a positive finite number", p.softcap));
-  }
-  if (!(p.dropout_p >= 0 && p.dropout_p < 1)) {
-    return invalid(format("dropout_p = %g, expected at least 0 and below 1", p.dropout_p));
-  }
-  STROBE_RETURN_IF_ERROR(
-      check_integer("alibi", p.alibi, STROBE_ALIBI_NONE, STROBE_ALIBI_PER_BATCH_HEAD));
-  STROBE_RETURN_IF_ERROR(check_flag("deterministic", p.deterministic));
-  STROBE_RETURN_IF_ERROR(check_flag("batch_invariant", p.batch_invariant));
-  STROBE_RETURN_IF_ERROR(check_flag("has_dlse", p.has_dlse));
-  if (p.has_dlse && p.direction == STROBE_FORWARD) {
-    return invalid("has_dlse = 1 with direction forward, expected direction backward");
-  }
-  STROBE_RETURN_IF_ERROR(check_integer("threads", p.threads, 0, 65536));
-  STROBE_RETURN_IF_ERROR(check_integer("attention_chunk", p.attention_chunk, 0, INT64_MAX));
-  STROBE_RETURN_IF_ERROR(check_flag("has_seqused_q", p.has_seqused_q));
-  STROBE_RETURN_IF_ERROR(check_flag("has_seqused_k", p.has_seqused_k));
-  STROBE_RETURN_IF_ERROR(check_flag("has_q_position", p.has_q_position));
-  STROBE_RETURN_IF_ERROR(check_flag("has_prefix", p.has_prefix));
-  // What a query sees is one interval of keys.
-  if (p.has_prefix && p.window_left >= 0) {
-    return invalid(format("window_left = %" PRId64 " with has_prefix = 1, expected -1 (no limit)",
-                          p.window_left));
-  }
-  if (p.has_prefix && p.attention_chunk > 0) {
-    return invalid(format("attention_chunk = %" PRId64 " with has_prefix = 1, expected 0 (off)",
-                          p.attention_chunk));
-  }
+  STROBE_RETURN_IF_ERROR(check_options(p));
 
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = p.varlen ? p.total_k : p.seqlen_k;
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
@@ -194,11 +210,12 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_strides("v", p.v, p.batch, nk, heads_kv, dv, varlen, false));
   const bool backward = p.direction == STROBE_BACKWARD;
   STROBE_RETURN_IF_ERROR(check_strides("out", p.out, p.batch, nq, p.heads, dv, varlen, !backward));
-  if (!backward) return {};
+  if (!backward) return check_kernels_dtype(p);
   STROBE_RETURN_IF_ERROR(check_strides("dout", p.dout, p.batch, nq, p.heads, dv, varlen, false));
   STROBE_RETURN_IF_ERROR(check_strides("dq", p.dq, p.batch, nq, p.heads, d, varlen, true));
   STROBE_RETURN_IF_ERROR(check_strides("dk", p.dk, p.batch, nk, heads_kv, d, varlen, true));
-  return check_strides("dv", p.dv, p.batch, nk, heads_kv, dv, varlen, true);
+  STROBE_RETURN_IF_ERROR(check_strides("dv", p.dv, p.batch, nk, heads_kv, dv, varlen, true));
+  return check_kernels_dtype(p);
 }
 
 void resolve_defaults(AttentionProblem& p) {
@@ -270,17 +287,21 @@ Status check_lengths(const char* name, const int32_t* cu, int64_t batch, int64_t
   return {};
 }
 
-// An array of one number a sequence: `wanted` by the problem. limit(b): the most that sequence b
-// may have.
-template <typename Limit>
-Status check_numbers(const AttentionProblem& p, const char* name, const int32_t* values,
-                     int32_t wanted, int64_t low, const Limit& limit) {
-  STROBE_RETURN_IF_ERROR(check_pointer(name, values, wanted != 0, 4));
+// An array of one number a sequence, `wanted` by the problem.
+Status check_numbers(const AttentionProblem& p, const OptionArray& array, const int32_t* values,
+                     int32_t wanted, const int32_t* cu_q, const int32_t* cu_k) {
+  STROBE_RETURN_IF_ERROR(check_pointer(array.name, values, wanted != 0, 4));
   if (!wanted || p.device != STROBE_CPU) return {};
+  const auto rows = [&](const int32_t* cu, int64_t dense, int64_t b) {
+    return p.varlen ? int64_t{cu[b + 1]} - cu[b] : dense;
+  };
   for (int64_t b = 0; b < p.batch; ++b) {
-    if (low <= values[b] && values[b] <= limit(b)) continue;
-    return invalid(format("%s[%" PRId64 "] = %d, expected %" PRId64 " to %" PRId64, name, b,
-                          values[b], low, limit(b)));
+    const int64_t most = array.most == OptionMost::kRowsQ   ? rows(cu_q, p.seqlen_q, b)
+                         : array.most == OptionMost::kRowsK ? rows(cu_k, p.seqlen_k, b)
+                                                            : Sequences::kFurthestPosition;
+    if (array.least <= values[b] && values[b] <= most) continue;
+    return invalid(format("%s[%" PRId64 "] = %d, expected %" PRId64 " to %" PRId64, array.name, b,
+                          values[b], array.least, most));
   }
   return {};
 }
@@ -305,16 +326,11 @@ Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Arg
     STROBE_RETURN_IF_ERROR(
         check_lengths("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
   }
-  const auto rows = [&](const int32_t* cu, int64_t dense) {
-    return [&p, cu, dense](int64_t b) { return p.varlen ? int64_t{cu[b + 1]} - cu[b] : dense; };
-  };
-  const auto most_q = rows(a.cu_seqlens_q, p.seqlen_q), most_k = rows(a.cu_seqlens_k, p.seqlen_k);
-  STROBE_RETURN_IF_ERROR(check_numbers(p, "seqused_q", a.seqused_q, p.has_seqused_q, 0, most_q));
-  STROBE_RETURN_IF_ERROR(check_numbers(p, "seqused_k", a.seqused_k, p.has_seqused_k, 0, most_k));
-  constexpr int64_t kFurthest = Sequences::kFurthestPosition;
-  STROBE_RETURN_IF_ERROR(check_numbers(p, "q_position", a.q_position, p.has_q_position, -kFurthest,
-                                       [](int64_t) { return kFurthest; }));
-  STROBE_RETURN_IF_ERROR(check_numbers(p, "prefix", a.prefix, p.has_prefix, 0, most_k));
+  Status first;
+  for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
+    if (first.ok()) first = check_numbers(p, array, values, wanted, a.cu_seqlens_q, a.cu_seqlens_k);
+  });
+  STROBE_RETURN_IF_ERROR(first);
   return check_workspace(a.workspace, a.workspace_bytes, workspace_bytes);
 }
 
@@ -347,21 +363,15 @@ std::string to_string(const AttentionProblem& p) {
   s += format(", head_dim %" PRId64, p.head_dim);
   if (p.head_dim_v && p.head_dim_v != p.head_dim) s += format("/%" PRId64, p.head_dim_v);
   s += std::isnan(p.scale) ? string(", scale 1/sqrt(head_dim)") : format(", scale %g", p.scale);
-  if (p.causal) s += ", causal";
-  if (p.window_left >= 0 || p.window_right >= 0) {
-    s += format(", window (%" PRId64 ", %" PRId64 ")", p.window_left, p.window_right);
-  }
-  if (p.attention_chunk > 0) s += format(", attention_chunk %" PRId64, p.attention_chunk);
-  if (p.has_seqused_q) s += ", seqused_q";
-  if (p.has_seqused_k) s += ", seqused_k";
-  if (p.has_q_position) s += ", q_position";
-  if (p.has_prefix) s += ", prefix";
-  if (p.softcap > 0) s += format(", softcap %g", p.softcap);
-  if (p.alibi) s += ", ALiBi";
-  if (p.dropout_p > 0) s += format(", dropout %g", p.dropout_p);
-  if (p.has_dlse) s += ", dlse";
-  if (p.deterministic) s += ", deterministic";
-  if (p.batch_invariant) s += ", batch-invariant";
+  for_each_option(p, [&](const Option& option, auto got) {
+    if (option.field == string("window_left") && (p.window_left >= 0 || p.window_right >= 0)) {
+      s += format(", window (%" PRId64 ", %" PRId64 ")", p.window_left, p.window_right);
+    }
+    if (!option.said || static_cast<double>(got) == option.otherwise) return;
+    s += format(", %s", option.said);
+    if (option.kind == OptionKind::kInteger) s += format(" %" PRId64, static_cast<int64_t>(got));
+    if (option.kind == OptionKind::kReal) s += format(" %g", static_cast<double>(got));
+  });
   return s;
 }
 

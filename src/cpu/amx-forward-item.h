@@ -254,18 +254,20 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
-  // Of the tiles in a row those that see few keys are the first and the last.
-  const bool plain = ScoreRule(c, item.batch, item.head).plain;
-  Range many = plain ? Range{0, tiles} : Range{0, 0};
-  while (!many.empty() && f.few_keys(many.begin)) ++many.begin;
-  while (!many.empty() && f.few_keys(many.end - 1)) --many.end;
-  const Range others[] = {{0, many.begin}, {many.end, tiles}};
-  for (const Range few : others) {
-    if (few.empty()) continue;
-    exact_tiles(f, few.begin, few.end, 0);
-    for (int64_t t = few.begin; t < few.end; ++t) finish_all_exact(f, t, ~0u, lse);
+  // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it is
+  // in. Tiles next to each other that go the same way share the packed K and V.
+  const bool linear = ScoreRule(c, item.batch, item.head).plain;
+  const auto goes_online = [&](int64_t t) { return !linear || f.few_keys(t); };
+  for (Range run{0, 0}; run.begin < tiles; run.begin = run.end) {
+    const bool online = goes_online(run.begin);
+    for (run.end = run.begin + 1; run.end < tiles && goes_online(run.end) == online;) ++run.end;
+    if (online) {
+      exact_tiles(f, run.begin, run.end, 0);
+      for (int64_t t = run.begin; t < run.end; ++t) finish_all_exact(f, t, ~0u, lse);
+    } else {
+      pipeline_tiles(f, run, lse);
+    }
   }
-  if (!many.empty()) pipeline_tiles(f, many, lse);
   _tile_release();
 }
 

@@ -92,16 +92,21 @@ const char* unavailable() {
   return nullptr;
 }
 
+// Whether the kernels have code for the dtype: what they do not know they must not read as another.
+bool knows(int32_t dtype) {
+  return dtype == STROBE_FLOAT32 || dtype == STROBE_BFLOAT16 || dtype == STROBE_FLOAT16;
+}
+
 template <size_t kRow>
 std::string declines(const AttentionProblem& problem) {
+  if (!knows(problem.dtype)) {
+    return format("dtype = %d, expected fp32, bf16 or fp16", problem.dtype);
+  }
 #if STROBE_HAVE_AMX
   if (kRows[kRow].isa == &kAmx && problem.dtype != STROBE_BFLOAT16) {
     return format("dtype = %s, expected bf16 (AMX multiplies bf16)", dtype_name(problem.dtype));
   }
 #endif
-  if (const char* option = option_beyond_whole_sequences(problem)) {
-    return format("%s = 1, expected 0 (not in this version's kernels)", option);
-  }
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }

@@ -1,8 +1,11 @@
 #include "cpu/launch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <memory>
 
 #include "core/workspace.h"
@@ -191,6 +194,33 @@ void carve(Arena& arena, BackwardContext& c) {
   c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
 }
 
+// What a block of `size` rows from `begin` on holds of a sequence that has `rows` rows, of which the
+// first `used` are in use.
+struct BlockRows {
+  Range used;    // the kernels' part
+  Range unused;  // the rest: never read, filled here
+
+  BlockRows(int64_t begin, int64_t size, int64_t used_rows, int64_t rows)
+      : used{begin, min64(begin + size, used_rows)},
+        unused{max64(begin, used_rows), min64(begin + size, rows)} {}
+};
+
+// Rows of a gradient or of out that are not in use.
+void fill_with_zeros(const Tensor& t, int64_t batch, int64_t first_row, Range rows, int64_t head,
+                     int64_t dim) {
+  for (int64_t i = rows.begin; i < rows.end; ++i) {
+    std::memset(t.at(batch, first_row + i, head), 0, static_cast<size_t>(dim * t.element_size));
+  }
+}
+
+// out and lse of queries that are not in use.
+void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
+  fill_with_zeros(c.out, s.batch, s.q_row, queries, head, c.problem.head_dim_v);
+  if (!c.lse || queries.empty()) return;
+  float* const lse = c.lse + s.lse_row + head * c.sequences.lse_head_stride;
+  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
+}
+
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {
  public:
@@ -237,7 +267,8 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     scratch = isa.forward_scratch(forward_context(plan, {}));
   } else {
     const int64_t others = p.batch * p.heads_kv;
-    if (p.batch_invariant && p.varlen) {
+    if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
+      // How many rows a sequence is given beyond those that it uses, its neighbours decide.
       plan.block_k = tiles.max_block;
     } else {
       plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
@@ -272,10 +303,13 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   parallel(plan.threads, [&](int thread) {
     next.drain(thread, interrupt, [&](int64_t n) {
       ForwardItem item = items[n];
-      item.q_end = min64(item.q_end, context.sequence(item.batch).mask.seqlen_q);
-      if (item.q_begin < item.q_end) {
+      const Sequence s = context.sequence(item.batch);
+      const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
+      if (!queries.used.empty()) {
+        item.q_end = queries.used.end;
         isa.forward_block(context, item, workspace.data() + static_cast<size_t>(thread) * scratch);
       }
+      fill_unused(context, s, item.head, queries.unused);
     });
   });
   return interrupt.status();
@@ -300,12 +334,16 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   parallel(plan.threads, [&](int thread) {
     deltas.drain(thread, interrupt, [&](int64_t i) {
       const auto [batch, head, begin] = delta_blocks[i];
-      const int64_t end = min64(begin + delta_rows, context.sequence(batch).mask.seqlen_q);
-      for (int64_t q = begin; q < end; q += plan.tile_q) *turn_of(context, batch, head, q) = 0;
-      if (begin < end) {
-        isa.backward_delta(context, {batch, head, begin, end},
+      const Sequence s = context.sequence(batch);
+      const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
+      for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
+        *turn_of(context, batch, head, q) = 0;
+      }
+      if (!queries.used.empty()) {
+        isa.backward_delta(context, {batch, head, begin, queries.used.end},
                            scratch_base + static_cast<size_t>(thread) * scratch);
       }
+      fill_with_zeros(context.dq, batch, s.q_row, queries.unused, head, p.head_dim);
     });
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
@@ -317,11 +355,14 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   parallel(plan.threads, [&](int thread) {
     items.drain(thread, interrupt, [&](int64_t i) {
       const auto [batch, head, begin] = blocks[i];
-      const int64_t end = min64(begin + plan.block_k, context.sequence(batch).mask.seqlen_k);
-      if (begin < end) {
-        isa.backward_block(context, {batch, head, begin, end},
+      const Sequence s = context.sequence(batch);
+      const BlockRows keys(begin, plan.block_k, s.mask.seqlen_k, s.rows_k);
+      if (!keys.used.empty()) {
+        isa.backward_block(context, {batch, head, begin, keys.used.end},
                            scratch_base + static_cast<size_t>(thread) * scratch);
       }
+      fill_with_zeros(context.dk, batch, s.k_row, keys.unused, head, p.head_dim);
+      fill_with_zeros(context.dv, batch, s.k_row, keys.unused, head, p.head_dim_v);
     });
   });
   return interrupt.status();

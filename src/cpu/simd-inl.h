@@ -173,14 +173,15 @@ STROBE_SIMD void row_from_float(const float* from, float factor, int64_t n, T* t
   }
 }
 
-/// Calls body(T*) with a null pointer of the dtype's type.
+/// Calls body(T*) with a null pointer of the dtype's type; not at all where the dtype is none of
+/// these, which dispatch.cpp declines.
 template <typename Body>
 STROBE_SIMD void for_dtype(int32_t dtype, const Body& body) {
   if (dtype == STROBE_FLOAT32) {
     body(static_cast<float*>(nullptr));
   } else if (dtype == STROBE_BFLOAT16) {
     body(static_cast<hwy::bfloat16_t*>(nullptr));
-  } else {
+  } else if (dtype == STROBE_FLOAT16) {
     body(static_cast<hwy::float16_t*>(nullptr));
   }
 }

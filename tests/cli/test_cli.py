@@ -110,6 +110,12 @@ def test_causal_window_scale(plain: Path) -> None:
     close(result["out"][2], out, 1e-5)
 
 
+def test_attention_chunk(plain: Path) -> None:
+    result = run(plain, "--causal", "--attention-chunk", "4")
+    out, _ = attention(Q, K, V, SHAPE, visible=lambda i, j: j <= i and i // 4 == j // 4)
+    close(result["out"][2], out, 1e-5)
+
+
 def test_window_without_limits_changes_nothing(plain: Path) -> None:
     assert run(plain, "--window", "-1", "-1") == run(plain)
 
@@ -423,10 +429,14 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "--softcap", "-1"], ["--softcap = -1"]),
         (["run", "FILE", "--softcap", "1e-50"], ["--softcap = 1e-50", "float32"]),
         (["run", "FILE", "--softcap", "1e39"], ["--softcap = 1e39", "float32"]),
-        (["run", "FILE", "--softcap", "1e999"], ["--softcap = 1e999", "positive number"]),
+        (["run", "FILE", "--softcap", "1e999"], ["--softcap = 1e999", "positive finite number"]),
         (["run", "FILE", "--softcap", "nan"], ["--softcap = nan"]),
         (["run", "FILE", "--scale", "-1e-46"], ["--scale = -1e-46", "float32"]),
         (["run", "FILE", "--scale", "-inf"], ["--scale = -inf"]),
+        (["run", "FILE", "--attention-chunk", "-1"], ["--attention-chunk = -1", "from 0"]),
+        (["bench", "--attention-chunk", "x"], ["--attention-chunk = x"]),
+        (["bench", "--seqlen-k", "0"], ["--seqlen-k = 0", "from 1"]),
+        (["run", "FILE", "--dtype", "float8"], ["--dtype = float8", "float32, bfloat16, float16"]),
         (["run", "FILE", "--dtype", "int8"], ["--dtype = int8", "float32, bfloat16, float16"]),
         (["run", "FILE", "--device", "tpu"], ["--device = tpu", "cpu, cuda"]),
         (["run", "FILE", "--layout", "sbhd"], ["--layout = sbhd", "bshd, bhsd"]),
@@ -509,6 +519,18 @@ def wrong(change: Tensors, *without: str) -> Tensors:
         (wrong({}, "v"), ["has no v"]),
         (wrong({"q": ("F64", list(SHAPE), Q)}), ["q is F64", "expected F32, BF16 or F16"]),
         (wrong({"q": ("I32", list(SHAPE), [0.0] * COUNT)}), ["q is I32"]),
+        (
+            wrong({"q": ("F8_E4M3", list(SHAPE), [0.0] * COUNT)}),
+            ["q is F8_E4M3 (float8, which no kernel takes)", "expected F32, BF16 or F16"],
+        ),
+        (wrong({"q": ("F8_E5M2", list(SHAPE), [0.0] * COUNT)}), ["q is F8_E5M2 (float8"]),
+        (wrong({"seqused_k": ("I32", [3], [1.0] * 3)}), ["seqused_k is I32 [3]", "I32 [2]"]),
+        (wrong({"prefix": ("F32", [2], [1.0] * 2)}), ["prefix is F32 [2]", "expected I32 [2]"]),
+        (
+            wrong({"seqused_q": ("I32", [2], [4.0, 10.0])}),
+            ["seqused_q[1] = 10, expected 0 to 9"],
+        ),
+        (wrong({"prefix": ("I32", [2], [-1.0, 0.0])}), ["prefix[0] = -1, expected 0 to 9"]),
         (wrong({"k": ("F16", list(SHAPE), K)}), ["k is F16", "expected F32 like the others"]),
         (
             wrong({"k": ("F32", [18, 3, 8], K)}),
@@ -771,6 +793,23 @@ def test_bench_table() -> None:
     rows = [line for line in result.stdout.splitlines() if line.startswith(("float32", "bfloat16"))]
     assert len(rows) == 4
     assert all("FLOP/s" in row for row in rows)
+
+
+def test_bench_with_other_keys_than_queries() -> None:
+    result = strobe(
+        *("bench", *SMALL, "--json", "--seqlen-k", "64", "--batch", "3", "--dtype", "bf16"),
+        *("--causal", "no", "--softcap", "5"),
+    )
+    for r in json.loads(result.stdout)["results"]:
+        assert (r["seqlen"], r["seqlen_k"]) == (32, 64)
+        backward = r["direction"] == "backward"
+        assert r["flop"] == (2.5 if backward else 1) * 4 * 32 * 64 * 16 * 2 * 3
+        # 16-bit values of q and out, k and v; backward their gradients too.
+        assert r["bytes"] == (2 if backward else 1) * 2 * 2 * (32 + 64) * 16 * 2 * 3
+        assert r["gbytes_per_second"] == pytest.approx(r["bytes"] / r["median_seconds"] / 1e9)
+    table = strobe("bench", *SMALL, "--seqlen-k", "64").stdout
+    assert "32/64" in table
+    assert "B/s" in table
 
 
 def test_bench_json() -> None:

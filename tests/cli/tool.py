@@ -21,6 +21,7 @@ CLI = os.environ.get("STROBE_CLI", "")
 needs_cli = pytest.mark.skipif(not CLI, reason="STROBE_CLI does not name the program")
 
 FORMATS = {"F32": "f", "I32": "i", "F16": "e", "U8": "B", "F64": "d", "I64": "q"}
+FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B"}  # as bytes
 Tensors = dict[str, tuple[str, list[int], list[float]]]
 
 

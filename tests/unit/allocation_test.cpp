@@ -137,7 +137,7 @@ TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
       c.dropout_p = feature == 2 ? 0.3f : 0;
       c.softcap = feature == 2 ? 10.0f : 0;
       c.alibi = feature == 2 ? STROBE_ALIBI_PER_HEAD : STROBE_ALIBI_NONE;
-      c.dlse = feature == 3;
+      c.has_dlse = feature == 3;
       c.deterministic = feature == 3;
       c.varlen = feature == 3;
       Fixture f(c);

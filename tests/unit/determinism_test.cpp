@@ -34,7 +34,7 @@ std::vector<Case> Cases() {
     c.window_left = c.window_right = -1;
 
     c.causal = true;
-    c.dlse = true;
+    c.has_dlse = true;
     c.heads = 6;
     c.heads_kv = 2;
     c.head_dim = 40;

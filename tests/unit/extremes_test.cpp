@@ -52,7 +52,7 @@ TEST_P(Extremes, SoftcapOfAnySize) {
       Case c = MakeCase(70, 150, 40);
       c.softcap = cap;
       c.size_qk = size;
-      c.dlse = true;
+      c.has_dlse = true;
       ExpectRight(c);
     }
   }

@@ -77,7 +77,7 @@ Truth TruthOf(const Fixture& f) {
   const Tensor q = f.q.Read(), k = f.k.Read(), v = f.v.Read(), dout = f.dout.Read(),
                dlse = f.ReadDlse();
   return {oracle::Forward(p, q, k, v).out,
-          oracle::Backward(p, q, k, v, dout, f.c().dlse ? &dlse : nullptr)};
+          oracle::Backward(p, q, k, v, dout, f.c().has_dlse ? &dlse : nullptr)};
 }
 
 void RunKernel(const CpuKernel& kernel, Fixture& f, const Truth& truth,

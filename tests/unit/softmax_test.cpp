@@ -37,7 +37,7 @@ Case MakeCase(DType dtype, const Shape& shape, uint64_t seed = 1) {
   c.seqlens_q = {shape.q};
   c.seqlens_k = {shape.k};
   c.scale = 1;
-  c.dlse = true;
+  c.has_dlse = true;
   c.threads = 2;
   return c;
 }
@@ -219,7 +219,7 @@ TEST(Softmax, WhatIsNotSeenMayBeAnything) {
         c.scale = 0.2f;
         c.causal = true;
         c.window_left = left;
-        c.dlse = false;
+        c.has_dlse = false;
         Fixture clean(c), keys(c), queries(c);
         for (const Strided* t : {&keys.k, &keys.v}) spoil(*t, kSplit, kSeqlen, special);
         for (const Strided* t : {&queries.q, &queries.dout}) spoil(*t, 0, kSplit, special);
@@ -295,7 +295,7 @@ void ExpectGradients(Fixture& f, double tolerance) {
   const oracle::Tensor dlse = f.ReadDlse();
   const oracle::BackwardResult wanted =
       oracle::Backward(f.OracleProblem(), f.q.Read(), f.k.Read(), f.v.Read(), f.dout.Read(),
-                       f.c().dlse ? &dlse : nullptr);
+                       f.c().has_dlse ? &dlse : nullptr);
   EXPECT_LE(RelativeError(f.dq.Read(), wanted.dq), tolerance) << "dq, " << ToString(f.c());
   EXPECT_LE(RelativeError(f.dk.Read(), wanted.dk), tolerance) << "dk, " << ToString(f.c());
   EXPECT_LE(RelativeError(f.dv.Read(), wanted.dv), tolerance) << "dv, " << ToString(f.c());
@@ -430,7 +430,7 @@ TEST(Softmax, SoftcapsOfEverySize) {
   // A cap and scores that are both subnormal: value and slope still follow tanh.
   Case c = MakeCase(DType::kFloat32, {70, 150, 1});
   c.softcap = 4e-40f;
-  c.dlse = false;
+  c.has_dlse = false;
   Fixture f(c);
   Set(f.q, [](int64_t, int64_t) { return 1e-20; });
   f.k.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {

@@ -44,8 +44,8 @@ const std::vector<BadProblem>& BadProblems() {
       {"struct_size", [](P& p) { p.struct_size = 8; }, {"struct_size", "8", "expected"}},
       {"direction", [](P& p) { p.direction = 2; }, {"direction", "2", "0 to 1"}},
       {"direction -1", [](P& p) { p.direction = -1; }, {"direction", "-1", "0 to 1"}},
-      {"dtype", [](P& p) { p.dtype = 3; }, {"dtype", "3", "0 to 2"}},
-      {"dtype -1", [](P& p) { p.dtype = -1; }, {"dtype", "-1", "0 to 2"}},
+      {"dtype", [](P& p) { p.dtype = 5; }, {"dtype", "5", "0 to 4"}},
+      {"dtype -1", [](P& p) { p.dtype = -1; }, {"dtype", "-1", "0 to 4"}},
       {"device", [](P& p) { p.device = 7; }, {"device", "7", "0 to 1"}},
       {"device_index", [](P& p) { p.device_index = 1; }, {"device_index", "1", "expected 0"}},
       {"device_index -1", [](P& p) { p.device_index = -1; }, {"device_index", "-1"}},
@@ -101,6 +101,13 @@ const std::vector<BadProblem>& BadProblems() {
       {"batch_invariant",
        [](P& p) { p.batch_invariant = -1; },
        {"batch_invariant", "-1", "0 to 1"}},
+      {"attention_chunk", [](P& p) { p.attention_chunk = -1; }, {"attention_chunk", "-1", "0 to"}},
+      {"prefix and window",
+       [](P& p) { p.has_prefix = 1, p.window_left = 3; },
+       {"window_left = 3 with has_prefix", "expected -1"}},
+      {"prefix and chunks",
+       [](P& p) { p.has_prefix = 1, p.attention_chunk = 3; },
+       {"attention_chunk = 3 with has_prefix", "expected 0"}},
       {"q.dim",
        [](P& p) {
          p.q = {192, 32, 8, 2};
@@ -544,6 +551,38 @@ TEST_F(LaunchValidation, CumulativeLengths) {
   ExpectRefused(strobe_forward(&plan_, &forward_), {"cu_seqlens_k", "NULL"});
   forward_.cu_seqlens_k = good_k;
   EXPECT_EQ(strobe_forward(&plan_, &forward_), STROBE_OK) << strobe_last_error();
+}
+
+// On a device the values are the caller's promise; here they are looked at before a kernel is. A
+// plan is forged, as these checks do not depend on a kernel that obeys.
+TEST_F(LaunchValidation, NumbersOfEachSequence) {
+  strobe_problem p = GoodProblem(STROBE_FORWARD);
+  Make(p);
+  strobe_problem& made = plan_.problem;
+  made.has_seqused_q = made.has_seqused_k = made.has_q_position = made.has_prefix = 1;
+  const int32_t good[] = {2, 3}, low[] = {1, -1}, high[] = {8, 0}, far[] = {0, (1 << 30) + 1};
+  using A = strobe_forward_args;
+  struct {
+    std::function<void(A&)> spoil;
+    std::vector<const char*> words;
+  } const bad[] = {
+      {[](A& a) { a.seqused_q = nullptr; }, {"seqused_q = NULL", "expected a pointer"}},
+      {[](A& a) { a.seqused_k = nullptr; }, {"seqused_k = NULL"}},
+      {[](A& a) { a.q_position = nullptr; }, {"q_position = NULL"}},
+      {[](A& a) { a.prefix = nullptr; }, {"prefix = NULL"}},
+      {[&](A& a) { a.seqused_q = low; }, {"seqused_q[1] = -1, expected 0 to 6"}},
+      {[&](A& a) { a.seqused_q = high; }, {"seqused_q[0] = 8, expected 0 to 6"}},
+      {[&](A& a) { a.seqused_k = high; }, {"seqused_k[0] = 8, expected 0 to 7"}},
+      {[&](A& a) { a.q_position = far; }, {"q_position[1] = 1073741825, expected -1073741824 to"}},
+      {[&](A& a) { a.prefix = low; }, {"prefix[1] = -1, expected 0 to 7"}},
+      {[&](A& a) { a.prefix = Shifted(good, 2); }, {"prefix", "alignment to 4"}},
+  };
+  for (const auto& b : bad) {
+    strobe_forward_args a = forward_;
+    a.seqused_q = a.seqused_k = a.q_position = a.prefix = good;
+    b.spoil(a);
+    ExpectRefused(strobe_forward(&plan_, &a), b.words);
+  }
 }
 
 TEST(Validation, DropoutMaskChecksItsArguments) {

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 import strobe
-from strobe import _flash_attn, _operators, _s_dmask
+from strobe import _flash_attn, _operators, _options, _s_dmask
 from strobe._errors import renamed
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -81,12 +81,13 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """Attention of packed sequences, (total, heads, head_dim). Returns what `fwd` does.
 
+    seqused_k: int32 (batch,): so many keys of each sequence are used, the first ones.
     zero_tensors changes nothing: all of out and softmax_lse is written.
     """
-    refuse_caches(block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
+    refuse_caches(block_table=block_table, leftpad_k=leftpad_k)
     lengths = checked_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return forward(q, k, v, out, lengths, options, alibi_slopes, return_softmax, gen)
+    return forward(q, k, v, out, lengths, options, alibi_slopes, return_softmax, gen, seqused_k)
 
 
 def bwd(
@@ -266,6 +267,7 @@ def forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
     gen: Any,
+    seqused_k: Tensor | None = None,
 ) -> list[Tensor]:
     """What `fwd` and `varlen_fwd` do. lengths: `DENSE`, or what `checked_lengths` gave."""
     if gen is not None:
@@ -281,8 +283,11 @@ def forward(
     else:
         state, rng_state = None, torch.zeros(2, dtype=torch.int64)
     arguments = _arguments(lengths, options, alibi_slopes, state, False)
+    more = () if seqused_k is None else _options.positional(seqused_k=seqused_k)
+    if more and return_softmax and dropout:
+        raise strobe.Unsupported("return_softmax with seqused_k and dropout_p > 0")
     with torch.no_grad():
-        found, lse = _call(_operators.attention_forward, q, k, v, *arguments)
+        found, lse = _call(_operators.attention_forward, q, k, v, *arguments, *more)
         if return_softmax and dropout:
             weights = _operators.attention_dropout_weights(q, k, *arguments)
         else:
