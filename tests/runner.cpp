@@ -11,9 +11,9 @@
 namespace strobe_test {
 namespace {
 
-// How often the comparator's errors are drawn at most. The largest of few values is a matter of luck,
-// and when scores are large, most weights are 0 or 1 and only a few rows have an error at all. So:
-// often where that is cheap.
+// How often the comparator's errors are drawn at most. The largest of few values is a matter of
+// luck, and when scores are large, most weights are 0 or 1 and only a few rows have an error at
+// all. So: often where that is cheap.
 int64_t MostDraws(const Case& c) {
   constexpr int64_t kWork = 2'500'000;
   return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), c.Work() < 4 * kWork ? 2 : 1,
