@@ -14,10 +14,6 @@ endif()
 if(STROBE_WERROR)
   target_compile_options(strobe_flags INTERFACE -Werror)
 endif()
-if(STROBE_BREAK_KERNEL)
-  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
-  target_compile_definitions(strobe_flags INTERFACE STROBE_BREAK_KERNEL_${defect}=1)
-endif()
 
 if(STROBE_SANITIZE)
   # For all targets, GoogleTest's headers included: a report that does not end the program would go unseen.

@@ -19,12 +19,31 @@ strobe_sources(sources
   src/cpu/team.cpp)
 add_library(strobe_objects OBJECT ${sources})
 
+# Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.
+set(STROBE_CPU_ISAS ALL CACHE STRING
+    "Instruction sets to build kernels for: ALL, NATIVE (those that this machine can run), or a list, e.g. portable;avx2")
+set(isas "${STROBE_CPU_ISAS}")
+if(isas STREQUAL NATIVE AND EXISTS /proc/cpuinfo)
+  file(STRINGS /proc/cpuinfo cpu LIMIT_COUNT 1 REGEX "^(flags|Features)")
+  set(isas portable neon)
+  foreach(pair avx2:avx2 avx512:avx512vl amx:amx_bf16)
+    string(REPLACE ":" ";" pair ${pair})
+    list(POP_FRONT pair isa feature)
+    if("${cpu} " MATCHES " ${feature} ")
+      list(APPEND isas ${isa})
+    endif()
+  endforeach()
+elseif(isas STREQUAL NATIVE)
+  set(isas ALL)
+endif()
+list(APPEND isas portable)  # the library takes it where it has nothing else
+
 # strobe_isa(NAME FILE FLAG...): one instruction set's kernels. They stand in a file of their own with their own flags,
 # and dispatch.cpp learns of them through STROBE_HAVE_<NAME>. tests/build checks that no function that other files
 # share is emitted there: the linker might pick that copy, and an older CPU would stop at it.
 function(strobe_isa name file)
   strobe_sources(found ${file})
-  if(found)
+  if(found AND (ALL IN_LIST isas OR name IN_LIST isas))
     target_sources(strobe_objects PRIVATE ${found})
     set_source_files_properties(${found} PROPERTIES COMPILE_OPTIONS "${ARGN}")
     string(TOUPPER ${name} upper)
@@ -61,6 +80,10 @@ target_include_directories(strobe_objects SYSTEM PRIVATE "${STROBE_HIGHWAY_INCLU
 # Highway's debug assertions call into its library part, and a library does not abort its caller's program.
 target_compile_definitions(strobe_objects PRIVATE HWY_IS_DEBUG_BUILD=0)
 target_link_libraries(strobe_objects PRIVATE strobe_flags OpenMP::OpenMP_CXX)
+if(STROBE_BREAK_KERNEL)
+  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
+  target_compile_definitions(strobe_objects PRIVATE STROBE_BREAK_KERNEL_${defect}=1)
+endif()
 
 # The libraries besides libstrobe that a static link needs; cmake/cuda.cmake adds to them.
 set(STROBE_STATIC_LIBS ${OpenMP_CXX_LIB_NAMES})

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU, also what is too slow for each change: .ci/run with long fuzzing, random problems that no
-# run had before, all tests under ThreadSanitizer, the libraries that the flash_attn shim stands beside. Some three hours
-# on two cores. Goes on after a failure; the exit status and the last lines say what failed.
+# Everything that needs no GPU, also what is too slow for each change: .ci/run with long fuzzing, all machine code of the
+# CUDA kernels, all tests under sanitizers, random problems that no run had before, the libraries that the flash_attn shim
+# stands beside. Some three hours on two cores. Goes on after a failure; the exit status and the last lines say what failed.
 #   FUZZ_SECONDS         of each fuzz target (1200)
 #   STROBE_RANDOM_CASES  of each instruction set (20000)
 #   STROBE_RANDOM_SEED   of the first (the date, so that a night can be repeated)
@@ -21,6 +21,11 @@ stage() {  # NAME COMMAND...
 }
 
 stage "CI" env FUZZ_SECONDS="$seconds" .ci/run
+if command -v nvcc >/dev/null; then
+  stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects
+  stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
+fi
+stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do
   stage "$cases random problems from seed $seed, $isa" \

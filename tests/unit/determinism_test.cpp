@@ -15,9 +15,18 @@ namespace {
 
 using oracle::DType;
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+// Twenty times slower, and looking for something else.
+constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16};
+constexpr int kRepeats = 1;
+#else
+constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr int kRepeats = 4;
+#endif
+
 std::vector<Case> Cases() {
   std::vector<Case> cases;
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (const DType dtype : kTypes) {
     Case c;
     c.seed = 5;
     c.dtype = dtype;
@@ -70,12 +79,6 @@ Results Solve(const Case& c, bool backward) {
   }
   return r;
 }
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kRepeats = 1;  // twenty times slower, and looking for something else
-#else
-constexpr int kRepeats = 4;
-#endif
 
 TEST(Determinism, EachRunRepeatsAtAFixedThreadCount) {
   for (Case c : Cases()) {
