@@ -58,7 +58,7 @@ template <typename T, int kTileQ, int kWidth>
 __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
-                        int32_t turns) {
+                        int32_t counters) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index == 0 && threadIdx.x == 0) *scratch.ticket = 0;
   if (index >= items) return;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPreThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
-  if (thread < turns) scratch.turn[at * turns + thread] = 0;
+  if (thread < counters) scratch.additions[at * counters + thread] = 0;
 
   // kLanes lanes a row, eight columns a lane.
   constexpr int kLanes = kWidth <= 64 ? 8 : kWidth <= 128 ? 16 : 32;

@@ -114,7 +114,7 @@ struct BackwardScratch {
   float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
                         // order of sum_offset
   uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
-  uint32_t* turn;       // [heads, tiles, warps]: key blocks that have added to dq; unless
+  uint32_t* additions;  // [heads, tiles, warps]: key blocks that have added to dq; unless
                         // deterministic, whether the first one has stored there
   uint32_t* ticket;     // the next work item
   float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
@@ -124,7 +124,7 @@ struct BackwardScratch {
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.
 inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
-                                      int64_t tile_q, int64_t tile_k, int64_t turns, void* dq) {
+                                      int64_t tile_q, int64_t tile_k, int64_t counters, void* dq) {
   BackwardScratch c{};
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
@@ -139,7 +139,7 @@ inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int6
   }
   c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(all);
-  c.turn = arena.take<uint32_t>(all * turns);
+  c.additions = arena.take<uint32_t>(all * counters);
   c.ticket = arena.take<uint32_t>(1);
   const int64_t parts = group_parts(s, tile_k);
   if (parts > 1) {
