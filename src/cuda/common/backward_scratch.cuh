@@ -114,10 +114,11 @@ struct BackwardScratch {
   float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
                         // order of sum_offset
   uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
-  uint32_t* additions;  // [heads, tiles, warps]: key blocks that have added to dq; unless
+  uint32_t* additions;  // [heads, tiles, warps]: the key tile that may add to dq next; unless
                         // deterministic, whether the first one has stored there
   uint32_t* ticket;     // the next work item
   float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
+  int32_t tile_k;       // keys of a work item
   uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
 
@@ -126,6 +127,7 @@ struct BackwardScratch {
 inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                       int64_t tile_q, int64_t tile_k, int64_t counters, void* dq) {
   BackwardScratch c{};
+  c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
   constexpr uintptr_t kAlignment = kWorkspaceAlignment;

@@ -37,8 +37,7 @@ __device__ __forceinline__ void load_rows_of_keys(const Thread& t, int i, const 
                                                   int32_t dim, uint32_t to, uint32_t full) {
   constexpr BackwardConfig kC = Thread::kConfig;
   const ItemRecord& b = t.record(i);
-  const RowsView rows =
-      rows_view(tensor, b.batch, b.sequence.k_row, b.head_kv, b.sequence.mask.seqlen_k, dim);
+  const RowsView rows = rows_view(tensor, b.batch, b.k_row, b.head_kv, b.mask.seqlen_k, dim);
   const bool aligned = rows.aligned();
   load_tile<kC.tile_k, kC.width, Thread::Shape::kHalfThreads>(to, rows, b.key_begin, aligned,
                                                               t.fresh_place().thread);
@@ -51,7 +50,7 @@ __device__ __forceinline__ void load_k(const Thread& t, int i) {
   t.barriers.wait_empty(t.barriers.k_empty(), i, 1);
   const ItemRecord& b = t.record(i);
   for (int row = t.fresh_place().thread; row < kC.tile_k; row += Thread::Shape::kHalfThreads) {
-    const int2 seen = key_limits(b.sequence.mask, b.key_begin + row);
+    const int2 seen = key_limits(b.mask, b.key_begin + row);
     ptx::store_shared(t.limits_at() + 8 * row, static_cast<uint32_t>(seen.x));
     ptx::store_shared(t.limits_at() + 8 * row + 4, static_cast<uint32_t>(seen.y));
   }
@@ -79,8 +78,7 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const Backw
   const int thread = t.fresh_place().thread;
   const int chunk = thread % QTile::kChunks, first = thread / QTile::kChunks;
   const int32_t row = step.tile * kC.tile_q;
-  const int32_t seqlen = t.record_int(
-      i, offsetof(ItemRecord, sequence) + offsetof(Sequence, mask) + offsetof(Mask, seqlen_q));
+  const int32_t seqlen = t.record_int(i, offsetof(ItemRecord, mask) + offsetof(Mask, seqlen_q));
   const char* const head = ptx::load_shared_wide<const char*>(t.record_at(i, rows_at)) +
                            2 * step.head * tensor.head_stride;
   const int32_t copies = t.record_int(i, offsetof(ItemRecord, copies));
@@ -143,22 +141,20 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
   ItemRecord& record = t.record(i);
   if (t.fresh_place().thread == 0) {
     int64_t index;
-    int32_t key_begin;
     do {
       index = atomicAdd(t.scratch.ticket, 1u);
       if (index >= order.items) break;
       const BackwardItem item = backward_item(order, t.p.heads_kv, index);
-      record.sequence = t.p.sequence(item.batch);
-      key_begin = item.block * kC.tile_k;
-      if (key_begin < record.sequence.mask.seqlen_k) {
-        record.fill(t.p, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
+      const Sequence sequence = t.p.sequence(item.batch);
+      if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
+        record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         break;
       }
-      // With varlen, short sequences have fewer key blocks than the longest: nobody else need come
-      // across the gap.
-      const int64_t next =
-          past_gap(order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
-            return t.p.cu_k[batch + 1] - t.p.cu_k[batch] > block_of_sequence * kC.tile_k;
+      // A sequence with fewer keys than the longest has fewer items: this is none, nor are those up
+      // to the next existing one, which the other thread blocks then need not draw.
+      const int64_t next = next_existing_item(
+          order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
+            return t.p.sequence(batch).mask.seqlen_k > block_of_sequence * kC.tile_k;
           });
       if (next > index + 1) atomicMax(t.scratch.ticket, static_cast<uint32_t>(next));
     } while (true);

@@ -17,6 +17,7 @@
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       uint32_t packed[4];  // P as fp16
-      ptx::load_shared_words(packed, exchange + static_cast<uint32_t>(512 * (m * (kN / 2) + pair)));
+      ptx::load_shared_words(exchange + static_cast<uint32_t>(512 * (m * (kN / 2) + pair)), packed);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int n = 2 * pair + r / 2, h = r % 2;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
         if (last_pass && (awaited == 0 || t.deterministic()) && t.place().lane() == 0) {
           const uint32_t slot = report_slot(t, t.place(), t.deterministic() ? t.n_step() : 0);
           ptx::store_shared(slot, tile);
-          ptx::store_shared(slot + 4, awaited + 1);
+          ptx::store_shared(slot + 4, reported_additions(t));
         }
         if (last_pass && t.deterministic()) t.arrive_warp(barriers.added(t.n_step()));
       }

@@ -6,15 +6,28 @@
 
 #include <cstdint>
 
+#include "core/visits.h"
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
+#include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda::sm80 {
 
 /// A step of an item: one query tile of one head.
 struct BackwardStep {
   int32_t head, tile;
+};
+
+/// Visits of query tiles, in 32 bits.
+struct TileVisits {
+  int32_t begin, end;            // those that see some key of the item
+  int32_t full_begin, full_end;  // of them, those without a query past the end or a masked pair
+
+  STROBE_INLINE static constexpr TileVisits of(const Visits& v) {
+    return {static_cast<int32_t>(v.blocks.begin), static_cast<int32_t>(v.blocks.end),
+            static_cast<int32_t>(v.full.begin), static_cast<int32_t>(v.full.end)};
+  }
 };
 
 /// How the threads copy rows of q and dout.
@@ -27,44 +40,38 @@ enum RowCopies : int32_t {
 /// What the threads have to know of an item. It lives in shared memory: it is the same for all
 /// threads, and registers are what the kernel is short of.
 struct alignas(16) ItemRecord {
-  int32_t tile_begin, tile_end;  // query tiles that see some key of the item
-  int32_t full_begin, full_end;  // queries that see every key of it
-  int32_t first_query;   // tiles from here on see no key before the item: it is the first to add
-  int32_t first_key;     // of query 0; negative: query -first_key is the last to see key 0
+  TileVisits visits;     // first, for it is read in one piece
+  int32_t first_tile;    // from this query tile on this item is the first to add to dQ
   uint32_t scratch;      // first scratch tile of the sequence
   const char *q, *dout;  // row 0 of the sequence, head 0
-  Sequence sequence;
+  Mask mask;             // of the sequence
+  int64_t k_row;         // of its first key
   int32_t batch, head_kv, part, key_begin;
+  int32_t position;              // of query 0 among the keys
   int32_t head_begin, head_end;  // of the query heads
   int32_t steps;                 // -1: there is no item
   RowCopies copies;
   int32_t keys_nonfinite;
 
-  __device__ __forceinline__ void fill(const BackwardParams& p, const BackwardItem& item,
-                                       int32_t heads_per_part, int32_t tile_q, int32_t tile_k,
-                                       int32_t width) {
+  __device__ __forceinline__ void fill(const BackwardParams& p, const Sequence& sequence,
+                                       const BackwardItem& item, int32_t heads_per_part,
+                                       int32_t tile_q, int32_t tile_k, int32_t width) {
+    mask = sequence.mask;
+    k_row = sequence.k_row;
     batch = item.batch;
     head_kv = item.head_kv;
     part = item.part;
     key_begin = item.block * tile_k;
     head_begin = head_kv * p.group + item.part * heads_per_part;
+    position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
-    const Mask& mask = sequence.mask;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    const Range queries = mask.q_range(keys);
-    tile_begin = static_cast<int32_t>(queries.begin) / tile_q;
-    tile_end =
-        queries.empty() ? tile_begin : (static_cast<int32_t>(queries.end) + tile_q - 1) / tile_q;
-    // Keys past the end would count as seen: where the item has some, every step is masked.
-    const Range full = keys.size() < tile_k ? Range{0, 0} : mask.full_q_range(keys);
-    full_begin = static_cast<int32_t>(full.begin);
-    full_end = static_cast<int32_t>(full.end);
-    first_query =
-        key_begin == 0 ? 0 : static_cast<int32_t>(mask.q_range({key_begin - 1, key_begin}).end);
-    // (Clamped, so that adding a query cannot overflow.)
-    first_key = static_cast<int32_t>(max64(mask.position(0) - mask.left, -mask.seqlen_q));
+    visits = TileVisits::of(query_visits(mask, keys, tile_q));
+    // Keys past the end are no part of the visits: where the item has some, every step is masked.
+    if (keys.size() < tile_k) visits.full_end = visits.full_begin;
+    first_tile = first_tile_started(mask, key_begin, tile_q);
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
-    steps = (head_end - head_begin) * (tile_end - tile_begin);
+    steps = (head_end - head_begin) * (visits.end - visits.begin);
     scratch = scratch_begin(p, tile_q, batch);
     const RowsView q_rows = rows_view(p.q, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim);
     const RowsView dout_rows =
@@ -78,8 +85,6 @@ struct alignas(16) ItemRecord {
                                                             : kCopyChunks;
   }
 };
-
-static_assert(sizeof(ItemRecord) <= 176, "BackwardShape::kRecordBytes");
 
 }  // namespace strobe::cuda::sm80
 

@@ -8,6 +8,7 @@
 
 #include "cuda/common/config.h"
 #include "cuda/common/tile.cuh"
+#include "cuda/mma_sync/backward_item.cuh"
 
 namespace strobe::cuda::sm80 {
 
@@ -74,7 +75,7 @@ struct BackwardShape {
   static constexpr int kBarriersAt = kDeltaAt + 4 * kStages * kC.tile_q;
   static constexpr int kBarriers = 13 + 4 * kStages + 2 * kHalfWarps;  // backward_barriers.cuh
   static constexpr int kRecordAt = (kBarriersAt + 8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kRecordBytes = 176;
+  static constexpr int kRecordBytes = sizeof(ItemRecord);
   static constexpr int kLimitsAt = kRecordAt + 2 * kRecordBytes;
   static constexpr int kReportsAt = kLimitsAt + 8 * kC.tile_k;
   static constexpr int kReportBytes = 4 * 8 * kHalfWarps;

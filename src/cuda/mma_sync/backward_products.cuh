@@ -13,6 +13,7 @@
 #include "cuda/mma_sync/seen_queries.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -125,7 +126,7 @@ __device__ __forceinline__ bool keys_nonfinite(const Thread& t) {
   for (int i = 16 * t.fresh_place().thread; i < Thread::KTile::kBytes;
        i += 16 * Thread::Shape::kHalfThreads) {
     uint32_t x[4];
-    ptx::load_shared_words(x, t.k_tile() + static_cast<uint32_t>(i));
+    ptx::load_shared_words(t.k_tile() + static_cast<uint32_t>(i), x);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       found |= (x[j] & kExponent) == kExponent || (x[j] >> 16 & kExponent) == kExponent;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void multiply_dq(const Thread& t, float (&dq)[2][kPas
     const typename Thread::Place me = t.fresh_place();
     const int lane = me.lane(), row = me.dq_row();
     const ItemRecord& b = t.record(t.item());
-    const Mask& mask = b.sequence.mask;
+    const Mask& mask = b.mask;
     int32_t begin[4], end[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

@@ -25,17 +25,24 @@
 
 namespace strobe::cuda::sm80 {
 
+/// The item's place among the tiles of its sequence's keys.
+template <typename Thread>
+__device__ __forceinline__ uint32_t key_tile(const Thread& t) {
+  return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
+                               Thread::kConfig.tile_k);
+}
 /// What the counter of a step's dQ must have reached before this item adds; 0: this item is the
-/// first, and stores.
+/// first, and stores. In a deterministic launch a counter holds the key tile that is to add next,
+/// and backward_pre.cuh lets it begin at the first; else it says whether the first has added.
 template <typename Thread>
 __device__ __forceinline__ uint32_t awaited_additions(const Thread& t, const BackwardStep& step) {
-  constexpr BackwardConfig kC = Thread::kConfig;
-  const int32_t q = step.tile * kC.tile_q;
-  if (q >= t.record_int(offsetof(ItemRecord, first_query))) return 0;
-  if (!t.deterministic()) return 1;
-  const int32_t first_key = max(q + t.record_int(offsetof(ItemRecord, first_key)), 0);
-  return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) / kC.tile_k -
-                               first_key / kC.tile_k);
+  if (step.tile >= t.record_int(offsetof(ItemRecord, first_tile))) return 0;
+  return t.deterministic() ? key_tile(t) : 1;
+}
+/// What the counter is to be set to after this item's addition.
+template <typename Thread>
+__device__ __forceinline__ uint32_t reported_additions(const Thread& t) {
+  return t.deterministic() ? key_tile(t) + 1 : 1;
 }
 /// The counter of a warp's part of a scratch tile.
 template <typename Thread>
@@ -111,9 +118,9 @@ __device__ __forceinline__ void store_keys(const Thread& t, const float (&sum)[k
   const ItemRecord& b = t.record(t.item());
   const int lane = me.lane(), column = me.column();
   const int32_t first = b.key_begin + me.key_row() + lane / 4;
-  const int64_t seqlen = b.sequence.mask.seqlen_k;
+  const int64_t seqlen = b.mask.seqlen_k;
   if (parts > 1) {
-    const int64_t keys = p.cu_k ? b.sequence.k_row : int64_t{b.batch} * p.seqlen_k;
+    const int64_t keys = p.cu_k ? b.k_row : int64_t{b.batch} * p.seqlen_k;
     const int64_t stride = int64_t{p.heads_kv} * parts * 2 * kWidth;
     float* const to = parts_sum + (keys + first) * stride +
                       (b.head_kv * parts + b.part) * 2 * kWidth + column + 2 * (lane % 4);
@@ -130,8 +137,7 @@ __device__ __forceinline__ void store_keys(const Thread& t, const float (&sum)[k
     return;
   }
   store_accumulators<typename Thread::T>(
-      rows_view(tensor, b.batch, b.sequence.k_row, b.head_kv, seqlen, dim), first, column, sum,
-      scale, lane);
+      rows_view(tensor, b.batch, b.k_row, b.head_kv, seqlen, dim), first, column, sum, scale, lane);
 }
 
 }  // namespace strobe::cuda::sm80

@@ -17,6 +17,7 @@
 #include "cuda/ptx/arrive.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm80 {
@@ -156,36 +157,35 @@ struct BackwardThread {
   __device__ __forceinline__ void next_item() { count += 0x10000u; }
   __device__ __forceinline__ void next_step() {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
-    // Before 9.0 ptxas otherwise keeps the items' half once more, and spills it.
-    if constexpr (!kAddFour) ptx::make_opaque(count);
+    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
+    // registers are short.
+    if constexpr (!kAddFour || Shape::kFresh) ptx::make_opaque(count);
   }
 
-  /// tile_begin, tile_end, full_begin, full_end.
-  __device__ __forceinline__ int4 visits() const {
+  __device__ __forceinline__ TileVisits visits() const {
     uint32_t x[4];
-    ptx::load_shared_words(x, record_at(item(), 0));
-    return make_int4(static_cast<int>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2]),
-                     static_cast<int>(x[3]));
+    ptx::load_shared_words(record_at(item(), 0), x);
+    return {static_cast<int32_t>(x[0]), static_cast<int32_t>(x[1]), static_cast<int32_t>(x[2]),
+            static_cast<int32_t>(x[3])};
   }
   __device__ __forceinline__ BackwardStep first_step(int i) const {
     return {record_int(i, offsetof(ItemRecord, head_begin)),
-            record_int(i, offsetof(ItemRecord, tile_end)) - 1};
+            record_int(i, offsetof(ItemRecord, visits) + offsetof(TileVisits, end)) - 1};
   }
   /// Tiles descend: all items of a head that are under way then begin at the same tile, also under
   /// a causal mask, and none waits long for the first to add to dQ.
   __device__ __forceinline__ static BackwardStep after(const BackwardStep& step,
-                                                       const int4& visits) {
-    const bool more = step.tile > visits.x;
-    return {more ? step.head : step.head + 1, more ? step.tile - 1 : visits.y - 1};
+                                                       const TileVisits& visits) {
+    const bool more = step.tile > visits.begin;
+    return {more ? step.head : step.head + 1, more ? step.tile - 1 : visits.end - 1};
   }
   __device__ __forceinline__ bool is_last(const BackwardStep& step) const {
-    return step.tile == record_int(offsetof(ItemRecord, tile_begin)) &&
+    return step.tile == record_int(offsetof(ItemRecord, visits) + offsetof(TileVisits, begin)) &&
            step.head + 1 == record_int(offsetof(ItemRecord, head_end));
   }
-  /// Also true of a tile that has queries past the end.
-  __device__ __forceinline__ static bool masked(const BackwardStep& step, const int4& visits) {
-    const int32_t q = step.tile * kC.tile_q;
-    return q < visits.z || q + kC.tile_q > visits.w;
+  __device__ __forceinline__ static bool masked(const BackwardStep& step,
+                                                const TileVisits& visits) {
+    return step.tile < visits.full_begin || step.tile >= visits.full_end;
   }
   /// Scratch tile of a step, given the sequence's first.
   __device__ __forceinline__ uint32_t scratch_tile(uint32_t first, const BackwardStep& step) const {

@@ -19,6 +19,7 @@
 #include "cuda/mma_sync/seen_queries.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -53,9 +54,8 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
     rule = score_rule(p, batch, step.head);
     batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
     key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
-    distance = static_cast<float>(
-        static_cast<int32_t>(t.record(t.item()).sequence.mask.position(q_begin)) + 2 * (lane % 4) -
-        key - lane / 4);
+    distance = static_cast<float>(t.record_int(offsetof(ItemRecord, position)) + q_begin +
+                                  2 * (lane % 4) - key - lane / 4);
   }
 #pragma unroll
   for (int n0 = 0; n0 < kN; n0 += kBlock) {

@@ -31,19 +31,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-/// Four words; the address is a multiple of 16.
-__device__ __forceinline__ void load_shared_words(uint32_t (&x)[4], uint32_t address) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
 }  // namespace strobe::cuda::ptx
 
 #endif  // STROBE_CUDA_PTX_SHARED_ACCESS_H_
