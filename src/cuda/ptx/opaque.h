@@ -1,0 +1,15 @@
+// A value of which the compiler no longer knows where it comes from.
+#ifndef STROBE_CUDA_PTX_OPAQUE_H_
+#define STROBE_CUDA_PTX_OPAQUE_H_
+
+namespace strobe::cuda::ptx {
+
+/// x. What follows from it is computed from it, and not kept from before.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+}  // namespace strobe::cuda::ptx
+
+#endif  // STROBE_CUDA_PTX_OPAQUE_H_
