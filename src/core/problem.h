@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/arithmetic.h"
 #include "core/mask.h"
 #include "core/sequence.h"
 #include "core/status.h"
@@ -79,11 +80,6 @@ STROBE_INLINE constexpr Sequences sequences_of(const AttentionProblem& p, const 
           p.varlen ? p.total_q : p.seqlen_q,
           mask_rule(p)};
 }
-
-STROBE_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-STROBE_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-STROBE_INLINE constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-STROBE_INLINE constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace strobe
 

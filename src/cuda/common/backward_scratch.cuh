@@ -7,10 +7,9 @@
 
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/arithmetic.h"
 #include "core/workspace.h"
 #include "cuda/common/params.h"
-#include "cuda/host/longest.h"
 
 namespace strobe::cuda {
 
@@ -36,9 +35,9 @@ STROBE_INLINE float weight_reference(float lse) {
 struct BackwardSizes {
   int64_t batch, heads, heads_kv, seqlen_q, seqlen_k;
   bool varlen;
-  int64_t total_q, total_k;  // varlen: of all sequences; total_k only decides sizes
-  bool batch_invariant;
-  int64_t dq_bytes;  // of dQ, where it is one piece of memory; else 0
+  int64_t total_q, total_k;              // varlen: of all sequences; total_k only decides sizes
+  bool batch_invariant, lengths_differ;  // of keys
+  int64_t dq_bytes;                      // of dQ, where it is one piece of memory; else 0
 };
 
 /// Bytes of a tensor of 16-bit values that is one piece of memory, rows or heads first; else 0.
@@ -54,19 +53,6 @@ STROBE_INLINE constexpr int64_t packed_bytes(int64_t batch, int64_t rows, int64_
   return packed ? 2 * batch * rows * heads * dim : 0;
 }
 
-STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
-  return {p.batch,
-          p.heads,
-          p.heads_kv,
-          longest_q(p),
-          longest_k(p),
-          p.varlen != 0,
-          p.total_q,
-          rows_k(p),
-          p.batch_invariant != 0,
-          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
-                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
-}
 STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
   return {p.batch,
           p.heads,
@@ -77,6 +63,7 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
           p.total_q,
           p.cu_k ? p.total_k : p.batch * p.total_k,
           p.batch_invariant != 0,
+          p.cu_k || p.used_k,
           packed_bytes(p.cu_q ? 1 : p.batch, p.total_q, p.heads, p.head_dim, p.dq.batch_stride,
                        p.dq.row_stride, p.dq.head_stride)};
 }
@@ -101,7 +88,7 @@ inline constexpr int64_t kWantedItems = 256;
 /// depend on the batch, batch_invariant counts its own blocks alone, and none where lengths vary.
 STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile_k) {
   const int64_t group = s.heads / s.heads_kv;
-  if (s.batch_invariant && s.varlen) return 1;
+  if (s.batch_invariant && s.lengths_differ) return 1;
   const int64_t blocks =
       (s.batch_invariant ? 1 : s.batch) * s.heads_kv * max64(1, ceil_div(s.seqlen_k, tile_k));
   const int64_t parts = min64(group, ceil_div(kWantedItems, blocks));

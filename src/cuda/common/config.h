@@ -46,8 +46,9 @@ struct LaunchShape {
   int64_t shared_bytes;  // dynamic shared memory of a block
 };
 
-// The seam. src/cuda/mma_sync/forward_sm80.cuh defines, in namespace strobe::cuda::sm80 (and alike
-// for backward, BackwardConfig and BackwardParams, and for hopper's sm90),
+// The seam. src/cuda/mma_sync/forward_sm80_launch.h, which is host code for the kernel of
+// forward_sm80.cuh, defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig
+// and BackwardParams, and for hopper's sm90),
 //
 //     template <ForwardConfig kConfig> constexpr LaunchShape forward_shape();
 //     template <ForwardConfig kConfig>

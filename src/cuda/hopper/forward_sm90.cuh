@@ -52,17 +52,9 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 
-#include <atomic>
-#include <cstddef>
-
-#include "core/problem.h"
-#include "core/workspace.h"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
-#include "cuda/host/kernel_handle.h"
-#include "cuda/host/launch_target.h"
-#include "cuda/host/tensor_map.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
@@ -119,79 +111,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       i = tile.next;
     }
   }
-}
-
-// ---------------------------------------------------------------------------------------------
-// Host
-
-template <ForwardConfig kConfig>
-constexpr LaunchShape forward_shape() {
-  using Tr = TraitsOf<kConfig>;
-  return {Tr::kThreads, sizeof(typename Tr::Shared)};
-}
-
-template <ForwardConfig kConfig>
-void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& params) {
-  const int64_t tiles = p.varlen ? p.total_q / kConfig.tile_q + p.batch
-                                 : ceil_div(p.seqlen_q, kConfig.tile_q) * p.batch;
-  params.workspace =
-      arena.take<std::byte>(static_cast<int64_t>(offsetof(Workspace, suspects)) +
-                            tiles * p.heads * static_cast<int64_t>(sizeof(SuspectTile)));
-}
-
-template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
-  constexpr auto kShape = forward_shape<kConfig>();
-  using Tr = TraitsOf<kConfig>;
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileWindow::make(p), 0, nullptr, {}};
-  if (p.cu_q) {  // a sequence has one tile at most that is not full
-    order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
-  }
-  if (order.tiles.items == 0) return cudaSuccess;
-  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
-  if (order.tiles.items > INT32_MAX / 2)
-    return cudaErrorInvalidValue;  // tiles are counted in 32 bits
-  static std::atomic<uint32_t> launches;
-  // Odd, each once; spread out, so that no small number that lies there by chance is one.
-  order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
-  order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
-  order.stagger = Stagger::make(p, order.tiles.items, target.multiprocessors,
-                                2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes,
-                                kConfig.tile_q);
-
-  // Of this thread's last launch.
-  thread_local TensorMaps maps;
-  thread_local KeptTensorMap kept[4];
-  const int64_t batch = p.cu_q ? 1 : p.batch;
-  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
-                            int64_t heads, uint32_t box_rows) {
-    return kept[i].make(map, t.data,
-                        {dim, rows, heads, batch, t.batch_stride, t.row_stride, t.head_stride,
-                         kConfig.dtype, box_rows});
-  };
-  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
-  if (error != cudaSuccess) return error;
-  // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
-  const bool keys = p.total_k > 0;
-  const Tensor &k = keys ? p.k : p.q, &v = keys ? p.v : p.q;
-  error = make_map(1, maps.k, k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
-  error = make_map(2, maps.v, v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
-  if constexpr (TraitsOf<kConfig>::kStagesO) {
-    error = make_map(3, maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
-    if (error != cudaSuccess) return error;
-  }
-
-  // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
-  // round.
-  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};
-  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
-  void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[rule].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

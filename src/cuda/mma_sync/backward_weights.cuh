@@ -33,11 +33,11 @@ inline constexpr int kLsePairs =
 
 /// Scores x of a step to weights: `weight`, packed for dV, and in shared memory, times
 /// d(score) / d(scaled q.k), for the gradients half. lse: the first pairs of lse, the others are
-/// read from lse_at. kPrecise: of apply_rule.
+/// read from lse_at. kPrecise: of value_and_derivative.
 template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
-                                      const BackwardStep& step, ScoreRule& rule,
-                                      float (&x)[kM][kN][4], float2 (&lse)[kHave], uint32_t lse_at,
+                                      const BackwardStep& step, Score& score, float (&x)[kM][kN][4],
+                                      float2 (&lse)[kHave], uint32_t lse_at,
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
   constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
@@ -51,7 +51,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
   float distance = 0.f;  // from the lane's first key to its first query's position
   if constexpr (kGeneral) {
     const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
-    rule = score_rule(p, batch, step.head);
+    score = Score::of(p, batch, step.head);
     batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
     key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
     distance = static_cast<float>(t.record_int(offsetof(ItemRecord, position)) + q_begin +
@@ -91,12 +91,13 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           const float reference = i % 2 ? references.y : references.x;
           float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
           if constexpr (kGeneral) {
-            w = apply_rule<kPrecise>(
-                rule, w, fabsf(distance + static_cast<float>(8 * n + i % 2 - 16 * m - i / 2 * 8)),
-                slope);
-            w = w - reference;
+            const Score::ValueAndDerivative s =
+                Score::Row{score, distance}.template value_and_derivative<kPrecise>(
+                    w, 16 * m + i / 2 * 8 - 8 * n - i % 2);
+            slope = s.derivative;
+            w = s.value - reference;
           } else {
-            w = fmaf(w, rule.scale_log2, -reference);
+            w = fmaf(w, score.scale_log2, -reference);
           }
           // No weight is above 1, however coarse lse is.
           w = exp2_fast(min_or_nan(w, kWeightShift));
@@ -185,18 +186,18 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       });
 
       uint32_t weight[kM][kN / 2][4];
-      ScoreRule rule = {p.scale * kLog2e, 0.f, 0.f, 0.f};
+      Score score = Score::scaled(p);
       barriers.wait_empty(barriers.exchange_empty(t.place().warp()), t.n_step(), 1);
       if constexpr (Thread::kGeneral) {  // masked or not: one copy of the long code is enough
-        if (score_rule(p, 0.f).cap() == Cap::kAny) {
-          weigh<true, true>(t, me, step, rule, x, lse, lse_at, weight);
+        if (Score::of(p, 0.f).cap() == Cap::kAny) {
+          weigh<true, true>(t, me, step, score, x, lse, lse_at, weight);
         } else {
-          weigh<true, false>(t, me, step, rule, x, lse, lse_at, weight);
+          weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
         }
       } else if (masked) {
-        weigh<true, false>(t, me, step, rule, x, lse, lse_at, weight);
+        weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
       } else {
-        weigh<false, false>(t, me, step, rule, x, lse, lse_at, weight);
+        weigh<false, false>(t, me, step, score, x, lse, lse_at, weight);
       }
       t.arrive_warp(barriers.exchange_full(t.place().warp()));
       t.arrive_warp(barriers.q_empty(stage));

@@ -1,0 +1,27 @@
+// The sizes that decide the backward pass's scratch, of a problem.
+#ifndef STROBE_CUDA_HOST_BACKWARD_SIZES_H_
+#define STROBE_CUDA_HOST_BACKWARD_SIZES_H_
+
+#include "core/problem.h"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/host/longest.h"
+
+namespace strobe::cuda {
+
+STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          longest_q(p),
+          longest_k(p),
+          p.varlen != 0,
+          p.total_q,
+          rows_k(p),
+          p.batch_invariant != 0,
+          p.varlen || p.has_seqused_k,
+          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
+                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
+}
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_BACKWARD_SIZES_H_

@@ -1,0 +1,111 @@
+// Launches the backward pass: backward_pre.cuh, backward_sm80.cuh, backward_post.cuh.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
+
+#include <cstddef>
+
+#include "core/arithmetic.h"
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_post.cuh"
+#include "cuda/common/backward_pre.cuh"
+#include "cuda/common/config.h"
+#include "cuda/common/static_order.cuh"
+#include "cuda/host/backward_sizes.h"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+#include "cuda/mma_sync/backward_sm80.cuh"
+
+namespace strobe::cuda::sm80 {
+
+template <BackwardConfig kConfig>
+constexpr LaunchShape backward_shape() {
+  using Shape = BackwardShape<kConfig>;
+  return {Shape::kThreads, Shape::kSharedBytes};
+}
+
+template <BackwardConfig kConfig>
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
+  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k,
+                        BackwardShape<kConfig>::kHalfWarps, dq);
+}
+
+template <BackwardConfig kConfig>
+void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
+  Arena count;
+  carve<kConfig>(count, sizes_of(problem), nullptr);
+  params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
+}
+
+template <BackwardConfig kConfig, bool kGeneral, bool kOrdered>
+cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
+                                   const LaunchTarget& target) {
+  using Shape = BackwardShape<kConfig>;
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered>),
+      Shape::kSharedBytes);
+  const auto blocks = static_cast<uint32_t>(
+      min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));
+  void* args[] = {&p, &scratch, &order};
+  return kernel.launch(dim3(blocks), Shape::kThreads, args, target);
+}
+
+template <BackwardConfig kConfig>
+cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
+  using Shape = BackwardShape<kConfig>;
+  using T = typename Shape::T;
+  constexpr int kTileQ = kConfig.tile_q, kWidth = kConfig.width;
+  BackwardParams p = params;
+  Arena arena(p.workspace);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
+  BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
+  // Items are drawn in 32 bits, and each thread block draws one past the end.
+  if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
+
+  int64_t items = query_tiles(p, scratch.tiles);
+  const GridSize grid = grid_for(max64(1, items));
+  int32_t counters = Shape::kHalfWarps;
+  void* pre[] = {&p, &scratch, &items, &counters};
+  static KernelHandle pre_kernel(
+      reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>));
+  cudaError_t error = pre_kernel.launch(dim3(grid.x, grid.y), kPreThreads, pre, target);
+  if (error != cudaSuccess) return error;
+
+  if (order.items > 0) {
+    const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
+    if (general) {
+      if constexpr (Shape::kHasGeneral) {
+        error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
+      } else {
+        error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
+      }
+    } else if (p.deterministic) {
+      error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
+    } else {
+      error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  if (items > 0) {
+    void* post[] = {&p, &scratch, &items};
+    static KernelHandle post_kernel(
+        reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>));
+    error = post_kernel.launch(dim3(grid.x, grid.y), kPostThreads, post, target);
+    if (error != cudaSuccess) return error;
+  }
+  if (order.parts > 1 && order.items > 0) {
+    auto parts = static_cast<int32_t>(order.parts);
+    int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
+    const GridSize blocks = grid_for(ceil_div(pieces, kPostThreads));
+    void* sum[] = {&p, &scratch, &parts, &pieces};
+    static KernelHandle parts_kernel(
+        reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
+    error = parts_kernel.launch(dim3(blocks.x, blocks.y), kPostThreads, sum, target);
+  }
+  return error;
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
