@@ -46,102 +46,161 @@ struct MaskRule {
 
   /// Whether this hides no key from any query, whatever the lengths are.
   STROBE_INLINE constexpr bool hides_nothing() const {
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+    return false;
+#endif
     return !causal && window_left < 0 && window_right < 0 && attention_chunk == 0;
+  }
+  /// Whether the queries of a sequence see the more keys the later they come: tiles then differ in
+  /// their work, and the last ones have most of it.
+  STROBE_INLINE constexpr bool later_see_more() const {
+    return causal || (window_right >= 0 && window_left < 0 && attention_chunk == 0);
+  }
+  /// Whether a query may see `keys` keys up to its own position, as far as there are so many.
+  STROBE_INLINE constexpr bool reaches_back(int64_t keys) const {
+    return (window_left < 0 || window_left >= keys) &&
+           (attention_chunk == 0 || attention_chunk >= keys);
   }
 };
 
-/// The mask of one sequence. Query i stands at key position i + offset and sees the keys from
-/// `left` before that position to `right` after it, of its own chunk of `chunk` positions alone
-/// where there are chunks; and the first `prefix` keys.
-struct Mask {
-  int64_t seqlen_q = 0, seqlen_k = 0;
-  int64_t left = 0, right = 0;  // never negative; large enough means no limit
-  int64_t offset = 0;           // key position of query 0; may be negative
-  int64_t chunk = 0;            // 0: none
-  int64_t prefix = 0;           // with no limit to the left and no chunks alone
+/// The mask of one sequence. Query i stands at key position i + offset, and the window lets it see
+/// the keys from i + first to i + last, of its own chunk of `chunk` positions alone where there are
+/// chunks; and the first `prefix` keys. Int: int64_t, which has room for everything, or int32_t,
+/// which is what `tile` makes.
+template <typename Int>
+struct BasicMask {
+  Int seqlen_q = 0, seqlen_k = 0;
+  Int first = 0, last = 0;  // far enough away mean no limit
+  Int offset = 0;           // key position of query 0; may be negative
+  Int chunk = 0;            // 0: none
+  Int prefix = 0;           // with no limit to the left and no chunks alone
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+  // What a new kind of mask would add: as many keys at the begin that no query sees.
+  Int hidden = 1;
+#endif
 
   /// offset: seqlen_k - seqlen_q aligns the last query with the last key (the bottom right).
-  STROBE_INLINE static constexpr Mask make(const MaskRule& rule, int64_t seqlen_q, int64_t seqlen_k,
-                                           int64_t offset, int64_t prefix) {
+  STROBE_INLINE static constexpr BasicMask make(const MaskRule& rule, Int seqlen_q, Int seqlen_k,
+                                                Int offset, Int prefix) {
     // Positions, and distances between them and keys, are below this: it stands for "no limit", and
     // the sums below cannot overflow.
-    const int64_t no_limit = seqlen_q + seqlen_k + (offset < 0 ? -offset : offset) + 1;
-    // Chunks longer than that hold the same positions: all from 0 on, or all before.
-    const int64_t chunk = smaller(rule.attention_chunk, no_limit);
-    Mask m{seqlen_q, seqlen_k, no_limit, no_limit, offset, chunk, prefix};
-    if (rule.window_left >= 0 && rule.window_left < no_limit) m.left = rule.window_left;
-    if (rule.window_right >= 0 && rule.window_right < no_limit) m.right = rule.window_right;
-    if (rule.causal) m.right = 0;
+    const Int no_limit = seqlen_q + seqlen_k + (offset < 0 ? -offset : offset) + 1;
+    Int left = no_limit, right = no_limit;
+    if (rule.window_left >= 0 && rule.window_left < no_limit) left = rule.window_left;
+    if (rule.window_right >= 0 && rule.window_right < no_limit) right = rule.window_right;
+    if (rule.causal) right = 0;
 #if STROBE_BREAK_KERNEL_MASK
-    if (rule.causal) m.right = 1;
+    if (rule.causal) right = 1;
 #endif
-    return m;
+    // Chunks longer than that hold the same positions: all from 0 on, or all before.
+    const Int chunk = smaller(rule.attention_chunk, no_limit);
+    return {seqlen_q, seqlen_k, offset - left, offset + right, offset, chunk, prefix};
   }
   /// Aligned at the bottom right, without a prefix.
-  STROBE_INLINE static constexpr Mask make(const MaskRule& rule, int64_t seqlen_q,
-                                           int64_t seqlen_k) {
+  STROBE_INLINE static constexpr BasicMask make(const MaskRule& rule, Int seqlen_q, Int seqlen_k) {
     return make(rule, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0);
   }
 
+  /// The same mask for the `rows` queries from `begin` on, as far as there are so many, which are
+  /// its queries 0, 1, ...: in 32 bits, for kernels that have to be short of instructions and
+  /// registers. rows: at most kTileRows. Lengths are at most kLongest, and |offset| at most 2^30.
+  static constexpr Int kTileRows = 1024, kLongest = (Int{1} << 30) - kTileRows;
+  STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows) const {
+    // All members by name: one that is added to them and left out here does not compile.
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+    const auto& [q, k, first_, last_, offset_, chunk_, prefix_, hidden_] = *this;
+#else
+    const auto& [q, k, first_, last_, offset_, chunk_, prefix_] = *this;
+#endif
+    // Ends of the window that are further away from all keys than the tile has rows, mean the same
+    // wherever they are.
+    constexpr Int kFar = Int{1} << 30;
+    const auto near = [](Int x) { return x < -kFar ? -kFar : smaller(x, kFar); };
+    return {static_cast<int32_t>(smaller(rows, q - begin)),
+            static_cast<int32_t>(k),
+            static_cast<int32_t>(near(begin + first_)),
+            static_cast<int32_t>(near(begin + last_)),
+            static_cast<int32_t>(begin + offset_),
+            static_cast<int32_t>(smaller(chunk_, INT32_MAX)),  // no position is further from 0
+            static_cast<int32_t>(prefix_),
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+            static_cast<int32_t>(hidden_)
+#endif
+    };
+  }
+
   /// Key position that query i stands at; may lie outside [0, seqlen_k).
-  STROBE_INLINE constexpr int64_t position(int64_t i) const { return i + offset; }
+  STROBE_INLINE constexpr Int position(Int i) const { return i + offset; }
 
   /// Keys that query i sees.
-  STROBE_INLINE constexpr Range row(int64_t i) const { return {first_key(i), end_key(i)}; }
-  STROBE_INLINE constexpr bool allows(int64_t i, int64_t j) const { return row(i).contains(j); }
+  STROBE_INLINE constexpr Range row(Int i) const { return {first_key(i), end_key(i)}; }
+  STROBE_INLINE constexpr bool allows(Int i, Int j) const { return row(i).contains(j); }
 
   /// Smallest interval that holds every key seen by some query of `q`. What lies outside is
   /// skipped.
   STROBE_INLINE constexpr Range kv_range(Range q) const {
-    return q.empty() ? Range{0, 0} : Range{first_key(q.begin), end_key(q.end - 1)};
+    return q.empty() ? Range{0, 0} : Range{first_key(of(q.begin)), end_key(of(q.end - 1))};
   }
   /// Keys that every query of `q` sees: tiles inside need no mask.
   STROBE_INLINE constexpr Range full_range(Range q) const {
-    return q.empty() ? Range{0, seqlen_k} : Range{first_key(q.end - 1), end_key(q.begin)};
+    return q.empty() ? Range{0, seqlen_k} : Range{first_key(of(q.end - 1)), end_key(of(q.begin))};
   }
   /// Smallest interval that holds every query that sees some key of `k`.
   STROBE_INLINE constexpr Range q_range(Range k) const {
-    return k.empty() ? Range{0, 0} : Range{first_query(k.begin), end_query(k.end - 1)};
+    return k.empty() ? Range{0, 0} : Range{first_query(of(k.begin)), end_query(of(k.end - 1))};
   }
   /// Queries that see every key of `k`.
   STROBE_INLINE constexpr Range full_q_range(Range k) const {
-    return k.empty() ? Range{0, seqlen_q} : Range{first_query(k.end - 1), end_query(k.begin)};
+    return k.empty() ? Range{0, seqlen_q}
+                     : Range{first_query(of(k.end - 1)), end_query(of(k.begin))};
   }
 
  private:
-  STROBE_INLINE static constexpr int64_t clamp(int64_t x, int64_t high) {
-    return x < 0 ? 0 : x > high ? high : x;
+  // No sum below leaves 32 bits where `tile` has made the mask: tests hold that against 64.
+  STROBE_INLINE static constexpr Int of(int64_t x) { return static_cast<Int>(x); }
+  STROBE_INLINE static constexpr Int clamp(Int x, Int high) { return x < 0 ? 0 : x > high ? high : x; }
+  STROBE_INLINE static constexpr Int larger(Int a, Int b) { return a > b ? a : b; }
+  STROBE_INLINE static constexpr Int smaller(Int a, Int b) { return a < b ? a : b; }
+  /// x + chunk, or `high` where that is less.
+  STROBE_INLINE constexpr Int chunk_after(Int x, Int high) const {
+    return x >= high - chunk ? high : x + chunk;
   }
-  STROBE_INLINE static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-  STROBE_INLINE static constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
   /// The first position of the chunk that holds `position`, which may be negative.
-  STROBE_INLINE constexpr int64_t chunk_begin(int64_t position) const {
-    const int64_t rest = position % chunk;
+  STROBE_INLINE constexpr Int chunk_begin(Int position) const {
+    const Int rest = position % chunk;
     return position - (rest < 0 ? rest + chunk : rest);
   }
-  STROBE_INLINE constexpr int64_t first_key(int64_t i) const {
-    int64_t key = position(i) - left;
+  STROBE_INLINE constexpr Int first_key(Int i) const {
+    Int key = i + first;
     if (chunk > 0) key = larger(key, chunk_begin(position(i)));
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+    key = larger(key, hidden);
+#endif
     return clamp(key, seqlen_k);
   }
-  STROBE_INLINE constexpr int64_t end_key(int64_t i) const {
-    int64_t key = position(i) + right + 1;
-    if (chunk > 0) key = smaller(key, chunk_begin(position(i)) + chunk);
+  STROBE_INLINE constexpr Int end_key(Int i) const {
+    Int key = i + last + 1;
+    if (chunk > 0) key = smaller(key, chunk_after(chunk_begin(position(i)), seqlen_k));
     return clamp(larger(key, prefix), seqlen_k);
   }
   // The inverses: the first query whose end_key is past key j, and the first whose first_key is.
-  STROBE_INLINE constexpr int64_t first_query(int64_t j) const {
+  STROBE_INLINE constexpr Int first_query(Int j) const {
     if (j < prefix) return 0;
-    int64_t query = j - offset - right;
+    Int query = j - last;
     if (chunk > 0) query = larger(query, chunk_begin(j) - offset);
     return clamp(query, seqlen_q);
   }
-  STROBE_INLINE constexpr int64_t end_query(int64_t j) const {
-    int64_t query = j - offset + left + 1;
-    if (chunk > 0) query = smaller(query, chunk_begin(j) + chunk - offset);
+  STROBE_INLINE constexpr Int end_query(Int j) const {
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+    if (j < hidden) return 0;
+#endif
+    Int query = j - first + 1;
+    if (chunk > 0) query = smaller(query, chunk_after(chunk_begin(j) - offset, seqlen_q));
     return clamp(query, seqlen_q);
   }
 };
+
+using Mask = BasicMask<int64_t>;
 
 }  // namespace strobe
 

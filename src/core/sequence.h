@@ -61,6 +61,13 @@ struct Sequences {
     return s;
   }
 
+  /// Whether the sequences may differ in their numbers of queries: those of a tile past the end are
+  /// then another sequence's rows, or rows that are not in use.
+  STROBE_INLINE constexpr bool query_counts_differ() const { return cu_q || used_q; }
+  /// Whether anything but its place tells one sequence from another.
+  STROBE_INLINE constexpr bool sequences_differ() const {
+    return cu_q || cu_k || used_q || used_k || q_position || prefix;
+  }
   /// Whether a sequence may have rows that are not in use.
   STROBE_INLINE constexpr bool has_unused_rows() const { return used_q || used_k; }
 

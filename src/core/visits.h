@@ -16,23 +16,29 @@ struct Visits {
   STROBE_INLINE constexpr bool is_full(int64_t block) const { return full.contains(block); }
 };
 
-/// The blocks that hold some row of `some`; full where they lie inside `all`.
-STROBE_INLINE constexpr Visits visits_of(Range some, Range all, int64_t size) {
+/// The blocks that hold some row of `some`; full where they lie inside `all`. Int: what the rows'
+/// numbers fit into.
+template <typename Int>
+STROBE_INLINE constexpr Visits visits_of(Range some, Range all, int64_t block_size) {
   if (some.empty()) return {};
-  Visits v{{some.begin / size, (some.end + size - 1) / size}, {}};
-  v.full = intersect(v.blocks, {(all.begin + size - 1) / size, all.end / size});
+  const auto size = static_cast<Int>(block_size);
+  const auto below = [size](int64_t x) { return static_cast<Int>(x) / size; };
+  Visits v{{below(some.begin), below(some.end + size - 1)}, {}};
+  v.full = intersect(v.blocks, {below(all.begin + size - 1), below(all.end)});
   if (v.full.empty()) v.full = {v.blocks.begin, v.blocks.begin};
   return v;
 }
 
 /// Blocks of `size` keys that some of the queries see.
-STROBE_INLINE constexpr Visits key_visits(const Mask& mask, Range queries, int64_t size) {
-  return visits_of(mask.kv_range(queries), mask.full_range(queries), size);
+template <typename Int>
+STROBE_INLINE constexpr Visits key_visits(const BasicMask<Int>& mask, Range queries, int64_t size) {
+  return visits_of<Int>(mask.kv_range(queries), mask.full_range(queries), size);
 }
 
 /// Blocks of `size` queries that see some of the keys.
-STROBE_INLINE constexpr Visits query_visits(const Mask& mask, Range keys, int64_t size) {
-  return visits_of(mask.q_range(keys), mask.full_q_range(keys), size);
+template <typename Int>
+STROBE_INLINE constexpr Visits query_visits(const BasicMask<Int>& mask, Range keys, int64_t size) {
+  return visits_of<Int>(mask.q_range(keys), mask.full_q_range(keys), size);
 }
 
 }  // namespace strobe

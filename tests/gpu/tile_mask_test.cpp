@@ -1,41 +1,57 @@
-// The 32-bit mask of a tile's rows against the mask that everything else asks.
+// The mask in 32 bits, for the rows of a tile, against the one in 64 that everything else asks.
 #include "cuda/common/tile_mask.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/mask.h"
+#include "core/sequence.h"
+#include "core/visits.h"
 
 namespace strobe::cuda {
 namespace {
 
-void expect_same(int64_t seqlen_q, int64_t seqlen_k, bool causal, int64_t left, int64_t right,
-                 int64_t first, int32_t rows) {
-  CommonParams p{};
-  p.rule = {left, right, 0, causal};
-  const Mask mask = Mask::make(p.rule, seqlen_q, seqlen_k);
-  const TileMask tile = TileMask::make(TileWindow::make(p), static_cast<int32_t>(seqlen_q),
-                                       static_cast<int32_t>(seqlen_k), static_cast<int32_t>(first));
-  for (int32_t row = 0; row < rows && first + row < seqlen_q; ++row) {
-    const Range range = mask.row(first + row);
-    ASSERT_EQ(tile.begin(row), range.begin)
-        << seqlen_q << " x " << seqlen_k << ", causal " << causal << ", window " << left << ", "
-        << right << ", query " << first + row;
-    ASSERT_EQ(tile.end(row), range.end)
-        << seqlen_q << " x " << seqlen_k << ", causal " << causal << ", window " << left << ", "
-        << right << ", query " << first + row;
+void expect_same(const Mask& mask, int64_t first, int32_t rows) {
+  const TileMask tile = mask.tile(first, rows);
+  ASSERT_EQ(tile.seqlen_q, std::min<int64_t>(rows, mask.seqlen_q - first));
+  const auto where = [&](int64_t row) {
+    return ::testing::Message() << mask.seqlen_q << " x " << mask.seqlen_k << ", window "
+                                << mask.first << " to " << mask.last << ", offset " << mask.offset
+                                << ", chunk " << mask.chunk << ", prefix " << mask.prefix
+                                << ", query " << first + row;
+  };
+  for (int32_t row = 0; row < tile.seqlen_q; ++row) {
+    ASSERT_EQ(tile.row(row), mask.row(first + row)) << where(row);
+    ASSERT_EQ(tile.position(row), mask.position(first + row)) << where(row);
+  }
+  for (const int64_t size : {64, 80, 128}) {
+    const Visits narrow = key_visits(tile, {0, tile.seqlen_q}, size);
+    const Visits wide = key_visits(mask, {first, first + tile.seqlen_q}, size);
+    ASSERT_EQ(narrow.blocks, wide.blocks) << where(0);
+    ASSERT_EQ(narrow.full, wide.full) << where(0);
   }
 }
 
 TEST(TileMask, EqualsMaskOnShortSequences) {
-  for (int64_t seqlen_q = 1; seqlen_q <= 12; ++seqlen_q) {
-    for (int64_t seqlen_k = 0; seqlen_k <= 12; ++seqlen_k) {
+  for (const int64_t seqlen_q : {1, 2, 5, 9}) {
+    for (const int64_t seqlen_k : {0, 1, 4, 7, 12}) {
       for (const bool causal : {false, true}) {
-        for (int64_t left = -1; left <= 13; ++left) {
-          for (int64_t right = -1; right <= 13; ++right) {
-            for (int64_t first = 0; first < seqlen_q; first += 4) {
-              expect_same(seqlen_q, seqlen_k, causal, left, right, first, 4);
+        for (const int64_t left : {-1, 0, 1, 3, 13}) {
+          for (const int64_t right : {-1, 0, 2, 13}) {
+            for (const int64_t chunk : {0, 1, 2, 3, 5, 30}) {
+              for (int64_t offset = -14; offset <= 14; ++offset) {
+                for (const int64_t prefix : {0, 1, 3, 12}) {
+                  if (prefix > 0 && (left >= 0 || chunk > 0)) continue;
+                  const Mask mask =
+                      Mask::make({left, right, chunk, causal}, seqlen_q, seqlen_k, offset,
+                                 std::min(prefix, seqlen_k));
+                  for (int64_t first = 0; first < seqlen_q; first += 4) {
+                    ASSERT_NO_FATAL_FAILURE(expect_same(mask, first, 4));
+                  }
+                }
+              }
             }
           }
         }
@@ -44,34 +60,51 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
   }
 }
 
-// Rows past the sequence's end too.
-constexpr bool fits(int32_t seqlen_q, int32_t seqlen_k, int32_t first, int32_t row) {
-  CommonParams p{};
-  const TileWindow unlimited = TileWindow::make(p);
-  const TileMask tile = TileMask::make(unlimited, seqlen_q, seqlen_k, first);
-  return tile.begin(row) == 0 && tile.end(row) == seqlen_k;
-}
-constexpr auto kMost = static_cast<int32_t>(kLongestSequence);
-static_assert(fits(1, kMost, 0, 191) && fits(kMost, kMost, kMost - 1, 191) && fits(kMost, 1, 0, 0),
-              "an overflow would be no constant");
-
-// At the largest lengths and windows.
+// At the largest lengths, windows, chunks and positions.
 TEST(TileMask, EqualsMaskAtTheLimits) {
-  constexpr int64_t kLongest = kLongestSequence;
+  constexpr int64_t kLongest = kLongestSequence, kFurthest = Sequences::kFurthestPosition;
+  constexpr int64_t kSizes[] = {-1, 0, 1000, kLongest, INT32_MAX, INT64_MAX};
   for (const int64_t seqlen_q : {int64_t{1}, int64_t{193}, kLongest}) {
     for (const int64_t seqlen_k : {int64_t{0}, int64_t{1}, int64_t{1000}, kLongest}) {
-      for (const bool causal : {false, true}) {
-        for (const int64_t left : {int64_t{-1}, int64_t{0}, int64_t{1000}, kLongest, INT64_MAX}) {
-          for (const int64_t right :
-               {int64_t{-1}, int64_t{0}, int64_t{1000}, kLongest, INT64_MAX}) {
-            expect_same(seqlen_q, seqlen_k, causal, left, right, 0, 192);
-            expect_same(seqlen_q, seqlen_k, causal, left, right, seqlen_q - 1, 192);
+      for (const int64_t offset :
+           {seqlen_k - seqlen_q, -kFurthest, -kFurthest + 100, -seqlen_q, int64_t{0},
+            int64_t{999999}, kFurthest - 100, kFurthest}) {
+        for (const bool causal : {false, true}) {
+          for (const int64_t left : kSizes) {
+            for (const int64_t right : kSizes) {
+              for (const int64_t chunk :
+                   {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{1000}, kLongest, kFurthest,
+                    int64_t{INT32_MAX}, int64_t{1} << 31, INT64_MAX}) {
+                const Mask mask =
+                    Mask::make({left, right, chunk, causal}, seqlen_q, seqlen_k, offset,
+                               left < 0 && chunk == 0 ? std::min<int64_t>(seqlen_k, 77) : 0);
+                for (const int64_t first : {int64_t{0}, seqlen_q / 2, seqlen_q - 1}) {
+                  ASSERT_NO_FATAL_FAILURE(expect_same(mask, first, 16));
+                }
+              }
+            }
           }
         }
       }
     }
   }
 }
+
+// The last row of the largest tile too; and nothing overflows: an overflow would be no constant.
+constexpr bool same(const Mask& mask, int64_t first) {
+  const TileMask tile = mask.tile(first, Mask::kTileRows);
+  const int32_t last = tile.seqlen_q - 1;
+  return tile.row(0) == mask.row(first) && tile.row(last) == mask.row(first + last) &&
+         tile.q_range({0, 1}).begin >= 0;
+}
+constexpr int64_t kMost = kLongestSequence, kFar = Sequences::kFurthestPosition;
+static_assert(same(Mask::make({}, 1, kMost), 0) && same(Mask::make({}, kMost, kMost), kMost - 1) &&
+              same(Mask::make({}, kMost, 1), 0));
+static_assert(same(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, false}, kMost, kMost, kFar, 0),
+                   kMost - 1024));
+static_assert(same(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kMost, -kFar, 0), 0));
+static_assert(same(Mask::make({0, 0, 1, true}, kMost, kMost, kFar, 0), kMost - 1024));
+static_assert(same(Mask::make({0, 0, INT32_MAX, false}, kMost, kMost, -kFar, 0), 0));
 
 }  // namespace
 }  // namespace strobe::cuda

@@ -10,6 +10,7 @@
 #include "core/macros.h"
 #include "core/philox.h"
 #include "cuda/common/quad.cuh"
+#include "cuda/ptx/movmatrix.h"
 
 namespace strobe::cuda {
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void dropout_words_transposed(const Dropout& dropout,
   quad_transpose(word, lane);
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word[d]) : "r"(word[d]));
+    word[d] = ptx::transpose_fragment(word[d]);
   }
 }
 

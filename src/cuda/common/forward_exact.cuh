@@ -8,26 +8,21 @@
 #ifndef STROBE_CUDA_COMMON_FORWARD_EXACT_CUH_
 #define STROBE_CUDA_COMMON_FORWARD_EXACT_CUH_
 
-#include <cuda_bf16.h>
-
-#include <type_traits>
+#include <cstdint>
 
 #include "cuda/common/dropout.cuh"
+#include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/arithmetic.h"
 
 namespace strobe::cuda {
 
 /// marks + 0 * x for two packed values: marks stay zero (of either sign) as long as x is finite.
 template <typename T>
 __device__ __forceinline__ uint32_t mark_not_finite(uint32_t marks, uint32_t x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(marks) : "r"(x), "r"(0));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(marks) : "r"(x), "r"(0));
-  }
-  return marks;
+  return ptx::multiply_add_pair<T>(x, 0, marks);
 }
 __device__ __forceinline__ bool marked(uint32_t marks) { return (marks & 0x7fff7fff) != 0; }
 
@@ -45,25 +40,31 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const Sequence sequence = p.sequence(batch);
   const Range keys = sequence.mask.row(query);
-  const ScoreRule rule = score_rule(p, batch, head);
-  const auto row_of = [&](const Tensor& t, int64_t row, int32_t head_of) {
-    return static_cast<T*>(t.data) + batch * t.batch_stride + row * t.row_stride +
-           head_of * t.head_stride;
+  const Score rule = Score::of(p, batch, head);
+  const auto row_of = [](const RowsView& view, int64_t row) {
+    return reinterpret_cast<T*>(view.row(row));
   };
-  const T* const q = row_of(p.q, sequence.q_row + query, head);
+  const auto keys_of = [&](const Tensor& t, int32_t dim) {
+    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
+  };
+  const auto queries_of = [&](const Tensor& t, int32_t dim) {
+    return rows_view(t, batch, sequence.q_row, head, sequence.mask.seqlen_q, dim);
+  };
+  const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
+  const T* const q = row_of(queries_of(p.q, p.head_dim), query);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
   for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const T* const k = row_of(p.k, sequence.k_row + key, head / p.group);
-    const T* const v = row_of(p.v, sequence.k_row + key, head / p.group);
+    const T* const k = row_of(all_k, key);
+    const T* const v = row_of(all_v, key);
     float dot = 0.f;
 #pragma unroll 1
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-    float slope;
-    const auto distance = static_cast<float>(sequence.mask.position(query) - key);
-    const float score = apply_rule<true>(rule, dot, fabsf(distance), slope);
+    const Score::Row row = rule.row(static_cast<int32_t>(sequence.mask.position(query)),
+                                    static_cast<int32_t>(key));
+    const float score = row.value_and_derivative<true>(dot, 0).value;
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
     const float weight = exp2_fast(score - reference - kValueShift);
@@ -84,7 +85,7 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
       finish_row(!keys.empty(), max + kValueShift, sum, kDropout ? p.dropout.keep_scale : 1.f);
   if (p.lse && lane == 0 && is_coarse(max))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
-  T* const to = row_of(p.out, sequence.q_row + query, head);
+  T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const int d = lane + 32 * i;
@@ -97,13 +98,13 @@ template <typename T, bool kDropout>
 __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                            int rows) {
   const Sequence sequence = p.sequence(tile.batch);
+  const RowsView view = rows_view(p.out, tile.batch, sequence.q_row, tile.head,
+                                  sequence.mask.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.mask.seqlen_q - tile.first;
   if (left < rows) rows = static_cast<int>(left);
 #pragma unroll 1
   for (int row = warp; row < rows; row += warps) {
-    const T* const out = static_cast<const T*>(p.out.data) + tile.batch * p.out.batch_stride +
-                         (sequence.q_row + tile.first + row) * p.out.row_stride +
-                         tile.head * p.out.head_stride;
+    const T* const out = reinterpret_cast<const T*>(view.row(tile.first + row));
     float zero = 0.f;  // 0 * x is NaN where x is not finite
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);

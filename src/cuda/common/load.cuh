@@ -7,6 +7,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda {
 
@@ -16,6 +17,17 @@ struct RowsView {
   int64_t stride_bytes;
   int32_t rows;  // those past it read as zeros and are not written
   int32_t dim;   // columns past it likewise
+  /// Where row j begins. This and `from` are all that knows where rows are.
+  __device__ __forceinline__ char* row(int64_t j) const { return data + j * stride_bytes; }
+  /// Rows j, j + step, ..., one after the other.
+  struct Walk {
+    char* row;
+    int64_t step_bytes;
+    __device__ __forceinline__ void next() { row += step_bytes; }
+  };
+  __device__ __forceinline__ Walk from(int64_t j, int step) const {
+    return {row(j), step * stride_bytes};
+  }
   /// Every row is made of whole 16-byte units.
   __device__ __forceinline__ bool aligned() const {
     return ((reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(stride_bytes)) & 15) == 0 &&
@@ -41,7 +53,8 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
   static_assert(kRowsAtOnce % 8 == 0, "the swizzle looks at the row's low three bits");
   const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
   to += static_cast<uint32_t>(Tile::offset(first, 8 * chunk));
-  const char* source = from.data + (row + first) * from.stride_bytes + 16 * chunk;
+  RowsView::Walk source = from.from(row + first, kRowsAtOnce);
+  source.row += 16 * chunk;
   const int left = from.dim - 8 * chunk;  // columns from this chunk on
   if (aligned) {
 #pragma unroll
@@ -52,9 +65,9 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
       for (int panel = 0; panel < Tile::kPanels; ++panel) {
         ptx::cp_async_16_if(
             to + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * Tile::kRowBytes),
-            source + panel * Tile::kRowBytes, there && left > panel * Tile::kPanel);
+            source.row + panel * Tile::kRowBytes, there && left > panel * Tile::kPanel);
       }
-      source += kRowsAtOnce * from.stride_bytes;
+      source.next();
     }
   } else {
 #pragma unroll 1
@@ -66,17 +79,14 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
           if (there && c < left - panel * Tile::kPanel) {
-            const auto* p = reinterpret_cast<const uint16_t*>(source + panel * Tile::kRowBytes);
+            const auto* p = reinterpret_cast<const uint16_t*>(source.row + panel * Tile::kRowBytes);
             word[c / 2] |= static_cast<uint32_t>(p[c]) << (c % 2 * 16);
           }
         }
-        asm volatile(
-            "st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(
-                to + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * Tile::kRowBytes)),
-            "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-            : "memory");
+        ptx::store_shared_words(
+            to + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * Tile::kRowBytes), word);
       }
-      source += kRowsAtOnce * from.stride_bytes;
+      source.next();
     }
   }
 }

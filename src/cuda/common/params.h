@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "core/mask.h"
 #include "core/philox.h"
+#include "core/sequence.h"
 
 namespace strobe::cuda {
 
@@ -17,37 +17,16 @@ struct Tensor {
   int64_t batch_stride, row_stride, head_stride;
 };
 
-/// One sequence of the batch: its mask (hence its lengths), and where its rows begin in the tensors
-/// and in lse.
-struct Sequence {
-  int64_t q_row, k_row;
-  int64_t lse_row;  // of (batch, head 0, query 0)
-  Mask mask;
-};
-
-struct CommonParams {
-  const int32_t *cu_q, *cu_k;  // null unless varlen
-  int32_t batch, heads;        // query heads
-  int32_t seqlen_q, seqlen_k;  // varlen: of the longest sequence
-  int64_t lse_head_stride;     // seqlen_q, or total_q
-  MaskRule rule;
+struct CommonParams : Sequences {
   Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
   int64_t alibi_batch_stride;  // 0 where slopes are per head
   Dropout dropout;
   int32_t heads_kv, group;   // group: query heads per key head
-  int64_t total_q, total_k;  // rows of a batch entry; varlen: of all sequences together
+  int64_t total_q, total_k;  // rows of a batch entry; packed: of all sequences together
   int32_t head_dim, head_dim_v;
   float scale, softcap;
-  float cap_log2, cap_power;  // of ScoreRule (score.cuh), from softcap: 0 without
-
-  STROBE_INLINE Sequence sequence(int32_t b) const {
-    if (!cu_q) {
-      return {0, 0, int64_t{b} * heads * seqlen_q, Mask::make(rule, seqlen_q, seqlen_k)};
-    }
-    return {cu_q[b], cu_k[b], cu_q[b],
-            Mask::make(rule, cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b])};
-  }
+  float cap_log2, cap_power;  // of Score (score.cuh), from softcap: 0 without
 };
 
 struct ForwardParams : CommonParams {

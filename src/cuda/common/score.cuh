@@ -5,25 +5,52 @@
 
 #include <type_traits>
 
-#include "core/mask.h"
 #include "cuda/common/params.h"
 #include "cuda/common/softcap.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/arithmetic.h"
 
 namespace strobe::cuda {
 
-/// Which form of softcap a rule takes: softcap.h.
+/// Which form of softcap a score takes: softcap.h.
 enum class Cap { kNone, kSmall, kAny };
 template <Cap kCap>
 using CapConstant = std::integral_constant<Cap, kCap>;
 
-/// The rule of one head, with its constants multiplied out. `scale_log2` alone is the whole rule
-/// where softcap and ALiBi are absent.
-struct ScoreRule {
+/// What softcap computes with: relative errors of 2^-22 and 2^-23.
+struct FastMath {
+  __device__ __forceinline__ static float exp2(float x) { return exp2_fast(x); }
+  __device__ __forceinline__ static float reciprocal(float x) { return ptx::reciprocal(x); }
+};
+
+/// ALiBi's slope * log2(e); 0 without.
+__device__ __forceinline__ float alibi_slope_log2(const CommonParams& p, int32_t batch,
+                                                  int32_t head) {
+  return p.alibi_slopes ? p.alibi_slopes[int64_t{batch} * p.alibi_batch_stride + head] * kLog2e
+                        : 0.f;
+}
+
+/// What a score is: a function of q.k, batch, head, position of the query and key, with its
+/// derivative. A Score is that of one batch entry and head, with its constants multiplied out; row()
+/// adds the query and the first of some keys. `scale_log2` alone is all of it where softcap and
+/// ALiBi are absent.
+struct Score {
   float scale_log2;  // scale * log2(e)
   float cap_log2;    // softcap * log2(e); 0: none
   float cap_power;   // e^(2s / softcap) = 2^(cap_power * q.k)
   float slope_log2;  // ALiBi's slope * log2(e); 0: none
+
+  /// slope_log2: where the kernel has kept it (alibi_slope_log2).
+  __device__ __forceinline__ static Score of(const CommonParams& p, float slope_log2) {
+    return {p.scale * kLog2e, p.cap_log2, p.cap_power, slope_log2};
+  }
+  __device__ __forceinline__ static Score of(const CommonParams& p, int32_t batch, int32_t head) {
+    return of(p, alibi_slope_log2(p, batch, head));
+  }
+  /// The scale alone: for kernels of problems that have no more.
+  __device__ __forceinline__ static Score scaled(const CommonParams& p) {
+    return {p.scale * kLog2e, 0.f, 0.f, 0.f};
+  }
 
   __device__ __forceinline__ Cap cap() const {
     return cap_log2 == 0.f ? Cap::kNone : cap_log2 <= kSmallCap * kLog2e ? Cap::kSmall : Cap::kAny;
@@ -47,70 +74,55 @@ struct ScoreRule {
       body(CapConstant<Cap::kSmall>(), Yes());
     }
   }
-};
 
-/// ALiBi's slope * log2(e); 0 without.
-__device__ __forceinline__ float alibi_slope_log2(const CommonParams& p, int32_t batch,
-                                                  int32_t head) {
-  return p.alibi_slopes ? p.alibi_slopes[int64_t{batch} * p.alibi_batch_stride + head] * kLog2e
-                        : 0.f;
-}
-__device__ __forceinline__ ScoreRule score_rule(const CommonParams& p, float slope_log2) {
-  return {p.scale * kLog2e, p.cap_log2, p.cap_power, slope_log2};
-}
-__device__ __forceinline__ ScoreRule score_rule(const CommonParams& p, int32_t batch,
-                                                int32_t head) {
-  return score_rule(p, alibi_slope_log2(p, batch, head));
-}
+  /// A score in log 2 units, and d(score) / d(scaled q.k).
+  struct ValueAndDerivative {
+    float value, derivative;
+  };
 
-/// What softcap computes with: relative errors of 2^-22 and 2^-23.
-struct FastMath {
-  __device__ __forceinline__ static float exp2(float x) { return exp2_fast(x); }
-  __device__ __forceinline__ static float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+  /// The scores of one query with neighbouring keys.
+  struct Row {
+    const Score& s;
+    float distance;  // from the first key to the position of the query
+
+    /// Of the key that comes `key` after the first; the options being known when compiled.
+    template <Cap kCap, bool kSlopes>
+    __device__ __forceinline__ float value(float qk, int key) const {
+      float x;
+      if constexpr (kCap != Cap::kNone) {
+        x = softcapped<kCap == Cap::kAny, false>(qk, s.cap_log2, s.cap_power, FastMath()).score;
+      } else {
+        // Rounded, and not left to be fused with what is subtracted: a row's maximum then gives 2^0
+        // also where a float32 is coarser than the exponents there are.
+        x = __fmul_rn(qk, s.scale_log2);
+      }
+      return kSlopes ? with_slope(x, key) : x;
+    }
+    /// The same for any options; kPrecise: where the cap is not small.
+    template <bool kPrecise>
+    __device__ __forceinline__ ValueAndDerivative value_and_derivative(float qk, int key) const {
+      SoftcappedScore x{0.f, 1.f};
+      if (s.cap_log2 > 0.f) {
+        x = softcapped<kPrecise, true>(qk, s.cap_log2, s.cap_power, FastMath());
+      } else {
+        x.score = __fmul_rn(qk, s.scale_log2);
+      }
+      return {with_slope(x.score, key), x.slope};
+    }
+
+   private:
+    __device__ __forceinline__ float with_slope(float x, int key) const {
+      return __fmaf_rn(-s.slope_log2, fabsf(distance - static_cast<float>(key)), x);
+    }
+  };
+  /// query: its position among the keys. key: the first.
+  __device__ __forceinline__ Row row(int32_t query, int32_t key) const {
+    return {*this, static_cast<float>(query - key)};
+  }
+  __device__ __forceinline__ Row row(float query, int32_t key) const {
+    return {*this, query - static_cast<float>(key)};
   }
 };
-
-/// q.k -> score in log 2 units, softcap and ALiBi included. distance: |key - position of the
-/// query|.
-template <Cap kCap, bool kSlopes>
-__device__ __forceinline__ float apply_rule(const ScoreRule& rule, float qk, float distance) {
-  float s;
-  if constexpr (kCap != Cap::kNone) {
-    s = softcapped<kCap == Cap::kAny, false>(qk, rule.cap_log2, rule.cap_power, FastMath()).score;
-  } else {
-    // Rounded, and not left to be fused with what is subtracted: a row's maximum then gives 2^0
-    // also where a float32 is coarser than the exponents there are.
-    s = __fmul_rn(qk, rule.scale_log2);
-  }
-  if constexpr (kSlopes) s = __fmaf_rn(-rule.slope_log2, distance, s);
-  return s;
-}
-/// The same for any rule; kPrecise: where the cap is not small. Also gives d(score) / d(scaled
-/// q.k), which backward needs.
-template <bool kPrecise>
-__device__ __forceinline__ float apply_rule(const ScoreRule& rule, float qk, float distance,
-                                            float& slope) {
-  SoftcappedScore s{0.f, 1.f};
-  if (rule.cap_log2 > 0.f) {
-    s = softcapped<kPrecise, true>(qk, rule.cap_log2, rule.cap_power, FastMath());
-  } else {
-    s.score = __fmul_rn(qk, rule.scale_log2);
-  }
-  slope = s.slope;
-  return __fmaf_rn(-rule.slope_log2, distance, s.score);
-}
-
-/// Keys [x, y) that query i of a sequence sees, as kernels keep them in shared memory: int32, ends
-/// included in [0, seqlen_k]. Rows past the end see what the last row sees, so that they never
-/// stand in the way of a whole tile's being unmasked; nothing of them is written.
-__device__ __forceinline__ int2 row_limits(const Mask& mask, int32_t i) {
-  const int64_t row = i < mask.seqlen_q ? i : mask.seqlen_q - 1;
-  const Range r = mask.row(row);
-  return make_int2(static_cast<int>(r.begin), static_cast<int>(r.end));
-}
 
 }  // namespace strobe::cuda
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/arithmetic.h"
+
 namespace strobe::cuda {
 
 inline constexpr float kLog2e = 1.44269504088896340736f;
@@ -17,22 +19,10 @@ __device__ __forceinline__ constexpr float infinity() {
   return __builtin_bit_cast(float, 0x7f800000u);
 }
 
+using ptx::max_or_nan;
+using ptx::min_or_nan;
 /// 2^x. Relative error 2^-22; 0 for -inf, NaN for NaN, inf from 128 on.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// The smaller and the larger of two values; NaN where one is.
-__device__ __forceinline__ float min_or_nan(float x, float y) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
-  return x;
-}
-__device__ __forceinline__ float max_or_nan(float x, float y) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
-  return x;
-}
+__device__ __forceinline__ float exp2_fast(float x) { return ptx::exp2(x); }
 
 /// Over the lanes of a quad, which hold a row's columns between them. fmaxf passes over NaN: a NaN
 /// score shows in the sum.

@@ -37,9 +37,9 @@ struct Stagger {
     constexpr int64_t kWaves = 6, kManyWaves = 16, kMinKeys = 512;
     // Sequences of different lengths, and few queries or keys, have no common phase, or no products
     // to hide one under.
-    if (p.cu_q || p.cu_k || p.seqlen_q < tile_q || p.seqlen_k < kMinKeys) return {};
-    if (p.rule.window_left >= 0 && p.rule.window_left < kMinKeys) return {};
-    if (p.rule.causal && p.seqlen_q > p.seqlen_k) return {};  // tiles that see no key at all
+    if (p.sequences_differ() || p.seqlen_q < tile_q || p.seqlen_k < kMinKeys) return {};
+    if (!p.rule.reaches_back(kMinKeys)) return {};
+    if (p.sequence(0).mask.row(0).empty()) return {};  // tiles that see no key at all
     if (items < kWaves * at_once) return {};
     const int64_t last = (items - 1) % at_once + 1;  // blocks of the last wave
     if (items < kManyWaves * at_once && last > at_once * 4 / 5) return {};

@@ -73,7 +73,7 @@ struct StaticOrder {
     o.batch_heads = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads);
     o.items = int64_t{o.batch_heads} * o.tiles;
     int64_t group = 1;
-    if (p.rule.causal) {
+    if (p.rule.later_see_more()) {
       const int64_t bytes = max64(1, int64_t{p.seqlen_k} * 2 * (p.head_dim + p.head_dim_v));
       // Query heads of one key head share its keys.
       group = min64(max64(1, kGroupBytes / bytes) * p.group, min64(o.batch_heads, 65536));

@@ -11,6 +11,7 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/shared_words.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
@@ -104,14 +105,14 @@ class Consumer {
 
   /// State of a new tile; that of the one before is kept until its O is done.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
-    if constexpr (kRule) rule_ = score_rule(p_, tile.batch, tile.head);
+    if constexpr (kRule) rule_ = Score::of(p_, tile.batch, tile.head);
     retire();
     tile_slot_ = slot_.stage();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
-      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position + row(r));
+      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position(row(r)));
     }
   }
 
@@ -126,7 +127,7 @@ class Consumer {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
       if (sum == 0.f)
-        result = finish_row(tile.mask.begin(row(r)) < tile.mask.end(row(r)), 0.f, 0.f, 1.f);
+        result = finish_row(!tile.mask.row(row(r)).empty(), 0.f, 0.f, 1.f);
       if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -202,10 +203,7 @@ class Consumer {
   /// unless something that it leaves in place comes between: a store that depends on all weights,
   /// and that is never done.
   __device__ __forceinline__ void keep_before_wait(float sum) {
-    asm volatile(
-        "{ .reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p st.shared.f32 [%1], %0; }" ::"f"(sum),
-        "r"(ptx::shared_address(&shared_.never_written))
-        : "memory");
+    ptx::never_store_shared(ptx::shared_address(&shared_.never_written), sum);
   }
 
   /// A block that this warpgroup does not need, or, where nothing is loaded, none: time to do what
@@ -266,11 +264,11 @@ class Consumer {
       rule_.template choose<true>([&](auto cap, auto slopes) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float distance = position_[r] - static_cast<float>(first_key + first_column());
+          const Score::Row row = rule_.row(position_[r], first_key + first_column());
 #pragma unroll
           for (int i = 0; i < kScores; ++i) {
-            score(r, i) = apply_rule<cap.value, slopes.value>(
-                rule_, score(r, i), fabsf(distance - static_cast<float>(i / 2 * 8 + i % 2)));
+            score(r, i) =
+                row.template value<cap.value, slopes.value>(score(r, i), i / 2 * 8 + i % 2);
           }
         }
       });
@@ -285,8 +283,9 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       // Rows past the end see what the last one sees: no block is masked on their account.
       const int here = min(row(r), tile.rows - 1);
-      const int from = columns_before(tile.mask.begin(here) - first_key - first_column());
-      const int to = columns_before(tile.mask.end(here) - first_key - first_column());
+      const Range keys = tile.mask.row(here);
+      const int from = columns_before(static_cast<int>(keys.begin) - first_key - first_column());
+      const int to = columns_before(static_cast<int>(keys.end) - first_key - first_column());
 #pragma unroll
       for (int word = 0; word < (kScores + 31) / 32; ++word) {
         const uint32_t seen = low_bits(to - 32 * word) & ~low_bits(from - 32 * word);
@@ -482,7 +481,7 @@ class Consumer {
   bool done_ = false;  // and when O is complete
   float done_factor_[2];
 
-  ScoreRule rule_;  // kRule
+  Score rule_;  // kRule
   float position_[2];
 };
 

@@ -2,6 +2,7 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 
+#include "core/visits.h"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
 #include "cuda/ptx/thread_again.h"
@@ -25,10 +26,8 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const Sequence sequence = p.sequence(place.batch);
-    const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
-    const TileMask mask = TileMask::make(order.window, seqlen_q,
-                                         static_cast<int32_t>(sequence.mask.seqlen_k), place.begin);
-    const int rows = min(seqlen_q - place.begin, kTileQ);
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ);
+    const int rows = mask.seqlen_q;
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;
@@ -44,22 +43,20 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.suspect = 0;
       tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
     }
-    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile. The ends of the intervals
-    // that rows see never move back: the first and the last row tell for all.
+    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile.
     const int begin = lane < kWarpgroups ? lane * kWarpgroupRows : 0;
     const int end = lane < kWarpgroups ? min(begin + kWarpgroupRows, rows) : rows;
     Blocks blocks{};
-    if (begin < end && mask.begin(begin) < mask.end(end - 1)) {
-      blocks.begin = mask.begin(begin) / kTileK;
-      blocks.end = (mask.end(end - 1) + kTileK - 1) / kTileK;
-      blocks.fast_begin = (mask.begin(end - 1) + kTileK - 1) / kTileK;
-      blocks.fast_end = mask.end(begin) / kTileK;
+    const Visits visits = key_visits(mask, {begin, end}, kTileK);
+    if (!visits.blocks.empty()) {
+      blocks = {static_cast<int32_t>(visits.blocks.begin), static_cast<int32_t>(visits.blocks.end),
+                static_cast<int32_t>(visits.full.begin), static_cast<int32_t>(visits.full.end)};
       // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
       // is free as soon as S is there, and the next tile's Q arrives under the softmax.
       if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
-      // Rows past a sequence's end hold the next one's queries. In a fast block they can send their
-      // warp to `redo`, which changes the bits of the rows beside them.
-      if (p.batch_invariant && p.cu_q && (end - begin) % 16 != 0) {
+      // Rows past a sequence's end hold the next one's queries, or anything. In a fast block they
+      // can send their warp to `redo`, which changes the bits of the rows beside them.
+      if (p.batch_invariant && p.query_counts_differ() && (end - begin) % 16 != 0) {
         blocks.fast_begin = blocks.fast_end = blocks.end;
       }
     }
@@ -188,8 +185,9 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
       for (int begin = 0; begin < Tr::kPanels; begin += Tr::kOPanels) {
         shared.o_ring[w].full[0].wait(phases >> w & 1);
         phases ^= 1u << w;
-        // TMA leaves out rows past the tensor's end, but not those of the next sequence.
-        if (!p.cu_q || rows == kWarpgroupRows) {
+        // TMA leaves out rows past the tensor's end, but not those of the next sequence, nor those
+        // that are not in use.
+        if (!p.query_counts_differ() || rows == kWarpgroupRows) {
           if (lane == 0) {
             for (int i = 0; i < Tr::kOPanels; ++i) {
               ptx::tma_store(map, shared.o[w] + i * OTile::kPanelBytes, (begin + i) * 64,
@@ -198,7 +196,7 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
             ptx::tma_store_wait_read();
           }
         } else {
-          T* const out = static_cast<T*>(p.out.data) +
+          T* const out = static_cast<T*>(p.out.data) + tile.map_batch * p.out.batch_stride +
                          int64_t{tile.map_q + w * kWarpgroupRows} * p.out.row_stride +
                          tile.head * p.out.head_stride + begin * 64;
 #pragma unroll 1

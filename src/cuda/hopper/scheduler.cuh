@@ -13,7 +13,6 @@
 #include "cuda/common/params.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
-#include "cuda/common/tile_mask.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda {
@@ -25,8 +24,7 @@ struct TilePlace {
 
 /// The order, made on the host.
 struct TileOrder {
-  StaticOrder tiles;  // varlen: only an upper bound
-  TileWindow window;
+  StaticOrder tiles;  // where numbers of queries differ, only an upper bound
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
@@ -86,19 +84,20 @@ class TileScheduler {
   }
 
   __device__ bool find(int32_t t, TilePlace& place) {
-    if (!params_.cu_q) {
+    if (!params_.query_counts_differ()) {
       if (t >= total_) return false;
       __builtin_assume(order_.tiles.items <= INT32_MAX);  // the launcher saw to it
       const WorkItem item = order_.tiles.item(t);
       place = {item.batch, item.head, item.tile * kTileQ};
       return true;
     }
-    // Lengths differ: sequence after sequence, 32 at a time. Numbers only grow, so the search goes
-    // on where it stopped.
+    // Sequence after sequence, 32 at a time. Numbers only grow, so the search goes on where it
+    // stopped.
     const int lane = ptx::thread_again() % 32;
     while (batch_ < params_.batch) {
       const int32_t b = batch_ + lane;
-      const int32_t rows = b < params_.batch ? params_.cu_q[b + 1] - params_.cu_q[b] : 0;
+      const int32_t rows =
+          b < params_.batch ? static_cast<int32_t>(params_.sequence(b).mask.seqlen_q) : 0;
       const int32_t tiles = (rows + kTileQ - 1) / kTileQ;
       int32_t end = tiles * params_.heads;  // inclusive scan over the lanes
       for (int step = 1; step < 32; step *= 2) {
@@ -126,8 +125,8 @@ class TileScheduler {
   const TileOrder& order_;
   const CommonParams& params_;
   int32_t next_;
-  int32_t total_;                  // tiles; varlen: known once the search has come to the end
-  int32_t batch_ = 0, begin_ = 0;  // varlen: where the search stands, and the first tile there
+  int32_t total_;  // tiles; where they have to be searched for, known at the end of the search
+  int32_t batch_ = 0, begin_ = 0;  // where the search stands, and the first tile there
   bool started_ = false, ready_ = false;
 };
 

@@ -12,14 +12,7 @@ Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
 
 template <typename Args>
 void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
-  c.cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
-  c.cu_k = p.varlen ? a.cu_seqlens_k : nullptr;
-  c.batch = static_cast<int32_t>(p.batch);
-  c.heads = static_cast<int32_t>(p.heads);
-  c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
-  c.rule = mask_rule(p);
-  c.seqlen_q = static_cast<int32_t>(p.seqlen_q);
-  c.seqlen_k = static_cast<int32_t>(p.seqlen_k);
+  static_cast<Sequences&>(c) = sequences_of(p, a);
   c.q = tensor(a.q, p.q, p);
   c.k = tensor(a.k, p.k, p);
   c.v = tensor(a.v, p.v, p);

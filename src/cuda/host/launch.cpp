@@ -11,6 +11,7 @@
 #include "cuda/host/machine.h"
 #include "cuda/host/rows.h"
 #include "cuda/host/stream_blocks.h"
+#include "cuda/host/unused_rows.h"
 
 namespace strobe::cuda {
 
@@ -60,6 +61,16 @@ Status check_common_pointers(const AttentionProblem& p, const Args& a) {
   if (p.alibi) {
     STROBE_RETURN_IF_ERROR(check_device_pointer("alibi_slopes", a.alibi_slopes, device));
   }
+  if (p.has_seqused_q) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("seqused_q", a.seqused_q, device));
+  }
+  if (p.has_seqused_k) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("seqused_k", a.seqused_k, device));
+  }
+  if (p.has_q_position) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("q_position", a.q_position, device));
+  }
+  if (p.has_prefix) STROBE_RETURN_IF_ERROR(check_device_pointer("prefix", a.prefix, device));
   return check_device_pointer("workspace", a.workspace, device);
 }
 
@@ -126,8 +137,11 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   Arena arena(workspace);
   row->carve(arena, p, params);
   const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
-  cudaError_t error =
-      row->launch(params, {stream, p.device_index, device.multiprocessors, device.shared_bytes});
+  const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
+  cudaError_t error = row->launch(params, target);
+  if (error == cudaSuccess && params.has_unused_rows()) {
+    error = launch_unused_rows(unused_rows_of(params), target);
+  }
   if (own) {
     const cudaError_t freed = cudaFreeAsync(workspace, stream);
     if (error == cudaSuccess) error = freed;

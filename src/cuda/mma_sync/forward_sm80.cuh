@@ -37,13 +37,16 @@
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
+#include "core/visits.h"
 #include "cuda/common/config.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/mma_sync/forward_warp.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm80 {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
     for (int64_t key = keys.begin; key < keys.end; ++key) {
-      const T value = *reinterpret_cast<const T*>(v.data + key * v.stride_bytes + 2 * column);
+      const T value = *reinterpret_cast<const T*>(v.row(key) + 2 * column);
       if (isfinite(static_cast<float>(value))) continue;
       const Range rows = intersect(mask.q_range({key, key + 1}), queries);
       for (int64_t row = rows.begin; row < rows.end; ++row) {
@@ -94,8 +97,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
           row = done.end - 1;
           continue;
         }
-        T* const out =
-            reinterpret_cast<T*>(tile.out.data + row * tile.out.stride_bytes + 2 * column);
+        T* const out = reinterpret_cast<T*>(tile.out.row(row) + 2 * column);
         // A dropped weight is 0, and 0 * inf is NaN.
         const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
         *out = static_cast<T>(static_cast<float>(*out) +
@@ -112,8 +114,8 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
 /// Copies a block's rows of K or V, kRowsAtOnce at a time. source: this thread's place in the first
 /// of them. rows, columns: that there are from there on.
 template <typename Shape, bool kWhole>
-__device__ __forceinline__ void copy_block(uint32_t to, const char* source, int64_t stride_bytes,
-                                           int rows, int columns) {
+__device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, int rows,
+                                           int columns) {
   using KTile = typename Shape::KTile;
   constexpr int kRowsAtOnce = Shape::kThreads / KTile::kChunks;
   static_assert(Shape::kTileK % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
@@ -123,10 +125,10 @@ __device__ __forceinline__ void copy_block(uint32_t to, const char* source, int6
     for (int panel = 0; panel < KTile::kPanels; ++panel) {
       ptx::cp_async_16_if(
           to + static_cast<uint32_t>(panel * KTile::kPanelBytes + i * KTile::kRowBytes),
-          source + panel * KTile::kRowBytes,
+          source.row + panel * KTile::kRowBytes,
           (kWhole || i < rows) && panel * KTile::kPanel < columns);
     }
-    source += kRowsAtOnce * stride_bytes;
+    source.next();
   }
 }
 
@@ -162,36 +164,38 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       // All made anew for each block: registers are shorter than time is here.
       const int self = ptx::thread_again();
       const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
-      const int64_t k_stride = 2 * p.k.row_stride, v_stride = 2 * p.v.row_stride;
-      const int64_t row = int64_t{block} * kTileK + first_row;
-      const char* const k_source = k.data + row * k_stride + 16 * chunk;
-      const char* const v_source = v.data + row * v_stride + 16 * chunk;
+      constexpr int kRowsAtOnce = kThreads / KTile::kChunks;
+      const auto walk = [&](const RowsView& view, const Tensor& t) {
+        const RowsView rows{view.data, 2 * t.row_stride, view.rows, view.dim};
+        RowsView::Walk source = rows.from(int64_t{block} * kTileK + first_row, kRowsAtOnce);
+        source.row += 16 * chunk;
+        return source;
+      };
+      const RowsView::Walk k_source = walk(k, p.k), v_source = walk(v, p.v);
       const uint32_t k_to = stage + static_cast<uint32_t>(KTile::offset(first_row, 8 * chunk));
       const uint32_t v_to = k_to + KTile::kBytes;
       const int k_columns = p.head_dim - 8 * chunk, v_columns = p.head_dim_v - 8 * chunk;
       const int32_t left = k.rows - block * kTileK;
       if (left >= kTileK) {
-        copy_block<Shape, true>(k_to, k_source, k_stride, 0, k_columns);
-        copy_block<Shape, true>(v_to, v_source, v_stride, 0, v_columns);
+        copy_block<Shape, true>(k_to, k_source, 0, k_columns);
+        copy_block<Shape, true>(v_to, v_source, 0, v_columns);
       } else {
-        copy_block<Shape, false>(k_to, k_source, k_stride, left - first_row, k_columns);
-        copy_block<Shape, false>(v_to, v_source, v_stride, left - first_row, v_columns);
+        copy_block<Shape, false>(k_to, k_source, left - first_row, k_columns);
+        copy_block<Shape, false>(v_to, v_source, left - first_row, v_columns);
       }
     }
     ptx::cp_async_commit();
   };
 
   // --- Which queries, which keys they see; Q and the first block on their way ---
-  int32_t block;
-  bool some_block;
   {
     const WorkItem item = order.item(index);
     const Sequence sequence = p.sequence(item.batch);
-    const Mask& mask = sequence.mask;
-    const auto seqlen_q = static_cast<int32_t>(mask.seqlen_q);
-    const auto seqlen_k = static_cast<int32_t>(mask.seqlen_k);
+    const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
+    const auto seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
     const int32_t begin = item.tile * kTileQ;
-    if (begin >= seqlen_q) return;  // varlen: a shorter sequence than the longest
+    if (begin >= seqlen_q) return;  // a shorter sequence than the longest
+    const TileMask mask = sequence.mask.tile(begin, kTileQ);
     const RowsView q = rows_view(p.q, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim);
     load_tile<kTileQ, Shape::kWidth, kThreads>(ring + Shape::kQOffset, q, begin,
                                                kGeneral ? q.aligned() : true, thread);
@@ -200,15 +204,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         static_cast<int32_t>(order.kv_group.divide(static_cast<uint32_t>(item.head)));
     const RowsView k = rows_view(p.k, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim);
     const RowsView v = rows_view(p.v, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim_v);
-    // The mask's arithmetic takes a few hundred instructions: not where there is none.
-    const bool limited = !p.rule.hides_nothing();
-    const auto rows = [&](int32_t first, int32_t count) {
-      return Range{min(begin + first, seqlen_q), min(begin + first + count, seqlen_q)};
+    // What some of the rows from `first` on see, in blocks of `size` keys.
+    const auto visits = [&](int32_t first, int32_t count, int32_t size) {
+      return key_visits(
+          mask, {min(first, mask.seqlen_q), min(first + count, mask.seqlen_q)}, size);
     };
-    Range keys{0, seqlen_k};
-    if (limited) keys = mask.kv_range(rows(0, kTileQ));
-    block = static_cast<int32_t>(keys.begin) / kTileK;
-    some_block = !keys.empty();
+    const Range blocks = visits(0, kTileQ, kTileK).blocks;
+    const auto block = static_cast<int32_t>(blocks.begin);
+    const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
       *info = {k,
@@ -219,32 +222,33 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.head,
                begin,
                block,
-               some_block ? (static_cast<int32_t>(keys.end) + kTileK - 1) / kTileK : block,
-               static_cast<int32_t>(mask.position(begin)),
+               static_cast<int32_t>(blocks.end),
+               mask.position(0),
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
     };
     if (some_block) copy_next(ring, block, k, v);
     write_info();
     if (thread < Shape::kTeams) {
-      Range some = keys, full = keys;
-      if (limited) {
-        some = mask.kv_range(rows(thread * Shape::kRows, Shape::kRows));
-        full = mask.full_range(rows(thread * Shape::kRows, Shape::kRows));
-      }
-      team_keys[thread] = {static_cast<int32_t>(some.begin), static_cast<int32_t>(some.end),
-                           static_cast<int32_t>(full.begin), static_cast<int32_t>(full.end)};
+      const Visits v = visits(thread * Shape::kRows, Shape::kRows, Shape::kStep);
+      const auto keys_of = [](int64_t n) { return static_cast<int32_t>(n) * Shape::kStep; };
+      team_keys[thread] = {keys_of(v.blocks.begin), keys_of(v.blocks.end), keys_of(v.full.begin),
+                           keys_of(v.full.end)};
     }
+    // Rows past the end see what the last row sees, so that they never stand in the way of a whole
+    // tile's being unmasked; nothing of them is written.
     for (int i = thread; i < kTileQ; i += kThreads) {
-      limits[i] = limited ? row_limits(mask, begin + i) : make_int2(0, seqlen_k);
+      const Range keys = mask.row(min(i, mask.seqlen_q - 1));
+      limits[i] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
     }
     if constexpr (Shape::kKept > 0) {
       if (some_block) ptx::cp_async_wait<1>();
     }
   }
   __syncthreads();
+  int32_t block = info->block_begin;
   if constexpr (Shape::kKept > 0) {
-    if (some_block) w.keep_q();
+    if (block < info->block_end) w.keep_q();
   }
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
@@ -279,9 +283,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       }
       int team = w.team;
 #if __CUDA_ARCH__ < 900  // from the rows, which the loop needs anyhow: ptxas would spill it
-      int rows = team * Shape::kRows;
-      asm volatile("" : "+r"(rows));
-      team = rows / Shape::kRows;
+      team = ptx::opaque(team * Shape::kRows) / Shape::kRows;
 #endif
       const TeamKeys keys = team_keys[team];
       uint32_t k_rows = stage;
@@ -289,7 +291,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
-        const bool all = keys.full_begin <= key && key + Shape::kStep <= keys.full_end;
+        const bool all = keys.full_begin <= key && key < keys.full_end;
+        // (key < some_begin says the same, and costs ptxas the registers that there are not.)
         if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
         } else if (!have_references) {
           w.template step<Rule::kOnline>(k_rows, v_rows, key, all);

@@ -15,8 +15,10 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -50,7 +52,8 @@ struct ForwardShape {
   static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
 };
 
-/// Keys of a team's rows: some row sees those of `some`, every row those of `full`.
+/// Keys of a team's rows, in whole steps: some row sees some of the keys of `some`, every row all
+/// of the keys of `full`.
 struct alignas(16) TeamKeys {
   int32_t some_begin, some_end, full_begin, full_end;
 };
@@ -202,10 +205,7 @@ struct Warp {
         a[m][2] = ptx::pack<T>(s[m][2 * j + 1][0], s[m][2 * j + 1][1]);
         a[m][3] = ptx::pack<T>(s[m][2 * j + 1][2], s[m][2 * j + 1][3]);
         if constexpr (kSplit == 2) {
-          asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(
-                           mine + static_cast<uint32_t>((j * kM + m) * 512)),
-                       "r"(a[m][0]), "r"(a[m][1]), "r"(a[m][2]), "r"(a[m][3])
-                       : "memory");
+          ptx::store_shared_words(mine + static_cast<uint32_t>((j * kM + m) * 512), a[m]);
         }
       }
       multiply(a, own_v + static_cast<uint32_t>(j * kRowsBytes));
@@ -219,10 +219,7 @@ struct Warp {
         uint32_t a[kM][4];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                       : "=r"(a[m][0]), "=r"(a[m][1]), "=r"(a[m][2]), "=r"(a[m][3])
-                       : "r"(other + static_cast<uint32_t>((j * kM + m) * 512))
-                       : "memory");
+          ptx::load_shared_words(other + static_cast<uint32_t>((j * kM + m) * 512), a[m]);
         }
         multiply(a, other_v + static_cast<uint32_t>(j * kRowsBytes));
       }
@@ -230,7 +227,7 @@ struct Warp {
   }
 
   __device__ __forceinline__ void team_barrier() const {
-    asm volatile("bar.sync %0, 64;" ::"r"(1 + team) : "memory");
+    ptx::named_barrier_sync<64>(1 + team);
   }
   /// One value per row from the other part: each sends, in a set of the weights that nobody reads
   /// at the time, and receives after a barrier.
@@ -239,17 +236,10 @@ struct Warp {
                                            4 * (16 * m + lane / 4 + 8 * h));
   }
   __device__ __forceinline__ void send_row(int set, int m, int h, float x) const {
-    if (lane % 4 == 0) {
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(row_value(set, part, m, h)), "f"(x) : "memory");
-    }
+    if (lane % 4 == 0) ptx::store_shared_float(row_value(set, part, m, h), x);
   }
   __device__ __forceinline__ float received_row(int set, int m, int h) const {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(x)
-                 : "r"(row_value(set, part ^ 1, m, h))
-                 : "memory");
-    return x;
+    return ptx::load_shared_float(row_value(set, part ^ 1, m, h));
   }
 
   /// Softcap and ALiBi: q.k -> score in log 2 units.
@@ -259,24 +249,23 @@ struct Warp {
 #if __CUDA_ARCH__ >= 900
     const int32_t position = info.position + team * Shape::kRows;
 #endif
-    score_rule(p, info.slope_log2).choose<false>([&](auto cap, auto slopes) {
+    Score::of(p, info.slope_log2).choose<false>([&](auto cap, auto slopes) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const ScoreRule rule = score_rule(p, info.slope_log2);
+          const Score score = Score::of(p, info.slope_log2);
 #if __CUDA_ARCH__ < 900
           const int32_t position = info.position + team * Shape::kRows;
 #endif
-          const auto start =
-              static_cast<float>(position + 16 * m + lane / 4 + 8 * h - key0 - 2 * (lane % 4));
+          const Score::Row row =
+              score.row(position + 16 * m + lane / 4 + 8 * h, key0 + 2 * (lane % 4));
 #pragma unroll
           for (int n = 0; n < kStep / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float& x = s[m][n][2 * h + i];
-              x = apply_rule<cap.value, slopes.value>(rule, x,
-                                                      fabsf(start - static_cast<float>(8 * n + i)));
+              x = row.template value<cap.value, slopes.value>(x, 8 * n + i);
             }
           }
         }
@@ -463,7 +452,7 @@ struct Warp {
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * m + lane / 4 + 8 * h;
         const bool there = first + row < out.rows;
-        char* const to = out.data + (first + row) * out.stride_bytes;
+        char* const to = out.row(first + row);
         const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
         RowResult result =

@@ -1,0 +1,41 @@
+// Rows that a sequence has but does not use: what both directions write to them.
+#ifndef STROBE_CUDA_HOST_UNUSED_ROWS_H_
+#define STROBE_CUDA_HOST_UNUSED_ROWS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/common/params.h"
+#include "cuda/host/launch_target.h"
+
+namespace strobe::cuda {
+
+/// The tensors in which a launch owes something to rows that are not in use: zeros, and -inf in
+/// lse.
+struct UnusedRows {
+  struct Zeros {
+    Tensor tensor;
+    int32_t heads, dim;
+  };
+  Sequences sequences;
+  Zeros queries, keys[2];  // heads 0: no such tensor
+  float* lse;              // null: not wanted
+};
+
+inline UnusedRows unused_rows_of(const ForwardParams& p) {
+  return {p, {p.out, p.heads, p.head_dim_v}, {}, p.lse};
+}
+inline UnusedRows unused_rows_of(const BackwardParams& p) {
+  return {p,
+          {p.dq, p.heads, p.head_dim},
+          {{p.dk, p.heads_kv, p.head_dim}, {p.dv, p.heads_kv, p.head_dim_v}},
+          nullptr};
+}
+
+/// Writes them. Touches no row in use: before or after the kernels of the direction.
+cudaError_t launch_unused_rows(const UnusedRows& rows, const LaunchTarget& target);
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_UNUSED_ROWS_H_
