@@ -12,7 +12,9 @@
 #include <set>
 #include <vector>
 
+#include "core/visits.h"
 #include "cuda/common/backward_scratch.cuh"
+#include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda {
 namespace {
@@ -78,8 +80,9 @@ TEST(BackwardOrder, TakesEveryItemOnceWithKeyBlocksAscending) {
   }
 }
 
-// From any gap, what past_gap leaves out is not there, and what it finds lies ahead.
-TEST(BackwardOrder, PastGapLeavesOutNothing) {
+// From any item that does not exist, what next_existing_item leaves out is not there, and what it
+// finds lies ahead.
+TEST(BackwardOrder, NextExistingItemLeavesOutNothing) {
   std::mt19937 random(1);
   for (int round = 0; round < 300; ++round) {
     const Packed p(random_lengths(random), 1 + static_cast<int32_t>(random() % 4));
@@ -92,7 +95,7 @@ TEST(BackwardOrder, PastGapLeavesOutNothing) {
     };
     for (int64_t i = 0; i < o.items; ++i) {
       if (item_exists(i)) continue;
-      const int64_t next = past_gap(o, p.params.heads_kv, i, there);
+      const int64_t next = next_existing_item(o, p.params.heads_kv, i, there);
       ASSERT_GT(next, i);
       ASSERT_LE(next, o.items);
       for (int64_t j = i; j < next; ++j)
@@ -114,11 +117,48 @@ TEST(BackwardOrder, AGapTakesFewDraws) {
     if (there(item.batch, item.block)) {
       ++found, ++i;
     } else {
-      i = past_gap(o, p.params.heads_kv, i, there);
+      i = next_existing_item(o, p.params.heads_kv, i, there);
     }
   }
   EXPECT_EQ(found, 8 * (40 + ceil_div(100000, kTile)));
   EXPECT_LT(draws - found, o.columns);
+}
+
+// The counters of dQ, as the kernels keep them in a deterministic launch: whatever the mask, every
+// item that visits a query tile finds the counter at its own number, whoever begins the sum knows
+// it, and the kernel after knows which tiles nobody visits.
+TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
+  std::mt19937 random(3);
+  const auto below = [&](uint32_t n) { return static_cast<int64_t>(random() % n); };
+  int64_t additions = 0;
+  for (int round = 0; round < 20000; ++round) {
+    MaskRule rule;
+    rule.causal = random() % 2;
+    if (random() % 2) rule.window_left = below(100);
+    if (random() % 2) rule.window_right = below(100);
+    if (random() % 2) rule.attention_chunk = 1 + below(100);
+    const int64_t seqlen_q = 1 + below(300), seqlen_k = 1 + below(300);
+    const int64_t offset = random() % 2 ? seqlen_k - seqlen_q : below(700) - 350;
+    const bool may_have_prefix = rule.window_left < 0 && rule.attention_chunk == 0;
+    const int64_t prefix =
+        may_have_prefix && random() % 2 ? below(static_cast<uint32_t>(seqlen_k) + 1) : 0;
+    const Mask mask = Mask::make(rule, seqlen_q, seqlen_k, offset, prefix);
+    const int64_t tile_q = 32 << random() % 2, tile_k = 32 << random() % 3;
+    for (int64_t tile = 0; tile * tile_q < seqlen_q; ++tile) {
+      const Range queries{tile * tile_q, min64((tile + 1) * tile_q, seqlen_q)};
+      int64_t counter = key_visits(mask, queries, tile_k).blocks.begin;
+      bool started = false;
+      for (int64_t key = 0; key * tile_k < seqlen_k; ++key) {
+        const Range keys{key * tile_k, min64((key + 1) * tile_k, seqlen_k)};
+        if (!query_visits(mask, keys, tile_q).blocks.contains(tile)) continue;
+        ASSERT_EQ(counter, key) << "round " << round;
+        ASSERT_EQ(tile >= sm80::first_tile_started(mask, keys.begin, tile_q), !started);
+        started = true, ++counter, ++additions;
+      }
+      ASSERT_EQ(started, !mask.kv_range(queries).empty()) << "round " << round;
+    }
+  }
+  EXPECT_GT(additions, 100000);
 }
 
 // Every row of every head is in one tile, and tiles of the scratch are in memory as they are

@@ -7,8 +7,10 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/quad.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/global_access.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/stmatrix.h"
 
 namespace strobe::cuda {
 
@@ -20,32 +22,32 @@ __device__ __forceinline__ uint32_t block_address(uint32_t base, int row, int co
          static_cast<uint32_t>(Tile::block_offset(row, column));
 }
 
-/// acc += A B over kSteps steps of 16, one warp. load_a(step, a): A's 16 x 16 fragments;
-/// load_b(step, pair, b): B's of columns 16 pair to 16 pair + 15, (b[0], b[1]) the first eight.
-/// Loads of B run kAhead column pairs ahead of the products (an ldmatrix takes about 30 cycles, the
-/// four products of a pair 24), A's one step. near_end() is called when the last products are under
-/// way and fragments' registers become free: for loads of what comes next.
-template <typename T, int kSteps, int kAhead, int kM, int kN, typename LoadA, typename LoadB,
+/// acc += A B over kSlices slices of 16 of the inner dimension, one warp. load_a(slice, a): A's 16
+/// x 16 fragments; load_b(slice, pair, b): B's of columns 16 pair to 16 pair + 15, (b[0], b[1]) the
+/// first eight. Loads of B run kAhead column pairs ahead of the products (an ldmatrix takes about
+/// 30 cycles, the four products of a pair 24), A's one slice. near_end() is called when the last
+/// products are under way and fragments' registers become free: for loads of what comes next.
+template <typename T, int kSlices, int kAhead, int kM, int kN, typename LoadA, typename LoadB,
           typename NearEnd>
 __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const LoadA& load_a,
                                          const LoadB& load_b, const NearEnd& near_end) {
   static_assert(kN % 2 == 0);
-  constexpr int kPairs = kN / 2, kItems = kSteps * kPairs;
+  constexpr int kPairs = kN / 2, kItems = kSlices * kPairs;
   uint32_t a[2][kM][4], b[kAhead + 1][4];
   load_a(0, a[0]);
 #pragma unroll
   for (int i = 0; i < kAhead && i < kItems; ++i) load_b(i / kPairs, i % kPairs, b[i]);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int step = i / kPairs, pair = i % kPairs, next = i + kAhead;
+    const int slice = i / kPairs, pair = i % kPairs, next = i + kAhead;
     if (next < kItems) load_b(next / kPairs, next % kPairs, b[next % (kAhead + 1)]);
-    if (pair == 0 && step + 1 < kSteps) load_a(step + 1, a[(step + 1) % 2]);
+    if (pair == 0 && slice + 1 < kSlices) load_a(slice + 1, a[(slice + 1) % 2]);
     if (i == (kItems > 4 ? kItems - 4 : 0)) near_end();
     const uint32_t(&now)[4] = b[i % (kAhead + 1)];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      ptx::mma<T>(acc[m][2 * pair], a[step % 2][m], now[0], now[1]);
-      ptx::mma<T>(acc[m][2 * pair + 1], a[step % 2][m], now[2], now[3]);
+      ptx::mma<T>(acc[m][2 * pair], a[slice % 2][m], now[0], now[1]);
+      ptx::mma<T>(acc[m][2 * pair + 1], a[slice % 2][m], now[2], now[3]);
     }
   }
 }
@@ -54,7 +56,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const LoadA& l
 /// only pairs with sees(2 m + h, k) are touched, so that 0 * NaN reaches nobody else. Row h of
 /// block m is 16 m + 8 h + lane / 4. value_b(k, n): row k of B, columns 8 n + 2 (lane % 4) + {0,
 /// 1}. kUnroll: A's fragments are registers. Slow, rare.
-template <typename T, int kSteps, bool kUnroll, int kM, int kN, typename LoadA, typename ValueB,
+template <typename T, int kSlices, bool kUnroll, int kM, int kN, typename LoadA, typename ValueB,
           typename Sees>
 __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
                                               const LoadA& load_a, const ValueB& value_b,
@@ -65,10 +67,10 @@ __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
     memcpy(&x, &half, sizeof x);
     return static_cast<float>(x);
   };
-#pragma unroll(kUnroll ? kSteps : 1)
-  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll(kUnroll ? kSlices : 1)
+  for (int slice = 0; slice < kSlices; ++slice) {
     uint32_t a[kM][4];
-    load_a(step, a);
+    load_a(slice, a);
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       const int source = (lane & ~3) | i % 8 / 2;  // the lane that holds columns i, i ^ 1 of A
@@ -80,12 +82,12 @@ __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
         for (int h = 0; h < 2; ++h) {
           const uint32_t pair = __shfl_sync(0xffffffffu, i & 8 ? a[m][2 + h] : a[m][h], source);
           weight[m][h] = value(i & 1 ? pair >> 16 : pair);
-          seen[m][h] = sees(2 * m + h, 16 * step + i);
+          seen[m][h] = sees(2 * m + h, 16 * slice + i);
         }
       }
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const uint32_t pair = value_b(16 * step + i, n);
+        const uint32_t pair = value_b(16 * slice + i, n);
         const float low = value(pair), high = value(pair >> 16);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
@@ -162,19 +164,14 @@ template <typename Tile>
 __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, int lane,
                                             uint32_t lane_base, const uint32_t (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   block_address<Tile>(lane_base, row, column)),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+  ptx::stmatrix(block_address<Tile>(lane_base, row, column), r);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(
-                     tile + static_cast<uint32_t>(
-                                Tile::offset(row + 8 * (i % 2) + lane / 4, column + 8 * (i / 2)) +
-                                4 * (lane % 4))),
-                 "r"(r[i])
-                 : "memory");
+    ptx::store_shared(tile + static_cast<uint32_t>(
+                                 Tile::offset(row + 8 * (i % 2) + lane / 4, column + 8 * (i / 2)) +
+                                 4 * (lane % 4)),
+                      r[i]);
   }
 #endif
 }
@@ -204,15 +201,10 @@ __device__ __forceinline__ void sum_store(float* p, const float (&x)[4]) {
 }
 __device__ __forceinline__ void sum_add(float* p, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]),
-               "f"(x[1]), "f"(x[2]), "f"(x[3])
-               : "memory");
+  ptx::add_four(p, x);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 32 * i), "f"(x[i])
-                 : "memory");
-  }
+  for (int i = 0; i < 4; ++i) ptx::add(p + 32 * i, x[i]);
 #endif
 }
 __device__ __forceinline__ void sum_load(const float* p, float (&x)[4]) {

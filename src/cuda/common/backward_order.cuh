@@ -39,12 +39,12 @@ STROBE_INLINE constexpr BackwardItem backward_item(const BackwardOrder& o, int32
           static_cast<int32_t>(column % o.parts), static_cast<int32_t>(rest / here)};
 }
 
-/// The first item after `index` that may be there, where that one is not: its sequence, with
-/// varlen, is shorter than the longest. exists(batch, block): of a sequence's key blocks. Items
-/// from `index` up to what this returns are none.
+/// The first item after `index` that may exist, where that one does not: its sequence has fewer
+/// keys than the longest. exists(batch, block): of a sequence's key blocks. Items from `index` up
+/// to what this returns do not exist.
 template <typename Exists>
-STROBE_INLINE constexpr int64_t past_gap(const BackwardOrder& o, int32_t heads_kv, int64_t index,
-                                         const Exists& exists) {
+STROBE_INLINE constexpr int64_t next_existing_item(const BackwardOrder& o, int32_t heads_kv,
+                                                   int64_t index, const Exists& exists) {
   const int64_t per_group = int64_t{o.group} * o.blocks, group = index / per_group;
   const auto first = static_cast<uint32_t>(group) * o.group;
   const uint32_t here = o.columns - first < o.group ? o.columns - first : o.group;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/visits.h"
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -58,7 +59,7 @@ template <typename T, int kTileQ, int kWidth>
 __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
-                        int32_t turns) {
+                        int32_t counters) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index == 0 && threadIdx.x == 0) *scratch.ticket = 0;
   if (index >= items) return;
@@ -68,7 +69,16 @@ __global__ void __launch_bounds__(kPreThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
-  if (thread < turns) scratch.turn[at * turns + thread] = 0;
+  if (thread < counters) {
+    // With an order of additions to dQ each key tile waits for its number, from the first that the
+    // queries see.
+    int64_t first = 0;
+    if (p.deterministic) {
+      const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
+      first = key_visits(sequence.mask, queries, scratch.tile_k).blocks.begin;
+    }
+    scratch.additions[at * counters + thread] = static_cast<uint32_t>(first);
+  }
 
   // kLanes lanes a row, eight columns a lane.
   constexpr int kLanes = kWidth <= 64 ? 8 : kWidth <= 128 ? 16 : 32;

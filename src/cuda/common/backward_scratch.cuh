@@ -35,9 +35,9 @@ STROBE_INLINE float weight_reference(float lse) {
 struct BackwardSizes {
   int64_t batch, heads, heads_kv, seqlen_q, seqlen_k;
   bool varlen;
-  int64_t total_q, total_k;  // varlen: of all sequences; total_k only decides sizes
-  bool batch_invariant;
-  int64_t dq_bytes;  // of dQ, where it is one piece of memory; else 0
+  int64_t total_q, total_k;              // varlen: of all sequences; total_k only decides sizes
+  bool batch_invariant, lengths_differ;  // of keys
+  int64_t dq_bytes;                      // of dQ, where it is one piece of memory; else 0
 };
 
 /// Bytes of a tensor of 16-bit values that is one piece of memory, rows or heads first; else 0.
@@ -63,6 +63,7 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
           p.total_q,
           p.cu_k ? p.total_k : p.batch * p.total_k,
           p.batch_invariant != 0,
+          p.cu_k || p.used_k,
           packed_bytes(p.cu_q ? 1 : p.batch, p.total_q, p.heads, p.head_dim, p.dq.batch_stride,
                        p.dq.row_stride, p.dq.head_stride)};
 }
@@ -87,7 +88,7 @@ inline constexpr int64_t kWantedItems = 256;
 /// depend on the batch, batch_invariant counts its own blocks alone, and none where lengths vary.
 STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile_k) {
   const int64_t group = s.heads / s.heads_kv;
-  if (s.batch_invariant && s.varlen) return 1;
+  if (s.batch_invariant && s.lengths_differ) return 1;
   const int64_t blocks =
       (s.batch_invariant ? 1 : s.batch) * s.heads_kv * max64(1, ceil_div(s.seqlen_k, tile_k));
   const int64_t parts = min64(group, ceil_div(kWantedItems, blocks));
@@ -100,19 +101,21 @@ struct BackwardScratch {
   float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
                         // order of sum_offset
   uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
-  uint32_t* turn;       // [heads, tiles, warps]: key blocks that have added to dq; unless
+  uint32_t* additions;  // [heads, tiles, warps]: the key tile that may add to dq next; unless
                         // deterministic, whether the first one has stored there
   uint32_t* ticket;     // the next work item
   float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
+  int32_t tile_k;       // keys of a work item
   uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
-                                             int64_t tile_q, int64_t tile_k, int64_t turns,
+                                             int64_t tile_q, int64_t tile_k, int64_t counters,
                                              void* dq) {
   BackwardScratch c{};
+  c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
   constexpr uintptr_t kAlignment = kWorkspaceAlignment;
@@ -126,7 +129,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   }
   c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(all);
-  c.turn = arena.take<uint32_t>(all * turns);
+  c.additions = arena.take<uint32_t>(all * counters);
   c.ticket = arena.take<uint32_t>(1);
   const int64_t parts = group_parts(s, tile_k);
   if (parts > 1) {

@@ -1,5 +1,6 @@
 #include "cuda/host/fill_plan.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "core/workspace.h"
@@ -12,29 +13,63 @@ namespace strobe::cuda {
 
 namespace {
 
-// Of Plan::reserved: the row's index in its table.
-constexpr int kRowSlot = 0;
-
-}  // namespace
+// Of Plan::reserved: the row's index in its table; and of the row for unaligned pointers the index
+// and 1, or 0 where there is none.
+constexpr int kRowSlot = 0, kUnalignedRowSlot = 1;
 
 template <typename Row>
-const Row* row_of(const Plan& plan, int arch) {
+const Row* row_at(const Plan& plan, int64_t index, int arch) {
   const auto rows = row_table<Row>();
-  const auto index = static_cast<size_t>(plan.reserved[kRowSlot]);
-  if (index >= rows.size()) return nullptr;
-  const Row* const row = rows[index].row;
+  if (index < 0 || static_cast<size_t>(index) >= rows.size()) return nullptr;
+  const Row* const row = rows[static_cast<size_t>(index)].row;
   const AttentionProblem& p = plan.problem;
   const bool fits = row->config.arch == arch && row->config.dtype == p.dtype &&
                     row->config.width >= max64(p.head_dim, p.head_dim_v);
   return fits ? row : nullptr;
 }
 
+template <typename Row>
+size_t workspace_of_row(const AttentionProblem& p, const Row& row) {
+  Arena arena;
+  if constexpr (std::is_same_v<Row, ForwardRow>) {
+    ForwardParams params{};
+    fill_params(p, ForwardArgs{}, params);
+    row.carve(arena, p, params);
+  } else {
+    BackwardParams params{};
+    fill_params(p, BackwardArgs{}, params);
+    row.carve(arena, p, params);
+  }
+  return arena.used();
+}
+
+}  // namespace
+
+template <typename Row>
+const Row* row_of(const Plan& plan, int arch) {
+  return row_at<Row>(plan, plan.reserved[kRowSlot], arch);
+}
 template const ForwardRow* row_of<ForwardRow>(const Plan&, int);
 template const BackwardRow* row_of<BackwardRow>(const Plan&, int);
 
+template <typename Row>
+const Row* row_for_unaligned(const Plan& plan) {
+  return row_at<Row>(plan, plan.reserved[kUnalignedRowSlot] - 1, 80);
+}
+template const ForwardRow* row_for_unaligned<ForwardRow>(const Plan&);
+template const BackwardRow* row_for_unaligned<BackwardRow>(const Plan&);
+
+template <typename Row>
+size_t workspace_of(const AttentionProblem& p, const Row& row, const Row* other) {
+  const size_t bytes = workspace_of_row(p, row);
+  return other ? std::max(bytes, workspace_of_row(p, *other)) : bytes;
+}
+template size_t workspace_of(const AttentionProblem&, const ForwardRow&, const ForwardRow*);
+template size_t workspace_of(const AttentionProblem&, const BackwardRow&, const BackwardRow*);
+
 namespace {
 
-template <typename Row, typename Params>
+template <typename Row>
 void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
   const int index = find_row<Row>(arch, p, device, nullptr);
@@ -55,24 +90,17 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.grid[0] = static_cast<int32_t>(grid.x);
   plan.grid[1] = static_cast<int32_t>(grid.y);
   plan.grid[2] = 1;
-  Params params{};
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
-    fill_params(p, ForwardArgs{}, params);
-  } else {
-    fill_params(p, BackwardArgs{}, params);
-  }
-  Arena arena;
-  row.carve(arena, p, params);
-  plan.workspace_bytes = arena.used();
+  if (arch == 90) plan.reserved[kUnalignedRowSlot] = find_row<Row>(80, p, device, nullptr) + 1;
+  plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
   if (plan.problem.direction == STROBE_FORWARD) {
-    fill_row<ForwardRow, ForwardParams>(arch, plan, device);
+    fill_row<ForwardRow>(arch, plan, device);
   } else {
-    fill_row<BackwardRow, BackwardParams>(arch, plan, device);
+    fill_row<BackwardRow>(arch, plan, device);
   }
 }
 

@@ -136,7 +136,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  if (p.direction != STROBE_FORWARD) {
+  if (p.direction != STROBE_FORWARD && arch != 80) {
     if (const char* option = option_beyond_whole_sequences(p)) {
       return format("%s = 1, expected 0 (not in this version's kernels)", option);
     }

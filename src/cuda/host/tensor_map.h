@@ -8,9 +8,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/params.h"
+#include "cuda/common/element.h"
 #include "cuda/host/driver_function.h"
-#include "strobe/strobe.h"
 
 namespace strobe::cuda {
 
@@ -44,10 +43,10 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   const cuuint32_t box[4] = {64, shape.box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
   CUtensorMapDataType type;
   switch (shape.dtype) {
-    case STROBE_BFLOAT16:
+    case kBfloat16:
       type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
       break;
-    case STROBE_FLOAT16:
+    case kFloat16:
       type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
       break;
     default:

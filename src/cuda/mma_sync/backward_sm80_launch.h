@@ -38,12 +38,12 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-template <BackwardConfig kConfig, bool kRules, bool kOrdered>
+template <BackwardConfig kConfig, bool kGeneral, bool kOrdered>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   static KernelHandle kernel(
-      reinterpret_cast<const void*>(&backward_kernel<Shape, kRules, kOrdered>),
+      reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered>),
       Shape::kSharedBytes);
   const auto blocks = static_cast<uint32_t>(
       min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));
@@ -65,17 +65,17 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
 
   int64_t items = query_tiles(p, scratch.tiles);
   const GridSize grid = grid_for(max64(1, items));
-  int32_t turns = Shape::kHalfWarps;
-  void* pre[] = {&p, &scratch, &items, &turns};
+  int32_t counters = Shape::kHalfWarps;
+  void* pre[] = {&p, &scratch, &items, &counters};
   static KernelHandle pre_kernel(
       reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>));
   cudaError_t error = pre_kernel.launch(dim3(grid.x, grid.y), kPreThreads, pre, target);
   if (error != cudaSuccess) return error;
 
   if (order.items > 0) {
-    const bool rules = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    if (rules) {
-      if constexpr (Shape::kHasRules) {
+    const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
+    if (general) {
+      if constexpr (Shape::kHasGeneral) {
         error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
       } else {
         error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does

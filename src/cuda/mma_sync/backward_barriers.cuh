@@ -1,0 +1,109 @@
+// The barriers of the backward pass through mma.sync. Most are mbarriers in shared memory, here by
+// their addresses. Something that one side fills and another side uses up has two: `full`, on which
+// who uses it waits, and `empty`, on which who fills it waits. Where it has several stages, there
+// is a pair for each stage, and the n-th use takes stage n % stages.
+//
+//   what         filled by           used up by         of
+//   record       weights half        both halves        an item (backward_item.cuh), two stages
+//   k, v         weights half        both, gradients    an item; k with the limits of its keys
+//   q, dout      weights half        both halves        a step, kStages stages; with lse, delta
+//   exchange     weights half        gradients half     a step, a pair for each pair of warps
+//   ds           gradients half      gradients half     a step, from warp to warp
+//   weights      weights half        weights half       a step; full is the named barrier
+//   added        gradients half      weights half       a step whose additions to dQ are issued;
+//                                                       never empty: the exchange comes between
+//
+// Of each warp one thread arrives; where cp.async copies fill something, every thread does.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_
+
+#include <cstdint>
+
+#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/warp_arrivals.h"
+
+namespace strobe::cuda::sm80 {
+
+template <typename Shape>
+struct BackwardBarriers {
+  static constexpr int kStages = Shape::kStages;
+  const uint32_t shared;  // address of all shared memory
+
+  __device__ __forceinline__ uint32_t v_full() const { return at(0); }
+  __device__ __forceinline__ uint32_t v_empty() const { return at(1); }
+  __device__ __forceinline__ uint32_t ds_full() const { return at(2); }
+  __device__ __forceinline__ uint32_t ds_empty() const { return at(3); }
+  __device__ __forceinline__ uint32_t weights_empty() const { return at(4); }
+  __device__ __forceinline__ uint32_t record_full(int item) const { return at(5 + item % 2); }
+  __device__ __forceinline__ uint32_t record_empty(int item) const { return at(7 + item % 2); }
+  __device__ __forceinline__ uint32_t k_full() const { return at(9); }
+  __device__ __forceinline__ uint32_t k_empty() const { return at(10); }
+  /// Steps take the two barriers alternately: who waits for one must not take it for the one after
+  /// next.
+  __device__ __forceinline__ uint32_t added(int step) const {
+    return at(11 + 4 * kStages + step % 2);
+  }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return of_stage(0, stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const { return of_stage(1, stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return of_stage(2, stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return of_stage(3, stage); }
+  __device__ __forceinline__ uint32_t exchange_full(int warp) const { return at(kExchange + warp); }
+  __device__ __forceinline__ uint32_t exchange_empty(int warp) const {
+    return at(kExchange + Shape::kHalfWarps + warp);
+  }
+
+  /// By one thread, before any other comes by.
+  __device__ __forceinline__ void init() const {
+    constexpr uint32_t kOfWarp = ptx::kWarpArrivals, kOfHalf = Shape::kHalfWarps * kOfWarp,
+                       kOfAll = 2 * kOfHalf;
+    ptx::barrier_init(v_full(), Shape::kHalfThreads);
+    ptx::barrier_init(v_empty(), kOfHalf);
+    ptx::barrier_init(ds_full(), kOfHalf);
+    ptx::barrier_init(ds_empty(), kOfHalf);
+    ptx::barrier_init(weights_empty(), kOfHalf);
+    for (int i = 0; i < 2; ++i) {
+      ptx::barrier_init(record_full(i), Shape::kHalfThreads);
+      ptx::barrier_init(record_empty(i), kOfAll);
+    }
+    ptx::barrier_init(k_full(), 2 * Shape::kHalfThreads);
+    ptx::barrier_init(k_empty(), kOfAll);
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::barrier_init(q_full(stage), Shape::kHalfThreads);
+      ptx::barrier_init(q_empty(stage), kOfAll);
+      ptx::barrier_init(dout_full(stage), Shape::kHalfThreads);
+      ptx::barrier_init(dout_empty(stage), kOfAll);
+    }
+    ptx::barrier_init(added(0), kOfHalf);
+    ptx::barrier_init(added(1), kOfHalf);
+    for (int w = 0; w < 2 * Shape::kHalfWarps; ++w) ptx::barrier_init(at(kExchange + w), kOfWarp);
+  }
+
+  /// Waits until the n-th use (from 0) of something with `stages` stages is filled, or may be
+  /// filled.
+  __device__ __forceinline__ static void wait_full(uint32_t barrier, int n, int stages) {
+    ptx::barrier_wait(barrier, static_cast<uint32_t>(n / stages) & 1);
+  }
+  __device__ __forceinline__ static void wait_empty(uint32_t barrier, int n, int stages) {
+    ptx::barrier_wait(barrier, (static_cast<uint32_t>(n / stages) & 1) ^ 1);
+  }
+  /// All threads of the weights half.
+  __device__ __forceinline__ static void sync_weights_half() {
+    ptx::sync_threads_at<1, Shape::kHalfThreads>();
+  }
+
+ private:
+  static constexpr int kExchange = 13 + 4 * kStages;
+  static_assert(kExchange + 2 * Shape::kHalfWarps == Shape::kBarriers);
+
+  __device__ __forceinline__ uint32_t at(int i) const {
+    return shared + static_cast<uint32_t>(Shape::kBarriersAt + 8 * i);
+  }
+  __device__ __forceinline__ uint32_t of_stage(int which, int stage) const {
+    return at(11 + which * kStages + stage);
+  }
+};
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_

@@ -1,0 +1,169 @@
+// What the weights half brings into shared memory for both halves: the record of the next item, its
+// keys and values with the limits of the keys, and each step's queries and rows of dO with their
+// lse and delta. Every copy waits for the `empty` of what it fills, and its `full` is told when it
+// has landed (backward_barriers.cuh); the threads themselves do not wait for it.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_COPIES_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_COPIES_CUH_
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/load.cuh"
+#include "cuda/mma_sync/backward_thread.cuh"
+#include "cuda/mma_sync/seen_queries.cuh"
+#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/shared_access.h"
+
+namespace strobe::cuda::sm80 {
+
+/// This thread's part of a copy is issued; tell the barrier when it has landed. aligned: it was
+/// made by cp.async.
+__device__ __forceinline__ void arrive_when_landed(uint32_t barrier, bool aligned) {
+  if (aligned) {
+    ptx::barrier_arrive_after_copies(barrier);
+  } else {
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::barrier_arrive(barrier);
+  }
+}
+
+/// Rows of K or V of item i.
+template <typename Thread>
+__device__ __forceinline__ void load_rows_of_keys(const Thread& t, int i, const Tensor& tensor,
+                                                  int32_t dim, uint32_t to, uint32_t full) {
+  constexpr BackwardConfig kC = Thread::kConfig;
+  const ItemRecord& b = t.record(i);
+  const RowsView rows = rows_view(tensor, b.batch, b.k_row, b.head_kv, b.mask.seqlen_k, dim);
+  const bool aligned = rows.aligned();
+  load_tile<kC.tile_k, kC.width, Thread::Shape::kHalfThreads>(to, rows, b.key_begin, aligned,
+                                                              t.fresh_place().thread);
+  arrive_when_landed(full, aligned);
+}
+
+template <typename Thread>
+__device__ __forceinline__ void load_k(const Thread& t, int i) {
+  constexpr BackwardConfig kC = Thread::kConfig;
+  t.barriers.wait_empty(t.barriers.k_empty(), i, 1);
+  const ItemRecord& b = t.record(i);
+  for (int row = t.fresh_place().thread; row < kC.tile_k; row += Thread::Shape::kHalfThreads) {
+    const int2 seen = key_limits(b.mask, b.key_begin + row);
+    ptx::store_shared(t.limits_at() + 8 * row, static_cast<uint32_t>(seen.x));
+    ptx::store_shared(t.limits_at() + 8 * row + 4, static_cast<uint32_t>(seen.y));
+  }
+  ptx::barrier_arrive(t.barriers.k_full());  // for the limits
+  load_rows_of_keys(t, i, t.p.k, t.p.head_dim, t.k_tile(), t.barriers.k_full());
+}
+
+template <typename Thread>
+__device__ __forceinline__ void load_v(const Thread& t, int i) {
+  t.barriers.wait_empty(t.barriers.v_empty(), i, 1);
+  load_rows_of_keys(t, i, t.p.v, t.p.head_dim_v, t.v_tile(), t.barriers.v_full());
+}
+
+/// A step's Q and lse, or dO and delta. rows_at: of the record's q or dout; values: lse or delta;
+/// at, values_at: their first stages in shared memory.
+template <typename Thread>
+__device__ __forceinline__ void load_queries(const Thread& t, int i, const BackwardStep& step,
+                                             const Tensor& tensor, int32_t dim, size_t rows_at,
+                                             int at, const float* values, int values_at, int stage,
+                                             uint32_t full) {
+  using Shape = typename Thread::Shape;
+  using QTile = typename Thread::QTile;
+  constexpr BackwardConfig kC = Thread::kConfig;
+  constexpr int kRowsAtOnce = Shape::kHalfThreads / QTile::kChunks;
+  const int thread = t.fresh_place().thread;
+  const int chunk = thread % QTile::kChunks, first = thread / QTile::kChunks;
+  const int32_t row = step.tile * kC.tile_q;
+  const int32_t seqlen = t.record_int(i, offsetof(ItemRecord, mask) + offsetof(Mask, seqlen_q));
+  const char* const head = ptx::load_shared_wide<const char*>(t.record_at(i, rows_at)) +
+                           2 * step.head * tensor.head_stride;
+  const int32_t copies = t.record_int(i, offsetof(ItemRecord, copies));
+  const uint32_t tile = t.q_tile(at, stage);
+  const auto copy = [&](auto is_whole) {
+    const uint32_t to = tile + static_cast<uint32_t>(QTile::offset(first, 8 * chunk));
+    const char* source = head + 2 * (row + first) * tensor.row_stride + 16 * chunk;
+#pragma unroll
+    for (int r = 0; r < kC.tile_q; r += kRowsAtOnce) {
+#pragma unroll
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        const uint32_t address =
+            to + static_cast<uint32_t>(panel * QTile::kPanelBytes + r * QTile::kRowBytes);
+        if constexpr (decltype(is_whole)::value) {
+          ptx::cp_async_16_if(address, source + panel * QTile::kRowBytes, true);
+        } else {
+          ptx::cp_async_16_if(address, source + panel * QTile::kRowBytes,
+                              row + first + r < seqlen && 8 * chunk + panel * QTile::kPanel < dim);
+        }
+      }
+      source += 2 * kRowsAtOnce * tensor.row_stride;
+    }
+  };
+  if (copies == kCopyWholeTiles && row + kC.tile_q <= seqlen) {
+    copy(std::true_type());
+  } else if (copies > kCopyValues) {
+    copy(std::false_type());
+  } else {
+    load_tile<kC.tile_q, kC.width, Shape::kHalfThreads>(
+        tile, {const_cast<char*>(head), 2 * tensor.row_stride, seqlen, dim}, row, false, thread);
+  }
+  if (thread < kC.tile_q / 4) {
+    const uint32_t first_tile = ptx::load_shared(t.record_at(i, offsetof(ItemRecord, scratch)));
+    ptx::cp_async_16_if(
+        t.shared + static_cast<uint32_t>(values_at + 4 * stage * kC.tile_q + 16 * thread),
+        values + int64_t{t.scratch_tile(first_tile, step)} * kC.tile_q + 4 * thread, true);
+  }
+  arrive_when_landed(full, copies > kCopyValues);
+}
+
+/// Q and dO of item i's `step`, the n-th of all steps.
+template <typename Thread>
+__device__ __forceinline__ void load_step(const Thread& t, int i, const BackwardStep& step, int n) {
+  using Shape = typename Thread::Shape;
+  constexpr int kStages = Shape::kStages;
+  const int stage = n % kStages;
+  t.barriers.wait_empty(t.barriers.q_empty(stage), n, kStages);
+  load_queries(t, i, step, t.p.q, t.p.head_dim, offsetof(ItemRecord, q), Shape::kQAt, t.scratch.lse,
+               Shape::kLseAt, stage, t.barriers.q_full(stage));
+  t.barriers.wait_empty(t.barriers.dout_empty(stage), n, kStages);
+  load_queries(t, i, step, t.p.dout, t.p.head_dim_v, offsetof(ItemRecord, dout), Shape::kDoutAt,
+               t.scratch.delta, Shape::kDeltaAt, stage, t.barriers.dout_full(stage));
+}
+
+/// Draws item i, and fills its record.
+template <typename Thread>
+__device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder& order, int i) {
+  constexpr BackwardConfig kC = Thread::kConfig;
+  t.barriers.wait_empty(t.barriers.record_empty(i), i, 2);
+  ItemRecord& record = t.record(i);
+  if (t.fresh_place().thread == 0) {
+    int64_t index;
+    do {
+      index = atomicAdd(t.scratch.ticket, 1u);
+      if (index >= order.items) break;
+      const BackwardItem item = backward_item(order, t.p.heads_kv, index);
+      const Sequence sequence = t.p.sequence(item.batch);
+      if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
+        record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
+        break;
+      }
+      // A sequence with fewer keys than the longest has fewer items: this is none, nor are those up
+      // to the next existing one, which the other thread blocks then need not draw.
+      const int64_t next = next_existing_item(
+          order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
+            return t.p.sequence(batch).mask.seqlen_k > block_of_sequence * kC.tile_k;
+          });
+      if (next > index + 1) atomicMax(t.scratch.ticket, static_cast<uint32_t>(next));
+    } while (true);
+    if (index >= order.items) record.steps = -1;
+  }
+  t.barriers.sync_weights_half();
+  ptx::barrier_arrive(t.barriers.record_full(i));
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_COPIES_CUH_

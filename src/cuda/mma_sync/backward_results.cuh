@@ -1,0 +1,145 @@
+// How the sums of the backward pass through mma.sync leave registers: dQ, to which several items
+// add, in an order; dK and dV, which are one item's.
+//
+// Who adds to one warp's part of a query tile's dQ, and when: the first item to come by, that of
+// the first keys that the tile sees, stores, so the others wait for it; in a deterministic launch
+// each waits for the one before it, so that the order of additions is fixed. Items are handed out
+// with keys ascending, so whoever waits, waits for an item that is under way. Each part has a
+// counter, which says what has been added to it.
+//
+// To raise the counter, here to report an addition, is a release, which waits until L2 has
+// acknowledged the addition. In a deterministic launch, where every step has one, the weights half
+// does it two steps later, for all warps of the gradients half; its warps take that in rotation.
+// The last two steps of an item are reported by the gradients half itself: the weights half would
+// first wait for the next item, and that item for others that wait for these reports.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/mma_sync/backward_thread.cuh"
+#include "cuda/ptx/global_access.h"
+#include "cuda/ptx/shared_access.h"
+
+namespace strobe::cuda::sm80 {
+
+/// The item's place among the tiles of its sequence's keys.
+template <typename Thread>
+__device__ __forceinline__ uint32_t key_tile(const Thread& t) {
+  return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
+                               Thread::kConfig.tile_k);
+}
+/// What the counter of a step's dQ must have reached before this item adds; 0: this item is the
+/// first, and stores. In a deterministic launch a counter holds the key tile that is to add next,
+/// and backward_pre.cuh lets it begin at the first; else it says whether the first has added.
+template <typename Thread>
+__device__ __forceinline__ uint32_t awaited_additions(const Thread& t, const BackwardStep& step) {
+  if (step.tile >= t.record_int(offsetof(ItemRecord, first_tile))) return 0;
+  return t.deterministic() ? key_tile(t) : 1;
+}
+/// What the counter is to be set to after this item's addition.
+template <typename Thread>
+__device__ __forceinline__ uint32_t reported_additions(const Thread& t) {
+  return t.deterministic() ? key_tile(t) + 1 : 1;
+}
+/// The counter of a warp's part of a scratch tile.
+template <typename Thread>
+__device__ __forceinline__ uint32_t* additions(const Thread& t, uint32_t tile, int warp) {
+  return t.scratch.additions + int64_t{tile} * Thread::Shape::kHalfWarps + warp;
+}
+
+/// Where step n's addition waits to be reported: a scratch tile, and the counter's new value, which
+/// is not 0. Of a launch that is not deterministic only an item's first additions are reported, and
+/// n is 0.
+template <typename Thread>
+__device__ __forceinline__ uint32_t report_slot(const Thread& t, const typename Thread::Place& me,
+                                                int n) {
+  return t.shared + static_cast<uint32_t>(Thread::Shape::kReportsAt + 32 * me.warp() + 8 * (n & 3));
+}
+template <typename Thread>
+__device__ __forceinline__ void clear_reports(const Thread& t) {
+  for (int at = 0; at < Thread::Shape::kReportBytes; at += 4) {
+    ptx::store_shared(t.shared + static_cast<uint32_t>(Thread::Shape::kReportsAt + at), 0);
+  }
+}
+/// Reports what is in the slot of one of the gradients half's warps, after all additions that this
+/// thread knows of; false where there is nothing.
+template <typename Thread>
+__device__ __forceinline__ bool report_addition(const Thread& t, uint32_t slot, int warp) {
+  const auto report = ptx::load_shared_wide<uint2>(slot);
+  if (report.y == 0) return false;
+  ptx::store_release(additions(t, report.x, warp), report.y);
+  return true;
+}
+
+/// Adds a pass of the warp's dq to the tile's sum, or starts it.
+template <typename Thread, int kPassN>
+__device__ __forceinline__ void add_dq(const Thread& t, const float (&dq)[2][kPassN][4], int pass,
+                                       float* sum, bool start) {
+  constexpr int kWidth = Thread::kConfig.width;
+  const int32_t head_dim = t.p.head_dim;
+  const typename Thread::Place me = t.place();
+  const int first = (me.dq_column() + pass) / 8;
+  sum += (me.dq_row() / 16 * (kWidth / 8) + first) * 128 + sum_offset(me.lane());
+  const auto each = [&](const auto& put) {
+    if (head_dim == kWidth) {
+#pragma unroll
+      for (int n = 0; n < kPassN; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) put(sum + (m * (kWidth / 8) + n) * 128, dq[m][n]);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kPassN; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          if (8 * (first + n) < head_dim) put(sum + (m * (kWidth / 8) + n) * 128, dq[m][n]);
+        }
+      }
+    }
+  };
+  if (start) {
+    each([](float* to, const float(&x)[4]) { sum_store(to, x); });
+  } else {
+    each([](float* to, const float(&x)[4]) { sum_add(to, x); });
+  }
+}
+
+/// Writes dK or dV: to the caller's rows, or as float32 to those of the item's part of the heads.
+template <typename Thread, int kM, int kSumN>
+__device__ __forceinline__ void store_keys(const Thread& t, const float (&sum)[kM][kSumN][4],
+                                           float scale, const Tensor& tensor, int32_t dim,
+                                           float* parts_sum, int32_t parts) {
+  constexpr int kWidth = Thread::kConfig.width;
+  const BackwardParams& p = t.p;
+  const typename Thread::Place me = t.fresh_place();
+  const ItemRecord& b = t.record(t.item());
+  const int lane = me.lane(), column = me.column();
+  const int32_t first = b.key_begin + me.key_row() + lane / 4;
+  const int64_t seqlen = b.mask.seqlen_k;
+  if (parts > 1) {
+    const int64_t keys = p.cu_k ? b.k_row : int64_t{b.batch} * p.seqlen_k;
+    const int64_t stride = int64_t{p.heads_kv} * parts * 2 * kWidth;
+    float* const to = parts_sum + (keys + first) * stride +
+                      (b.head_kv * parts + b.part) * 2 * kWidth + column + 2 * (lane % 4);
+#pragma unroll
+    for (int r = 0; r < 2 * kM; ++r) {
+      if (first + 8 * r >= seqlen) break;
+#pragma unroll
+      for (int n = 0; n < kSumN; ++n) {
+        const float* const x = &sum[r / 2][n][r % 2 * 2];
+        *reinterpret_cast<float2*>(to + 8 * r * stride + 8 * n) =
+            make_float2(x[0] * scale, x[1] * scale);
+      }
+    }
+    return;
+  }
+  store_accumulators<typename Thread::T>(
+      rows_view(tensor, b.batch, b.k_row, b.head_kv, seqlen, dim), first, column, sum, scale, lane);
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_

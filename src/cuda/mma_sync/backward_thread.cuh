@@ -1,0 +1,204 @@
+// One thread's view of the backward pass through mma.sync: which half and warp it is of, what of
+// the tiles is its warp's, where things lie in shared memory, which item and step it is at. What
+// threads do is in backward_copies.cuh, backward_products.cuh, backward_dq.cuh, and in the two
+// halves' loops, backward_weights.cuh and backward_gradients.cuh.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_THREAD_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_THREAD_CUH_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/common/config.h"
+#include "cuda/common/params.h"
+#include "cuda/mma_sync/backward_barriers.cuh"
+#include "cuda/mma_sync/backward_item.cuh"
+#include "cuda/mma_sync/backward_layout.cuh"
+#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/opaque.h"
+#include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/thread_again.h"
+
+namespace strobe::cuda::sm80 {
+
+/// kGeneral: the kernel has softcap, ALiBi and dropout. kOrdered: it can keep the order of
+/// additions to dQ; with kGeneral it does where asked to, else always. (What only that takes costs
+/// a kernel 2 % where it is there and not used.)
+template <BackwardConfig kC, bool kGeneral_, bool kOrdered>
+struct BackwardThread {
+  static constexpr BackwardConfig kConfig = kC;
+  static constexpr bool kGeneral = kGeneral_;
+  using Shape = BackwardShape<kC>;
+  using Barriers = BackwardBarriers<Shape>;
+  using T = typename Shape::T;
+  using KTile = typename Shape::KTile;
+  using QTile = typename Shape::QTile;
+  using ScoreTile = typename Shape::ScoreTile;
+
+  const BackwardParams& p;
+  const BackwardScratch& scratch;
+  const uint32_t shared;  // address of all shared memory
+  const Barriers barriers;
+  const int half_thread;  // of the half
+  // Steps so far in the low half of the bits, items in the high half. Both matter only modulo 4,
+  // for the stages of what is in shared memory. One register, for the kernel has none to spare.
+  uint32_t count = 0;
+
+  __device__ __forceinline__ BackwardThread(const BackwardParams& params,
+                                            const BackwardScratch& scratch_, uint32_t shared_,
+                                            int half)
+      : p(params),
+        scratch(scratch_),
+        shared(shared_),
+        barriers{shared_},
+        half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads) {}
+
+  static_assert(kOrdered || !kGeneral);
+  __device__ __forceinline__ bool deterministic() const {
+    return kGeneral ? p.deterministic != 0 : kOrdered;
+  }
+
+  // --- Where the thread stands ---
+
+  /// Where a thread stands in its half, and what follows from it.
+  struct Place {
+    int thread;
+    __device__ __forceinline__ int lane() const { return thread % 32; }
+    __device__ __forceinline__ int warp() const { return thread / 32; }
+    // Where the warp's keys, queries and columns begin.
+    __device__ __forceinline__ int key_row() const { return 32 * (warp() / Shape::kQueryWarps); }
+    __device__ __forceinline__ int query() const {
+      return Shape::kSplit ? warp() % Shape::kQueryWarps * Shape::kQueries : 0;
+    }
+    __device__ __forceinline__ int column() const {
+      return Shape::kSplit ? warp() % Shape::kQueryWarps * Shape::kColumns : 0;
+    }
+    // Which queries and columns of the tile's dQ are the warp's.
+    static constexpr int kDqColumnWarps = Shape::kHalfWarps / Shape::kDqRowWarps;
+    __device__ __forceinline__ int dq_row() const { return 32 * (warp() / kDqColumnWarps); }
+    __device__ __forceinline__ int dq_column() const {
+      return warp() % kDqColumnWarps * Shape::kDqColumns;
+    }
+    // The lane's part of an address in a tile of rows, and of scores.
+    __device__ __forceinline__ uint32_t part_a() const {
+      return static_cast<uint32_t>(KTile::fragment_offset(lane(), 0));
+    }
+    __device__ __forceinline__ uint32_t part_b() const {
+      return static_cast<uint32_t>(KTile::fragment_offset_b(lane(), 0));
+    }
+    __device__ __forceinline__ uint32_t score_part_a() const {
+      return static_cast<uint32_t>(ScoreTile::fragment_offset(lane(), 0));
+    }
+    __device__ __forceinline__ uint32_t score_part_b() const {
+      return static_cast<uint32_t>(ScoreTile::fragment_offset_b(lane(), 0));
+    }
+  };
+  /// Made anew, for each phase of a step, behind the compiler's back: it would otherwise compute
+  /// every address ahead of the loop and spill them all.
+  __device__ __forceinline__ Place fresh_place() const {
+    return {ptx::thread_again() % Shape::kHalfThreads};
+  }
+  /// For what every step needs: kept where there are registers.
+  __device__ __forceinline__ Place place() const {
+    if constexpr (Shape::kFresh) return fresh_place();
+    return {half_thread};
+  }
+  __device__ __forceinline__ void arrive_warp(uint32_t barrier) const {
+    ptx::barrier_arrive_warp(barrier, place().lane());
+  }
+
+  // --- Where things are in shared memory ---
+
+  __device__ __forceinline__ uint32_t k_tile() const {
+    return shared + static_cast<uint32_t>(Shape::kKAt);
+  }
+  __device__ __forceinline__ uint32_t v_tile() const {
+    return shared + static_cast<uint32_t>(Shape::kVAt);
+  }
+  /// A stage of Q or dO; offset: of their first stage.
+  __device__ __forceinline__ uint32_t q_tile(int offset, int stage) const {
+    return shared + static_cast<uint32_t>(offset + stage * QTile::kBytes);
+  }
+  /// This thread's weights in the exchange: vectors 512 bytes apart.
+  __device__ __forceinline__ uint32_t exchange(const Place& me) const {
+    return shared + static_cast<uint32_t>(Shape::kExchangeAt + 64 * Shape::kQueries * me.warp() +
+                                          16 * me.lane());
+  }
+  /// Which queries see each key of the item (key_limits). They come and go with K.
+  __device__ __forceinline__ uint32_t limits_at() const {
+    return shared + static_cast<uint32_t>(Shape::kLimitsAt);
+  }
+  /// For SeenQueries of the lane's rows from the warp's row `row` on.
+  __device__ __forceinline__ uint32_t seen_limits(const Place& me, int row) const {
+    return limits_at() + static_cast<uint32_t>(8 * (me.key_row() + row + me.lane() / 4));
+  }
+
+  // The record of an item: single members are read by their address, whole ones where it is rare.
+  __device__ __forceinline__ uint32_t record_at(int i, size_t offset) const {
+    return shared + static_cast<uint32_t>(Shape::kRecordAt + i % 2 * Shape::kRecordBytes + offset);
+  }
+  __device__ __forceinline__ int32_t record_int(int i, size_t offset) const {
+    return static_cast<int32_t>(ptx::load_shared(record_at(i, offset)));
+  }
+  __device__ __forceinline__ int32_t record_int(size_t offset) const {
+    return record_int(item(), offset);
+  }
+  __device__ __forceinline__ ItemRecord& record(int i) const {
+    extern __shared__ __align__(1024) char shared_bytes[];
+    return *reinterpret_cast<ItemRecord*>(shared_bytes + Shape::kRecordAt +
+                                          i % 2 * Shape::kRecordBytes);
+  }
+
+  // --- Items and steps ---
+
+  __device__ __forceinline__ int item() const { return static_cast<int>(count >> 16); }
+  __device__ __forceinline__ int n_step() const { return static_cast<int>(count & 0xffffu); }
+  __device__ __forceinline__ void next_item() { count += 0x10000u; }
+  __device__ __forceinline__ void next_step() {
+    count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
+    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
+    // registers are short.
+    if constexpr (!kAddFour || Shape::kFresh) ptx::make_opaque(count);
+  }
+
+  __device__ __forceinline__ TileVisits visits() const {
+    uint32_t x[4];
+    ptx::load_shared_words(record_at(item(), 0), x);
+    return {static_cast<int32_t>(x[0]), static_cast<int32_t>(x[1]), static_cast<int32_t>(x[2]),
+            static_cast<int32_t>(x[3])};
+  }
+  __device__ __forceinline__ BackwardStep first_step(int i) const {
+    return {record_int(i, offsetof(ItemRecord, head_begin)),
+            record_int(i, offsetof(ItemRecord, visits) + offsetof(TileVisits, end)) - 1};
+  }
+  /// Tiles descend: all items of a head that are under way then begin at the same tile, also under
+  /// a causal mask, and none waits long for the first to add to dQ.
+  __device__ __forceinline__ static BackwardStep after(const BackwardStep& step,
+                                                       const TileVisits& visits) {
+    const bool more = step.tile > visits.begin;
+    return {more ? step.head : step.head + 1, more ? step.tile - 1 : visits.end - 1};
+  }
+  __device__ __forceinline__ bool is_last(const BackwardStep& step) const {
+    return step.tile == record_int(offsetof(ItemRecord, visits) + offsetof(TileVisits, begin)) &&
+           step.head + 1 == record_int(offsetof(ItemRecord, head_end));
+  }
+  __device__ __forceinline__ static bool masked(const BackwardStep& step,
+                                                const TileVisits& visits) {
+    return step.tile < visits.full_begin || step.tile >= visits.full_end;
+  }
+  /// Scratch tile of a step, given the sequence's first.
+  __device__ __forceinline__ uint32_t scratch_tile(uint32_t first, const BackwardStep& step) const {
+    return static_cast<uint32_t>(step.head) * scratch.tiles + first +
+           static_cast<uint32_t>(step.tile);
+  }
+  /// Whether some query, or row of dO, of a step may hold an infinity or a NaN.
+  __device__ __forceinline__ bool queries_nonfinite(const BackwardStep& step) const {
+    return scratch.nonfinite[scratch_tile(
+               static_cast<uint32_t>(record_int(offsetof(ItemRecord, scratch))), step)] != 0;
+  }
+};
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_THREAD_CUH_

@@ -1,0 +1,259 @@
+// The weights half of the backward pass through mma.sync: for each step S^T = K Q^T,
+// P^T = exp2(S^T - lse), which it hands to the gradients half, and dV += P^T dO. It runs ahead of
+// the gradients half, into the next item too; it fetches the items and copies everything, and in a
+// deterministic launch it reports the gradients half's additions to dQ (backward_results.cuh).
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_WEIGHTS_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_WEIGHTS_CUH_
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/dropout.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/mma_sync/backward_copies.cuh"
+#include "cuda/mma_sync/backward_products.cuh"
+#include "cuda/mma_sync/backward_results.cuh"
+#include "cuda/mma_sync/backward_thread.cuh"
+#include "cuda/mma_sync/seen_queries.cuh"
+#include "cuda/ptx/mma.h"
+#include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/shared_words.h"
+
+namespace strobe::cuda::sm80 {
+
+/// How many of the lane's lse, a pair for the two queries of each accumulator, are held in
+/// registers at a time: as many as there is room for (less before 9.0).
+template <typename Thread>
+inline constexpr int kLsePairs =
+    Thread::kGeneral                                              ? 1
+    : Thread::Shape::kFresh && !kAddFour && Thread::Shape::kN > 4 ? 4
+                                                                  : Thread::Shape::kN;
+
+/// Scores x of a step to weights: `weight`, packed for dV, and in shared memory, times
+/// d(score) / d(scaled q.k), for the gradients half. lse: the first pairs of lse, the others are
+/// read from lse_at. kPrecise: of value_and_derivative.
+template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
+__device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
+                                      const BackwardStep& step, Score& score, float (&x)[kM][kN][4],
+                                      float2 (&lse)[kHave], uint32_t lse_at,
+                                      uint32_t (&weight)[kM][kN / 2][4]) {
+  constexpr bool kGeneral = Thread::kGeneral;
+  constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
+  static_assert(kHave == 1 || kHave == kBlock || kHave == kN);
+  const BackwardParams& p = t.p;
+  const int lane = me.lane();
+  const int32_t q_begin = step.tile * Thread::kConfig.tile_q + me.query();
+  const uint32_t exchange = t.exchange(me);
+  int32_t key = 0;
+  uint32_t batch_head = 0;
+  float distance = 0.f;  // from the lane's first key to its first query's position
+  if constexpr (kGeneral) {
+    const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
+    score = Score::of(p, batch, step.head);
+    batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
+    key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
+    distance = static_cast<float>(t.record_int(offsetof(ItemRecord, position)) + q_begin +
+                                  2 * (lane % 4) - key - lane / 4);
+  }
+#pragma unroll
+  for (int n0 = 0; n0 < kN; n0 += kBlock) {
+    if (kHave == kBlock && n0 > 0) {
+#pragma unroll
+      for (int d = 0; d < kBlock; ++d)
+        lse[d % kHave] = ptx::load_shared_pair(lse_at + 32 * (n0 + d));
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      SeenQueries<kMasked ? 2 : 0> seen(t.seen_limits(me, 16 * m), q_begin);
+      uint32_t word[2][4];
+      if constexpr (kGeneral) {
+        if (p.dropout.enabled()) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            dropout_words_transposed(p.dropout, batch_head, static_cast<uint32_t>(q_begin + 8 * n0),
+                                     static_cast<uint32_t>(key + 16 * m + 8 * h) / 8, lane,
+                                     word[h]);
+          }
+        }
+      }
+      uint32_t packed[4];  // fp16, for the exchange
+#pragma unroll
+      for (int d = 0; d < kBlock; ++d) {
+        const int n = n0 + d;
+        if (kHave == 1) lse[0] = ptx::load_shared_pair(lse_at + 32 * n);
+        float shared_value[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& w = x[m][n][i];
+          const float2 references = lse[n % kHave];
+          const float reference = i % 2 ? references.y : references.x;
+          float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
+          if constexpr (kGeneral) {
+            const Score::ValueAndDerivative s =
+                Score::Row{score, distance}.template value_and_derivative<kPrecise>(
+                    w, 16 * m + i / 2 * 8 - 8 * n - i % 2);
+            slope = s.derivative;
+            w = s.value - reference;
+          } else {
+            w = fmaf(w, score.scale_log2, -reference);
+          }
+          // No weight is above 1, however coarse lse is.
+          w = exp2_fast(min_or_nan(w, kWeightShift));
+          if constexpr (kMasked) {
+            if (!seen(i / 2, 8 * n + 2 * (lane % 4) + i % 2)) w = 0.f;
+          }
+          shared_value[i] = w;
+          if constexpr (kGeneral) {
+            shared_value[i] *= slope;
+            if (p.dropout.enabled()) {
+              const uint32_t bits = word[i / 2][d];
+              if (!(i % 2 ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
+                w *= 0.f;  // NaN stays
+                shared_value[i] = -shared_value[i];
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int r = n % 2 * 2 + h;
+          weight[m][n / 2][r] = ptx::pack<typename Thread::T>(x[m][n][2 * h], x[m][n][2 * h + 1]);
+          packed[r] = ptx::pack<__half>(shared_value[2 * h], shared_value[2 * h + 1]);
+        }
+        if (n % 2 == 1) {
+          ptx::store_shared_words(exchange + static_cast<uint32_t>(512 * (m * (kN / 2) + n / 2)),
+                                  packed);
+        }
+      }
+    }
+  }
+}
+
+template <typename Thread>
+__device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& order) {
+  using Shape = typename Thread::Shape;
+  constexpr int kM = Shape::kM, kN = Shape::kN, kStages = Shape::kStages;
+  const typename Thread::Barriers& barriers = t.barriers;
+  const BackwardParams& p = t.p;
+
+  /// Whether it is this warp that reports the additions of two steps ago.
+  const auto reports = [&] {
+    return t.deterministic() && t.place().warp() == t.n_step() % Shape::kHalfWarps;
+  };
+  /// Fetches item i and copies its first tile, as step n.
+  const auto begin_item = [&](int i, int n) {
+    fetch_item(t, order, i);
+    if (t.record_int(i, offsetof(ItemRecord, steps)) > 0) load_step(t, i, t.first_step(i), n);
+  };
+  begin_item(0, 0);
+  if (t.record_int(offsetof(ItemRecord, steps)) < 0) return;
+  load_k(t, 0);
+  load_v(t, 0);
+
+  for (;; t.next_item()) {
+    barriers.wait_full(barriers.record_full(t.item()), t.item(), 2);
+    const int steps = t.record_int(offsetof(ItemRecord, steps));
+    if (steps < 0) return;
+    BackwardStep step = t.first_step(t.item());
+    float dv[kM][Shape::kSumN][4] = {};
+    barriers.wait_full(barriers.k_full(), t.item(), 1);
+    if (steps == 0) begin_item(t.item() + 1, t.n_step());
+
+#pragma unroll 1
+    for (bool more = steps > 0; more; t.next_step()) {
+      const int stage = t.n_step() % kStages;
+      const bool masked = t.masked(step, t.visits());
+      const bool seen_only = masked && t.queries_nonfinite(step);
+
+      // The additions of two steps ago. Now, while registers are free; and before this step's
+      // weights are handed on, without which the other half cannot end this step, whose barrier is
+      // the same.
+      if (reports()) barriers.wait_empty(barriers.added(t.n_step()), t.n_step(), 2);
+      barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
+      float x[kM][kN][4];
+      constexpr int kHave = kLsePairs<Thread>;
+      float2 lse[kHave];
+      const typename Thread::Place me = t.place();
+      const uint32_t lse_at =
+          t.shared +
+          static_cast<uint32_t>(Shape::kLseAt + 4 * (stage * Thread::kConfig.tile_q + me.query()) +
+                                8 * (me.lane() % 4));
+      scores(t, x, t.k_tile(), t.q_tile(Shape::kQAt, stage), [&] {
+#pragma unroll
+        for (int n = 0; n < kHave; ++n) lse[n] = ptx::load_shared_pair(lse_at + 32 * n);
+      });
+
+      uint32_t weight[kM][kN / 2][4];
+      Score score = Score::scaled(p);
+      barriers.wait_empty(barriers.exchange_empty(t.place().warp()), t.n_step(), 1);
+      if constexpr (Thread::kGeneral) {  // masked or not: one copy of the long code is enough
+        if (Score::of(p, 0.f).cap() == Cap::kAny) {
+          weigh<true, true>(t, me, step, score, x, lse, lse_at, weight);
+        } else {
+          weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
+        }
+      } else if (masked) {
+        weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
+      } else {
+        weigh<false, false>(t, me, step, score, x, lse, lse_at, weight);
+      }
+      t.arrive_warp(barriers.exchange_full(t.place().warp()));
+      t.arrive_warp(barriers.q_empty(stage));
+      if (t.is_last(step)) t.arrive_warp(barriers.k_empty());
+      if constexpr (Shape::kSplit) {
+        barriers.wait_empty(barriers.weights_empty(), t.n_step(), 1);
+        store_scores(t, Shape::kWeightsAt, weight);
+        barriers.sync_weights_half();
+      }
+
+      const int32_t q_begin = step.tile * Thread::kConfig.tile_q;
+      BackwardStep after;
+      if constexpr (!Shape::kOneStep) after = t.after(step, t.visits());
+      const auto copy_ahead = [&] {
+        if constexpr (Shape::kOneStep) {
+          more = !t.is_last(step);
+          step = after = t.after(step, t.visits());
+        }
+        if (Shape::kOneStep ? more : !t.is_last(step)) {
+          load_step(t, t.item(), after, t.n_step() + 1);
+        } else {
+          begin_item(t.item() + 1, t.n_step() + 1);
+        }
+      };
+      const auto report = [&] {
+        if (!reports()) return;
+        const int lane = t.place().lane();  // of each warp's counter one
+        if (lane < Shape::kHalfWarps)
+          report_addition(t, report_slot(t, t.place(), t.n_step() - 2), lane);
+      };
+      if constexpr (Shape::kReportEarly) report();
+      if constexpr (kStages == 2) copy_ahead();  // where the step before was
+      if constexpr (!Shape::kReportEarly) report();
+      barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
+      accumulate(t, dv, weight, Shape::kWeightsAt, t.q_tile(Shape::kDoutAt, stage), seen_only,
+                 q_begin);
+      t.arrive_warp(barriers.dout_empty(stage));
+      if constexpr (Shape::kSplit) t.arrive_warp(barriers.weights_empty());
+      if constexpr (kStages == 1) copy_ahead();
+      if constexpr (!Shape::kOneStep) {
+        more = !t.is_last(step);
+        step = after;
+      }
+    }
+
+    if (t.record_int(offsetof(ItemRecord, steps)) == 0) t.arrive_warp(barriers.k_empty());
+    if (t.record_int(t.item() + 1, offsetof(ItemRecord, steps)) >= 0) {
+      load_k(t, t.item() + 1);
+      load_v(t, t.item() + 1);
+    }
+    store_keys(t, dv, p.dropout.keep_scale / kWeightScale, p.dv, p.head_dim_v, t.scratch.dv,
+               order.parts);
+    t.arrive_warp(barriers.record_empty(t.item()));
+  }
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_WEIGHTS_CUH_

@@ -1,0 +1,39 @@
+// Global memory by single instructions: counters that thread blocks wait for, and sums that they
+// add to.
+#ifndef STROBE_CUDA_PTX_GLOBAL_ACCESS_H_
+#define STROBE_CUDA_PTX_GLOBAL_ACCESS_H_
+
+#include <cstdint>
+
+namespace strobe::cuda::ptx {
+
+/// Reads a counter that other thread blocks write. It orders nothing.
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+/// Writes x when all that this thread has written or added before, and all that it knows others to
+/// have, is visible to the whole GPU; the thread waits until it is.
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+/// Adds x to *p in L2. The thread does not wait for it.
+__device__ __forceinline__ void add(float* p, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+/// The same for four neighbours at once; p is aligned to 16 bytes.
+__device__ __forceinline__ void add_four(float* p, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+#endif
+
+}  // namespace strobe::cuda::ptx
+
+#endif  // STROBE_CUDA_PTX_GLOBAL_ACCESS_H_
