@@ -403,14 +403,14 @@ Truth Solve(const Scenario& s, const Tensors& t) {
         }
         for (int64_t e = 0; e < s.head_dim_v; ++e)
           r.out.Set(q0 + i, h, e, out[static_cast<size_t>(e)]);
-        for (int64_t e = 0; e < s.head_dim; ++e)
-          r.dq.Set(q0 + i, h, e, dq[static_cast<size_t>(e)]);
+        for (int64_t e = 0; e < s.head_dim; ++e) r.dq.Set(q0 + i, h, e, dq[static_cast<size_t>(e)]);
       }
     }
   }
   for (int64_t row = 0; row < t.k.rows * s.heads_kv; ++row) {
     for (int64_t e = 0; e < s.head_dim; ++e) {
-      r.dk.Set(row / s.heads_kv, row % s.heads_kv, e, dk[static_cast<size_t>(row * s.head_dim + e)]);
+      r.dk.Set(row / s.heads_kv, row % s.heads_kv, e,
+               dk[static_cast<size_t>(row * s.head_dim + e)]);
     }
     for (int64_t e = 0; e < s.head_dim_v; ++e) {
       r.dv.Set(row / s.heads_kv, row % s.heads_kv, e,
@@ -447,9 +447,7 @@ std::string Compare(const char* name, const Values& got, const Values& wanted, d
 }
 
 std::string Check(const Scenario& s, const Tensors& t, const Truth& truth) {
-  const double type = s.dtype == DType::kFloat32   ? 2e-5
-                      : s.dtype == DType::kFloat16 ? 5e-3
-                                                   : 3e-2;
+  const double type = s.dtype == DType::kFloat32 ? 2e-5 : s.dtype == DType::kFloat16 ? 5e-3 : 3e-2;
   // A large score leaves rounding errors in all weights of its row.
   const double tolerance = type + 2e-6 * truth.largest_score;
   std::string wrong = Compare("out", t.out, truth.out, tolerance);
@@ -478,10 +476,9 @@ std::string ToString(const Scenario& s) {
                      " dims " + std::to_string(s.head_dim) + "/" + std::to_string(s.head_dim_v) +
                      (s.causal ? " causal" : "") + " window " + std::to_string(s.window_left) +
                      "," + std::to_string(s.window_right) + " chunk " + std::to_string(s.chunk) +
-                     " softcap " + std::to_string(s.softcap) + " slope " +
-                     std::to_string(s.slope) + " dropout " + std::to_string(s.dropout_p) +
-                     " threads " + std::to_string(s.threads) + " unused " +
-                     std::to_string(s.unused);
+                     " softcap " + std::to_string(s.softcap) + " slope " + std::to_string(s.slope) +
+                     " dropout " + std::to_string(s.dropout_p) + " threads " +
+                     std::to_string(s.threads) + " unused " + std::to_string(s.unused);
   for (const Sequence& b : s.sequences) {
     text += " | q " + std::to_string(b.used_q) + " of " + std::to_string(b.rows_q) + " k " +
             std::to_string(b.used_k) + " of " + std::to_string(b.rows_k);
@@ -567,8 +564,8 @@ TEST(UsedRows, RandomProblemsAgainstFloat64) {
   }
 }
 
-// What rows that are not in use hold changes no bit, nor does where the sequences lie: packed end to
-// end without any such row, the results are the same.
+// What rows that are not in use hold changes no bit, nor does where the sequences lie: packed end
+// to end without any such row, the results are the same.
 TEST(UsedRows, BitsAreThoseOfTheSequencesAlone) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const bool packed : {false, true}) {
