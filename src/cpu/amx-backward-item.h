@@ -8,7 +8,7 @@
 namespace strobe::cpu::amx {
 
 static Tiles backward_tiles(const AttentionProblem& p) {
-  // K, V, K^T, dK, dV and dS of an item stay in L2: 1.3 MB at 512 keys and head_dim 128.
+  // K, V, K^T, dK, dV and dS of an item should stay in L2: 1.3 MB at 512 keys and head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kBackwardBlock / 2 : kBackwardBlock;
   return {kBackwardTileQ, kStrip, block};
 }
@@ -49,7 +49,7 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   }
 }
 
-/// Copies of the item's keys, and zeros for their gradients. Returns whether K has rows that
+/// Packs the item's keys, and sets their gradients to zero. Returns whether K has rows that
 /// pack_pairs leaves out.
 static bool start_item(const Backward& b) {
   const AttentionProblem& p = b.c.problem;
@@ -91,7 +91,7 @@ static bool may_start_at_lse(const Backward& b, const QueryTile& t) {
   return large == 0;
 }
 
-/// Copies of a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
+/// Packs a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
 static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const AttentionProblem& p = b.c.problem;
   const int64_t n = t.queries.size(), padded = t.sub_tiles() * kSubTile;
@@ -136,7 +136,7 @@ static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
   }
 }
 
-/// Rows of dK or dV from their tiles.
+/// Writes rows of dK or dV from their tiles.
 static void write_rows(const Backward& b, const Tensor& tensor, const float* sum, int64_t blocks,
                        int64_t dim, float factor) {
   const RowView rows = b.c.key_rows(tensor, b.sequence, b.item.head_kv);
@@ -153,8 +153,8 @@ static void write_rows(const Backward& b, const Tensor& tensor, const float* sum
   }
 }
 
-/// The sum of a tile with less than 128 queries stands as [dimension][query]: adds it to dQ^T, or
-/// the other way round.
+/// The sum of a tile with less than 128 queries is stored as [dimension][query]. This adds it to
+/// dQ^T, or stores dQ^T in it.
 template <bool kToSum>
 static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float* dq) {
   const int64_t n = t.queries.size();
@@ -213,7 +213,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
   const Range tiles = query_visits(mask, b.keys(), kBackwardTileQ).blocks;
-  // Without queries there may be billions of heads.
+  // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     QueryTile t{head, {0, 0}, Scorer(score_rule(c, item.batch, head)), false, 0};

@@ -28,7 +28,7 @@ struct BackwardScratch {
   Bf16* kt;               // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
   uint32_t* k_nonfinite;  // of the strips
   float *dk, *dv;         // [strip][dim / 32] blocks of 2 x 2 tiles
-  Bf16 *q, *dout;         // columns of the query tile
+  Bf16 *q, *dout;         // transposed, of the query tile
   Bf16 *q_pairs, *dout_pairs;
   uint32_t *q_nonfinite, *dout_nonfinite;  // of the sub-tiles
   float *lse, *delta;                      // [tile_q]: the products' initial values
@@ -103,7 +103,7 @@ struct Backward {
   }
 };
 
-/// A query tile of one head, as the item meets it.
+/// A query tile of one head, and what the item has to know of it.
 struct QueryTile {
   int64_t head;
   Range queries;
@@ -259,7 +259,8 @@ class Gradients {
         const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
         const float* const lse = b_.s.lse + unit_.sub_tile * kSubTile + j % 2 * kTile;
         const float* const delta = b_.s.delta + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        // No weight is more than 1, but for lse's rounding error, which grows with it. NaN stays.
+        // No weight is more than 1, except by lse's rounding error, which grows with lse. NaN
+        // stays.
         const __m512 whole = _mm512_min_ps(
             set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
         __m512 weight = whole, gradient = dp;

@@ -1,7 +1,8 @@
 // The forward pass with AMX, bf16 (arXiv:2307.08691, algorithm 1, with the differences below).
 //
-// An item's queries are cut into tiles of 32, its keys into super-blocks of 1024 (or 512) that
-// are packed once and met by all tiles, and those into units of up to 128 keys = 4 groups of 32:
+// An item's queries are cut into tiles of 32, and its keys into super-blocks of 1024 (or 512),
+// which are packed once for all tiles. A super-block is cut into units of up to 128 keys = 4 groups
+// of 32:
 //
 //     S [32 queries][32 keys] = Q K^T - reference      16 tile products at head_dim 128, a group
 //     P [32][32] = exp2(scale * S)                     vectors; keys lie along the lanes
@@ -192,7 +193,7 @@ class ForwardPipeline {
     for (int64_t n = 0; n < ahead_; ++n) score_group(constants);
     if (made_ == 0) return;
     flush();
-    // Nothing in here depends on data: a branch that is not foreseen costs all that runs ahead.
+    // No branch in here depends on data: a mispredicted branch would cost all that runs ahead.
     for (; weights_unit_ < made_; ++weights_unit_) {
       const Unit& u = unit(weights_unit_);
       const int64_t blocks = weights_unit_ > 0 ? f_.dv_blocks : 0;
@@ -351,7 +352,7 @@ class ForwardPipeline {
     Bf16* p = weights_ + group * 2 * kTileBf16;
     const Constants constants = constants_;
     for (int64_t r = 0; r < kForwardTileQ; ++r, s += kGroup, p += kPair) {
-      // Rows past the last have no use; they are treated as the last.
+      // Rows past the last are not used; they are treated as the last.
       const Range seen = f_.sequence.mask.row(min64(tile.begin + r, tile.end - 1));
       const uint32_t bits = lanes(seen.begin - key, seen.end - key);
       const __m512 a = constants.exp2.masked(load(s), static_cast<__mmask16>(bits));

@@ -38,8 +38,11 @@ struct Rows {
   template <int kRows>
   STROBE_INLINE void block(int64_t row, int64_t begin, __m512i (&x)[kRows]) const {
     if (row + kRows <= count && begin + kPair <= dim) {
-      STROBE_UNROLL for (int i = 0; i < kRows; ++i) x[i] =
-          _mm512_loadu_si512(data(row + i) + begin);
+      const std::byte* from[kRows];
+      view.rows(first + row, from);
+      STROBE_UNROLL for (int i = 0; i < kRows; ++i) {
+        x[i] = _mm512_loadu_si512(from[i] + begin * static_cast<int64_t>(sizeof(Bf16)));
+      }
     } else {
       for (int i = 0; i < kRows; ++i) x[i] = at(row + i, begin);
     }

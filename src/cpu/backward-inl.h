@@ -308,7 +308,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
 
   const Mask& mask = sequence.mask;
   const Range tiles = query_visits(mask, item_keys, kBackwardTileQ).blocks;
-  // Without queries there may be billions of heads.
+  // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     const ScoreRule rule = score_rule(c, item.batch, head);

@@ -22,14 +22,20 @@ struct Tensor {
   int64_t element_size;
 };
 
-/// The rows that one head of one sequence has in a tensor. Kernels ask row() for every row that
-/// they read or write, and add no strides themselves: rows that lie in another way (in pages, say)
-/// are one more case here.
+/// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
+/// read or write, and add no strides themselves: rows that lie in another way (in pages, say) are
+/// one more case here.
 struct RowView {
   std::byte* first;
   int64_t row_bytes;  // from a row to the next
 
   STROBE_INLINE std::byte* row(int64_t i) const { return first + i * row_bytes; }
+  /// Rows i to i + kRows - 1, without a multiplication for each.
+  template <int kRows>
+  STROBE_INLINE void rows(int64_t i, const std::byte* (&at)[kRows]) const {
+    at[0] = row(i);
+    for (int n = 1; n < kRows; ++n) at[n] = at[n - 1] + row_bytes;
+  }
 };
 
 /// What both directions share.
