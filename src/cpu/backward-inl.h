@@ -137,15 +137,14 @@ static void backward_row(const ScoreRule& rule, int64_t query, int64_t position,
       score.value = hn::Mul(score.value, set(softmax.factor));
     } else {
       score = scorer(score.value, hn::Set(i32, static_cast<int32_t>(position)),
-                     hn::Iota(i32, static_cast<int32_t>(key_begin + j)));
+                     count_from(key_begin + j));
     }
     const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
     VF dropped = p;
     if constexpr (!kLinear) {
       if (rule.dropout) {
         // Multiplied, not chosen: a NaN that is dropped stays one, as in standard attention.
-        const auto kept =
-            kept_keys(rule, query, hn::Iota(u32, static_cast<uint32_t>(key_begin + j)));
+        const auto kept = kept_keys(rule, query, hn::BitCast(u32, count_from(key_begin + j)));
         const VF scale = hn::IfThenElseZero(kept, set(rule.generator.keep_scale));
         dropped = hn::Mul(p, scale);
         grad = hn::Mul(grad, scale);
@@ -154,7 +153,7 @@ static void backward_row(const ScoreRule& rule, int64_t query, int64_t position,
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
     if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const VI key = hn::Iota(i32, static_cast<int32_t>(j));
+      const VI key = count_from(j);
       const auto lanes = hn::RebindMask(
           f32, hn::And(hn::Gt(key, hn::Set(i32, static_cast<int32_t>(seen.begin - 1))),
                        hn::Gt(hn::Set(i32, static_cast<int32_t>(seen.end)), key)));

@@ -130,8 +130,7 @@ static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const 
       end[v] = hn::Load(i32, tile.end + at);
     }
     if constexpr (!kLinear) {
-      position[v] =
-          hn::Iota(i32, static_cast<int32_t>(sequence.mask.position(tile.queries.begin + at)));
+      position[v] = count_from(sequence.mask.position(tile.queries.begin + at));
     }
   }
   const int64_t n = keys.size();
@@ -183,7 +182,7 @@ static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const 
     const VF scale = set(rule.generator.keep_scale);
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes;
-      KeptQueries kept(rule, hn::Iota(u32, static_cast<uint32_t>(tile.queries.begin + at)));
+      KeptQueries kept(rule, hn::BitCast(u32, count_from(tile.queries.begin + at)));
       for (int64_t j = 0; j < n; ++j) {
         float* const p = pt + j * kForwardTileQ + at;
         store(hn::IfThenElseZero(kept(keys.begin + j), hn::Mul(load(p), scale)), p);

@@ -38,6 +38,10 @@ constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LAN
 STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
+/// Integers from `first` on. Highway's Iota goes through memory, unless its argument is constant.
+STROBE_SIMD VI count_from(int64_t first) {
+  return hn::Add(hn::Set(i32, static_cast<int32_t>(first)), hn::Iota(i32, 0));
+}
 
 /// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
 /// 2^-125.5 the result is 0 (no denormals). With x * unit = n + f and |f| <= 1/2, a polynomial of
