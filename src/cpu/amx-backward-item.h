@@ -1,5 +1,5 @@
-// What the backward pass does once for each item and query tile: copies of the operands, dQ's way
-// from item to item, the results.
+// What the backward pass does once for each item and query tile: it packs the operands, adds dQ to
+// that of the items before, and writes the results.
 #ifndef STROBE_CPU_AMX_BACKWARD_ITEM_H_
 #define STROBE_CPU_AMX_BACKWARD_ITEM_H_
 
@@ -8,7 +8,7 @@
 namespace strobe::cpu::amx {
 
 static Tiles backward_tiles(const AttentionProblem& p) {
-  // K, V, K^T, dK, dV and dS of an item stay in L2: 1.3 MB at 512 keys and head_dim 128.
+  // K, V, K^T, dK, dV and dS of an item should stay in L2: 1.3 MB at 512 keys and head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kBackwardBlock / 2 : kBackwardBlock;
   return {kBackwardTileQ, kStrip, block};
 }
@@ -22,12 +22,13 @@ static size_t backward_scratch(const BackwardContext& context) {
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte*) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * c.sequences.lse_head_stride,
-                n = item.q_end - item.q_begin;
-  const Rows out(c.out, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
-  const Rows dout(c.dout, item.batch, item.head, sequence.q_row + item.q_begin, n, p.head_dim_v);
+  const int64_t at = c.lse_index(sequence, item.head);
+  const Range queries{item.q_begin, item.q_end};
+  const Rows out(c.query_rows(c.out, sequence, item.head), queries, p.head_dim_v);
+  const Rows dout(c.query_rows(c.dout, sequence, item.head), queries, p.head_dim_v);
+  const RowView dq = c.query_rows(c.dq, sequence, item.head);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
-  for (int64_t r = 0; r < n; ++r) {
+  for (int64_t r = 0; r < queries.size(); ++r) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t e = 0; e < out.dim; e += kPair) {
       const __m512i x = out.at(r, e), y = dout.at(r, e);
@@ -43,26 +44,23 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
     const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
     if (!sequence.mask.kv_range(tile).empty()) continue;
     for (int64_t r = tile.begin; r < tile.end; ++r) {
-      __builtin_memset(c.dq.at(item.batch, sequence.q_row + r, item.head), 0,
-                       static_cast<size_t>(p.head_dim) * sizeof(Bf16));
+      __builtin_memset(dq.row(r), 0, static_cast<size_t>(p.head_dim) * sizeof(Bf16));
     }
   }
 }
 
-/// Copies of the item's keys, and zeros for their gradients. Returns whether K has rows that
+/// Packs the item's keys, and sets their gradients to zero. Returns whether K has rows that
 /// pack_pairs leaves out.
 static bool start_item(const Backward& b) {
   const AttentionProblem& p = b.c.problem;
-  const int64_t n = b.item.k_end - b.item.k_begin, padded = b.strips() * kStrip;
-  const Rows k(b.c.k, b.item.batch, b.item.head_kv, b.sequence.k_row + b.item.k_begin, n,
-               p.head_dim);
-  const Rows v(b.c.v, b.item.batch, b.item.head_kv, b.sequence.k_row + b.item.k_begin, n,
-               p.head_dim_v);
+  const int64_t padded = b.strips() * kStrip;
+  const Rows k = b.key_rows(b.c.k, b.keys(), p.head_dim);
+  const Rows v = b.key_rows(b.c.v, b.keys(), p.head_dim_v);
   pack_rows(k, padded, b.s.k);
   pack_rows(v, padded, b.s.v);
-  // K's pairs pass through dK's room.
+  // K's pairs stand in dK's room for the moment.
   auto* const pairs = reinterpret_cast<Bf16*>(b.s.dk);
-  const bool special = pack_pairs(k, padded, pairs, b.s.k_special);
+  const bool nonfinite = pack_pairs(k, padded, pairs, b.s.k_nonfinite);
   for (int64_t t = 0; t < padded * b.d_blocks * kPair; t += kTileBf16) {
     __m512i x[16];
     STROBE_UNROLL for (int i = 0; i < 16; ++i) x[i] = _mm512_load_si512(pairs + t + i * kPair);
@@ -71,49 +69,51 @@ static bool start_item(const Backward& b) {
   }
   __builtin_memset(b.s.dk, 0, static_cast<size_t>(padded * b.d_blocks * kPair) * sizeof(float));
   __builtin_memset(b.s.dv, 0, static_cast<size_t>(padded * b.dv_blocks * kPair) * sizeof(float));
-  return special;
+  return nonfinite;
 }
 
-/// Whether the tile's scores may be computed with lse as the product's initial value: lse / scale
-/// has to be a number of an ordinary size, and lse's rounding error small beside a weight's.
-static bool lse_may_start(const Backward& b, const QueryTile& t) {
-  if (!(__builtin_fabsf(t.rule.scale) > 1e-20f)) return false;
-  const float* const lse =
-      b.c.lse + b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin;
+/// Whether the tile products may start at lse and delta. Scores must be scale * q.k, without
+/// dropout; lse / scale must be a number of an ordinary size, and lse's rounding error small beside
+/// that of a weight.
+static bool may_start_at_lse(const Backward& b, const QueryTile& t) {
+  const ScoreRule& rule = t.scorer.rule;
+  if (!rule.linear || rule.dropout) return false;
+  if (!(__builtin_fabsf(rule.scale) > 1e-20f)) return false;
+  const float* const lse = b.c.lse + b.c.lse_index(b.sequence, t.head) + t.queries.begin;
   uint32_t large = 0;
   for (int64_t r = 0; r < t.queries.size(); r += kTile) {
     const auto lane = static_cast<__mmask16>(lanes(0, t.queries.size() - r));
     const __m512 x = _mm512_abs_ps(_mm512_maskz_loadu_ps(lane, lse + r));
     // Infinity stands for a row that sees nothing.
-    large |= _mm512_cmp_ps_mask(x, set(kLargeScore), _CMP_GE_OQ) &
+    large |= _mm512_cmp_ps_mask(x, set(kLargeLse), _CMP_GE_OQ) &
              _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
   }
   return large == 0;
 }
 
-/// Copies of a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
+/// Packs a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
 static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const AttentionProblem& p = b.c.problem;
   const int64_t n = t.queries.size(), padded = t.sub_tiles() * kSubTile;
-  const int64_t row = b.sequence.q_row + t.queries.begin;
-  const Rows q(b.c.q, b.item.batch, t.head, row, n, p.head_dim);
-  const Rows dout(b.c.dout, b.item.batch, t.head, row, n, p.head_dim_v);
-  pack_columns(q, padded, b.s.q);
-  pack_columns(dout, padded, b.s.dout);
-  bool special = pack_pairs(q, padded, b.s.q_pairs, b.s.q_special);
-  special |= pack_pairs(dout, padded, b.s.dout_pairs, b.s.dout_special);
-  const int64_t at = b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin;
-  const float lse_factor = t.rule.plain ? -1 / t.rule.scale : -1;
+  const Rows q = b.query_rows(b.c.q, t.head, t.queries, p.head_dim);
+  const Rows dout = b.query_rows(b.c.dout, t.head, t.queries, p.head_dim_v);
+  pack_transposed(q, padded, b.s.q);
+  pack_transposed(dout, padded, b.s.dout);
+  bool nonfinite = pack_pairs(q, padded, b.s.q_pairs, b.s.q_nonfinite);
+  nonfinite |= pack_pairs(dout, padded, b.s.dout_pairs, b.s.dout_nonfinite);
+  const int64_t at = b.c.lse_index(b.sequence, t.head) + t.queries.begin;
+  const float lse_factor = t.starts_at_lse ? -1 / t.scorer.rule.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {
-    b.s.lse[r] = r < n ? plain_nan(b.c.lse[at + r] * lse_factor) : 0;
-    b.s.delta[r] = r < n ? plain_nan(-b.c.delta[at + r]) : 0;
+    b.s.lse[r] = r < n ? canonical_nan(b.c.lse[at + r] * lse_factor) : 0;
+    b.s.delta[r] = r < n ? canonical_nan(-b.c.delta[at + r]) : 0;
   }
-  return special;
+  return nonfinite;
 }
 
 /// Writes a query tile's dQ from its transposed tiles.
 static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
   const AttentionProblem& p = b.c.problem;
+  const RowView rows = b.c.query_rows(b.c.dq, b.sequence, t.head);
   const __m512 scale = set(p.scale);
   for (int64_t q = 0; q < t.queries.size(); q += kTile) {
     for (int64_t e = 0; e < b.d_blocks; ++e) {
@@ -127,8 +127,7 @@ static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
       transpose(x);
       transpose(y);
       for (int64_t r = 0; r < min64(kTile, t.queries.size() - q); ++r) {
-        auto* const to = reinterpret_cast<Bf16*>(
-            b.c.dq.at(b.item.batch, b.sequence.q_row + t.queries.begin + q + r, t.head));
+        auto* const to = reinterpret_cast<Bf16*>(rows.row(t.queries.begin + q + r));
         __m512 first, second;
         pair_columns(as_float(x[r]), as_float(y[r]), first, second);
         write_block(first, second, scale, p.head_dim - e * kPair, to + e * kPair);
@@ -137,14 +136,14 @@ static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
   }
 }
 
-/// Rows of dK or dV from their tiles.
+/// Writes rows of dK or dV from their tiles.
 static void write_rows(const Backward& b, const Tensor& tensor, const float* sum, int64_t blocks,
                        int64_t dim, float factor) {
-  for (int64_t r = 0; r < b.item.k_end - b.item.k_begin; ++r) {
+  const RowView rows = b.c.key_rows(tensor, b.sequence, b.item.head_kv);
+  for (int64_t r = 0; r < b.keys().size(); ++r) {
     const float* const at = sum + r / kStrip * kStrip * blocks * kPair +
                             r % kStrip / kTile * 2 * kTileFloat + r % kTile * kTile;
-    auto* const to = reinterpret_cast<Bf16*>(
-        tensor.at(b.item.batch, b.sequence.k_row + b.item.k_begin + r, b.item.head_kv));
+    auto* const to = reinterpret_cast<Bf16*>(rows.row(b.item.k_begin + r));
     for (int64_t e = 0; e < blocks; ++e) {
       __m512 first, second;
       pair_columns(load(at + e * 4 * kTileFloat), load(at + (e * 4 + 1) * kTileFloat), first,
@@ -154,8 +153,8 @@ static void write_rows(const Backward& b, const Tensor& tensor, const float* sum
   }
 }
 
-/// The sum of a tile with less than 128 queries stands as [dimension][query]: adds it to dQ^T, or
-/// the other way round.
+/// The sum of a tile with less than 128 queries is stored as [dimension][query]. This adds it to
+/// dQ^T, or stores dQ^T in it.
 template <bool kToSum>
 static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float* dq) {
   const int64_t n = t.queries.size();
@@ -175,30 +174,29 @@ static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float*
 }
 
 template <int kSteps>
-static void backward_tile(const Backward& b, const QueryTile& t, Visit turn, bool k_special) {
-  const bool q_special = start_query_tile(b, t);
-  BackwardTile<kSteps> tile(b, t, k_special, q_special);
+static void backward_tile(const Backward& b, const QueryTile& t, Visit visit, bool k_nonfinite) {
+  const bool q_nonfinite = start_query_tile(b, t);
+  BackwardTile<kSteps> tile(b, t, k_nonfinite, q_nonfinite);
   tile.run_strips();
 
-  uint32_t* const counter = turn_of(b.c, b.item.batch, t.head, t.queries.begin);
+  uint32_t* const turn = turn_of(b.c, b.item.batch, t.head, t.queries.begin);
   float* const sum =
-      b.c.dq_sum + (b.sequence.lse_row + t.head * b.c.sequences.lse_head_stride + t.queries.begin) *
-                       b.c.dq_stride;
+      b.c.dq_sum + (b.c.lse_index(b.sequence, t.head) + t.queries.begin) * b.c.dq_stride;
   if (t.queries.size() == kBackwardTileQ) {
-    if (!turn.first) wait_turn(counter, turn.order);
-    tile.run_dq(turn.first ? nullptr : sum, turn.last ? b.s.dq : sum);
+    if (!visit.first) wait_turn(turn, visit.order);
+    tile.run_dq(visit.first ? nullptr : sum, visit.last ? b.s.dq : sum);
   } else {
     tile.run_dq(nullptr, b.s.dq);
-    if (!turn.first) {
-      wait_turn(counter, turn.order);
+    if (!visit.first) {
+      wait_turn(turn, visit.order);
       add_ragged<false>(b, t, sum, b.s.dq);
     }
-    if (!turn.last) add_ragged<true>(b, t, sum, b.s.dq);
+    if (!visit.last) add_ragged<true>(b, t, sum, b.s.dq);
   }
-  if (turn.last) {
+  if (visit.last) {
     write_dq(b, t, b.s.dq);
   } else {
-    pass_turn(counter, turn.order);
+    pass_turn(turn, visit.order);
   }
 }
 
@@ -212,29 +210,26 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
                    carve_backward(arena, c),
                    padded_dim(p.head_dim) / kPair,
                    padded_dim(p.head_dim_v) / kPair};
-  const bool k_special = start_item(b);
+  const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
-  const Range queries = mask.q_range(b.keys());
-  const int64_t group = p.heads / p.heads_kv;
-  // Without queries there may be billions of heads.
-  const int64_t heads = mask.seqlen_q > 0 ? group : 0;
-  for (int64_t head = item.head_kv * group; head < item.head_kv * group + heads; ++head) {
-    QueryTile t{head, {0, 0}, ScoreRule(c, item.batch, head), 0};
-    const bool plain = t.rule.plain;
-    for (int64_t q = queries.begin / kBackwardTileQ * kBackwardTileQ; q < queries.end;
-         q += kBackwardTileQ) {
-      t.queries = {q, min64(q + kBackwardTileQ, mask.seqlen_q)};
-      const Visit turn = visit(c, mask, t.queries, item.k_begin);
-      if (turn.none) continue;
-      t.rule.plain = plain && lse_may_start(b, t);
+  const Range tiles = query_visits(mask, b.keys(), kBackwardTileQ).blocks;
+  // Where there are no queries, there may be billions of heads.
+  const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
+  for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
+    QueryTile t{head, {0, 0}, Scorer(score_rule(c, item.batch, head)), false, 0};
+    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+      t.queries = block_at({0, mask.seqlen_q}, n * kBackwardTileQ, kBackwardTileQ);
+      const Visit visit = visit_of(c, mask, t.queries, item.k_begin);
+      if (visit.none) continue;
+      t.starts_at_lse = may_start_at_lse(b, t);
       t.few = 0;
-      for (int64_t n = 0; n < t.sub_tiles(); ++n) {
-        t.few |= static_cast<uint32_t>(mask.kv_range(t.sub_tile(n)).size() <= kFewKeys) << n;
+      for (int64_t i = 0; i < t.sub_tiles(); ++i) {
+        t.few |= static_cast<uint32_t>(mask.kv_range(t.sub_tile(i)).size() <= kFewKeys) << i;
       }
       if (b.d_blocks + b.dv_blocks <= 3) {
-        backward_tile<2>(b, t, turn, k_special);
+        backward_tile<2>(b, t, visit, k_nonfinite);
       } else {
-        backward_tile<1>(b, t, turn, k_special);
+        backward_tile<1>(b, t, visit, k_nonfinite);
       }
     }
   }

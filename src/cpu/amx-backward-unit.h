@@ -1,8 +1,9 @@
-// What the backward pass shares about an item and a query tile, and the vector work of a unit: 32
-// keys x 32 queries. amx-backward.h has the whole.
+// What the functions of the backward pass know of an item and a query tile, and the vector work of
+// a unit (32 keys x 32 queries). amx-backward.h describes the whole pass.
 #ifndef STROBE_CPU_AMX_BACKWARD_UNIT_H_
 #define STROBE_CPU_AMX_BACKWARD_UNIT_H_
 
+#include "core/visits.h"
 #include "cpu/amx-pack.h"
 #include "cpu/amx-score.h"
 
@@ -15,27 +16,28 @@ constexpr int64_t kSubTiles = kBackwardTileQ / kSubTile;  // of a query tile
 constexpr int64_t kBackwardBlock = 512;
 constexpr int64_t kUnitTiles = 2 * kTileBf16;  // P or dS of a unit
 
-/// Which sub-tiles of a query tile see a strip (consecutive ones), and which of them not all of it.
+/// Which sub-tiles of a query tile see a strip (they are consecutive), and which of them see only a
+/// part of it.
 struct StripPlan {
   int64_t begin, end;
   uint32_t masked;
 };
 
 struct BackwardScratch {
-  Bf16 *k, *v;          // rows
-  Bf16* kt;             // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
-  uint32_t* k_special;  // of the strips
-  float *dk, *dv;       // [strip][dim / 32] blocks of 2 x 2 tiles
-  Bf16 *q, *dout;       // columns of the query tile
+  Bf16 *k, *v;            // rows
+  Bf16* kt;               // [strip][head_dim / 16] tiles [16 dimensions][pairs of keys]
+  uint32_t* k_nonfinite;  // of the strips
+  float *dk, *dv;         // [strip][dim / 32] blocks of 2 x 2 tiles
+  Bf16 *q, *dout;         // transposed, of the query tile
   Bf16 *q_pairs, *dout_pairs;
-  uint32_t *q_special, *dout_special;   // of the sub-tiles
-  float *lse, *delta;                   // [tile_q]: the products' initial values
-  float *s, *dp;                        // [2] 2 x 2 tiles
-  Bf16 *p, *ds;                         // [sub-tile] A operands of a strip: 2 tiles
-  Bf16* ds_pairs;                       // [strip][sub-tile] B operands: 2 tiles
-  Bf16 *p_low, *ds_low, *ds_pairs_low;  // their low parts, of sub-tiles that see few keys
+  uint32_t *q_nonfinite, *dout_nonfinite;  // of the sub-tiles
+  float *lse, *delta;                      // [tile_q]: the products' initial values
+  float *s, *dp;                           // [2] 2 x 2 tiles
+  Bf16 *p, *ds;                            // [sub-tile] A operands of a strip: 2 tiles
+  Bf16* ds_pairs;                          // [strip][sub-tile] B operands: 2 tiles
+  Bf16 *p_low, *ds_low, *ds_pairs_low;     // their low parts, of sub-tiles that see few keys
   float* dq;        // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
-  float* spare;     // a tile that nobody reads
+  float* spare;     // a tile that is written and never read
   StripPlan* plan;  // [strip]
 };
 
@@ -47,15 +49,15 @@ STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c
   s.k = arena.take<Bf16>(keys * d);
   s.v = arena.take<Bf16>(keys * dv);
   s.kt = arena.take<Bf16>(keys * d);
-  s.k_special = arena.take<uint32_t>(keys / kStrip);
+  s.k_nonfinite = arena.take<uint32_t>(keys / kStrip);
   s.dk = arena.take<float>(keys * d);
   s.dv = arena.take<float>(keys * dv);
   s.q = arena.take<Bf16>(kBackwardTileQ * d);
   s.dout = arena.take<Bf16>(kBackwardTileQ * dv);
   s.q_pairs = arena.take<Bf16>(kBackwardTileQ * d);
   s.dout_pairs = arena.take<Bf16>(kBackwardTileQ * dv);
-  s.q_special = arena.take<uint32_t>(kSubTiles);
-  s.dout_special = arena.take<uint32_t>(kSubTiles);
+  s.q_nonfinite = arena.take<uint32_t>(kSubTiles);
+  s.dout_nonfinite = arena.take<uint32_t>(kSubTiles);
   s.lse = arena.take<float>(kBackwardTileQ);
   s.delta = arena.take<float>(kBackwardTileQ);
   s.ds_pairs = arena.take<Bf16>(keys * kBackwardTileQ);
@@ -80,6 +82,13 @@ struct Backward {
   const BackwardScratch s;
   const int64_t d_blocks, dv_blocks;  // of 32
 
+  /// Rows of the item's key head, or of one of its query heads.
+  STROBE_INLINE Rows key_rows(const Tensor& t, Range rows, int64_t dim) const {
+    return Rows(c.key_rows(t, sequence, item.head_kv), rows, dim);
+  }
+  STROBE_INLINE Rows query_rows(const Tensor& t, int64_t head, Range rows, int64_t dim) const {
+    return Rows(c.query_rows(t, sequence, head), rows, dim);
+  }
   STROBE_INLINE Range keys() const { return {item.k_begin, item.k_end}; }
   STROBE_INLINE int64_t strips() const { return ceil_div(item.k_end - item.k_begin, kStrip); }
   STROBE_INLINE Range strip(int64_t n) const {
@@ -94,12 +103,13 @@ struct Backward {
   }
 };
 
-/// A query tile of one head, as the item meets it.
+/// A query tile of one head, and what the item has to know of it.
 struct QueryTile {
   int64_t head;
   Range queries;
-  ScoreRule rule;
-  uint32_t few;  // sub-tiles whose weights and gradients are split (kFewKeys)
+  Scorer scorer;
+  bool starts_at_lse;  // lse and delta are the initial values of the tile products
+  uint32_t few;        // sub-tiles whose weights and gradients are split (kFewKeys)
 
   STROBE_INLINE bool few_keys(int64_t n) const { return (few >> n & 1) != 0; }
   STROBE_INLINE Range sub_tile(int64_t n) const {
@@ -110,18 +120,18 @@ struct QueryTile {
 };
 
 static void plan_strips(const Backward& b, const QueryTile& t) {
-  const Mask& mask = b.sequence.mask;
+  const int64_t first = t.queries.begin / kSubTile;
   for (int64_t n = 0; n < b.strips(); ++n) {
     StripPlan& plan = b.s.plan[n];
     plan = {0, 0, 0};
-    const Range keys = b.strip(n), seen = intersect(mask.q_range(keys), t.queries);
+    const Range keys = b.strip(n);
+    const Visits visits = query_visits(b.sequence.mask, keys, kSubTile);
+    const Range seen = intersect(visits.blocks, {first, first + t.sub_tiles()});
     if (seen.empty()) continue;
-    plan.begin = (seen.begin - t.queries.begin) / kSubTile;
-    plan.end = ceil_div(seen.end - t.queries.begin, kSubTile);
+    plan.begin = seen.begin - first;
+    plan.end = seen.end - first;
     for (int64_t i = plan.begin; i < plan.end; ++i) {
-      const Range queries = t.sub_tile(i);
-      const bool whole = queries.size() == kSubTile && keys.size() == kStrip &&
-                         mask.full_range(queries).contains(keys);
+      const bool whole = keys.size() == kStrip && visits.is_full(first + i);
       plan.masked |= static_cast<uint32_t>(!whole) << i;
     }
   }
@@ -153,7 +163,7 @@ class Gradients {
     ds_ = b_.s.ds + u.sub_tile * kUnitTiles;
     ds_pairs_ = b_.ds_pairs(u.strip, u.sub_tile);
     left_ = kTile;
-    slow_ = !t_.rule.plain || masked() || t_.few_keys(u.sub_tile);
+    slow_ = !t_.starts_at_lse || masked() || t_.few_keys(u.sub_tile);
   }
   STROBE_INLINE bool start() {
     if (left_ == 0) return false;
@@ -222,14 +232,15 @@ class Gradients {
           b_.s.ds_pairs_low + b_.ds_pairs_at(unit_.strip, unit_.sub_tile));
   }
 
-  /// Units at the mask's edge, those that are split, and rules other than a scale.
+  /// Units at the mask's edge, those that are split, and those whose products do not start at lse.
   __attribute__((noinline)) void finish_slowly() {
     const Mask& mask = b_.sequence.mask;
     const Range queries = t_.sub_tile(unit_.sub_tile), keys = b_.strip(unit_.strip);
-    const FastExp2 exp2(b_.c.problem.scale * kLog2e);
+    const FastExp2 fast_exp2(b_.c.problem.scale * kLog2e);
+    const ScoreRule& rule = t_.scorer.rule;
     const bool some_masked = masked(), split = t_.few_keys(unit_.sub_tile);
-    uint32_t keep[kStrip];
-    if (t_.rule.dropout) t_.rule.keep_queries(queries.begin, keys.begin, keep);
+    uint32_t kept[kStrip];
+    if (rule.dropout) kept_queries(rule, queries.begin, keys.begin, kept);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
       __m512 p[2][2], ds[2][2];
       for (int64_t j = 0; j < 4; ++j) {
@@ -240,31 +251,29 @@ class Gradients {
         const auto seen = static_cast<__mmask16>(lanes(seeing.begin - query, seeing.end - query));
         const __m512 s = load(s_ + (i - kTile + left_) * kTile + j * kTileFloat);
         const __m512 dp = load(dp_ + (i - kTile + left_) * kTile + j * kTileFloat);
-        if (t_.rule.plain) {
-          p[j / 2][j % 2] = exp2.masked(s, seen);
+        if (t_.starts_at_lse) {
+          p[j / 2][j % 2] = fast_exp2.masked(s, seen);
           ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, p[j / 2][j % 2], dp);
           continue;
         }
-        __m512 slope;
-        const auto lane = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const auto distance = static_cast<float>(mask.position(query) - key);
-        const __m512 score = t_.rule.apply(s, _mm512_add_ps(set(distance), lane), slope);
+        const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
         const float* const lse = b_.s.lse + unit_.sub_tile * kSubTile + j % 2 * kTile;
         const float* const delta = b_.s.delta + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        // No weight is more than 1, but for lse's rounding error, which grows with it. NaN stays.
+        // No weight is more than 1, except by lse's rounding error, which grows with lse. NaN
+        // stays.
         const __m512 whole = _mm512_min_ps(
-            set(1), exp2_exact(_mm512_mul_ps(_mm512_add_ps(score, load(lse)), set(kLog2e))));
+            set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
         __m512 weight = whole, gradient = dp;
-        if (t_.rule.dropout) {
-          const auto kept = static_cast<__mmask16>(keep[i + j / 2 * kTile] >> (j % 2 * kTile));
-          // Multiplied by 0 where dropped, as plain attention does: NaN stays NaN.
-          const __m512 scale = _mm512_maskz_mov_ps(kept, set(t_.rule.generator.keep_scale));
+        if (rule.dropout) {
+          const auto keep = static_cast<__mmask16>(kept[i + j / 2 * kTile] >> (j % 2 * kTile));
+          // Multiplied by 0 where dropped, as in standard attention: NaN stays NaN.
+          const __m512 scale = _mm512_maskz_mov_ps(keep, set(rule.generator.keep_scale));
           weight = _mm512_mul_ps(weight, scale);
           gradient = _mm512_mul_ps(gradient, scale);
         }
         gradient = _mm512_mul_ps(whole, _mm512_add_ps(gradient, load(delta)));
         p[j / 2][j % 2] = _mm512_maskz_mov_ps(seen, weight);
-        ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, gradient, slope);
+        ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, gradient, score.derivative);
       }
       write(i - kTile + left_, p, ds, RoundToPairs());
       if (split) write_low(i, p, ds);

@@ -1,7 +1,7 @@
 // The backward pass with AMX, bf16 (arXiv:2307.08691, algorithm 2).
 //
-// An item owns a block of up to 512 keys and meets one tile of 128 queries after the other. Scores
-// are computed transposed, 32 keys x 32 queries (a unit) at a time; queries lie along the lanes.
+// An item owns a block of up to 512 keys and takes one tile of 128 queries after the other. Scores
+// are computed transposed, 32 keys x 32 queries (a unit) at a time, with queries along the lanes.
 //
 //     S = K Q^T - lse / scale         dP = V dO^T - delta       a unit: tile products, float32
 //     P = exp2(scale * S)             dS = P * dP               a unit: vectors
@@ -9,11 +9,12 @@
 //     dQ^T += K^T dS                                            all keys of the item x 32 queries
 //
 // lse and delta enter as the products' initial values. P and dS are written as A operands (rows of
-// keys, the pairs of queries q and q + 16 being what one shuffle makes), dS also as a B operand
-// (pairs of keys k and k + 16). dQ crosses items: see turnstile.h; it travels transposed, in tiles.
+// keys, with the pairs of queries q and q + 16 that one shuffle makes), dS also as a B operand
+// (pairs of keys k and k + 16). Several items add to the dQ of a query tile (turnstile.h); between
+// them it stays transposed and in tiles.
 //
-// Of queries that see few keys (kFewKeys) P and dS are split into two bf16 values each, and dV, dK
-// and dQ get a second product, of the low ones.
+// For queries that see few keys (kFewKeys), P and dS are split into two bf16 values each, and dV,
+// dK and dQ get a second product, of the low parts.
 //
 // Pipeline. S is computed two units ahead of P and dS, dP one unit ahead, and the vector work of a
 // unit is issued between the tile instructions of those two products.
@@ -27,15 +28,15 @@
 namespace strobe::cpu::amx {
 
 /// Adds weight * row for the rows that pack_pairs left out, pair by pair: dV += P dO, dK += dS Q.
-static void add_special_rows(const Backward& b, const QueryTile& t, int64_t strip, Range sub_tiles,
-                             const uint32_t* special, const Bf16* weights, const Tensor& tensor,
-                             int64_t dim, float* sum) {
+static void add_nonfinite_rows(const Backward& b, const QueryTile& t, int64_t strip,
+                               Range sub_tiles, const uint32_t* nonfinite, const Bf16* weights,
+                               const Tensor& tensor, int64_t dim, float* sum) {
   const Range keys = b.strip(strip);
   for (int64_t n = sub_tiles.begin; n < sub_tiles.end; ++n) {
     for (int64_t i = 0; i < kSubTile; ++i) {
-      if (!(special[n] >> i & 1)) continue;
+      if (!(nonfinite[n] >> i & 1)) continue;
       const int64_t query = t.queries.begin + n * kSubTile + i;
-      const Rows row(tensor, b.item.batch, t.head, b.sequence.q_row + query, 1, dim);
+      const Rows row = b.query_rows(tensor, t.head, {query, query + 1}, dim);
       for (int64_t j = 0; j < keys.size(); ++j) {
         if (!b.sequence.mask.allows(query, keys.begin + j)) continue;
         const Bf16 weight = weights[n * kUnitTiles + j * kPair + i % 16 * 2 + i / 16];
@@ -46,26 +47,22 @@ static void add_special_rows(const Backward& b, const QueryTile& t, int64_t stri
 }
 
 /// The same for dQ^T += K^T dS of a sub-tile.
-static void add_special_keys(const Backward& b, const QueryTile& t, int64_t sub_tile, Range strips,
-                             float* dq) {
+static void add_nonfinite_keys(const Backward& b, const QueryTile& t, int64_t sub_tile,
+                               Range strips, float* dq) {
   const Range queries = t.sub_tile(sub_tile);
   for (int64_t n = strips.begin; n < strips.end; ++n) {
-    const uint32_t special = b.s.k_special[n];
+    const uint32_t nonfinite = b.s.k_nonfinite[n];
     for (int64_t j = 0; j < kStrip; ++j) {
-      if (!(special >> j & 1)) continue;
+      if (!(nonfinite >> j & 1)) continue;
       const int64_t key = b.item.k_begin + n * kStrip + j;
-      const Rows row(b.c.k, b.item.batch, b.item.head_kv, b.sequence.k_row + key, 1,
-                     b.c.problem.head_dim);
+      const Rows row = b.key_rows(b.c.k, {key, key + 1}, b.c.problem.head_dim);
       for (int64_t i = 0; i < queries.size(); ++i) {
         if (!b.sequence.mask.allows(queries.begin + i, key)) continue;
-        const uint32_t bits =
+        const Bf16 bits =
             b.ds_pairs(n, sub_tile)[i / 16 * kTileBf16 + (j % 16 * 16 + i % 16) * 2 + j / 16];
-        const float ds =
-            _mm512_cvtss_f32(as_float(_mm512_set1_epi32(static_cast<int>(bits << 16))));
+        const float ds = to_float(bits);
         for (int64_t e = 0; e < row.dim; ++e) {
-          const uint32_t k = row.data[e];
-          const float value =
-              _mm512_cvtss_f32(as_float(_mm512_set1_epi32(static_cast<int>(k << 16))));
+          const float value = to_float(row.data(0)[e]);
           const int64_t column = pair_column(e % kPair);
           float* const tile = dq + ((e / kPair * 2 + column / kTile) * (kBackwardTileQ / kTile) +
                                     sub_tile * 2 + i / kTile) *
@@ -80,16 +77,17 @@ static void add_special_keys(const Backward& b, const QueryTile& t, int64_t sub_
 template <int kSteps>
 class BackwardTile {
  public:
-  STROBE_INLINE BackwardTile(const Backward& b, const QueryTile& t, bool k_special, bool q_special)
-      : b_(b), t_(t), k_special_(k_special), q_special_(q_special), products_(b.s.spare) {}
+  STROBE_INLINE BackwardTile(const Backward& b, const QueryTile& t, bool k_nonfinite,
+                             bool q_nonfinite)
+      : b_(b), t_(t), k_nonfinite_(k_nonfinite), q_nonfinite_(q_nonfinite), products_(b.s.spare) {}
 
   /// dV and dK, and dS of all strips for dQ.
   STROBE_INLINE void run_strips() {
     plan_strips(b_, t_);
     Gradients<kSteps> work(b_, t_);
     const typename Gradients<kSteps>::Constants constants = work.constants();
-    // The units at hand: this one, whose P and dS are made; the next, whose S is there and dP
-    // comes; and the one after, whose S comes.
+    // Three units are in the pipeline: `unit`, whose P and dS are made now; `next`, whose S is
+    // there and whose dP is computed now; and `last`, whose S is computed now.
     BackwardUnit unit = first_unit(0), next = after(unit), last = after(next);
     if (unit.strip == b_.strips()) return;
     Idle idle;
@@ -152,8 +150,8 @@ class BackwardTile {
       }
     }
     products_.flush();
-    if (k_special_) {
-      for (int64_t n = 0; n < t_.sub_tiles(); ++n) add_special_keys(b_, t_, n, strips_of(n), to);
+    if (k_nonfinite_) {
+      for (int64_t n = 0; n < t_.sub_tiles(); ++n) add_nonfinite_keys(b_, t_, n, strips_of(n), to);
     }
   }
 
@@ -201,7 +199,7 @@ class BackwardTile {
                                const typename Work::Constants& constants) {
     transposed(u, b_.dv_blocks, b_.s.v, b_.s.dout, b_.s.delta, dp_slot(n), work, constants);
   }
-  /// to [keys][queries] = keys queries^T + initial [queries], where the rule is plain.
+  /// to [keys][queries] = keys queries^T + initial [queries], where the products start at lse.
   template <typename Work>
   STROBE_INLINE void transposed(BackwardUnit u, int64_t blocks, const Bf16* keys,
                                 const Bf16* queries, const float* initial, float* to, Work& work,
@@ -212,7 +210,7 @@ class BackwardTile {
                        blocks * kTileBf16,
                        kTileBf16,
                        blocks * kTileBf16,
-                       {t_.rule.plain ? initial + u.sub_tile * kSubTile : nullptr, kTile, 0},
+                       {t_.starts_at_lse ? initial + u.sub_tile * kSubTile : nullptr, kTile, 0},
                        0,
                        {to, kTileFloat, 2 * kTileFloat},
                        64,
@@ -233,12 +231,12 @@ class BackwardTile {
       add_rows(b_.s.p_low, b_.s.dout_pairs, dv, {n, n + 1}, dv_sum);
       add_rows(b_.s.ds_low, b_.s.q_pairs, d, {n, n + 1}, dk_sum);
     }
-    if (q_special_) {
+    if (q_nonfinite_) {
       products_.flush();
-      add_special_rows(b_, t_, strip, seen, b_.s.dout_special, b_.s.p, b_.c.dout,
-                       b_.c.problem.head_dim_v, dv_sum);
-      add_special_rows(b_, t_, strip, seen, b_.s.q_special, b_.s.ds, b_.c.q, b_.c.problem.head_dim,
-                       dk_sum);
+      add_nonfinite_rows(b_, t_, strip, seen, b_.s.dout_nonfinite, b_.s.p, b_.c.dout,
+                         b_.c.problem.head_dim_v, dv_sum);
+      add_nonfinite_rows(b_, t_, strip, seen, b_.s.q_nonfinite, b_.s.ds, b_.c.q,
+                         b_.c.problem.head_dim, dk_sum);
     }
   }
   STROBE_INLINE void add_rows(const Bf16* weights, const Bf16* rows, int64_t blocks, Range seen,
@@ -263,7 +261,7 @@ class BackwardTile {
 
   const Backward& b_;
   const QueryTile& t_;
-  const bool k_special_, q_special_;
+  const bool k_nonfinite_, q_nonfinite_;
   Products products_;
 };
 

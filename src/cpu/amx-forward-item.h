@@ -1,16 +1,17 @@
-// What the forward pass does once for each item: copies of Q, K and V, the rows' references, the
-// results.
+// What the forward pass does once for each item: it packs Q, K and V, finds the rows' references
+// and writes the results.
 #ifndef STROBE_CPU_AMX_FORWARD_ITEM_H_
 #define STROBE_CPU_AMX_FORWARD_ITEM_H_
 
-#include "cpu/amx-forward-exact.h"
+#include "cpu/amx-forward-online.h"
 #include "cpu/amx-forward.h"
 
 namespace strobe::cpu::amx {
 
 static Tiles forward_tiles(const AttentionProblem& p) {
-  // Packing a block of K and V costs as much as 30 to 60 queries' scores with them. O, Q and a
-  // super-block of K and V stay in L2: 1.4 MB at head_dim 128.
+  // To pack a block of K and V costs as much as the scores of 30 to 60 queries with it, so that an
+  // item should have many queries. O, Q and a super-block of K and V should stay in L2: 1.4 MB at
+  // head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
   return {kForwardTileQ, kUnit, block};
 }
@@ -27,7 +28,8 @@ STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
   __m512i lanes_of[16];
   STROBE_UNROLL for (int i = 0; i < 16; ++i) lanes_of[i] = as_int(load(scores + i * kTile));
   transpose(lanes_of);
-  // What is wanted is the largest after the scale: the smallest product where that is negative.
+  // The reference is the largest score after the scale: the smallest product if the scale is
+  // negative.
   const __m512i sign = _mm512_set1_epi32(scale < 0 ? INT32_MIN : 0);
   __m512 largest = set(-kInfinity);
   STROBE_UNROLL for (int i = 0; i < 16; ++i) {
@@ -41,14 +43,15 @@ STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
   return as_float(_mm512_maskz_xor_epi32(found, as_int(largest), minus));
 }
 
-/// The references of a tile: minus the largest score of each query with the first 16 keys where all
-/// queries see from the first key on; else with the first key that it sees. block: the first
-/// super-block, which is packed.
+/// Fills in the references of a tile. Where all of its queries see the sequence's first key, the
+/// reference is minus the largest score with the first 16 keys; else it is minus the score with the
+/// first key that the query sees. block: the first super-block, which is packed.
 static void fill_reference(const Forward& f, Range block, int64_t t) {
   const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
               last = f.sequence.mask.row(tile.end - 1);
   alignas(64) float reference[kForwardTileQ] = {};
-  // By the tile alone, not by what of K its item has packed: else bits would depend on the cut.
+  // The tile alone decides which of the two, and not what its item has packed of K: otherwise bits
+  // would depend on the cut into items.
   if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0) {
     const int64_t n = f.d_blocks;
     const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
@@ -91,13 +94,13 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   for (int64_t r = 0; r < kForwardTileQ; ++r) store(f.reference(t) + r * kTile, set(reference[r]));
 }
 
-/// Writes row `r` of a tile, times `factor`; zeros where that is 0: O has nothing of a row that
-/// sees no key. Returns whether all of it is finite.
+/// Writes row `r` of a tile times `factor`. A factor of 0 stands for a row that sees no key, for
+/// which O holds nothing: zeros are written. Returns whether all of the row is finite.
 STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float factor) {
   const int64_t dv = f.c.problem.head_dim_v;
   const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
-  const int64_t row = f.sequence.q_row + f.tile(tile).begin + r;
-  auto* const out = reinterpret_cast<Bf16*>(f.c.out.at(f.item.batch, row, f.item.head));
+  const RowView rows = f.c.query_rows(f.c.out, f.sequence, f.item.head);
+  auto* const out = reinterpret_cast<Bf16*>(rows.row(f.tile(tile).begin + r));
   if (factor == 0) {
     __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
     return true;
@@ -108,7 +111,7 @@ STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float facto
     __m512 first, second;
     pair_columns(load(o + b * 4 * kTileFloat), load(o + (b * 4 + 1) * kTileFloat), first, second);
     write_block(first, second, times, dv - b * kPair, out + b * kPair);
-    // 0 * x is NaN for what is not finite.
+    // 0 * x is NaN where x is not finite.
     check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
     check = _mm512_fmadd_ps(second, _mm512_setzero_ps(), check);
   }
@@ -125,8 +128,7 @@ STROBE_AMX __m512 sum_rows(const float* rows) {
   return sum;
 }
 
-/// Writes a tile's rows that were computed by the pipeline. Returns those that were not, bit by
-/// bit.
+/// Writes the rows of a tile that the pipeline could compute. Returns the others, one bit for each.
 static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const Range tile = f.tile(t);
   const Mask& mask = f.sequence.mask;
@@ -148,10 +150,9 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
     // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
     // room before it overflows. A reference that is too large has left its rounding errors in all
     // scores of the row.
-    const __mmask16 good =
-        _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
-        _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ) &
-        _mm512_cmp_ps_mask(_mm512_abs_ps(reference), set(kLargeScore), _CMP_LT_OQ);
+    const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
+                           _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ) &
+                           _mm512_cmp_ps_mask(_mm512_abs_ps(reference), set(kLargeLse), _CMP_LT_OQ);
     alignas(64) float factor[kTile];
     store(factor, _mm512_maskz_div_ps(good & ~empty, set(1), sum));
     if (lse) {
@@ -167,9 +168,9 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   return failed;
 }
 
-/// Writes the rows among `rows` of a tile that amx-forward-exact.h computed. Returns those whose
+/// Writes the rows among `rows` of a tile that amx-forward-online.h computed. Returns those whose
 /// weights are finite and O is not.
-static uint32_t finish_exact(const Forward& f, int64_t t, uint32_t rows, int lower, float* lse) {
+static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lower, float* lse) {
   const Range tile = f.tile(t);
   uint32_t failed = 0;
   for (int64_t r = 0; r < tile.size(); ++r) {
@@ -177,7 +178,7 @@ static uint32_t finish_exact(const Forward& f, int64_t t, uint32_t rows, int low
     const int64_t at = (t * kForwardTileQ + r) * kTile;
     const bool empty = f.sequence.mask.row(tile.begin + r).empty();
     const float sum = f.s.sum[at];
-    // Seen scores that are all -inf leave a sum of 0, and give NaN as plain attention does.
+    // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
     const float nan = __builtin_nanf("");
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
     const float factor = empty ? 0 : sum == 0 ? nan : keep_scale / f.s.sum[at + 1];
@@ -193,18 +194,19 @@ static uint32_t finish_exact(const Forward& f, int64_t t, uint32_t rows, int low
   return failed;
 }
 
-/// finish_exact; and again what overflowed.
-static void finish_all_exact(const Forward& f, int64_t t, uint32_t rows, float* lse) {
-  rows = finish_exact(f, t, rows, 0, lse);
+/// finish_online, and once more for the rows whose O overflowed.
+static void finish_online_tile(const Forward& f, int64_t t, uint32_t rows, float* lse) {
+  rows = finish_online(f, t, rows, 0, lse);
   if (rows == 0) return;
-  // O may have passed float32's largest value although the mean that it is divided to has not.
-  // Weights whose sum stays below 1 prevent that. (Or V has infinities or NaN: the same again.)
+  // O may have passed float32's largest value although the mean, after the division, has not. With
+  // weights whose sum stays below 1 it cannot. (If V holds infinities or NaN, the result is the
+  // same as before.)
   const int lower = 64 - __builtin_clzll(static_cast<unsigned long long>(f.sequence.mask.seqlen_k));
-  exact_tiles(f, t, t + 1, lower);
-  finish_exact(f, t, rows, lower, lse);
+  online_tiles(f, t, t + 1, lower);
+  finish_online(f, t, rows, lower, lse);
 }
 
-/// Tiles that the pipeline may have.
+/// Computes tiles of queries that see many keys, whose scores are scale * q.k, without dropout.
 static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
   __builtin_memset(f.s.sum + tiles.begin * kForwardTileQ * kTile, 0,
                    static_cast<size_t>(tiles.size() * kForwardTileQ * kTile) * sizeof(float));
@@ -214,27 +216,27 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
     const int64_t padded = round_up(block.size(), kGroup);
-    pack_columns(f.k_rows(block), padded, f.s.k);
-    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    pack_transposed(f.k_rows(block), padded, f.s.k);
+    const bool nonfinite = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
     if (block.begin <= keys.begin) {
       for (int64_t t = tiles.begin; t < tiles.end; ++t) fill_reference(f, block, t);
     }
-    // One row (two vectors) of weights keeps the vector ports as busy as two tile products or so;
-    // a unit has 32 rows and 4 products for each block of 32 of either head dim.
+    // One row (two vectors) of weights takes the vector ports about as long as two tile products
+    // take. A unit has 32 rows, and 4 products for each block of 32 of either head dim.
     const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
     if (rows >= 4) {
-      ForwardPipeline<4>(f, block, tiles, special).run();
+      ForwardPipeline<4>(f, block, tiles, nonfinite).run();
     } else if (rows >= 2) {
-      ForwardPipeline<2>(f, block, tiles, special).run();
+      ForwardPipeline<2>(f, block, tiles, nonfinite).run();
     } else {
-      ForwardPipeline<1>(f, block, tiles, special).run();
+      ForwardPipeline<1>(f, block, tiles, nonfinite).run();
     }
   }
   for (int64_t t = tiles.begin; t < tiles.end; ++t) {
     const uint32_t failed = finish_tile(f, t, lse);
     if (failed == 0) continue;
-    exact_tiles(f, t, t + 1, 0);
-    finish_all_exact(f, t, failed, lse);
+    online_tiles(f, t, t + 1, 0);
+    finish_online_tile(f, t, failed, lse);
   }
 }
 
@@ -249,21 +251,21 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
                   padded_dim(p.head_dim) / kPair,
                   padded_dim(p.head_dim_v) / kPair};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
-  float* const lse =
-      c.lse ? c.lse + f.sequence.lse_row + item.head * c.sequences.lse_head_stride : nullptr;
+  float* const lse = c.lse ? c.lse + c.lse_index(f.sequence, item.head) : nullptr;
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
-  // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it is
-  // in. Tiles next to each other that go the same way share the packed K and V.
-  const bool linear = ScoreRule(c, item.batch, item.head).plain;
-  const auto goes_online = [&](int64_t t) { return !linear || f.few_keys(t); };
+  // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it
+  // is in. Tiles next to each other that go the same way share the packed K and V.
+  const ScoreRule rule = score_rule(c, item.batch, item.head);
+  const bool always_online = !rule.linear || rule.dropout;
+  const auto goes_online = [&](int64_t t) { return always_online || f.few_keys(t); };
   for (Range run{0, 0}; run.begin < tiles; run.begin = run.end) {
     const bool online = goes_online(run.begin);
     for (run.end = run.begin + 1; run.end < tiles && goes_online(run.end) == online;) ++run.end;
     if (online) {
-      exact_tiles(f, run.begin, run.end, 0);
-      for (int64_t t = run.begin; t < run.end; ++t) finish_all_exact(f, t, ~0u, lse);
+      online_tiles(f, run.begin, run.end, 0);
+      for (int64_t t = run.begin; t < run.end; ++t) finish_online_tile(f, t, ~0u, lse);
     } else {
       pipeline_tiles(f, run, lse);
     }

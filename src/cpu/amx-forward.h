@@ -1,33 +1,35 @@
 // The forward pass with AMX, bf16 (arXiv:2307.08691, algorithm 1, with the differences below).
 //
-// An item's queries are cut into tiles of 32, its keys into super-blocks of 1024 (or 512) that
-// are packed once and met by all tiles, and those into units of up to 128 keys = 4 groups of 32:
+// An item's queries are cut into tiles of 32, and its keys into super-blocks of 1024 (or 512),
+// which are packed once for all tiles. A super-block is cut into units of up to 128 keys = 4 groups
+// of 32:
 //
 //     S [32 queries][32 keys] = Q K^T - reference      16 tile products at head_dim 128, a group
 //     P [32][32] = exp2(scale * S)                     vectors; keys lie along the lanes
 //     O [32][dim_v] += P V                             a unit at a time, 32 columns of O at once
 //
-// No running maximum. The largest score is not needed, only one near enough to keep exp2 in
-// float32's range, and bf16 has the same range: `reference` is the largest score of the first keys
-// that the query sees. It enters as the tile product's initial value, so that it costs next to
-// nothing, and neither a maximum nor a rescaling is left in the loop. A row whose scores rise more
-// than about 40 above it (weights of e^40) has a sum that is too large at the end, and is computed
-// again by amx-forward-exact.h.
+// There is no running maximum. The softmax does not need the largest score, but only one that is
+// near enough to keep exp2 in float32's range, which is bf16's too: `reference` is the largest
+// score of the first keys that the query sees. It enters as the tile product's initial value, which
+// costs next to nothing, and the loop needs neither a maximum nor a rescaling. A row whose scores
+// rise more than about 40 above the reference (weights of e^40) has too large a sum at the end, and
+// amx-forward-online.h computes it again.
 //
-// Tiles whose queries see few keys (kFewKeys) leave this to amx-forward-exact.h too.
+// Tiles whose queries see few keys (kFewKeys) go to amx-forward-online.h at once.
 //
-// Pipeline. Tile products run asynchronously, vector instructions beside them. Three streams move
-// through the units of a super-block, each ahead of the next:
+// Pipeline. Tile products run asynchronously, with vector instructions beside them. Three streams
+// move through the units of a super-block, each ahead of the next:
 //
 //     scores: S of the next group or two  ->  weights: rows of P of this one  ->  O of the last
 //     unit
 //
-// Rows of weights are issued a few at a time between the tile instructions of the other two. What
-// is written over and over (S, P, the sums, a tile of O) is kept small enough for L1; K, V and Q
-// pass it by (tile_stream).
+// Rows of weights are issued a few at a time between the tile instructions of the other two. The
+// memory that is written over and over (S, P, the sums, a tile of O) is small enough for L1; K, V
+// and Q are loaded past L1 (tile_stream).
 #ifndef STROBE_CPU_AMX_FORWARD_H_
 #define STROBE_CPU_AMX_FORWARD_H_
 
+#include "core/visits.h"
 #include "cpu/amx-product.h"
 
 namespace strobe::cpu::amx {
@@ -43,15 +45,15 @@ STROBE_AMX int64_t super_block(const AttentionProblem& p) {
 }
 
 struct ForwardScratch {
-  Bf16* q;            // rows, of all tiles of the item
-  Bf16 *k, *v;        // columns and pairs of a super-block
-  uint32_t* special;  // of V's groups
-  float* reference;   // [block_q][16]: minus the score taken off, in all lanes
-  float* sum;         // [block_q][16]: of weights, lane by lane
-  float* o;           // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
-  float* s;           // [group][32 queries][32 keys]
-  float* spare;       // a tile that nobody reads
-  Bf16* p;            // [2 units][group] 2 tiles [rows 0-15, 16-31]
+  Bf16* q;              // rows, of all tiles of the item
+  Bf16 *k, *v;          // columns and pairs of a super-block
+  uint32_t* nonfinite;  // of V's groups
+  float* reference;     // [block_q][16]: minus the score taken off, in all lanes
+  float* sum;           // [block_q][16]: of weights, lane by lane
+  float* o;             // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
+  float* s;             // [group][32 queries][32 keys]
+  float* spare;         // a tile that is written and never read
+  Bf16* p;              // [2 units][group] 2 tiles [rows 0-15, 16-31]
 };
 
 STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -63,7 +65,7 @@ STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   s.q = arena.take<Bf16>(queries * d);
   s.k = arena.take<Bf16>(keys * d);
   s.v = arena.take<Bf16>(keys * dv);
-  s.special = arena.take<uint32_t>(keys / kGroup);
+  s.nonfinite = arena.take<uint32_t>(keys / kGroup);
   s.reference = arena.take<float>(queries * kTile);
   s.sum = arena.take<float>(queries * kTile);
   s.o = arena.take<float>(queries * dv);
@@ -89,20 +91,14 @@ struct Forward {
   STROBE_INLINE bool few_keys(int64_t t) const {
     return sequence.mask.kv_range(tile(t)).size() <= kFewKeys;
   }
-  STROBE_INLINE int64_t head_kv() const {
-    return item.head / (c.problem.heads / c.problem.heads_kv);
-  }
   STROBE_INLINE Rows q_rows(Range rows) const {
-    return Rows(c.q, item.batch, item.head, sequence.q_row + rows.begin, rows.size(),
-                c.problem.head_dim);
+    return Rows(c.query_rows(c.q, sequence, item.head), rows, c.problem.head_dim);
   }
   STROBE_INLINE Rows k_rows(Range rows) const {
-    return Rows(c.k, item.batch, head_kv(), sequence.k_row + rows.begin, rows.size(),
-                c.problem.head_dim);
+    return Rows(c.key_rows(c.k, sequence, c.head_kv(item.head)), rows, c.problem.head_dim);
   }
   STROBE_INLINE Rows v_rows(Range rows) const {
-    return Rows(c.v, item.batch, head_kv(), sequence.k_row + rows.begin, rows.size(),
-                c.problem.head_dim_v);
+    return Rows(c.key_rows(c.v, sequence, c.head_kv(item.head)), rows, c.problem.head_dim_v);
   }
   STROBE_INLINE float* reference(int64_t t) const {
     return s.reference + t * kForwardTileQ * kTile;
@@ -157,12 +153,12 @@ class Units {
 };
 
 /// Adds weight * V for the rows of V that pack_pairs left out, pair by pair.
-static void add_special(const Forward& f, const Unit& unit, const Bf16* p, float* o) {
+static void add_nonfinite(const Forward& f, const Unit& unit, const Bf16* p, float* o) {
   const Range tile = f.tile(unit.tile);
   for (int64_t group = 0; group < unit.groups; ++group) {
-    const uint32_t special = f.s.special[unit.key_in_block / kGroup + group];
+    const uint32_t nonfinite = f.s.nonfinite[unit.key_in_block / kGroup + group];
     for (int64_t j = 0; j < kGroup; ++j) {
-      if (!(special >> j & 1)) continue;
+      if (!(nonfinite >> j & 1)) continue;
       const int64_t key = unit.key + group * kGroup + j;
       const Rows v = f.v_rows({key, key + 1});
       for (int64_t r = 0; r < tile.size(); ++r) {
@@ -183,12 +179,12 @@ class ForwardPipeline {
     RoundToPairs pairs;
   };
 
-  STROBE_INLINE ForwardPipeline(const Forward& f, Range block, Range tiles, bool any_special)
+  STROBE_INLINE ForwardPipeline(const Forward& f, Range block, Range tiles, bool any_nonfinite)
       : f_(f),
         units_(f, block, tiles.begin, tiles.end),
         products_(f.s.spare),
         constants_{FastExp2(f.c.problem.scale * kLog2e), {}},
-        any_special_(any_special),
+        any_nonfinite_(any_nonfinite),
         // One product of P and V for a whole unit: two groups of rows go with it.
         ahead_(f.dv_blocks == 1 ? 2 : 1) {}
 
@@ -197,12 +193,12 @@ class ForwardPipeline {
     for (int64_t n = 0; n < ahead_; ++n) score_group(constants);
     if (made_ == 0) return;
     flush();
-    // Nothing in here depends on data: a branch that is not foreseen costs all that runs ahead.
+    // No branch in here depends on data: a mispredicted branch would cost all that runs ahead.
     for (; weights_unit_ < made_; ++weights_unit_) {
       const Unit& u = unit(weights_unit_);
       const int64_t blocks = weights_unit_ > 0 ? f_.dv_blocks : 0;
       begin_weights(u);
-      if (any_special_ && blocks > 0) add_specials();
+      if (any_nonfinite_ && blocks > 0) add_nonfinites();
       // As many groups of scores as the unit has, and the output of the unit before, spread evenly.
       int64_t block = 0;
       for (int64_t g = 1; g <= u.groups; ++g) {
@@ -212,7 +208,7 @@ class ForwardPipeline {
       while (row_ < end_) weigh_alone(constants);
     }
     row_ = end_ = 0;
-    if (any_special_) add_specials();
+    if (any_nonfinite_) add_nonfinites();
     for (int64_t block = 0; block < f_.dv_blocks; ++block) add_output(block, constants);
     flush();
   }
@@ -262,10 +258,9 @@ class ForwardPipeline {
     weights_ = weights(weights_unit_);
     sum_ = f_.s.sum + u.tile * kForwardTileQ * kTile;
     masked_ = 0;
-    const Range full = f_.sequence.mask.full_range(f_.tile(u.tile));
+    const Visits visits = key_visits(f_.sequence.mask, f_.tile(u.tile), kGroup);
     for (int64_t g = 0; g < u.groups; ++g) {
-      const int64_t key = u.key + g * kGroup;
-      masked_ |= static_cast<uint32_t>(!full.contains({key, key + kGroup})) << g;
+      masked_ |= static_cast<uint32_t>(!visits.is_full(u.key / kGroup + g)) << g;
     }
   }
 
@@ -319,7 +314,7 @@ class ForwardPipeline {
                        kTileBf16,
                        n * kGroup * kPair,
                        kTileBf16,
-                       {u.first && !any_special_ ? nullptr : o, kTileFloat, 2 * kTileFloat},
+                       {u.first && !any_nonfinite_ ? nullptr : o, kTileFloat, 2 * kTileFloat},
                        64,
                        {o, kTileFloat, 2 * kTileFloat},
                        64,
@@ -327,14 +322,14 @@ class ForwardPipeline {
     make_room(constants);
     products_.multiply<false>(p, *this, constants);
   }
-  __attribute__((noinline)) void add_specials() {
+  __attribute__((noinline)) void add_nonfinites() {
     const Unit& u = unit(weights_unit_ - 1);
     float* const o = f_.o_tile(u.tile);
     flush();
     if (u.first) {
       for (int64_t i = 0; i < f_.dv_blocks * 4 * kTileFloat; ++i) o[i] = 0;
     }
-    add_special(f_, u, weights(weights_unit_ - 1), o);
+    add_nonfinite(f_, u, weights(weights_unit_ - 1), o);
   }
 
   /// Rows that no product was left to go with.
@@ -357,7 +352,7 @@ class ForwardPipeline {
     Bf16* p = weights_ + group * 2 * kTileBf16;
     const Constants constants = constants_;
     for (int64_t r = 0; r < kForwardTileQ; ++r, s += kGroup, p += kPair) {
-      // Rows past the last have no use; they are treated as the last.
+      // Rows past the last are not used; they are treated as the last.
       const Range seen = f_.sequence.mask.row(min64(tile.begin + r, tile.end - 1));
       const uint32_t bits = lanes(seen.begin - key, seen.end - key);
       const __m512 a = constants.exp2.masked(load(s), static_cast<__mmask16>(bits));
@@ -372,7 +367,7 @@ class ForwardPipeline {
   Units units_;
   Products products_;
   const Constants constants_;
-  const bool any_special_;
+  const bool any_nonfinite_;
   const int64_t ahead_;  // groups of scores that are there when a unit begins
   Unit ring_[kRing];
   int64_t made_ = 0, weights_unit_ = 0;  // units: begun by the scores; at hand by the weights

@@ -1,4 +1,4 @@
-// exp2, softcap, rounding to bf16 and dropout's bits, sixteen float32 lanes at a time.
+// exp2, log, softcap and rounding to bf16, sixteen float32 lanes at a time.
 #ifndef STROBE_CPU_AMX_MATH_H_
 #define STROBE_CPU_AMX_MATH_H_
 
@@ -6,9 +6,10 @@
 
 namespace strobe::cpu::amx {
 
-/// 2^x for every x, within 2 ulp; NaN stays NaN.
-STROBE_AMX __m512 exp2_exact(__m512 x) {
-  // What is not finite reduces to 0, and scalef gives the infinity, the 0 or the NaN.
+/// 2^x for every x, within 2 ulp; NaN stays NaN. simd-inl.h has another one for Highway's vectors:
+/// reduce and scalef, which make this one short, exist with AVX-512 alone.
+STROBE_AMX __m512 exp2(__m512 x) {
+  // reduce gives 0 for an infinity or a NaN, and scalef then gives the infinity, the 0 or the NaN.
   const __m512 f = _mm512_reduce_ps(x, 0);
   __m512 p = set(1.326472721400245e-3f);
   p = _mm512_fmadd_ps(p, f, set(9.671512812596256e-3f));
@@ -134,7 +135,7 @@ struct Softcap {
       return small;
 
     // Else e = exp(-2 |x|): tanh |x| = (1 - e) / (1 + e), and its derivative is 4 e / (1 + e)^2.
-    const __m512 e = exp2_exact(_mm512_mul_ps(_mm512_abs_ps(x), set(-2 * kLog2e)));
+    const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), set(-2 * kLog2e)));
     const __m512 r = _mm512_div_ps(set(1), _mm512_add_ps(e, set(1)));
     const __m512 large = _mm512_mul_ps(set(cap), _mm512_mul_ps(_mm512_sub_ps(set(1), e), r));
     const __m512 large_slope = _mm512_mul_ps(_mm512_mul_ps(set(4), e), _mm512_mul_ps(r, r));
@@ -147,10 +148,11 @@ struct Softcap {
   }
 };
 
-/// 16 dwords: bf16 of a in the low halves and of b in the high halves; how pairs of a B tile stand.
-/// Rounds to nearest, ties away from zero: adding half of what is cut off leaves a single shuffle
-/// of the conversion. Three operations, for either vector port but the shuffle; vcvtne2ps2bf16
-/// holds one port for two cycles. NaN has to have a payload that leaves room (plain_nan).
+/// 16 dwords with bf16 of a in their low halves and of b in their high halves, as the pairs of a B
+/// tile stand. Rounds to nearest, ties away from zero: after half of what is cut off is added, the
+/// conversion is a single shuffle. It takes three operations, of which two may use either vector
+/// port; vcvtne2ps2bf16 holds one port for two cycles. A NaN must have a payload that does not
+/// overflow in the addition (canonical_nan).
 struct RoundToPairs {
   __m512i half, order;
 
@@ -163,9 +165,9 @@ struct RoundToPairs {
   }
 };
 
-/// x, or the usual NaN for any other one: RoundToPairs makes a zero of 0xFFFFFFFF. Calculations and
-/// bf16 values never give such a NaN; float32 values of the caller's may.
-STROBE_AMX float plain_nan(float x) { return x == x ? x : __builtin_nanf(""); }
+/// x, with the usual NaN in place of any other NaN: RoundToPairs makes a zero of the NaN
+/// 0xFFFFFFFF. Calculations and bf16 values never give such a NaN; the caller's float32 values may.
+STROBE_AMX float canonical_nan(float x) { return x == x ? x : __builtin_nanf(""); }
 
 /// x as RoundToPairs rounds it, in float32.
 STROBE_AMX __m512 round_to_bf16(__m512 x) {
@@ -187,41 +189,6 @@ STROBE_AMX __m512 from_bf16(__m256i x) {
 
 STROBE_AMX float to_float(Bf16 x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16);
-}
-
-/// High and low halves of the 64-bit products of 16 lanes.
-STROBE_AMX void multiply_wide(__m512i a, uint32_t by, __m512i& high, __m512i& low) {
-  const __m512i m = _mm512_set1_epi32(static_cast<int>(by));
-  const __m512i even = _mm512_mul_epu32(a, m);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
-  high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-  low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-}
-
-struct Philox16 {
-  __m512i word[4];
-};
-
-/// Dropout::bits for 16 lanes.
-STROBE_AMX Philox16 philox(const Dropout& dropout, uint32_t batch_head, __m512i row,
-                           __m512i group) {
-  __m512i c0 = group, c1 = row, c2 = _mm512_set1_epi32(static_cast<int>(batch_head)),
-          c3 = _mm512_set1_epi32(static_cast<int>(dropout.counter3));
-  uint32_t key0 = dropout.key0, key1 = dropout.key1;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    __m512i high0, low0, high1, low1;
-    multiply_wide(c0, kPhiloxM0, high0, low0);
-    multiply_wide(c2, kPhiloxM1, high1, low1);
-    const __m512i k0 = _mm512_set1_epi32(static_cast<int>(key0));
-    const __m512i k1 = _mm512_set1_epi32(static_cast<int>(key1));
-    c0 = _mm512_ternarylogic_epi32(high1, c1, k0, 0x96);  // xor of all three
-    c1 = low1;
-    c2 = _mm512_ternarylogic_epi32(high0, c3, k1, 0x96);
-    c3 = low0;
-    key0 += kPhiloxW0;
-    key1 += kPhiloxW1;
-  }
-  return {{c0, c1, c2, c3}};
 }
 
 }  // namespace strobe::cpu::amx

@@ -1,14 +1,16 @@
 // Copies of rows in the forms that tiles want. A group is 32 rows of the tensor; dimensions are
 // padded with zeros to whole blocks of 32, rows past the last to whole groups.
 //
-//   rows     A operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16][32]
-//   columns  B operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16 pairs of
-//            dimensions][16 rows]
-//   pairs    B operand, the sum runs over the rows.       [row / 32][dim / 16] tiles [16 pairs of
-//            rows r and r + 16][16 dimensions, in the order that pair_column gives]
+//   rows        A operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16][32]
+//   transposed  B operand, the sum runs over the dimension.  [row / 16][dim / 32] tiles [16 pairs
+//   of
+//               dimensions][16 rows]
+//   pairs       B operand, the sum runs over the rows.       [row / 32][dim / 16] tiles [16 pairs
+//   of
+//               rows r and r + 16][16 dimensions, in the order that pair_column gives]
 //
-// Rows r and r + 16 make a pair for the sake of the softmax, whose two vectors of 16 weights become
-// such pairs by one shuffle.
+// Rows r and r + 16 make a pair because one shuffle then turns the softmax's two vectors of 16
+// weights into such pairs.
 #ifndef STROBE_CPU_AMX_PACK_H_
 #define STROBE_CPU_AMX_PACK_H_
 
@@ -16,29 +18,31 @@
 
 namespace strobe::cpu::amx {
 
-/// Rows of one head of a tensor.
+/// Some rows of a sequence's head, to be packed. Row 0 is the first of them.
 struct Rows {
-  const Bf16* data;
-  int64_t stride, count, dim;
+  RowView view;
+  int64_t first, count, dim;
 
-  STROBE_INLINE Rows(const Tensor& t, int64_t batch, int64_t head, int64_t begin, int64_t rows,
-                     int64_t dimensions)
-      : data(reinterpret_cast<const Bf16*>(t.at(batch, begin, head))),
-        stride(t.row_stride),
-        count(rows),
-        dim(dimensions) {}
+  STROBE_INLINE Rows(const RowView& v, Range rows, int64_t dimensions)
+      : view(v), first(rows.begin), count(rows.size()), dim(dimensions) {}
 
+  STROBE_INLINE const Bf16* data(int64_t row) const {
+    return reinterpret_cast<const Bf16*>(view.row(first + row));
+  }
   /// 32 values; zeros outside.
   STROBE_INLINE __m512i at(int64_t row, int64_t begin) const {
     if (row >= count) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(lanes(0, dim - begin), data + row * stride + begin);
+    return _mm512_maskz_loadu_epi16(lanes(0, dim - begin), data(row) + begin);
   }
   /// The same for kRows rows from `row` on.
   template <int kRows>
   STROBE_INLINE void block(int64_t row, int64_t begin, __m512i (&x)[kRows]) const {
     if (row + kRows <= count && begin + kPair <= dim) {
-      const Bf16* const from = data + row * stride + begin;
-      STROBE_UNROLL for (int i = 0; i < kRows; ++i) x[i] = _mm512_loadu_si512(from + i * stride);
+      const std::byte* from[kRows];
+      view.rows(first + row, from);
+      STROBE_UNROLL for (int i = 0; i < kRows; ++i) {
+        x[i] = _mm512_loadu_si512(from[i] + begin * static_cast<int64_t>(sizeof(Bf16)));
+      }
     } else {
       for (int i = 0; i < kRows; ++i) x[i] = at(row + i, begin);
     }
@@ -57,7 +61,7 @@ static void pack_rows(const Rows& rows, int64_t padded_rows, Bf16* to) {
   }
 }
 
-static void pack_columns(const Rows& rows, int64_t padded_rows, Bf16* to) {
+static void pack_transposed(const Rows& rows, int64_t padded_rows, Bf16* to) {
   for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
     for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
       __m512i x[16];
@@ -69,7 +73,7 @@ static void pack_columns(const Rows& rows, int64_t padded_rows, Bf16* to) {
 }
 
 /// Whether any of 32 values is an infinity or a NaN.
-STROBE_AMX bool nonfinite(__m512i x) {
+STROBE_AMX bool any_nonfinite(__m512i x) {
   const __m512i exponent = _mm512_set1_epi16(0x7F80);
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent) != 0;
 }
@@ -79,7 +83,7 @@ static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) 
   uint32_t found = 0;
   for (int64_t r = 0; r < 32; ++r) {
     bool bad = false;
-    for (int64_t d = 0; d < rows.dim; d += kPair) bad |= nonfinite(rows.at(group + r, d));
+    for (int64_t d = 0; d < rows.dim; d += kPair) bad |= any_nonfinite(rows.at(group + r, d));
     if (!bad) continue;
     found |= 1u << r;
     Bf16* const end = packed + padded_dim(rows.dim) * kPair;
@@ -90,12 +94,12 @@ static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) 
   return found;
 }
 
-/// Rows that hold an infinity or a NaN become zeros, and their bits are set in `special`, one word
-/// a group: what multiplies them may be the 0 of a weight that the mask hides, and must do so pair
-/// by pair. Returns whether there are any.
-static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t* special) {
+/// Rows that hold an infinity or a NaN become zeros, and their bits are set in `nonfinite`, one
+/// word for each group. Such rows are multiplied pair by pair, as their weight may be the 0 of a
+/// key that the mask hides. Returns whether there are any.
+static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t* nonfinite) {
   bool any = false;
-  for (int64_t group = 0; group < padded_rows; group += kPair, ++special) {
+  for (int64_t group = 0; group < padded_rows; group += kPair, ++nonfinite) {
     const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
     __m512i largest = _mm512_setzero_si512();
     Bf16* const packed = to;
@@ -110,8 +114,8 @@ static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t
         _mm512_store_si512(to + kTileBf16 + i * kPair, _mm512_unpackhi_epi16(a[i], b[i]));
       }
     }
-    *special = nonfinite(largest) ? remove_nonfinite(rows, group, packed) : 0;
-    any |= *special != 0;
+    *nonfinite = any_nonfinite(largest) ? remove_nonfinite(rows, group, packed) : 0;
+    any |= *nonfinite != 0;
   }
   return any;
 }
@@ -125,7 +129,8 @@ STROBE_AMX void pair_columns(__m512 low_tile, __m512 high_tile, __m512& first, _
   second = _mm512_permutex2var_ps(low_tile, high, high_tile);
 }
 
-/// Where column `column` of a block of 32 stands: tile (0 or 1) * 16 + column of the tile.
+/// Where column `column` of a block of 32 stands in pair order: tile (0 or 1) * 16 + column of the
+/// tile.
 STROBE_AMX constexpr int64_t pair_column(int64_t column) {
   return column / 4 % 2 * kTile + column / 8 * 4 + column % 4;
 }

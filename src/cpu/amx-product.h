@@ -28,10 +28,11 @@ struct Product {
   int64_t steps;
 };
 
-/// Runs products. Their results are stored in the course of the next one, a tile at a time: stores
-/// in a row would hold up everything behind them (14.5 cycles for a row of weights against 12.6).
+/// Runs products. The result of a product is stored during the next one, a tile at a time: four
+/// stores one after the other would hold up everything behind them (14.5 cycles for a row of
+/// weights against 12.6).
 ///
-/// kStreamA: A comes from L2 too; B always does.
+/// kStreamA: A comes from L2, as B always does.
 class Products {
  public:
   STROBE_INLINE explicit Products(float* spare) : spare_(spare), unwritten_{spare, 0, 0} {}
@@ -114,7 +115,7 @@ class Products {
     }
   }
 
-  float* const spare_;  // a tile that nobody reads
+  float* const spare_;  // a tile that is written and never read
   Quad<float> unwritten_;
   int64_t out_row_bytes_ = 64;
 };

@@ -1,9 +1,9 @@
 // AMX tiles, and the vector operations that feed them.
 //
 // A tile register holds 16 rows of 64 bytes. tdpbf16ps does C[16][16] += A[16][32] B[32][16] with
-// float32 C and bf16 A and B in 16 cycles; B stands as 16 rows of 16 dwords, each of them a pair of
-// values that the sum runs over. What makes the kernels look as they do, measured on Sapphire
-// Rapids (docs/perf-log.md):
+// float32 C and bf16 A and B in 16 cycles. B stands as 16 rows of 16 dwords, each of them a pair of
+// values that the sum runs over. These measurements on Sapphire Rapids (docs/perf-log.md) explain
+// how the kernels are built:
 //   - tiles are renamed: zeroing or loading a tile that is still in use costs nothing;
 //   - a tile load takes 9 cycles from L1, 22 from L2 into L1, 16 from L2 past L1 (tile_stream); a
 //     store 17, or 64 where its lines are not in L1;
@@ -23,6 +23,7 @@
 
 #include "core/workspace.h"
 #include "cpu/kernels.h"
+#include "cpu/score.h"
 
 #define STROBE_AMX static inline __attribute__((always_inline))
 #define STROBE_UNROLL _Pragma("GCC unroll 32")
@@ -36,10 +37,6 @@ constexpr int64_t kPair = 32;               // bf16 columns of a tile
 constexpr int64_t kTileBf16 = kTile * 32;   // values of a bf16 tile
 constexpr int64_t kTileFloat = kTile * 16;  // values of a float32 tile
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kInfinity = __builtin_inff();
-
 /// Every tile 16 rows of 64 bytes, until _tile_release().
 STROBE_AMX void configure_tiles() {
   alignas(64) uint8_t config[64] = {1};  // palette 1
@@ -50,14 +47,14 @@ STROBE_AMX void configure_tiles() {
   _tile_loadconfig(config);
 }
 
-// Own wrappers: GCC 12's intrinsics take literals only, and its loads do not tell the compiler that
-// they read memory.
+// These replace GCC 12's intrinsics, which take literals only, and whose loads do not tell the
+// compiler that they read memory.
 template <int kT>
 STROBE_AMX void tile_load(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
 }
-/// From L2 past L1, which keeps what it holds: what streams through L1 evicts the lines that scores
-/// and weights are about to be written to.
+/// Loads from L2 past L1. An operand that streams through L1 would evict the lines that scores and
+/// weights are about to be written to.
 template <int kT>
 STROBE_AMX void tile_stream(const void* p, int64_t row_bytes = 64) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");

@@ -1,11 +1,11 @@
 // AMX for bf16: the entry of the instruction-set table. The passes:
 //
-//     amx-forward-item.h     an item from start to end         amx-backward-item.h
-//     amx-forward.h          the pipeline in its middle        amx-backward.h
-//     amx-forward-exact.h    what the pipeline leaves       amx-backward-unit.h
+//     amx-forward-item.h     an item from start to end            amx-backward-item.h
+//     amx-forward.h          the pipeline in its middle           amx-backward.h
+//     amx-forward-online.h   the online softmax                   amx-backward-unit.h
 //
-// and what they are made of: amx-product.h (tile products with vector work in between), amx-score.h
-// (softcap, ALiBi, dropout), amx-pack.h (operands), amx-math.h, amx-tile.h.
+// They are made of amx-product.h (tile products with vector work in between), amx-score.h (softcap,
+// ALiBi, dropout), amx-pack.h (operands), amx-math.h and amx-tile.h.
 #include "cpu/amx-backward-item.h"
 #include "cpu/amx-forward-item.h"
 
@@ -14,7 +14,7 @@ namespace strobe::cpu {
 namespace amx {
 
 static void exp2_array(const float* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = _mm512_cvtss_f32(exp2_exact(set(x[i])));
+  for (int64_t i = 0; i < n; ++i) y[i] = _mm512_cvtss_f32(exp2(set(x[i])));
 }
 static void to_floats(int32_t, const void* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {

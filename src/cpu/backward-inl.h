@@ -10,22 +10,25 @@
 //     dK [keys][head_dim] += dS^T Q
 //     dQ [queries][head_dim] += dS K
 //
-// K^T and V^T are made once per item; everything else is read as it lies in memory, a transposed P
-// or dS included, for the micro-kernel broadcasts single elements of its left operand. dQ crosses
-// items: see turnstile.h.
+// K^T and V^T are made once per item. Everything else is read as it lies in memory. That holds for
+// a transposed P or dS too, because the micro-kernel broadcasts single elements of its left
+// operand. Several items add to the dQ of a query tile: see turnstile.h.
 #ifndef STROBE_CPU_BACKWARD_INL_H_
 #define STROBE_CPU_BACKWARD_INL_H_
 
-#include "cpu/coarse-inl.h"
+#include "core/visits.h"
 #include "cpu/gemm-inl.h"
+#include "cpu/large-lse-inl.h"
 #include "cpu/score-inl.h"
+#include "cpu/turnstile.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
 constexpr int64_t kBackwardTileQ = 64;
 constexpr int64_t kBackwardTileK = 64;  // P and dS take 16 KB each
-// Keys of an item at head_dim 64. K, V, their transposes, dK and dV of a block should live in L2:
-// 655 KB at 512, fine on every CPU with AVX-512 (1 MB and more), while others may have 512 KB.
+// Keys of an item at head_dim 64. K, V, their transposes, dK and dV of a block should stay in L2.
+// At 512 keys they take 655 KB, which suits every CPU with AVX-512 (1 MB and more); others may have
+// 512 KB.
 #if HWY_TARGET == HWY_AVX3
 constexpr int64_t kBackwardBlock = 512;
 #else
@@ -66,14 +69,17 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena;
   carve_backward(arena, context);
-  const size_t own = arena.used(), coarse = coarse_scratch(context);
-  return own > coarse ? own : coarse;
+  const size_t own = arena.used(), row_sums = row_sums_scratch(context);
+  return own > row_sums ? own : row_sums;
 }
 
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t at = sequence.lse_row + item.head * c.sequences.lse_head_stride;
+  const int64_t at = c.lse_index(sequence, item.head);
+  const RowView out_rows = c.query_rows(c.out, sequence, item.head);
+  const RowView dout_rows = c.query_rows(c.dout, sequence, item.head);
+  const RowView dq_rows = c.query_rows(c.dq, sequence, item.head);
   find_row_sums(c, item, scratch);
   const hn::ScalableTag<double> f64;
   const hn::Rebind<float, decltype(f64)> half;
@@ -83,13 +89,10 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   for_dtype(
       p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-          const int64_t row = sequence.q_row + q;
-          row_to_float(reinterpret_cast<const T*>(c.out.at(item.batch, row, item.head)),
-                       p.head_dim_v, out);
-          row_to_float(reinterpret_cast<const T*>(c.dout.at(item.batch, row, item.head)),
-                       p.head_dim_v, dout);
-          // In float64: what delta is off by, the gradients of all keys of the row have in common,
-          // and in dQ it meets the sum of the keys, which is far larger than their differences.
+          row_to_float(reinterpret_cast<const T*>(out_rows.row(q)), p.head_dim_v, out);
+          row_to_float(reinterpret_cast<const T*>(dout_rows.row(q)), p.head_dim_v, dout);
+          // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ
+          // it is multiplied by the sum of the keys, which is far larger than their differences.
           const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
             return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
                               hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
@@ -111,61 +114,46 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
     const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
     if (!sequence.mask.kv_range(tile).empty()) continue;
     for (int64_t r = tile.begin; r < tile.end; ++r) {
-      store_row(c.dq, p.dtype, item.batch, item.head, sequence.q_row + r, p.head_dim, zeros, 1);
+      store_row(dq_rows, p.dtype, r, p.head_dim, zeros, 1);
     }
   }
 }
 
-/// P and dS of one row: `width` scores s and dP in (whole vectors), both overwritten. `seen`: keys
-/// of the tile that the query sees.
-template <bool kPlain, bool kMasked>
-static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32_t batch_head,
-                         int64_t query, int64_t position, int64_t key_begin, Range seen,
-                         const RowSoftmax& softmax, float delta, int64_t width, float* s,
-                         float* dp) {
-  const VF reference = set(softmax.reference), vdelta = set(delta * softmax.divisor);
+/// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
+/// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
+/// key_begin.
+template <bool kLinear, bool kMasked>
+static void backward_row(const ScoreRule& rule, int64_t query, int64_t position, int64_t key_begin,
+                         Range seen, const RowSoftmax& softmax, float delta, int64_t width,
+                         float* s, float* dp) {
+  const Scorer scorer{rule};
+  const VF reference = set(softmax.reference), vdelta = set(delta * softmax.dout_factor);
   for (int64_t j = 0; j < width; j += kLanes) {
-    VF score = load(s + j), grad = load(dp + j);
-    VF tanh = hn::Zero(f32);
-    // Scaled before lse is taken away, as forward does: a row's one large weight is exactly 1
-    // again.
-    score = hn::Mul(score, set(softmax.factor));
-    if constexpr (!kPlain) {
-      if (!rule.plain) {
-        const VF key = hn::Iota(f32, static_cast<float>(key_begin - position + j));
-        score = apply_rule(rule, score, hn::Abs(key), tanh);
-      }
+    VF grad = load(dp + j);
+    Score score{load(s + j), set(1)};
+    if (kLinear || rule.linear) {
+      // Scaled before lse is taken away, as in forward: a row's one large weight is exactly 1
+      // again.
+      score.value = hn::Mul(score.value, set(softmax.factor));
+    } else {
+      score = scorer(score.value, hn::Set(i32, static_cast<int32_t>(position)),
+                     count_from(key_begin + j));
     }
-    VF p = exp2(hn::Sub(score, reference), softmax.unit);
+    const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
     VF dropped = p;
-    if constexpr (!kPlain) {
+    if constexpr (!kLinear) {
       if (rule.dropout) {
-        // Eight keys to a call of the generator; here every lane makes its own, as dropout is
-        // rarely trained on a CPU.
-        const VU column = hn::Iota(u32, static_cast<uint32_t>(key_begin + j));
-        const VPhilox bits =
-            philox(c.dropout, hn::Set(u32, batch_head), hn::Set(u32, static_cast<uint32_t>(query)),
-                   hn::ShiftRight<3>(column));
-        const auto bit1 = hn::TestBit(column, hn::Set(u32, 2)),
-                   bit2 = hn::TestBit(column, hn::Set(u32, 4));
-        const VU word = hn::IfThenElse(bit2, hn::IfThenElse(bit1, bits.word[3], bits.word[2]),
-                                       hn::IfThenElse(bit1, bits.word[1], bits.word[0]));
-        const VU half =
-            hn::IfThenElse(hn::TestBit(column, hn::Set(u32, 1)), hn::ShiftRight<16>(word),
-                           hn::And(word, hn::Set(u32, 0xFFFF)));
-        const auto keep = keep_lanes(c.dropout, half);
-        // Multiplied, not chosen: a NaN that is dropped stays one, as in plain attention.
-        const VF scale = hn::IfThenElseZero(keep, set(c.dropout.keep_scale));
+        // Multiplied, not chosen: a NaN that is dropped stays one, as in standard attention.
+        const auto kept = kept_keys(rule, query, hn::BitCast(u32, count_from(key_begin + j)));
+        const VF scale = hn::IfThenElseZero(kept, set(rule.generator.keep_scale));
         dropped = hn::Mul(p, scale);
         grad = hn::Mul(grad, scale);
       }
     }
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
-    if constexpr (!kPlain) {
-      if (rule.softcap > 0) ds = hn::Mul(ds, hn::NegMulAdd(tanh, tanh, set(1)));
-    }
+    if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const VI key = hn::Iota(i32, static_cast<int32_t>(j));
+      const VI key = count_from(j);
       const auto lanes = hn::RebindMask(
           f32, hn::And(hn::Gt(key, hn::Set(i32, static_cast<int32_t>(seen.begin - 1))),
                        hn::Gt(hn::Set(i32, static_cast<int32_t>(seen.end)), key)));
@@ -177,9 +165,9 @@ static void backward_row(const BackwardContext& c, const ScoreRule& rule, uint32
   }
 }
 
-/// The three products for a tile where an operand holds an infinity or a NaN and some pairs are
-/// masked: only pairs that the mask allows are touched, so that 0 * NaN reaches nobody else. Rounds
-/// as gemm does.
+/// The products of a tile where an operand holds an infinity or a NaN and some pairs are masked. It
+/// touches only the pairs that the mask allows, so that 0 * NaN reaches no other row. Rounds as
+/// gemm does.
 static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, Range queries,
                                  Range keys, const BackwardScratch& s, int64_t q_tile,
                                  int64_t key_offset, float* dq) {
@@ -245,18 +233,16 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
   gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
                    p.head_dim_v);
 
-  const auto batch_head = static_cast<uint32_t>(sequence.batch * p.heads + head);
-  const int64_t lse_at = sequence.lse_row + head * c.sequences.lse_head_stride;
-  const bool plain = rule.plain && !rule.dropout;
-  const auto run = plain ? (masked ? backward_row<true, true> : backward_row<true, false>)
-                         : (masked ? backward_row<false, true> : backward_row<false, false>);
+  const int64_t lse_at = c.lse_index(sequence, head);
+  const bool linear = rule.linear && !rule.dropout;
+  const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
+                          : (masked ? backward_row<false, true> : backward_row<false, false>);
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
-    run(c, rule, batch_head, i, mask.position(i), keys.begin, seen,
-        row_softmax(c, rule, lse_at + i), c.delta[lse_at + i], vectors * kLanes,
-        s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
+    run(rule, i, mask.position(i), keys.begin, seen, row_softmax(c, rule, lse_at + i),
+        c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
     accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
@@ -270,30 +256,29 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
                   keys.size());
 }
 
-/// Adds the tile's dQ to the sum over key blocks; the last to add writes the result.
+/// Adds the tile's dQ to the sum over key blocks; the last block to add writes the result.
 STROBE_SIMD void hand_over_dq(const BackwardContext& c, const Sequence& sequence, int64_t head,
-                              Range tile, Visit turn, float* dq) {
+                              Range tile, Visit visit, float* dq) {
   const AttentionProblem& p = c.problem;
   const int64_t d = c.dq_stride;
-  float* const sum =
-      c.dq_sum + (sequence.lse_row + head * c.sequences.lse_head_stride + tile.begin) * d;
+  float* const sum = c.dq_sum + (c.lse_index(sequence, head) + tile.begin) * d;
   const int64_t n = tile.size() * d;
-  if (!turn.first) {
-    uint32_t* const counter = turn_of(c, sequence.batch, head, tile.begin);
-    wait_turn(counter, turn.order);
+  uint32_t* const turn = turn_of(c, sequence.batch, head, tile.begin);
+  if (!visit.first) {
+    wait_turn(turn, visit.order);
 #if !STROBE_BREAK_KERNEL_DQ
     for (int64_t i = 0; i < n; i += kLanes) store(hn::Add(load(sum + i), load(dq + i)), dq + i);
 #endif
   }
-  if (turn.last) {
+  if (visit.last) {
+    const RowView rows = c.query_rows(c.dq, sequence, head);
     for (int64_t r = 0; r < tile.size(); ++r) {
-      store_row(c.dq, p.dtype, sequence.batch, head, sequence.q_row + tile.begin + r, p.head_dim,
-                dq + r * d, p.scale);
+      store_row(rows, p.dtype, tile.begin + r, p.head_dim, dq + r * d, p.scale);
     }
     return;
   }
   for (int64_t i = 0; i < n; i += kLanes) store(load(dq + i), sum + i);
-  pass_turn(turn_of(c, sequence.batch, head, tile.begin), turn.order);
+  pass_turn(turn, visit.order);
 }
 
 static void backward_block(const BackwardContext& c, const BackwardItem& item, std::byte* scratch) {
@@ -303,14 +288,12 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const Sequence sequence = c.sequence(item.batch);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
-  const int64_t group = p.heads / p.heads_kv;
+  const Range item_keys{item.k_begin, item.k_end};
 
-  // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V passes through
-  // dV's room.
-  load_rows(c.k, p.dtype, item.batch, item.head_kv, sequence.k_row + item.k_begin, keys, p.head_dim,
-            s.k, d);
-  load_rows(c.v, p.dtype, item.batch, item.head_kv, sequence.k_row + item.k_begin, keys,
-            p.head_dim_v, s.dv, dv);
+  // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V as it is read
+  // stands in dV's room for the moment.
+  load_rows(c.key_rows(c.k, sequence, item.head_kv), p.dtype, item_keys, p.head_dim, s.k, d);
+  load_rows(c.key_rows(c.v, sequence, item.head_kv), p.dtype, item_keys, p.head_dim_v, s.dv, dv);
   const int64_t padded = round_up(keys, kBackwardTileK);
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
   __builtin_memset(s.dv + keys * dv, 0, static_cast<size_t>((padded - keys) * dv) * sizeof(float));
@@ -322,23 +305,25 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   __builtin_memset(s.dv, 0, static_cast<size_t>(padded * dv) * sizeof(float));
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
 
-  const Range queries = sequence.mask.q_range({item.k_begin, item.k_end});
-  // Without queries there may be billions of heads.
-  const int64_t heads = sequence.mask.seqlen_q > 0 ? group : 0;
-  for (int64_t head = item.head_kv * group; head < item.head_kv * group + heads; ++head) {
+  const Mask& mask = sequence.mask;
+  const Range tiles = query_visits(mask, item_keys, kBackwardTileQ).blocks;
+  // Where there are no queries, there may be billions of heads.
+  const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
+  for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     const ScoreRule rule = score_rule(c, item.batch, head);
-    for (int64_t q = queries.begin / kBackwardTileQ * kBackwardTileQ; q < queries.end;
-         q += kBackwardTileQ) {
-      const Range tile{q, min64(q + kBackwardTileQ, sequence.mask.seqlen_q)};
-      const Visit turn = visit(c, sequence.mask, tile, item.k_begin);
-      if (turn.none) continue;
+    const RowView q_rows = c.query_rows(c.q, sequence, head);
+    const RowView dout_rows = c.query_rows(c.dout, sequence, head);
+    for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+      const Range tile = block_at({0, mask.seqlen_q}, t * kBackwardTileQ, kBackwardTileQ);
+      const Visit visit = visit_of(c, mask, tile, item.k_begin);
+      if (visit.none) continue;
       const int64_t n = tile.size();
-      load_rows(c.q, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim, s.q, d);
-      load_rows(c.dout, p.dtype, item.batch, head, sequence.q_row + q, n, p.head_dim_v, s.dout, dv);
-      const int64_t lse_at = sequence.lse_row + head * c.sequences.lse_head_stride + q;
+      load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
+      load_rows(dout_rows, p.dtype, tile, p.head_dim_v, s.dout, dv);
+      const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
       for (int64_t r = 0; r < n; ++r) {
-        const float divisor = row_softmax(c, rule, lse_at + r).divisor;
-        if (divisor != 1) scale_row(s.dout + r * dv, dv, divisor);
+        const float factor = row_softmax(c, rule, lse_at + r).dout_factor;
+        if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
       }
       const bool nonfinite =
           k_nonfinite || any_nonfinite(s.q, n, d, d) || any_nonfinite(s.dout, n, dv, dv);
@@ -347,13 +332,14 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
         backward_step(c, rule, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
                       item.k_begin, nonfinite, s);
       }
-      hand_over_dq(c, sequence, head, tile, turn, s.dq);
+      hand_over_dq(c, sequence, head, tile, visit, s.dq);
     }
   }
+  const RowView dk_rows = c.key_rows(c.dk, sequence, item.head_kv);
+  const RowView dv_rows = c.key_rows(c.dv, sequence, item.head_kv);
   for (int64_t r = 0; r < keys; ++r) {
-    const int64_t row = sequence.k_row + item.k_begin + r;
-    store_row(c.dk, p.dtype, item.batch, item.head_kv, row, p.head_dim, s.dk + r * d, p.scale);
-    store_row(c.dv, p.dtype, item.batch, item.head_kv, row, p.head_dim_v, s.dv + r * dv, 1);
+    store_row(dk_rows, p.dtype, item.k_begin + r, p.head_dim, s.dk + r * d, p.scale);
+    store_row(dv_rows, p.dtype, item.k_begin + r, p.head_dim_v, s.dv + r * dv, 1);
   }
 }
 

@@ -1,4 +1,4 @@
-// Blocks of rows: the items that the rows of all sequences and heads are cut into.
+// Blocks of rows: the work items that the rows of all sequences and heads are cut into.
 #ifndef STROBE_CPU_BLOCKS_H_
 #define STROBE_CPU_BLOCKS_H_
 
@@ -9,14 +9,15 @@
 
 namespace strobe::cpu {
 
-/// Blocks of `size` rows, each of them one sequence's of one head. In ascending order of their
-/// number the blocks of a sequence's head come from its first row to its last.
+/// Blocks of `size` rows of one head of one sequence. They hold all rows that the sequences have,
+/// whether in use or not. Blocks are numbered; those of one head of a sequence come in ascending
+/// order of their rows.
 ///
-/// Where lengths vary there are two ways to count them. As if every sequence had the length of the
-/// bound, those past a sequence's end being empty: neighbours in number are then blocks of
-/// different heads, which wait for each other the least. Or, where the bound is far above the
-/// lengths, packed as the rows are: the first of sequence b is cu_seqlens[b] / size + b. Neither
-/// gives many more than there are.
+/// Packed sequences can be numbered in two ways. The first counts as if every sequence were as long
+/// as the longest may be; the blocks past a sequence's end are empty. Blocks with successive
+/// numbers then belong to different heads, which wait for each other the least. The second is for a
+/// longest length far above the others: blocks are numbered as the rows lie, and the first block of
+/// sequence b is cu_seqlens[b] / size + b. Neither way gives many more blocks than are needed.
 class Blocks {
  public:
   struct Block {
@@ -32,14 +33,14 @@ class Blocks {
 
   int64_t count() const { return count_; }
 
-  /// Block n. Its end is not yet cut to the sequence's length; it may begin at it or past it.
+  /// Block n. It may reach past the sequence's last row, and even begin there.
   Block operator[](int64_t n) const {
     if (!packed_) {
       const int64_t sequence = n % (batch_ * heads_);
       return {sequence / heads_, sequence % heads_, n / (batch_ * heads_) * size_};
     }
     const int64_t place = n / heads_;
-    // The last sequence whose first block is not after it.
+    // The sequence: the last one whose first block does not come after this block.
     int64_t low = 0, high = batch_;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;

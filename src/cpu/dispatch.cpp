@@ -56,8 +56,8 @@ constexpr size_t kRowCount = sizeof kRows / sizeof kRows[0];
 
 bool has(const Row& row) { return !row.needs || cpu_features().*row.needs; }
 
-// STROBE_CPU_ISA names the widest instruction set to use. Read once, so that no launch looks at the
-// environment.
+// STROBE_CPU_ISA names the widest instruction set to use. It is read once, so that no launch looks
+// at the environment.
 struct Forced {
   size_t row = 0;  // first row that may be used
   const char* error = nullptr;
@@ -92,7 +92,8 @@ const char* unavailable() {
   return nullptr;
 }
 
-// Whether the kernels have code for the dtype: what they do not know they must not read as another.
+// Whether the kernels have code for the dtype. A dtype that they do not know must not be read as
+// one that they know.
 bool knows(int32_t dtype) {
   return dtype == STROBE_FLOAT32 || dtype == STROBE_BFLOAT16 || dtype == STROBE_FLOAT16;
 }

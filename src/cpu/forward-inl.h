@@ -7,12 +7,12 @@
 //     S^T [keys][queries]  = K  [keys][head_dim]    Q^T [head_dim][queries]
 //     O^T [dim_v][queries] += V^T [dim_v][keys]     P^T [keys][queries]
 //
-// so that maximum, sum and rescaling of a row of the softmax are plain vertical vector operations,
-// one query to a lane; K and V are read as they lie in memory, an element at a time, and only Q and
-// O are ever transposed, once per item.
+// so that the maximum, the sum and the rescaling of a row of the softmax are vertical vector
+// operations with one query in a lane. K and V are read as they lie in memory, an element at a
+// time. Only Q and O are transposed, once per item.
 //
-// An item owns block_q queries of one head: several tiles, over which the conversion of a K and V
-// block is shared.
+// An item owns block_q queries of one head. It cuts them into several tiles, which share the
+// conversion of each block of K and V.
 #ifndef STROBE_CPU_FORWARD_INL_H_
 #define STROBE_CPU_FORWARD_INL_H_
 
@@ -27,7 +27,8 @@ constexpr int64_t kForwardTileK =
 constexpr int64_t kForwardBlock = 384;
 
 static Tiles forward_tiles(const AttentionProblem& p) {
-  // O^T and Q^T of all tiles of an item live in L2 with the K and V blocks: 384 KB at head_dim 128.
+  // O^T and Q^T of all tiles of an item should stay in L2 beside a block of K and V: 384 KB at
+  // head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kForwardBlock / 2 : kForwardBlock;
   return {kForwardTileQ, kForwardTileK, block};
 }
@@ -77,17 +78,6 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
-// A plain score is kept as q.k, unscaled: the softmax's exponential multiplies by log2(e) anyway,
-// and takes the scale along. The maximum has to be that of the scaled scores, so the scale's sign
-// (or its being zero) goes into Q.
-STROBE_SIMD float q_factor(const ScoreRule& rule) {
-  return !rule.plain || rule.scale > 0 ? 1 : rule.scale < 0 ? -1 : 0;
-}
-/// What a difference of 1 between two kept scores is worth.
-STROBE_SIMD float score_unit(const ScoreRule& rule) {
-  return !rule.plain || rule.scale == 0 ? 1 : rule.scale < 0 ? -rule.scale : rule.scale;
-}
-
 STROBE_SIMD void start_tile(const Context& c, const Sequence& sequence, const ForwardItem& item,
                             int64_t q_begin, float* rows, ForwardTile& tile) {
   const AttentionProblem& p = c.problem;
@@ -97,14 +87,14 @@ STROBE_SIMD void start_tile(const Context& c, const Sequence& sequence, const Fo
   tile.full_keys = sequence.mask.full_range(tile.queries);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
+  const RowView q = c.query_rows(c.q, sequence, item.head);
   const float factor = q_factor(score_rule(c, item.batch, item.head));
   for (int64_t r = 0; r < kForwardTileQ; r += kTransposeRows) {
     const int64_t some = n - r < 0 ? 0 : n - r < kTransposeRows ? n - r : kTransposeRows;
     if (some < kTransposeRows) {
       __builtin_memset(rows, 0, static_cast<size_t>(kTransposeRows * d_padded) * sizeof(float));
     }
-    load_rows(c.q, p.dtype, item.batch, item.head, sequence.q_row + q_begin + r, some, p.head_dim,
-              rows, d_padded);
+    load_rows(q, p.dtype, {q_begin + r, q_begin + r + some}, p.head_dim, rows, d_padded);
     transpose_rows(rows, d_padded, p.head_dim, factor, tile.qt + r, kForwardTileQ);
   }
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
@@ -123,45 +113,41 @@ STROBE_SIMD hn::Mask<F> sees(VI before, VI end, int64_t key) {
   return hn::RebindMask(f32, hn::And(hn::Gt(k, before), hn::Gt(end, k)));
 }
 
-/// Softmax of S^T's columns [column, column + kVectors): scores become weights, the running maximum
-/// and sum move on, and alpha is what the old ones (and O) have to be multiplied by. Returns
-/// whether any alpha differs from 1.
-template <int kVectors, bool kPlain, bool kMasked>
-static bool softmax_panel(const Context& c, const ScoreRule& rule, const ForwardTile& tile,
-                          const Sequence& sequence, const ForwardItem& item, Range keys,
-                          int64_t column, float* pt, float* alpha) {
+/// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
+/// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
+/// and O have to be multiplied by. Returns whether any alpha differs from 1.
+template <int kVectors, bool kLinear, bool kMasked>
+static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const Sequence& sequence,
+                          Range keys, int64_t first, float* pt, float* alpha) {
+  const Scorer score{rule};
   VF max[kVectors], old[kVectors];
-  VI before[kVectors], end[kVectors];
-  VF position[kVectors];
+  VI before[kVectors], end[kVectors], position[kVectors];
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = column + v * kLanes;
+    const int64_t at = first + v * kLanes;
     max[v] = old[v] = load(tile.max + at);
     if constexpr (kMasked) {
       before[v] = hn::Load(i32, tile.before + at);
       end[v] = hn::Load(i32, tile.end + at);
     }
-    if constexpr (!kPlain) {
-      const VF query = hn::Iota(f32, static_cast<float>(at));
-      position[v] = hn::Add(
-          query, set(static_cast<float>(sequence.mask.position(tile.queries.begin) - keys.begin)));
+    if constexpr (!kLinear) {
+      position[v] = count_from(sequence.mask.position(tile.queries.begin + at));
     }
   }
   const int64_t n = keys.size();
   for (int64_t j = 0; j < n; ++j) {
-    float* const row = pt + j * kForwardTileQ + column;
+    float* const row = pt + j * kForwardTileQ + first;
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       VF s = load(row + v * kLanes);
-      if constexpr (!kPlain) {
-        VF tanh;
-        s = hn::Mul(s, set(rule.scale));
-        s = apply_rule(rule, s, hn::Abs(hn::Sub(position[v], set(static_cast<float>(j)))), tanh);
+      if constexpr (!kLinear) {
+        const VI key = hn::Set(i32, static_cast<int32_t>(keys.begin + j));
+        s = score(s, position[v], key).value;
       }
       if constexpr (kMasked) {
         s = hn::IfThenElse(sees(before[v], end[v], keys.begin + j), s, set(-kInfinity));
       }
-      if constexpr (!kPlain || kMasked) store(s, row + v * kLanes);
-      max[v] =
-          hn::Max(s, max[v]);  // the second operand where s is NaN: a NaN score shows in the sum
+      if constexpr (!kLinear || kMasked) store(s, row + v * kLanes);
+      // Max gives its second operand where s is NaN: a NaN score shows in the sum.
+      max[v] = hn::Max(s, max[v]);
     }
   }
   // The difference is taken before it is scaled: it is exact where two scores are large and close.
@@ -169,7 +155,7 @@ static bool softmax_panel(const Context& c, const ScoreRule& rule, const Forward
   VF sum[kVectors], reference[kVectors];
   bool changed = false;
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = column + v * kLanes;
+    const int64_t at = first + v * kLanes;
     // A query that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     reference[v] = hn::IfThenZeroElse(hn::Eq(max[v], set(-kInfinity)), max[v]);
     const VF a = exp2(hn::Sub(old[v], reference[v]), unit);
@@ -179,7 +165,7 @@ static bool softmax_panel(const Context& c, const ScoreRule& rule, const Forward
     sum[v] = hn::Zero(f32);  // of this block alone: one long chain of additions rounds more
   }
   for (int64_t j = 0; j < n; ++j) {
-    float* const row = pt + j * kForwardTileQ + column;
+    float* const row = pt + j * kForwardTileQ + first;
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       const VF p = exp2(hn::Sub(load(row + v * kLanes), reference[v]), unit);
       sum[v] = hn::Add(sum[v], p);
@@ -187,56 +173,43 @@ static bool softmax_panel(const Context& c, const ScoreRule& rule, const Forward
     }
   }
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = column + v * kLanes;
+    const int64_t at = first + v * kLanes;
     store(hn::MulAdd(load(tile.sum + at), load(alpha + at), sum[v]), tile.sum + at);
   }
 
   if (rule.dropout) {
     // The sum stays that of all weights: dropout comes after the softmax.
-    const Dropout& dropout = c.dropout;
-    const VU batch_head =
-        hn::Set(u32, static_cast<uint32_t>(item.batch * c.problem.heads + item.head));
-    const VF scale = set(dropout.keep_scale);
+    const VF scale = set(rule.generator.keep_scale);
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = column + v * kLanes;
-      const VU query = hn::Iota(u32, static_cast<uint32_t>(tile.queries.begin + at));
-      VPhilox bits{};
-      int64_t group = -1;
+      const int64_t at = first + v * kLanes;
+      KeptQueries kept(rule, hn::BitCast(u32, count_from(tile.queries.begin + at)));
       for (int64_t j = 0; j < n; ++j) {
-        const int64_t key = keys.begin + j;
-        if (key / 8 != group) {
-          group = key / 8;
-          bits = philox(dropout, batch_head, query, hn::Set(u32, static_cast<uint32_t>(group)));
-        }
-        const VU word = bits.word[key / 2 % 4];
-        const VU half = key % 2 ? hn::ShiftRight<16>(word) : hn::And(word, hn::Set(u32, 0xFFFF));
         float* const p = pt + j * kForwardTileQ + at;
-        store(hn::IfThenElseZero(keep_lanes(dropout, half), hn::Mul(load(p), scale)), p);
+        store(hn::IfThenElseZero(kept(keys.begin + j), hn::Mul(load(p), scale)), p);
       }
     }
   }
   return changed;
 }
 
-template <bool kPlain, bool kMasked>
-static bool softmax(const Context& c, const ScoreRule& rule, const ForwardTile& tile,
-                    const Sequence& sequence, const ForwardItem& item, Range keys, float* pt,
-                    float* alpha) {
+template <bool kLinear, bool kMasked>
+static bool softmax(const ScoreRule& rule, const ForwardTile& tile, const Sequence& sequence,
+                    Range keys, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
-    changed |= softmax_panel<kMicroVectors, kPlain, kMasked>(c, rule, tile, sequence, item, keys,
-                                                             v * kLanes, pt, alpha);
+    changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(rule, tile, sequence, keys,
+                                                              v * kLanes, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
-    changed |= softmax_panel<1, kPlain, kMasked>(c, rule, tile, sequence, item, keys, v * kLanes,
-                                                 pt, alpha);
+    changed |=
+        softmax_panel<1, kLinear, kMasked>(rule, tile, sequence, keys, v * kLanes, pt, alpha);
   }
   return changed;
 }
 
-/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: 0 *
-/// NaN must not reach a query that does not see the key. Rounds as gemm does.
+/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
+/// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
 static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t dim_v, const float* v,
                                  int64_t v_stride, const float* pt, const float* alpha) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
@@ -255,33 +228,33 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
   }
 }
 
-/// The weights of one tile of queries and `keys` of a block whose K is in s.k, in s.pt; the tile's
-/// maximum and sum move on. Returns whether O has to be multiplied by s.alpha.
+/// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the
+/// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
+/// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreRule& rule, const Sequence& sequence,
-                            const ForwardItem& item, const ForwardTile& tile, Range block,
-                            Range keys, const ForwardScratch& s) {
+                            const ForwardTile& tile, Range block, Range keys,
+                            const ForwardScratch& s) {
   const int64_t d = round_up(c.problem.head_dim, kLanes);
   const bool masked = !tile.full_keys.contains(keys);
   gemm<Old::kDrop>(
       {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
       keys.size(), tile.vectors, c.problem.head_dim);
-  const auto run = rule.plain ? (masked ? softmax<true, true> : softmax<true, false>)
-                              : (masked ? softmax<false, true> : softmax<false, false>);
-  return run(c, rule, tile, sequence, item, keys, s.pt, s.alpha);
+  const auto run = rule.linear ? (masked ? softmax<true, true> : softmax<true, false>)
+                               : (masked ? softmax<false, true> : softmax<false, false>);
+  return run(rule, tile, sequence, keys, s.pt, s.alpha);
 }
 
 /// One tile of queries against one block of keys, whose rows are in s.k and s.v: the step of the
 /// algorithm.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
-                              const Sequence& sequence, const ForwardItem& item,
-                              const ForwardTile& tile, Range block, bool v_nonfinite,
-                              const ForwardScratch& s) {
+                              const Sequence& sequence, const ForwardTile& tile, Range block,
+                              bool v_nonfinite, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = intersect(block, tile.keys);
   if (keys.empty()) return;
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const float* const v = s.v + (keys.begin - block.begin) * dv;
-  const bool rescale = weigh_keys(c, rule, sequence, item, tile, block, keys, s);
+  const bool rescale = weigh_keys(c, rule, sequence, tile, block, keys, s);
   if (v_nonfinite && !tile.full_keys.contains(keys)) {
     accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
     return;
@@ -308,18 +281,18 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreRule& rule,
                                const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t head_kv = item.head / (p.heads / p.heads_kv);
-  // Blocks begin at multiples of their size: what is summed together does not depend on the item.
+  const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
+  const RowView v = c.key_rows(c.v, sequence, c.head_kv(item.head));
+  // Blocks begin at multiples of their size, so that what is summed together does not depend on the
+  // item.
   for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
        block = block_at(keys, block.end, kForwardTileK)) {
-    load_rows(c.k, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
-              p.head_dim, s.k, d);
-    load_rows(c.v, p.dtype, item.batch, head_kv, sequence.k_row + block.begin, block.size(),
-              p.head_dim_v, s.v, dv);
+    load_rows(k, p.dtype, block, p.head_dim, s.k, d);
+    load_rows(v, p.dtype, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
     for (int64_t t = 0; t < count; ++t)
-      forward_step(c, rule, sequence, item, tiles[t], block, v_nonfinite, s);
+      forward_step(c, rule, sequence, tiles[t], block, v_nonfinite, s);
   }
 }
 
@@ -329,20 +302,19 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
   const double unit = score_unit(score_rule(c, item.batch, item.head));
-  float* const lse = c.lse ? c.lse + sequence.lse_row + item.head * c.sequences.lse_head_stride +
-                                 tile.queries.begin
-                           : nullptr;
+  const RowView out = c.query_rows(c.out, sequence, item.head);
+  float* const lse =
+      c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
     const bool empty = tile.end[r] <= tile.before[r] + 1;
-    // Seen scores that are all -inf leave a sum of 0: 0 / 0 gives the NaN that plain attention
-    // gives.
+    // If all scores that the query sees are -inf, the sum is 0, and 0 / 0 gives the NaN that
+    // standard attention gives.
     const float sum = tile.sum[r];
     float factor = 1 / sum;
     if (empty) factor = 0;
     if (sum == 0 && !empty) factor = __builtin_nanf("");
-    store_row(c.out, p.dtype, item.batch, item.head, sequence.q_row + tile.queries.begin + r,
-              p.head_dim_v, rows + r % 4 * dv, factor);
+    store_row(out, p.dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv, factor);
     if (lse)
       lse[r] =
           empty ? -kInfinity
@@ -352,14 +324,15 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
   }
 }
 
-/// A row of O was unscaled the sum of up to seqlen_k rows of V, and may have overflown where the
-/// mean that it becomes does not. Computes the tile again with V made smaller, and replaces what is
-/// not finite in O.
+/// Before the division a row of O is the sum of up to seqlen_k rows of V. It may have overflowed
+/// although the mean that it becomes is finite. This computes the tile again with a smaller V, and
+/// replaces what is not finite in the output.
 static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const Sequence& sequence,
                           const ForwardItem& item, const ForwardTile& tile,
                           const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  const RowView out = c.query_rows(c.out, sequence, item.head);
   float largest = 1;
   for (int64_t r = 0; r < n; ++r) {
     if (tile.sum[r] > largest && tile.sum[r] < kInfinity) largest = tile.sum[r];
@@ -373,14 +346,14 @@ static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const 
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
     if (tile.end[r] <= tile.before[r] + 1) continue;
     float* const row = s.rows + r % 4 * dv;
-    const int64_t at = sequence.q_row + tile.queries.begin + r;
+    const int64_t query = tile.queries.begin + r;
     scale_row(row, dv, power / tile.sum[r]);
-    load_rows(c.out, p.dtype, item.batch, item.head, at, 1, p.head_dim_v, s.v, dv);
+    load_rows(out, p.dtype, {query, query + 1}, p.head_dim_v, s.v, dv);
     for (int64_t e = 0; e < dv; e += kLanes) {
       const VF was = load(s.v + e);
       store(hn::IfThenElse(hn::Lt(hn::Abs(was), set(kInfinity)), was, load(row + e)), row + e);
     }
-    store_row(c.out, p.dtype, item.batch, item.head, at, p.head_dim_v, row, 1);
+    store_row(out, p.dtype, query, p.head_dim_v, row, 1);
   }
 }
 

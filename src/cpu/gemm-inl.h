@@ -18,8 +18,9 @@ constexpr int kMicroVectors = 2;
 constexpr int kMicroVectors = 4;
 #endif
 
-/// What becomes of C's old value. The sum always starts at zero, which rounds less than a chain
-/// that goes on from C. kAdd: it is added to C. kScale: C's columns are multiplied by alpha first.
+/// What becomes of C's old value. The product's sum always starts at zero and is added to C at the
+/// end, which rounds less than a sum that starts at C. kDrop: C is overwritten. kAdd: the product
+/// is added to it. kScale: as kAdd, after C's columns were multiplied by alpha.
 enum class Old { kDrop, kAdd, kScale };
 
 struct Gemm {

@@ -1,8 +1,8 @@
-// What one instruction-set file gives to the CPU back end, and what it gets.
+// The interface between an instruction-set file and the rest of the CPU back end.
 //
-// Threads, work items and the order of them live in launch.cpp, compiled for every CPU. An
-// instruction-set file has the numerical work of one item only, and includes nothing that might
-// emit a shared inline function there.
+// launch.cpp, which is compiled for every CPU, owns the threads, the work items and their order. An
+// instruction-set file holds the numerical work of one item only. It includes nothing that might
+// emit a shared inline function there (core/macros.h says why).
 #ifndef STROBE_CPU_KERNELS_H_
 #define STROBE_CPU_KERNELS_H_
 
@@ -15,13 +15,26 @@
 namespace strobe::cpu {
 
 /// A tensor: [batch, seqlen, heads, dim], or [total, heads, dim] where the batch stride is 0.
+/// Context::query_rows and key_rows tell where its rows lie.
 struct Tensor {
   std::byte* data;
   int64_t batch_stride, row_stride, head_stride;  // in elements
   int64_t element_size;
+};
 
-  STROBE_INLINE std::byte* at(int64_t batch, int64_t row, int64_t head) const {
-    return data + (batch * batch_stride + row * row_stride + head * head_stride) * element_size;
+/// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
+/// read or write, and add no strides themselves: rows that lie in another way (in pages, say) are
+/// one more case here.
+struct RowView {
+  std::byte* first;
+  int64_t row_bytes;  // from a row to the next
+
+  STROBE_INLINE std::byte* row(int64_t i) const { return first + i * row_bytes; }
+  /// Rows i to i + kRows - 1, without a multiplication for each.
+  template <int kRows>
+  STROBE_INLINE void rows(int64_t i, const std::byte* (&at)[kRows]) const {
+    at[0] = row(i);
+    for (int n = 1; n < kRows; ++n) at[n] = at[n - 1] + row_bytes;
   }
 };
 
@@ -35,10 +48,27 @@ struct Context {
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
   STROBE_INLINE Sequence sequence(int64_t batch) const { return sequences.sequence(batch); }
-  STROBE_INLINE float alibi_slope(int64_t batch, int64_t head) const {
-    if (!alibi_slopes) return 0;
-    return alibi_slopes[(problem.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? batch * problem.heads : 0) +
-                        head];
+  /// Query heads that share a key head, and the key head of a query head.
+  STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }
+  STROBE_INLINE int64_t head_kv(int64_t head) const { return head / group(); }
+
+  /// The rows of a sequence's queries in a tensor of q's shape: q, out or their gradients.
+  STROBE_INLINE RowView query_rows(const Tensor& t, const Sequence& s, int64_t head) const {
+    return rows(t, s.batch, s.q_row, head);
+  }
+  /// The rows of a sequence's keys in a tensor of k's shape: k, v or their gradients.
+  STROBE_INLINE RowView key_rows(const Tensor& t, const Sequence& s, int64_t head_kv) const {
+    return rows(t, s.batch, s.k_row, head_kv);
+  }
+  /// Place of a head's query 0 in lse, and in everything else with one value a query.
+  STROBE_INLINE int64_t lse_index(const Sequence& s, int64_t head) const {
+    return s.lse_row + head * sequences.lse_head_stride;
+  }
+
+ private:
+  STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
+    const int64_t at = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
+    return {t.data + at * t.element_size, t.row_stride * t.element_size};
   }
 };
 
@@ -47,28 +77,28 @@ struct ForwardContext : Context {
   float* lse;  // null: not wanted
 };
 
-/// Queries [q_begin, q_end) of one head.
+/// Queries [q_begin, q_end) of one head; all of them are in use.
 struct ForwardItem {
   int64_t batch, head, q_begin, q_end;
 };
 
-/// Hands the float32 dQ of a query tile from one key block to the next, in ascending order of key
-/// blocks, so that the sum is the same however many threads there are (launch.cpp).
 struct BackwardContext : Context {
   Tensor out, dout, dq, dk, dv;
   const float* lse;
   const float* dlse;  // null: none
-  float* delta;   // as lse: rowsum(dout * out) - dlse, made by backward_delta before any block runs
-  float* dq_sum;  // [lse rows of (batch, head, query)][dq_stride] float32
-  float *row_max, *row_sum;  // as lse: of the rows whose lse says too little (coarse-inl.h); AMX
-                             // leaves them alone
+  float* delta;  // one value a query: rowsum(dout * out) - dlse; backward_delta makes it before any
+                 // backward_block runs
+  float* dq_sum;             // float32 [query][dq_stride], queries in lse's order: dQ so far
+  float *row_max, *row_sum;  // one value a query, of the queries that large-lse-inl.h is for; AMX
+                             // does not use them
   int64_t dq_stride;         // head_dim rounded up to a whole vector
-  uint32_t* turn;      // [heads, turn_tiles]: key blocks that have added to the query tile's dQ
+  uint32_t* turn;  // [heads, turn_tiles]: key blocks that have added to the query tile's dQ; see
+                   // turnstile.h
   int64_t turn_tiles;  // query tiles of all sequences together
 };
 
-/// Keys [k_begin, k_end) of one key head, with all query heads of its group. k_begin is a multiple
-/// of block_k.
+/// Keys [k_begin, k_end) of one key head, with all query heads of its group; all of them are in
+/// use. k_begin is a multiple of block_k.
 struct BackwardItem {
   int64_t batch, head_kv, k_begin, k_end;
 };
@@ -76,8 +106,8 @@ struct BackwardItem {
 /// Sizes that the kernel wants for a problem; launch.cpp splits the work by them.
 struct Tiles {
   int64_t tile_q, tile_k;
-  int64_t max_block;  // forward: queries of an item at most; backward: keys; a multiple of tile_q
-                      // (tile_k backward)
+  int64_t max_block;  // most queries (forward) or keys (backward) of an item; a multiple of tile_q
+                      // (tile_k)
 };
 
 struct InstructionSet {
@@ -86,23 +116,23 @@ struct InstructionSet {
   Tiles (*backward_tiles)(const AttentionProblem& problem);
   int64_t lanes;  // float32 values of a vector: dq_sum's rows are padded to it
 
-  /// Bytes of scratch per thread; called with the context's tiles, blocks and problem filled in,
-  /// pointers not.
+  /// Bytes of scratch that each thread needs. The context has its tiles, blocks and problem; its
+  /// pointers are not filled in.
   size_t (*forward_scratch)(const ForwardContext& context);
   size_t (*backward_scratch)(const BackwardContext& context);
 
-  /// Writes out and lse of the item's rows.
+  /// Writes out and lse of the item's queries.
   void (*forward_block)(const ForwardContext& context, const ForwardItem& item, std::byte* scratch);
-  /// Writes delta of queries [q_begin, q_end), and zeros to dq rows of tiles that no key block
+  /// Writes delta of the item's queries, and zeros to the dq of query tiles that no key block
   /// visits.
   void (*backward_delta)(const BackwardContext& context, const ForwardItem& item,
                          std::byte* scratch);
-  /// Writes dk and dv of the item's keys, adds to dq; whoever adds last to a query tile writes its
-  /// dq.
+  /// Writes dk and dv of the item's keys and adds to the dQ of the queries that see them. The item
+  /// that adds last to a query tile writes the tile's dq.
   void (*backward_block)(const BackwardContext& context, const BackwardItem& item,
                          std::byte* scratch);
 
-  /// Test hooks: exp2 and rounding as the kernels do them.
+  /// For tests: exp2 and the conversions as the kernels do them.
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*to_float)(int32_t dtype, const void* x, float* y, int64_t n);
   void (*from_float)(int32_t dtype, const float* x, void* y, int64_t n);

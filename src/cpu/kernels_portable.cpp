@@ -1,5 +1,5 @@
-// One value at a time: for CPUs that have none of the other instruction sets, and as a check on
-// them.
+// The kernels with one value at a time, for CPUs that have none of the other instruction sets.
+// Tests compare the others with them.
 #define HWY_COMPILE_ONLY_SCALAR
 #define STROBE_ISA portable
 #define STROBE_ISA_TABLE kPortable

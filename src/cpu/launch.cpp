@@ -17,8 +17,8 @@ namespace strobe::cpu {
 
 namespace {
 
-// Whether the caller wants the launch to end early: its function is asked now and then, by its own
-// thread, between items.
+// Whether the caller wants the launch to end early. The caller's own thread asks the caller's
+// function now and then, between items.
 class Interrupt {
  public:
   template <typename Args>
@@ -53,8 +53,8 @@ class Interrupt {
   std::atomic<bool> stopped_{false};
 };
 
-// Hands out 0 .. count - 1 in ascending order. Who is handed one does it: the turns of turnstile.h
-// come round also where the rest is not handed out.
+// Hands out 0 to count - 1 in ascending order. Every item that was handed out is done, even if the
+// rest never is, so that no item waits for ever in turnstile.h.
 class Counter {
  public:
   explicit Counter(int64_t count) : count_(count) {}
@@ -72,17 +72,16 @@ class Counter {
   const int64_t count_;
 };
 
-// Items that make a launch worth one more thread: below about a million FLOP a thread costs more to
-// wake than it saves.
+// FLOP that make a launch worth one more thread: waking a thread for less than about a million
+// costs more than it saves.
 constexpr double kFlopPerThread = 1e6;
-// Work is cut finer until each thread has about this many items, so that the last to finish is not
-// far behind.
+// Work is cut finer until each thread has about this many items, so that the thread that finishes
+// last is not far behind the others.
 constexpr int64_t kItemsPerThread = 4;
-// What a forward launch has left for its last round, one item a thread, is cut into this many
-// pieces: with four rounds a thread that is held up in the last one otherwise costs a quarter of
-// the launch.
+// The items of a forward launch's last round, one for each thread, are cut into this many pieces.
+// Without that, a thread that is held up in the last of four rounds costs a quarter of the launch.
 constexpr int64_t kLastPieces = 4;
-// Work items that a deterministic backward is cut into at least, whatever the number of threads.
+// A deterministic backward is cut into at least this many work items for every number of threads.
 constexpr int64_t kDeterministicItems = 128;
 
 double flop(const AttentionProblem& p) {
@@ -101,15 +100,14 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
   int64_t block = max_block;
   while (block > tile && others * ceil_div(length, block) < wanted)
     block = round_up(block / 2, tile);
-  // Even out: 5 blocks of 410 rather than 4 of 512 and one of 2.
+  // Blocks of the same size: 5 blocks of 410 rather than 4 of 512 and one of 2.
   const int64_t blocks = max64(1, ceil_div(length, block));
   return max64(tile, round_up(ceil_div(length, blocks), tile));
 }
 
-// The items of a forward launch in the order in which they are handed out: the last queries first,
-// for under a causal mask they see the most keys, and the longest work should not start last. The
-// last few items come in pieces. A piece is made of whole tiles, so that results do not depend on
-// how the work is cut.
+// The items of a forward launch in the order in which they are handed out. The last queries come
+// first: under a causal mask they see the most keys, and the longest work should not start last.
+// The last few items are cut into pieces of whole tiles, so that results do not depend on the cut.
 class ForwardItems {
  public:
   ForwardItems(const Plan& plan, const int32_t* cu_q)
@@ -122,7 +120,7 @@ class ForwardItems {
 
   int64_t count() const { return count_; }
 
-  // The end is not yet cut to the sequence's length.
+  // The item's end may lie past the sequence's last row.
   ForwardItem operator[](int64_t n) const {
     const bool whole = n < whole_;
     const int64_t item = whole ? n : whole_ + (n - whole_) / pieces_;
@@ -194,31 +192,42 @@ void carve(Arena& arena, BackwardContext& c) {
   c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
 }
 
-// What a block of `size` rows from `begin` on holds of a sequence that has `rows` rows, of which the
-// first `used` are in use.
+// The rows of a sequence in a block of `size` rows from `begin` on. The sequence has `rows` rows,
+// of which the first `used_rows` are in use.
 struct BlockRows {
-  Range used;    // the kernels' part
-  Range unused;  // the rest: never read, filled here
+  Range used;    // what the kernels compute
+  Range unused;  // never read; filled here
 
   BlockRows(int64_t begin, int64_t size, int64_t used_rows, int64_t rows)
       : used{begin, min64(begin + size, used_rows)},
         unused{max64(begin, used_rows), min64(begin + size, rows)} {}
 };
 
-// Rows of a gradient or of out that are not in use.
-void fill_with_zeros(const Tensor& t, int64_t batch, int64_t first_row, Range rows, int64_t head,
-                     int64_t dim) {
+// Rows of out or of a gradient that are not in use: zeros.
+void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
   for (int64_t i = rows.begin; i < rows.end; ++i) {
-    std::memset(t.at(batch, first_row + i, head), 0, static_cast<size_t>(dim * t.element_size));
+    std::memset(view.row(i), 0, static_cast<size_t>(bytes));
   }
 }
 
 // out and lse of queries that are not in use.
 void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
-  fill_with_zeros(c.out, s.batch, s.q_row, queries, head, c.problem.head_dim_v);
-  if (!c.lse || queries.empty()) return;
-  float* const lse = c.lse + s.lse_row + head * c.sequences.lse_head_stride;
+  if (queries.empty()) return;
+  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
+  if (!c.lse) return;
+  float* const lse = c.lse + c.lse_index(s, head);
   std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
+}
+
+// dq of queries, dk and dv of keys that are not in use.
+void fill_unused_queries(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
+  if (queries.empty()) return;
+  fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
+}
+void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_kv, Range keys) {
+  if (keys.empty()) return;
+  fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
+  fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
 }
 
 // The caller's workspace, or one of our own for the time of a call.
@@ -325,8 +334,8 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   std::byte* const scratch_base = workspace.data() + arena.used();
   const size_t scratch = (plan.workspace_bytes - arena.used()) / static_cast<size_t>(plan.threads);
 
-  // Rows of delta per item: whole query tiles, for backward_delta also zeroes the dq of tiles that
-  // no key block visits.
+  // Rows of delta that an item makes: whole query tiles, because backward_delta also zeroes the dq
+  // of the tiles that no key block visits.
   const int64_t delta_rows = round_up(256, plan.tile_q);
   const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
@@ -343,13 +352,13 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
         isa.backward_delta(context, {batch, head, begin, queries.used.end},
                            scratch_base + static_cast<size_t>(thread) * scratch);
       }
-      fill_with_zeros(context.dq, batch, s.q_row, queries.unused, head, p.head_dim);
+      fill_unused_queries(context, s, head, queries.unused);
     });
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
 
-  // Key blocks ascending, as turnstile.h demands; under a causal mask that is also the longest
-  // first.
+  // turnstile.h demands that key blocks come in ascending order. Under a causal mask the longest
+  // work then also comes first.
   const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k);
   Counter items(blocks.count());
   parallel(plan.threads, [&](int thread) {
@@ -361,8 +370,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
         isa.backward_block(context, {batch, head, begin, keys.used.end},
                            scratch_base + static_cast<size_t>(thread) * scratch);
       }
-      fill_with_zeros(context.dk, batch, s.k_row, keys.unused, head, p.head_dim);
-      fill_with_zeros(context.dv, batch, s.k_row, keys.unused, head, p.head_dim_v);
+      fill_unused_keys(context, s, head, keys.unused);
     });
   });
   return interrupt.status();

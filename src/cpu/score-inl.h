@@ -1,36 +1,118 @@
-// What happens to a score between q.k and the softmax: scale, softcap, ALiBi; forward and backward
-// alike.
+// The score and dropout in Highway vectors; score.h says what they are.
 #ifndef STROBE_CPU_SCORE_INL_H_
 #define STROBE_CPU_SCORE_INL_H_
 
+#include "cpu/score.h"
 #include "cpu/simd-inl.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
-/// What happens to a score between q.k and the softmax.
-struct ScoreRule {
-  bool plain;     // scale only: no softcap, no ALiBi
-  float scale;    // multiplies q.k
-  float softcap;  // 0: none
-  float slope;    // ALiBi
-  bool dropout;
+struct Score {
+  VF value;
+  VF derivative;  // of the value by the scaled product
 };
 
-STROBE_SIMD ScoreRule score_rule(const Context& c, int64_t batch, int64_t head) {
-  const AttentionProblem& p = c.problem;
-  return {p.softcap == 0 && !c.alibi_slopes, p.scale, p.softcap, c.alibi_slope(batch, head),
-          c.dropout.enabled()};
+/// The scores of one (batch, head). The lanes may be queries or keys.
+struct Scorer {
+  const ScoreRule& rule;
+
+  /// product: q.k. position: the key position that the query stands at.
+  STROBE_INLINE Score operator()(VF product, VI position, VI key) const {
+    VF s = hn::Mul(product, set(rule.scale)), derivative = set(1);
+    if (rule.softcap > 0) {
+      // A division: 1 / softcap is infinite below 2.9e-39.
+      const VF tanh = hn::Tanh(f32, hn::Div(s, set(rule.softcap)));
+      s = hn::Mul(tanh, set(rule.softcap));
+      derivative = hn::NegMulAdd(tanh, tanh, set(1));
+    }
+    // The distance is an integer until here: forward and backward round it alike.
+    const VF distance = hn::ConvertTo(f32, hn::Abs(hn::Sub(position, key)));
+    return {hn::NegMulAdd(set(rule.slope), distance, s), derivative};
+  }
+};
+
+// The softmax of a linear score keeps q.k unscaled: its exponential multiplies by log2(e) anyway,
+// and takes the scale along. The maximum has to be that of the scaled scores, so the scale's sign
+// (or its being zero) goes into Q.
+STROBE_SIMD float q_factor(const ScoreRule& rule) {
+  return !rule.linear || rule.scale > 0 ? 1 : rule.scale < 0 ? -1 : 0;
+}
+/// What a difference of 1 between two kept scores is worth.
+STROBE_SIMD float score_unit(const ScoreRule& rule) {
+  return !rule.linear || rule.scale == 0 ? 1 : rule.scale < 0 ? -rule.scale : rule.scale;
 }
 
-/// softcap and ALiBi on a scaled score. `distance`: |key - position of the query|. Also gives
-/// tanh(s / c), which backward needs.
-STROBE_SIMD VF apply_rule(const ScoreRule& rule, VF s, VF distance, VF& tanh) {
-  if (rule.softcap > 0) {
-    // A division: 1 / softcap is infinite below 2.9e-39.
-    tanh = hn::Tanh(f32, hn::Div(s, set(rule.softcap)));
-    s = hn::Mul(tanh, set(rule.softcap));
+struct PhiloxLanes {
+  using V = VU;
+  STROBE_INLINE static VU set(uint32_t word) { return hn::Set(u32, word); }
+  STROBE_INLINE static VU xor3(VU a, VU b, VU c) { return hn::Xor(hn::Xor(a, b), c); }
+  STROBE_INLINE static void multiply(VU a, uint32_t by, VU& high, VU& low) {
+#if HWY_TARGET == HWY_SCALAR
+    const uint64_t wide = static_cast<uint64_t>(hn::GetLane(a)) * by;
+    high = hn::Set(u32, static_cast<uint32_t>(wide >> 32));
+    low = hn::Set(u32, static_cast<uint32_t>(wide));
+#else
+    const VU b = hn::Set(u32, by);
+    const VU even = hn::BitCast(u32, hn::MulEven(a, b));
+    const VU odd = hn::BitCast(u32, hn::MulEven(hn::DupOdd(a), b));
+    low = hn::OddEven(hn::DupEven(odd), even);
+    high = hn::OddEven(odd, hn::DupOdd(even));
+#endif
   }
-  return hn::NegMulAdd(set(rule.slope), distance, s);
+};
+
+/// Dropout::bits for a vector of (query, group of 8 keys).
+struct DropoutBits {
+  VU word[4];
+};
+STROBE_SIMD DropoutBits dropout_bits(const ScoreRule& rule, VU query, VU group) {
+  DropoutBits bits{
+      {group, query, hn::Set(u32, rule.batch_head), hn::Set(u32, rule.generator.counter3)}};
+  philox_rounds<PhiloxLanes>(rule.generator, bits.word);
+  return bits;
+}
+
+/// Lanes whose 16 bits say that the weight is kept.
+STROBE_SIMD hn::Mask<F> kept_lanes(const ScoreRule& rule, VU half) {
+  // Both sides are below 2^17, so a signed comparison will do.
+  const auto least = static_cast<int32_t>(rule.generator.threshold) - 1;
+  return hn::RebindMask(f32, hn::Gt(hn::BitCast(i32, half), hn::Set(i32, least)));
+}
+
+/// Which weights of a vector of queries are kept, asked for one key after the other.
+class KeptQueries {
+ public:
+  STROBE_INLINE KeptQueries(const ScoreRule& rule, VU queries)
+      : rule_(rule), queries_(queries), bits_() {}
+
+  STROBE_INLINE hn::Mask<F> operator()(int64_t key) {
+    if (key / 8 != group_) {
+      group_ = key / 8;
+      bits_ = dropout_bits(rule_, queries_, hn::Set(u32, static_cast<uint32_t>(group_)));
+    }
+    const VU word = bits_.word[key / 2 % 4];
+    return kept_lanes(rule_,
+                      key % 2 ? hn::ShiftRight<16>(word) : hn::And(word, hn::Set(u32, 0xFFFF)));
+  }
+
+ private:
+  const ScoreRule& rule_;
+  const VU queries_;
+  DropoutBits bits_;
+  int64_t group_ = -1;
+};
+
+/// Which weights of one query and a vector of keys are kept. Every lane runs the generator,
+/// although one call serves eight keys: dropout is rarely trained on a CPU.
+STROBE_SIMD hn::Mask<F> kept_keys(const ScoreRule& rule, int64_t query, VU key) {
+  const DropoutBits bits =
+      dropout_bits(rule, hn::Set(u32, static_cast<uint32_t>(query)), hn::ShiftRight<3>(key));
+  const auto bit1 = hn::TestBit(key, hn::Set(u32, 2)), bit2 = hn::TestBit(key, hn::Set(u32, 4));
+  const VU word = hn::IfThenElse(bit2, hn::IfThenElse(bit1, bits.word[3], bits.word[2]),
+                                 hn::IfThenElse(bit1, bits.word[1], bits.word[0]));
+  return kept_lanes(rule,
+                    hn::IfThenElse(hn::TestBit(key, hn::Set(u32, 1)), hn::ShiftRight<16>(word),
+                                   hn::And(word, hn::Set(u32, 0xFFFF))));
 }
 
 }  // namespace strobe::cpu::STROBE_ISA

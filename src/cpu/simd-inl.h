@@ -1,8 +1,8 @@
-// Vectors of float32 for one instruction set: loads that convert, exp2, tanh, transposes.
+// Vectors of float32 for one instruction set: loads that convert, exp2, transposes.
 //
-// Included by each kernels_<isa>.cpp with STROBE_ISA naming its namespace: one file, one
-// instruction set. Highway supplies the vectors; nothing from std:: may be called here (see
-// core/macros.h).
+// Each kernels_<isa>.cpp includes this with its own namespace in STROBE_ISA, so that one file is
+// compiled for one instruction set. Highway supplies the vectors. Nothing from std:: may be called
+// here (core/macros.h says why).
 #ifndef STROBE_CPU_SIMD_INL_H_
 #define STROBE_CPU_SIMD_INL_H_
 
@@ -15,7 +15,6 @@
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cpu/kernels.h"
-#include "cpu/turnstile.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
@@ -36,21 +35,22 @@ constexpr I i32;
 constexpr U u32;
 constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LANES(float));
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kInfinity = __builtin_inff();
-
 STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
+/// Integers from `first` on. Highway's Iota goes through memory, unless its argument is constant.
+STROBE_SIMD VI count_from(int64_t first) {
+  return hn::Add(hn::Set(i32, static_cast<int32_t>(first)), hn::Iota(i32, 0));
+}
 
 /// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
-/// 2^-125.5 the result is 0 (no denormals). x * unit = n + f with |f| <= 1/2, and a polynomial of
-/// degree 6 for 2^f, fitted for the least relative error (3.0e-9) with its constant held at 1, so
-/// that 2^0 is exact.
+/// 2^-125.5 the result is 0 (no denormals). With x * unit = n + f and |f| <= 1/2, a polynomial of
+/// degree 6 gives 2^f. It is fitted for the least relative error (3.0e-9) with its constant held at
+/// 1, so that 2^0 is exact.
 STROBE_SIMD VF exp2(VF x, float unit) {
   // Adding 1.5 * 2^23 rounds to an integer; + 127 leaves the biased exponent n + 127 in the low
-  // bits. The product is never rounded: a rounding error of it would be one of |x| * 6e-8 in the
-  // result.
+  // bits. The product x * unit is never rounded: its rounding error would become a relative error
+  // of |x| * 6e-8 in the result.
   const VF magic = set(12582912.0f + 127.0f);
   const VF t = hn::MulAdd(x, set(unit), magic);
   const VF f = hn::MulSub(x, set(unit), hn::Sub(t, magic));
@@ -142,7 +142,7 @@ STROBE_SIMD void store_from_float(VF v, hwy::float16_t* p) {
 #endif
 }
 
-/// memcpy of n values that no call is made for.
+/// memcpy of n values, without a call of a function.
 template <typename T>
 STROBE_SIMD void copy_bytes(T* to, const T* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) __builtin_memcpy(to + i, from + i, sizeof(T));
@@ -186,30 +186,28 @@ STROBE_SIMD void for_dtype(int32_t dtype, const Body& body) {
   }
 }
 
-/// Rows [begin, begin + rows) of (batch, head) as float32: to[rows][stride], padded to whole
-/// vectors with zeros.
-STROBE_SIMD void load_rows(const Tensor& tensor, int32_t dtype, int64_t batch, int64_t head,
-                           int64_t begin, int64_t rows, int64_t dim, float* to, int64_t stride) {
+/// Some rows as float32: to[rows.size()][stride], padded with zeros to whole vectors.
+STROBE_SIMD void load_rows(const RowView& view, int32_t dtype, Range rows, int64_t dim, float* to,
+                           int64_t stride) {
   for_dtype(
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-        for (int64_t r = 0; r < rows; ++r) {
-          row_to_float(reinterpret_cast<const T*>(tensor.at(batch, begin + r, head)), dim,
-                       to + r * stride);
+        for (int64_t i = rows.begin; i < rows.end; ++i, to += stride) {
+          row_to_float(reinterpret_cast<const T*>(view.row(i)), dim, to);
         }
       });
 }
 
-STROBE_SIMD void store_row(const Tensor& tensor, int32_t dtype, int64_t batch, int64_t head,
-                           int64_t row, int64_t dim, const float* from, float factor) {
+STROBE_SIMD void store_row(const RowView& view, int32_t dtype, int64_t row, int64_t dim,
+                           const float* from, float factor) {
   for_dtype(
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-        row_from_float(from, factor, dim, reinterpret_cast<T*>(tensor.at(batch, row, head)));
+        row_from_float(from, factor, dim, reinterpret_cast<T*>(view.row(row)));
       });
 }
 
-/// Rows that transpose_rows takes at a time: it writes whole cache lines of 16 floats. Four at a
-/// time met each line four times, and a stride of a power of two had thrown it out of L1 in
-/// between.
+/// Rows that transpose_rows takes at a time, which makes it write whole cache lines of 16 floats.
+/// With four rows at a time each line was written four times, and where the stride is a power of
+/// two it had left L1 in between.
 constexpr int64_t kTransposeRows = 16;
 
 /// to[column][row] = from[row][column] * factor for kTransposeRows rows, padded to whole vectors.
@@ -270,47 +268,6 @@ STROBE_SIMD bool any_nonfinite(const float* x, int64_t rows, int64_t columns, in
 
 /// Sum of all lanes.
 STROBE_SIMD float sum_lanes(VF v) { return hn::GetLane(hn::SumOfLanes(f32, v)); }
-
-/// Four words of Philox for a vector of counters.
-struct VPhilox {
-  VU word[4];
-};
-STROBE_SIMD void mul_wide(VU a, uint32_t b, VU& high, VU& low) {
-#if HWY_TARGET == HWY_SCALAR
-  const uint64_t wide = static_cast<uint64_t>(hn::GetLane(a)) * b;
-  high = hn::Set(u32, static_cast<uint32_t>(wide >> 32));
-  low = hn::Set(u32, static_cast<uint32_t>(wide));
-#else
-  const VU by = hn::Set(u32, b);
-  const VU even = hn::BitCast(u32, hn::MulEven(a, by));
-  const VU odd = hn::BitCast(u32, hn::MulEven(hn::DupOdd(a), by));
-  low = hn::OddEven(hn::DupEven(odd), even);
-  high = hn::OddEven(odd, hn::DupOdd(even));
-#endif
-}
-STROBE_SIMD VPhilox philox(const Dropout& d, VU batch_head, VU row, VU group) {
-  VU c0 = group, c1 = row, c2 = batch_head, c3 = hn::Set(u32, d.counter3);
-  uint32_t k0 = d.key0, k1 = d.key1;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    VU high0, low0, high1, low1;
-    mul_wide(c0, kPhiloxM0, high0, low0);
-    mul_wide(c2, kPhiloxM1, high1, low1);
-    c0 = hn::Xor(hn::Xor(high1, c1), hn::Set(u32, k0));
-    c2 = hn::Xor(hn::Xor(high0, c3), hn::Set(u32, k1));
-    c1 = low1;
-    c3 = low0;
-    k0 += kPhiloxW0;
-    k1 += kPhiloxW1;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
-/// Lanes whose 16 bits say keep.
-STROBE_SIMD hn::Mask<F> keep_lanes(const Dropout& d, VU half) {
-  // Both sides are below 2^17, so a signed comparison will do.
-  return hn::RebindMask(
-      f32, hn::Gt(hn::BitCast(i32, half), hn::Set(i32, static_cast<int32_t>(d.threshold) - 1)));
-}
 
 }  // namespace strobe::cpu::STROBE_ISA
 

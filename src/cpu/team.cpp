@@ -2,11 +2,13 @@
 // have one pool and not two that fight for the cores. GNU's run time has two habits that a library
 // must not pass on to its callers:
 //
-//  - where a thread cannot be made it prints and exits. So before OpenMP is asked for more threads
-//    than it is known to have, that many are made and ended here, and it is asked for no more than
-//    could be;
-//  - in the child of a fork it waits for ever for threads of the parent's, if the thread that
-//    forked had a pool, whoever made that. So that thread uses threads of its own for each launch.
+//  - Where a thread cannot be made, it prints and exits. Before OpenMP is asked for more threads
+//    than it is known to have, that many are therefore made and ended here, and OpenMP is asked for
+//    no more than could be made.
+//  - In the child of a fork it waits for ever for the parent's threads if the thread that forked
+//  had
+//    a pool, whoever had made that pool. In the child that thread therefore makes threads of its
+//    own for each launch.
 #include "cpu/team.h"
 
 #include <omp.h>
@@ -83,15 +85,15 @@ constexpr bool kAlwaysNewThreads = false;
 struct Pool {
   std::atomic<bool> taken;
   // Threads besides the caller that the pool is known to have: those of the caller's latest team,
-  // less those that have ended since (another library's smaller team ends the surplus). Below the
-  // truth at times, never above it but for the moment in which a thread ends.
+  // less those that have ended since (another library's smaller team ends the surplus). The number
+  // may be too small; it is too large only for the moment in which a thread ends.
   std::atomic<int> workers;
   std::atomic<bool> untracked;  // a worker could not be told to report its end
   int64_t retry;                // no more threads are tried for before this time, in seconds
 };
 
-// A fixed number, so that nothing is allocated and a worker that ends late finds it there. Calling
-// threads past so many at once are served without knowledge of their pools.
+// A fixed number of records, so that nothing is allocated and a worker that ends late still finds
+// its record. Nothing is known of the pools of any calling threads beyond that number.
 constexpr int kPools = 512;
 Pool pools[kPools];
 
@@ -146,16 +148,16 @@ void enlist(Pool* pool, int thread) {
     }
     return;
   }
-  // The caller. No worker can end before it has come to the end of the work itself. A team of one
-  // leaves the pool as it is.
+  // This is the caller. No worker can end before the caller has reached the end of the work itself.
+  // A team of one leaves the pool as it is.
   const int workers = omp_get_num_threads() - 1;
   if (workers > 0 && pool->workers.load(std::memory_order_relaxed) != workers) {
     pool->workers.store(workers, std::memory_order_relaxed);
   }
 }
 
-// The size of OpenMP's stacks in bytes; 0: the system's default. As OMP_STACKSIZE has it: a number
-// of kilobytes, or of what a letter says.
+// The size of OpenMP's stacks in bytes; 0: the system's default. OMP_STACKSIZE is a number of
+// kilobytes, or of the unit that a letter after it names.
 size_t openmp_stack_bytes() {
   for (const char* const name : {"OMP_STACKSIZE", "GOMP_STACKSIZE"}) {
     const char* const text = std::getenv(name);
@@ -186,7 +188,8 @@ size_t openmp_stack_bytes() {
 }
 const size_t stack_bytes = openmp_stack_bytes();
 
-// Memory that OpenMP takes for a team of this size, amply: it exits too where it gets none.
+// No less than the memory that OpenMP takes for a team of this size: where it gets none, it exits
+// too.
 size_t team_bytes(int threads) { return 16384 + 1024 * static_cast<size_t>(threads); }
 
 // A thread that is joined counts against the limits until the kernel has taken it off its lists, a
@@ -234,7 +237,7 @@ int creatable(int wanted) {
   for (int i = 0; i < made; ++i) pthread_join(probes[static_cast<size_t>(i)].thread, nullptr);
   for (int i = 0; i < made; ++i) wait_until_gone(probes[static_cast<size_t>(i)].id);
   pthread_attr_destroy(&attributes);
-  // At a limit one is left for whoever else makes threads at this moment.
+  // At a limit, one thread is left to others that make threads at this moment.
   return made == wanted || made == 0 ? made : made - 1;
 }
 
@@ -244,7 +247,7 @@ int64_t seconds() {
   return now.tv_sec;
 }
 
-// The threads, at most `threads`, that OpenMP can be asked for at no risk. pool null: nothing is
+// How many threads, at most `threads`, OpenMP can be asked for without risk. pool null: nothing is
 // known of its threads.
 int affordable(Pool* pool, int threads) {
   if (omp_get_active_level() >= omp_get_max_active_levels()) return 1;

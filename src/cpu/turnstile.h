@@ -1,14 +1,16 @@
 // The order in which key blocks add to a query tile's dQ.
 //
-// Every (batch, head, query tile) has a counter of the key blocks that have added to it. A key
-// block adds when all before it have: the order of summation, hence every bit of dQ, is the same
-// whatever the threads do. Work items are handed out with key blocks ascending, so whoever waits,
-// waits for an item that a thread already runs: no deadlock.
+// Every (batch, head, query tile) has a counter of the key blocks that have added to it, its turn.
+// A key block adds when all key blocks before it have added. The order of the additions, and with
+// it every bit of dQ, is then the same whatever the threads do. Work items are handed out with key
+// blocks ascending, so that a thread that waits, waits for an item that another thread already
+// runs: there is no deadlock.
 #ifndef STROBE_CPU_TURNSTILE_H_
 #define STROBE_CPU_TURNSTILE_H_
 
 #include <sched.h>
 
+#include "core/visits.h"
 #include "cpu/kernels.h"
 
 namespace strobe::cpu {
@@ -20,19 +22,20 @@ struct Visit {
   uint32_t order;    // 0 for the first
 };
 
-STROBE_INLINE Visit visit(const BackwardContext& context, const Mask& mask, Range q_tile,
-                          int64_t k_begin) {
-  const Range keys = mask.kv_range(q_tile);
+STROBE_INLINE Visit visit_of(const BackwardContext& context, const Mask& mask, Range q_tile,
+                             int64_t k_begin) {
+  const Range blocks = key_visits(mask, q_tile, context.block_k).blocks;
   const int64_t block = k_begin / context.block_k;
-  const int64_t begin = keys.begin / context.block_k, end = ceil_div(keys.end, context.block_k);
-  if (keys.empty() || block < begin || block >= end) return {true, false, false, 0};
-  return {false, block == begin, block == end - 1, static_cast<uint32_t>(block - begin)};
+  if (!blocks.contains(block)) return {true, false, false, 0};
+  return {false, block == blocks.begin, block == blocks.end - 1,
+          static_cast<uint32_t>(block - blocks.begin)};
 }
 
 STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, int64_t head,
                                 int64_t q_begin) {
-  // Where lengths vary, so that the room does not grow with their bound: no two sequences' tiles
-  // meet, as each is given one more than the rows before it fill.
+  // Packed sequences' counters are counted by rows, so that their room does not grow with the bound
+  // of the lengths. Each sequence has one counter more than the rows before it fill, so that two
+  // sequences never share one.
   const int64_t first = context.sequences.cu_q
                             ? context.sequences.cu_q[batch] / context.tile_q + batch
                             : batch * ceil_div(context.problem.seqlen_q, context.tile_q);

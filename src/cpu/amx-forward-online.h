@@ -1,21 +1,24 @@
-// The forward pass for every rule that scores can have, for queries that see few keys, and for rows
-// that amx-forward.h gave up: plain online softmax, one unit of 32 queries and 128 keys after the
-// other, nothing overlapped.
+// The forward pass with the online softmax of the paper, one unit of 32 queries and 128 keys after
+// the other and nothing overlapped. It serves scores other than scale * q.k, dropout, queries that
+// see few keys, and rows that amx-forward.h gave up.
 //
-// O is divided by the sum of the weights as they meet V, rounded to bf16: where one outweighs the
-// rest, its rounding error is in both and cancels. lse is made of the sum of weights as they are.
-#ifndef STROBE_CPU_AMX_FORWARD_EXACT_H_
-#define STROBE_CPU_AMX_FORWARD_EXACT_H_
+// O is divided by the sum of the weights as they are multiplied with V, that is, rounded to bf16:
+// where one weight outweighs the rest, its rounding error is in both and cancels. lse is made of
+// the sum of the weights before rounding.
+#ifndef STROBE_CPU_AMX_FORWARD_ONLINE_H_
+#define STROBE_CPU_AMX_FORWARD_ONLINE_H_
 
 #include "cpu/amx-forward.h"
 #include "cpu/amx-score.h"
 
 namespace strobe::cpu::amx {
 
-/// Where amx-forward.h keeps `reference` and `sum`, 16 lanes of each row, this keeps one value each
-/// in the first lane: the running maximum (of scores, in natural units) and the sum of weights. In
-/// the second lane of `sum`: the sum of weights rounded to bf16.
-STROBE_AMX void exact_scores(const Forward& f, const Unit& u) {
+/// S of a unit.
+///
+/// amx-forward.h keeps 16 lanes of `reference` and `sum` for each row. Here the first lane holds
+/// the running maximum of the scores (`reference`) and the sum of the weights (`sum`), and the
+/// second lane of `sum` the sum of the weights rounded to bf16.
+STROBE_AMX void online_scores(const Forward& f, const Unit& u) {
   const int64_t n = f.d_blocks;
   const Bf16* const q = f.s.q + u.tile * kForwardTileQ * n * kPair;
   for (int64_t g = 0; g < u.groups; ++g) {
@@ -43,11 +46,11 @@ STROBE_AMX void exact_scores(const Forward& f, const Unit& u) {
 }
 
 /// Weights of a unit; their low parts where they are split.
-STROBE_AMX Bf16* exact_weights_at(const Forward& f, bool low) {
+STROBE_AMX Bf16* online_weights_at(const Forward& f, bool low) {
   return f.s.p + (low ? kForwardTileQ * kUnit : 0);
 }
 
-STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
+STROBE_AMX void online_output(const Forward& f, const Unit& u) {
   const bool split = f.few_keys(u.tile);
   const int64_t n = f.dv_blocks;
   for (int64_t b = 0; b < n; ++b) {
@@ -57,7 +60,7 @@ STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
     tile_load<2>(o + 2 * kTileFloat);
     tile_load<3>(o + 3 * kTileFloat);
     for (int64_t g = 0; g < u.groups; ++g) {
-      const Bf16* const p = exact_weights_at(f, false) + g * 2 * kTileBf16;
+      const Bf16* const p = online_weights_at(f, false) + g * 2 * kTileBf16;
       const Bf16* const v = f.s.v + ((u.key_in_block + g * kGroup) * n + b * kGroup) * kPair;
       tile_load<4>(p);
       tile_load<5>(p + kTileBf16);
@@ -68,7 +71,7 @@ STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
       tile_multiply<2, 5, 6>();
       tile_multiply<3, 5, 7>();
       if (!split) continue;
-      const Bf16* const low = exact_weights_at(f, true) + g * 2 * kTileBf16;
+      const Bf16* const low = online_weights_at(f, true) + g * 2 * kTileBf16;
       tile_load<4>(low);
       tile_load<5>(low + kTileBf16);
       tile_multiply<0, 4, 6>();
@@ -83,25 +86,25 @@ STROBE_AMX void exact_output(const Forward& f, const Unit& u) {
   }
 }
 
-/// Scores of the unit become weights, times 2^-lower; O and the sums so far are scaled to the new
-/// maximum.
-static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u, int lower) {
+/// Turns the scores of the unit into weights times 2^-lower, and scales O and the sums so far to
+/// the new maximum.
+static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u, int lower) {
+  const ScoreRule& rule = scorer.rule;
   const Range tile = f.tile(u.tile);
   const Mask& mask = f.sequence.mask;
   const bool split = f.few_keys(u.tile);
   const RoundToPairs to_pairs;
-  // Rows of P past the last query keep what they have: nobody reads what comes of them.
+  // Rows of P past the last query keep what they have: no result depends on them.
   for (int64_t r = 0; r < tile.size(); ++r) {
     const int64_t query = tile.begin + r;
     const Range seen = mask.row(query);
     float* const at = f.s.s + r * kGroup;
-    const auto position = static_cast<float>(mask.position(query) - u.key);
+    const __m512i position = same(mask.position(query));
 
     __m512 largest = set(-kInfinity);
     for (int64_t j = 0; j < u.groups * kGroup; j += kTile) {
       float* const s = at + j / kGroup * kForwardTileQ * kGroup + j % kGroup;
-      __m512 slope;
-      const __m512 x = rule.apply(load(s), position - static_cast<float>(j), slope);
+      const __m512 x = scorer(load(s), position, count_from(u.key + j)).value;
       const auto lane = static_cast<__mmask16>(lanes(seen.begin - u.key - j, seen.end - u.key - j));
       const __m512 score = _mm512_mask_mov_ps(set(-kInfinity), lane, x);
       store(s, score);
@@ -112,7 +115,7 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
     const float now = _mm512_reduce_max_ps(largest);
     if (now > *maximum) {
       if (*maximum != -kInfinity) {
-        const __m512 rescale = exp2_exact(set((*maximum - now) * kLog2e));
+        const __m512 rescale = exp2(set((*maximum - now) * kLog2e));
         *sum *= _mm512_cvtss_f32(rescale);
         sum[1] *= _mm512_cvtss_f32(rescale);
         float* const o = f.o_tile(u.tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
@@ -127,15 +130,14 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
     }
     // A row that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     const __m512 reference = set(*maximum == -kInfinity ? 0 : *maximum);
-    uint32_t keep[kUnitGroups];
-    if (rule.dropout) rule.keep_keys(query, u.key, keep);
+    uint32_t kept[kUnitGroups];
+    if (rule.dropout) kept_keys(rule, query, u.key, kept);
     __m512 total = _mm512_setzero_ps(), rounded_total = total;
     for (int64_t g = 0; g < u.groups; ++g) {
       const float* const s = at + g * kForwardTileQ * kGroup;
       const __m512 log2e = set(kLog2e), less = set(static_cast<float>(lower));
-      __m512 a = exp2_exact(_mm512_fmsub_ps(_mm512_sub_ps(load(s), reference), log2e, less));
-      __m512 b =
-          exp2_exact(_mm512_fmsub_ps(_mm512_sub_ps(load(s + kTile), reference), log2e, less));
+      __m512 a = exp2(_mm512_fmsub_ps(_mm512_sub_ps(load(s), reference), log2e, less));
+      __m512 b = exp2(_mm512_fmsub_ps(_mm512_sub_ps(load(s + kTile), reference), log2e, less));
       const __m512 both = _mm512_add_ps(a, b);
       __m512i pairs = to_pairs(a, b);
       total = _mm512_add_ps(total, both);
@@ -144,14 +146,14 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
                 : _mm512_add_ps(rounded_total, _mm512_add_ps(round_to_bf16(a), round_to_bf16(b)));
       if (rule.dropout) {
         // The sums stay those of all weights: dropout comes after the softmax.
-        a = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g]), a);
-        b = _mm512_maskz_mov_ps(static_cast<__mmask16>(keep[g] >> 16), b);
+        a = _mm512_maskz_mov_ps(static_cast<__mmask16>(kept[g]), a);
+        b = _mm512_maskz_mov_ps(static_cast<__mmask16>(kept[g] >> 16), b);
         pairs = to_pairs(a, b);
       }
       const int64_t row = (g * kForwardTileQ + r) * kPair;
-      _mm512_store_si512(exact_weights_at(f, false) + row, pairs);
+      _mm512_store_si512(online_weights_at(f, false) + row, pairs);
       if (split) {
-        _mm512_store_si512(exact_weights_at(f, true) + row, to_pairs(low_part(a), low_part(b)));
+        _mm512_store_si512(online_weights_at(f, true) + row, to_pairs(low_part(a), low_part(b)));
       }
     }
     *sum += _mm512_reduce_add_ps(total);
@@ -161,8 +163,8 @@ static void exact_weights(const Forward& f, const ScoreRule& rule, const Unit& u
 
 /// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sums of their rows.
 /// lower: weights are 2^-lower of what they are against the maximum.
-static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lower) {
-  const ScoreRule rule(f.c, f.item.batch, f.item.head);
+static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lower) {
+  const Scorer scorer(score_rule(f.c, f.item.batch, f.item.head));
   for (int64_t r = tile * kForwardTileQ; r < tile_end * kForwardTileQ; ++r) {
     f.s.reference[r * kTile] = -kInfinity;
     f.s.sum[r * kTile] = f.s.sum[r * kTile + 1] = 0;
@@ -175,18 +177,18 @@ static void exact_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lo
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
     const int64_t padded = round_up(block.size(), kGroup);
-    pack_columns(f.k_rows(block), padded, f.s.k);
-    const bool special = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.special);
+    pack_transposed(f.k_rows(block), padded, f.s.k);
+    const bool nonfinite = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
     Units units(f, block, tile, tile_end);
     for (Unit u; units.next(u);) {
-      exact_scores(f, u);
-      exact_weights(f, rule, u, lower);
-      if (special) add_special(f, u, f.s.p, f.o_tile(u.tile));
-      exact_output(f, u);
+      online_scores(f, u);
+      online_weights(f, scorer, u, lower);
+      if (nonfinite) add_nonfinite(f, u, f.s.p, f.o_tile(u.tile));
+      online_output(f, u);
     }
   }
 }
 
 }  // namespace strobe::cpu::amx
 
-#endif  // STROBE_CPU_AMX_FORWARD_EXACT_H_
+#endif  // STROBE_CPU_AMX_FORWARD_ONLINE_H_

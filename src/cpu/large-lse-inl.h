@@ -1,0 +1,78 @@
+// Backward rows whose lse is large. The weights of a row are exp(score - lse), and lse is a
+// float32: at 1000 it may be off by 3e-5, which all weights of the row then are, at 1e7 by 1/2, at
+// 1e11 by thousands. From kLargeLse on, the row's maximum and sum are therefore computed again as
+// forward computes them, and a weight is exp(score - maximum) / sum, which is at most 1 as in
+// standard attention. The division costs nothing: all that backward computes is linear in dO, so
+// that the row of dO (and of delta) is divided instead.
+#ifndef STROBE_CPU_LARGE_LSE_INL_H_
+#define STROBE_CPU_LARGE_LSE_INL_H_
+
+#include "cpu/forward-inl.h"
+
+namespace strobe::cpu::STROBE_ISA {
+
+STROBE_SIMD bool is_large(float lse) {
+  const float size = lse < 0 ? -lse : lse;
+  return size >= kLargeLse && size < kInfinity;  // infinity: the row sees nothing
+}
+
+/// How the weights of one row come from its scores: exp2((score - reference) * unit). The score is
+/// q.k * factor where the rule is linear, and the Scorer's otherwise.
+struct RowSoftmax {
+  float factor, reference;
+  float unit;
+  float dout_factor;  // what dO and delta are multiplied by
+};
+
+/// lse_at: the row's place in lse.
+STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreRule& rule,
+                                   int64_t lse_at) {
+  const float lse = c.lse[lse_at];
+  if (!is_large(lse)) return {rule.scale, lse, kLog2e, 1};
+  // As in forward, bit for bit.
+  return {rule.linear ? q_factor(rule) : rule.scale, c.row_max[lse_at], score_unit(rule) * kLog2e,
+          1 / c.row_sum[lse_at]};
+}
+
+STROBE_SIMD ForwardContext forward_of(const BackwardContext& c) {
+  ForwardContext f{};
+  static_cast<Context&>(f) = c;
+  f.block_q = kForwardTileQ;
+  return f;
+}
+
+static size_t row_sums_scratch(const BackwardContext& c) { return forward_scratch(forward_of(c)); }
+
+/// Fills row_max and row_sum of the item's queries, for each tile in which some row needs them.
+static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  const AttentionProblem& p = c.problem;
+  const Sequence sequence = c.sequence(item.batch);
+  const int64_t at = c.lse_index(sequence, item.head);
+  const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
+  for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {
+    const int64_t end = min64(q + kForwardTileQ, item.q_end);
+    bool any = false;
+    for (int64_t i = q; i < end; ++i) any |= is_large(c.lse[at + i]);
+    if (!any) continue;
+
+    Arena arena(scratch);
+    const ForwardScratch s = carve_forward(arena, forward_of(c));
+    ForwardTile& tile = s.tiles[0];
+    start_tile(c, sequence, item, q, s.rows, tile);
+    ScoreRule rule = score_rule(c, item.batch, item.head);
+    rule.dropout = false;  // it comes after the softmax
+    for (Range block = block_at(tile.keys, tile.keys.begin, kForwardTileK); !block.empty();
+         block = block_at(tile.keys, block.end, kForwardTileK)) {
+      load_rows(k, p.dtype, block, p.head_dim, s.k, round_up(p.head_dim, kLanes));
+      weigh_keys(c, rule, sequence, tile, block, block, s);
+    }
+    for (int64_t i = q; i < end; ++i) {
+      c.row_max[at + i] = tile.max[i - q];
+      c.row_sum[at + i] = tile.sum[i - q];
+    }
+  }
+}
+
+}  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_LARGE_LSE_INL_H_
