@@ -19,14 +19,15 @@ struct BackwardStep {
   int32_t head, tile;
 };
 
-/// Visits of query tiles, in 32 bits.
+/// Visits of query tiles, in 32 bits. (With the full ones as numbers of tiles too, not of queries,
+/// ptxas spills at head_dim 128.)
 struct TileVisits {
-  int32_t begin, end;            // those that see some key of the item
-  int32_t full_begin, full_end;  // of them, those without a query past the end or a masked pair
+  int32_t begin, end;            // tiles that see some key of the item
+  int32_t full_begin, full_end;  // queries of those that have no masked pair, and none past the end
 
-  STROBE_INLINE static constexpr TileVisits of(const Visits& v) {
+  STROBE_INLINE static constexpr TileVisits of(const Visits& v, int32_t tile_q) {
     return {static_cast<int32_t>(v.blocks.begin), static_cast<int32_t>(v.blocks.end),
-            static_cast<int32_t>(v.full.begin), static_cast<int32_t>(v.full.end)};
+            static_cast<int32_t>(v.full.begin) * tile_q, static_cast<int32_t>(v.full.end) * tile_q};
   }
 };
 
@@ -41,7 +42,7 @@ enum RowCopies : int32_t {
 /// threads, and registers are what the kernel is short of.
 struct alignas(16) ItemRecord {
   TileVisits visits;     // first, for it is read in one piece
-  int32_t first_tile;    // from this query tile on this item is the first to add to dQ
+  int32_t first_query;   // from this tile's first query on this item is the first to add to dQ
   uint32_t scratch;      // first scratch tile of the sequence
   const char *q, *dout;  // row 0 of the sequence, head 0
   Mask mask;             // of the sequence
@@ -66,10 +67,10 @@ struct alignas(16) ItemRecord {
     position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    visits = TileVisits::of(query_visits(mask, keys, tile_q));
+    visits = TileVisits::of(query_visits(mask, keys, tile_q), tile_q);
     // Keys past the end are no part of the visits: where the item has some, every step is masked.
     if (keys.size() < tile_k) visits.full_end = visits.full_begin;
-    first_tile = first_tile_started(mask, key_begin, tile_q);
+    first_query = first_tile_started(mask, key_begin, tile_q) * tile_q;
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
     steps = (head_end - head_begin) * (visits.end - visits.begin);
     scratch = scratch_begin(p, tile_q, batch);

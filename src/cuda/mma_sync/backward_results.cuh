@@ -36,7 +36,8 @@ __device__ __forceinline__ uint32_t key_tile(const Thread& t) {
 /// and backward_pre.cuh lets it begin at the first; else it says whether the first has added.
 template <typename Thread>
 __device__ __forceinline__ uint32_t awaited_additions(const Thread& t, const BackwardStep& step) {
-  if (step.tile >= t.record_int(offsetof(ItemRecord, first_tile))) return 0;
+  if (step.tile * Thread::kConfig.tile_q >= t.record_int(offsetof(ItemRecord, first_query)))
+    return 0;
   return t.deterministic() ? key_tile(t) : 1;
 }
 /// What the counter is to be set to after this item's addition.

@@ -157,9 +157,9 @@ struct BackwardThread {
   __device__ __forceinline__ void next_item() { count += 0x10000u; }
   __device__ __forceinline__ void next_step() {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
-    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
-    // registers are short.
-    if constexpr (!kAddFour || Shape::kFresh) ptx::make_opaque(count);
+    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and in rows whose
+    // queries are split and whose registers are short.
+    if constexpr (!kAddFour || (Shape::kFresh && Shape::kSplit)) ptx::make_opaque(count);
   }
 
   __device__ __forceinline__ TileVisits visits() const {
@@ -185,7 +185,8 @@ struct BackwardThread {
   }
   __device__ __forceinline__ static bool masked(const BackwardStep& step,
                                                 const TileVisits& visits) {
-    return step.tile < visits.full_begin || step.tile >= visits.full_end;
+    const int32_t q = step.tile * kC.tile_q;
+    return q < visits.full_begin || q + kC.tile_q > visits.full_end;
   }
   /// Scratch tile of a step, given the sequence's first.
   __device__ __forceinline__ uint32_t scratch_tile(uint32_t first, const BackwardStep& step) const {
