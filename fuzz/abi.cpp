@@ -104,6 +104,15 @@ strobe_problem small_problem(Input& in) {
   p.deterministic = in.flag();
   p.batch_invariant = in.flag();
   p.has_dlse = in.flag();
+  if (in.flag()) {
+    p.attention_chunk = in.range(0, 90);
+    const int64_t arrays = in.range(0, 15);
+    p.has_seqused_q = arrays & 1;
+    p.has_seqused_k = arrays >> 1 & 1;
+    p.has_q_position = arrays >> 2 & 1;
+    p.has_prefix = arrays >> 3 & 1;
+    if (p.has_prefix && in.flag()) p.window_left = -1, p.attention_chunk = 0;
+  }
   p.threads = static_cast<int32_t>(in.range(1, 2));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
                 rows_k = p.varlen ? p.total_k : p.seqlen_k;
@@ -172,6 +181,15 @@ std::vector<int32_t> take_lengths(Input& in, const strobe_problem& p, int64_t to
   return cu;
 }
 
+// One number a sequence, mostly from 0 to `most`.
+std::vector<int32_t> take_numbers(Input& in, const strobe_problem& p, int64_t most) {
+  std::vector<int32_t> numbers(static_cast<size_t>(p.batch));
+  const bool any = in.take<uint8_t>() % 8 == 0;
+  for (int32_t& x : numbers)
+    x = any ? in.take<int32_t>() : static_cast<int32_t>(in.range(0, std::max<int64_t>(most, 0)));
+  return numbers;
+}
+
 template <typename Args>
 void spoil(Input& in, Args& args) {
   const void** const inputs[] = {&args.q, &args.k, &args.v};
@@ -200,6 +218,12 @@ void spoil(Input& in, Args& args) {
       break;
     case 7:
       args.lse = nullptr;
+      break;
+    case 8:
+      args.seqused_k = nullptr;
+      break;
+    case 9:
+      args.prefix = nullptr;
       break;
     default:
       break;
@@ -233,6 +257,11 @@ void launch(Input& in, const strobe_plan& plan) {
   std::vector<float> slopes(
       static_cast<size_t>(p.heads * (p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.batch : 1)));
   for (float& slope : slopes) slope = in.flag() ? in.take<float>() : 0.5F;
+  // With varying lengths some are longer than their sequence, and are to be refused.
+  const std::vector<int32_t> used_q = take_numbers(in, p, p.has_seqused_q ? p.seqlen_q : 0),
+                             used_k = take_numbers(in, p, p.has_seqused_k ? p.seqlen_k : 0),
+                             position = take_numbers(in, p, p.has_q_position ? 90 : 0),
+                             prefix = take_numbers(in, p, p.has_prefix ? p.seqlen_k : 0);
   // No larger than the plan says, so that a launch that wants more is seen.
   const std::unique_ptr<void, decltype(&std::free)> workspace(
       in.flag() ? std::aligned_alloc(64, (plan.workspace_bytes + 63) / 64 * 64) : nullptr,
@@ -248,6 +277,10 @@ void launch(Input& in, const strobe_plan& plan) {
     args.cu_seqlens_q = p.varlen ? cu_q.data() : nullptr;
     args.cu_seqlens_k = p.varlen ? cu_k.data() : nullptr;
     args.alibi_slopes = p.alibi ? slopes.data() : nullptr;
+    args.seqused_q = p.has_seqused_q ? used_q.data() : nullptr;
+    args.seqused_k = p.has_seqused_k ? used_k.data() : nullptr;
+    args.q_position = p.has_q_position ? position.data() : nullptr;
+    args.prefix = p.has_prefix ? prefix.data() : nullptr;
     args.dropout_seed = in.take<uint64_t>();
     args.dropout_offset = in.take<uint64_t>();
     args.workspace = workspace.get();

@@ -348,7 +348,8 @@ def _names(shapes: Shapes) -> dict[str, str]:
         for axis, step in enumerate(fields):
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.
-    return {f"{name} =": f"{known} =" for name, known in names.items()}
+    equal = {f"{name} =": f"{known} =" for name, known in names.items()}
+    return equal | {f"has_{name} = 1": f"{name} given" for name in ARRAYS}
 
 
 # Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.

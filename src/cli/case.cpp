@@ -1,6 +1,7 @@
 #include "cli/case.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -204,10 +205,46 @@ Case::Case(const CaseSpec& spec) : spec_(spec), problem_(spec.problem) {
     p.has_dlse = true;
     for (size_t i = 0; i < lse_.size(); ++i) dlse_.push_back(static_cast<float>(random.Normal()));
   }
+  for_each_array(p, spec_.arrays,
+                 [](const OptionArray&, bool& has, const std::vector<int32_t>& values) {
+                   has = !values.empty();
+                 });
+  PoisonUnused();
   if (p.alibi != Alibi::kNone) {
     const int64_t count = p.heads * (p.alibi == Alibi::kPerBatchHead ? p.batch : 1);
     for (int64_t i = 0; i < count; ++i) slopes_.push_back(static_cast<float>(random.Uniform()));
   }
+}
+
+// A row that is not in use is never read.
+void Case::PoisonUnused() {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  const auto poison = [&](const std::vector<int32_t>& used, const std::vector<int64_t>& lengths,
+                          auto set) {
+    int64_t row = 0;
+    for (size_t b = 0; b < used.size(); ++b) {
+      for (int64_t i = used[b]; i < lengths[b]; ++i) set(row + i);
+      row += lengths[b];
+    }
+  };
+  const auto set_all = [&](CaseTensor* t, int64_t row) {
+    for (int64_t h = 0; h < t->heads(); ++h) {
+      for (int64_t d = 0; d < t->dim(); ++d) t->Set(row, h, d, kNaN);
+    }
+  };
+  poison(spec_.arrays.seqused_q, spec_.lengths_q, [&](int64_t row) {
+    set_all(&q_, row);
+    set_all(&dout_, row);
+    if (dlse_.empty()) return;
+    const int64_t seqlen = problem_.varlen ? out_.rows() : problem_.seqlen_q;
+    for (int64_t h = 0; h < problem_.heads; ++h)
+      dlse_[static_cast<size_t>((row / seqlen * problem_.heads + h) * seqlen + row % seqlen)] =
+          kNaN;
+  });
+  poison(spec_.arrays.seqused_k, spec_.lengths_k, [&](int64_t row) {
+    set_all(&k_, row);
+    set_all(&v_, row);
+  });
 }
 
 std::string Case::RunLibrary(int32_t threads) {
@@ -235,18 +272,23 @@ std::string Case::RunLibrary(int32_t threads) {
   const Plan forward_plan(forward);
   const Buffer forward_workspace = poisoned(forward_plan.workspace_bytes());
   Mirror mirror(problem_.device);
-  forward_plan.forward(
-      {.q = q_.In(&mirror),
-       .k = k_.In(&mirror),
-       .v = v_.In(&mirror),
-       .out = out_.Out(&mirror),
-       .lse = mirror.Out(lse_.data(), lse_.size()),
-       .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
-       .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
-       .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
-       .dropout_seed = spec_.seed,
-       .dropout_offset = spec_.seed >> 32,
-       .workspace = mirror.Out(forward_workspace.span()).first(forward_plan.workspace_bytes())});
+  const auto numbers = [&](const std::vector<int32_t>& values) {
+    return values.empty() ? nullptr : mirror.In(values.data(), values.size());
+  };
+  ForwardArgs forward_args = {
+      .q = q_.In(&mirror),
+      .k = k_.In(&mirror),
+      .v = v_.In(&mirror),
+      .out = out_.Out(&mirror),
+      .lse = mirror.Out(lse_.data(), lse_.size()),
+      .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
+      .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
+      .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
+      .dropout_seed = spec_.seed,
+      .dropout_offset = spec_.seed >> 32,
+      .workspace = mirror.Out(forward_workspace.span()).first(forward_plan.workspace_bytes())};
+  map_arrays(spec_.arrays, forward_args, numbers);
+  forward_plan.forward(forward_args);
   mirror.Fetch();
   if (overrun(forward_workspace)) return "forward wrote past the end of its workspace";
   if (!out_.RoomUntouched()) return "forward wrote outside out";
@@ -257,23 +299,25 @@ std::string Case::RunLibrary(int32_t threads) {
   backward.threads = threads;
   const Plan backward_plan(backward);
   const Buffer backward_workspace = poisoned(backward_plan.workspace_bytes());
-  backward_plan.backward(
-      {.q = q_.In(&mirror),
-       .k = k_.In(&mirror),
-       .v = v_.In(&mirror),
-       .out = out_.In(&mirror),
-       .lse = mirror.In(lse_.data(), lse_.size()),
-       .dout = dout_.In(&mirror),
-       .dlse = dlse_.empty() ? nullptr : mirror.In(dlse_.data(), dlse_.size()),
-       .dq = dq_.Out(&mirror),
-       .dk = dk_.Out(&mirror),
-       .dv = dv_.Out(&mirror),
-       .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
-       .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
-       .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
-       .dropout_seed = spec_.seed,
-       .dropout_offset = spec_.seed >> 32,
-       .workspace = mirror.Out(backward_workspace.span()).first(backward_plan.workspace_bytes())});
+  BackwardArgs backward_args = {
+      .q = q_.In(&mirror),
+      .k = k_.In(&mirror),
+      .v = v_.In(&mirror),
+      .out = out_.In(&mirror),
+      .lse = mirror.In(lse_.data(), lse_.size()),
+      .dout = dout_.In(&mirror),
+      .dlse = dlse_.empty() ? nullptr : mirror.In(dlse_.data(), dlse_.size()),
+      .dq = dq_.Out(&mirror),
+      .dk = dk_.Out(&mirror),
+      .dv = dv_.Out(&mirror),
+      .cu_seqlens_q = mirror.In(cu_q_.data(), cu_q_.size()),
+      .cu_seqlens_k = mirror.In(cu_k_.data(), cu_k_.size()),
+      .alibi_slopes = mirror.In(slopes_.data(), slopes_.size()),
+      .dropout_seed = spec_.seed,
+      .dropout_offset = spec_.seed >> 32,
+      .workspace = mirror.Out(backward_workspace.span()).first(backward_plan.workspace_bytes())};
+  map_arrays(spec_.arrays, backward_args, numbers);
+  backward_plan.backward(backward_args);
   mirror.Fetch();
   if (overrun(backward_workspace)) return "backward wrote past the end of its workspace";
   if (!dq_.RoomUntouched()) return "backward wrote outside dq";
@@ -294,6 +338,8 @@ ReferenceProblem Case::MakeReferenceProblem() const {
       .causal = p.causal,
       .window_left = p.window_left,
       .window_right = p.window_right,
+      .attention_chunk = p.attention_chunk,
+      .arrays = spec_.arrays,
       .scale = std::isnan(p.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : p.scale,
       .softcap = p.softcap,
       .dropout_p = p.dropout_p,
@@ -381,6 +427,10 @@ std::string Case::Describe() const {
   if (p.window_left >= 0 || p.window_right >= 0) {
     text += fmt::format(", window {} {}", p.window_left, p.window_right);
   }
+  if (p.attention_chunk > 0) text += fmt::format(", chunks of {}", p.attention_chunk);
+  for_each_array(p, spec_.arrays, [&](const OptionArray& row, bool has, const auto& values) {
+    if (has) text += fmt::format(", {} {}", row.name, fmt::join(values, " "));
+  });
   if (!std::isnan(p.scale)) text += fmt::format(", scale {:.3g}", p.scale);
   if (p.softcap > 0) text += fmt::format(", softcap {:.3g}", p.softcap);
   if (p.alibi != Alibi::kNone) text += ", ALiBi";

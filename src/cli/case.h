@@ -11,6 +11,7 @@
 #include "cli/mirror.h"
 #include "cli/random.h"
 #include "cli/reference.h"
+#include "core/options.h"
 
 namespace strobe::cli {
 
@@ -24,6 +25,8 @@ struct CaseSpec {
   std::vector<int64_t> lengths_q;  // of each sequence; all equal unless problem.varlen
   std::vector<int64_t> lengths_k;
   Placement placement = Placement::kContiguous;
+  // One number a sequence; empty: none. NaN stands in the rows that are not in use.
+  ArraysOf<std::vector<int32_t>> arrays;
   float dlse_chance = 0;
   bool specials = false;  // a NaN or an infinity in q, k or v; forward only
   uint64_t seed = 0;      // of the tensors and the dropout
@@ -81,6 +84,7 @@ class Case {
   [[nodiscard]] std::string Describe() const;
 
  private:
+  void PoisonUnused();
   [[nodiscard]] ReferenceProblem MakeReferenceProblem() const;
   [[nodiscard]] std::vector<double> LseValues() const;  // [rows, heads]
 

@@ -52,6 +52,34 @@ void SetSequences(CaseSpec* spec, Random* random) {
   }
 }
 
+// One number from `least` to most(b) for each sequence.
+template <typename Most>
+std::vector<int32_t> Numbers(const CaseSpec& spec, Random* random, int64_t least, Most most) {
+  std::vector<int32_t> numbers;
+  for (size_t b = 0; b < spec.lengths_q.size(); ++b)
+    numbers.push_back(static_cast<int32_t>(random->Integer(least, most(b))));
+  return numbers;
+}
+
+void SetUsed(CaseSpec* spec, Random* random) {
+  if (random->Chance(0.4)) SetSequences(spec, random);
+  const bool both = random->Chance(0.6);
+  if (both || random->Chance(0.5)) {
+    spec->arrays.seqused_q =
+        Numbers(*spec, random, 0, [&](size_t b) { return spec->lengths_q[b]; });
+  }
+  if (both || spec->arrays.seqused_q.empty()) {
+    spec->arrays.seqused_k =
+        Numbers(*spec, random, 0, [&](size_t b) { return spec->lengths_k[b]; });
+  }
+}
+
+void SetPrefix(CaseSpec* spec, Random* random) {
+  spec->problem.causal = true;
+  spec->problem.window_left = -1;
+  spec->arrays.prefix = Numbers(*spec, random, 0, [&](size_t b) { return spec->lengths_k[b]; });
+}
+
 Alibi DrawAlibi(Random* random) {
   return random->Chance(0.5) ? Alibi::kPerHead : Alibi::kPerBatchHead;
 }
@@ -89,6 +117,11 @@ void SetDevice(Device device, CaseSpec* spec) {
 // the other way.
 void LeaveOutDropoutOfOneKey(CaseSpec* spec) {
   Problem& p = spec->problem;
+  // Few keys may be seen there too, in some row.
+  if (!spec->arrays.seqused_k.empty() || !spec->arrays.q_position.empty() ||
+      spec->problem.attention_chunk > 0) {
+    p.dropout_p = 0;
+  }
   const bool one_key = *std::max_element(spec->lengths_k.begin(), spec->lengths_k.end()) <= 1 ||
                        (p.window_left == 0 && (p.window_right == 0 || p.causal));
   if (one_key) p.dropout_p = 0;
@@ -121,6 +154,18 @@ const std::vector<Feature>& Features() {
        }},
       {"grouped key heads", SetHeads},
       {"sequences end to end", SetSequences},
+      {"lengths in use", SetUsed},
+      {"positions of queries",
+       [](CaseSpec* spec, Random* random) {
+         spec->problem.causal = true;
+         spec->arrays.q_position =
+             Numbers(*spec, random, -20, [&](size_t b) { return spec->lengths_k[b]; });
+       }},
+      {"attention chunks",
+       [](CaseSpec* spec, Random* random) {
+         spec->problem.attention_chunk = random->Integer(1, 50);
+       }},
+      {"prefix", SetPrefix},
       {"unequal lengths, also 0",
        [](CaseSpec* spec, Random* random) {
          const int64_t none = random->Integer(0, 9);  // 0: no query, 1: no key

@@ -75,9 +75,21 @@ class Plain {
     return sum;
   }
 
-  // Query i of seqlen_q sees key j of seqlen_k; both sequences end together.
-  [[nodiscard]] bool Visible(int64_t distance) const {  // of the key, to the right of the query
+  // Of a sequence, where its array gives a number; else `otherwise`.
+  [[nodiscard]] static int64_t Number(const std::vector<int32_t>& values, size_t b,
+                                      int64_t otherwise) {
+    return values.empty() ? otherwise : values[b];
+  }
+
+  // Whether a query at key position `position` sees key j.
+  [[nodiscard]] bool Visible(size_t b, int64_t position, int64_t j) const {
+    if (j < Number(p_.arrays.prefix, b, 0)) return true;
+    const int64_t distance = j - position;
     if (p_.causal && distance > 0) return false;
+    if (p_.attention_chunk > 0 &&
+        (position < 0 || position - position % p_.attention_chunk != j - j % p_.attention_chunk)) {
+      return false;
+    }
     if (p_.window_left >= 0 && distance < -p_.window_left) return false;
     return p_.window_right < 0 || distance <= p_.window_right;
   }
@@ -85,13 +97,13 @@ class Plain {
   void Head(size_t b, int64_t h) {
     const int64_t q0 = p_.offsets_q[b];
     const int64_t k0 = p_.offsets_k[b];
-    const int64_t seqlen_q = p_.offsets_q[b + 1] - q0;
-    const int64_t seqlen_k = p_.offsets_k[b + 1] - k0;
+    const int64_t seqlen_q = Number(p_.arrays.seqused_q, b, p_.offsets_q[b + 1] - q0);
+    const int64_t seqlen_k = Number(p_.arrays.seqused_k, b, p_.offsets_k[b + 1] - k0);
+    const int64_t first = Number(p_.arrays.q_position, b, seqlen_k - seqlen_q);
     std::vector<Weight> row(static_cast<size_t>(seqlen_k));
     for (int64_t i = 0; i < seqlen_q; ++i) {
       const size_t iq = QueryRow(q0 + i, h);
-      for (int64_t j = 0; j < seqlen_k; ++j)
-        row[static_cast<size_t>(j)] = Score(b, h, i, j, seqlen_k - seqlen_q);
+      for (int64_t j = 0; j < seqlen_k; ++j) row[static_cast<size_t>(j)] = Score(b, h, i, j, first);
       if (!Softmax(&row, &result_.lse[iq]))
         continue;  // no key visible: out 0, lse -inf, no gradient
       Forward(row, iq, k0, h);
@@ -99,10 +111,10 @@ class Plain {
     }
   }
 
-  [[nodiscard]] Weight Score(size_t b, int64_t h, int64_t i, int64_t j, int64_t shift) const {
-    const int64_t distance = j - (i + shift);
+  [[nodiscard]] Weight Score(size_t b, int64_t h, int64_t i, int64_t j, int64_t first) const {
+    const int64_t distance = j - (i + first);
     Weight w;
-    w.visible = Visible(distance);
+    w.visible = Visible(b, i + first, j);
     if (!w.visible) return w;
     const double* q = &in_.q[QueryRow(p_.offsets_q[b] + i, h) * static_cast<size_t>(p_.head_dim)];
     const double* k = &in_.k[KeyRow(p_.offsets_k[b] + j, h) * static_cast<size_t>(p_.head_dim)];

@@ -1,14 +1,16 @@
 // Plain attention, written to be obviously right: what `strobe check` holds the library against.
 //
-// It shares no code with the library. In float64 it is the truth; in another arithmetic it is what
-// a framework computes with plain tensor operations of that dtype (matrix products summed in
-// float32, each intermediate rounded to the dtype), and its error is the yardstick for the
-// library's.
+// It shares no code with the library but the names of options. In float64 it is the truth; in
+// another arithmetic it is what a framework computes with plain tensor operations of that dtype
+// (matrix products summed in float32, each intermediate rounded to the dtype), and its error is the
+// yardstick for the library's.
 #ifndef STROBE_CLI_REFERENCE_H_
 #define STROBE_CLI_REFERENCE_H_
 
 #include <cstdint>
 #include <vector>
+
+#include "core/options.h"
 
 namespace strobe::cli {
 
@@ -25,6 +27,8 @@ struct ReferenceProblem {
   bool causal = false;
   int64_t window_left = -1;
   int64_t window_right = -1;
+  int64_t attention_chunk = 0;                 // 0: off
+  ArraysOf<std::vector<int32_t>> arrays = {};  // [batch]; empty: none
   double scale = 1;
   double softcap = 0;
   double dropout_p = 0;

@@ -90,12 +90,30 @@ class Inputs:
     dlse: Array | None
     options: dict[str, Any]
 
+    # What the oracle takes of them.
+    PLAIN = ("causal", "window", "scale", "softcap", "dropout_p", "alibi_slopes", "attention_chunk")
+    PER_SEQUENCE = ("seqused_q", "seqused_k", "q_position", "prefix")
+
+    def poison_unused(self) -> None:
+        """NaN in the rows that are not in use: they are never read."""
+        for side, tensors in (("q", (self.q, self.dout)), ("k", (self.k, self.v))):
+            used, cu = self.options.get(f"seqused_{side}"), self.options.get(f"cu_seqlens_{side}")
+            if used is None:
+                continue
+            for b, count in enumerate(used):
+                for x in tensors:
+                    entry = x[b] if cu is None else x[cu[b] : cu[b + 1]]
+                    entry[count:] = np.nan
+                if side == "q" and self.dlse is not None:
+                    dlse = self.dlse[b] if cu is None else self.dlse[:, cu[b] : cu[b + 1]]
+                    dlse[:, count:] = np.nan
+
     def reference(self, round_to: Any = None, backward: bool = True) -> oracle.Result:
         """What the oracle, or with a dtype the comparator, makes of these inputs."""
         options = {
             name: value
             for name, value in self.options.items()
-            if name in ("causal", "window", "scale", "softcap", "dropout_p", "alibi_slopes")
+            if name in (*self.PLAIN, *self.PER_SEQUENCE)
         }
         gradients: dict[str, Any] = {"dout": self.dout, "dlse": self.dlse} if backward else {}
         cu_q: Array | None = self.options.get("cu_seqlens_q")
@@ -113,6 +131,8 @@ class Inputs:
                 dropout_offset=self.options.get("dropout_offset", 0),
             )
         options["round_to"] = round_to
+        if (cu_q is None or cu_k is None) and options.keys() & set(self.PER_SEQUENCE):
+            return oracle.dense(self.q, self.k, self.v, **gradients, **options)
         if cu_q is None or cu_k is None:
             return oracle.attention(self.q, self.k, self.v, **gradients, **options)
         return oracle.varlen(self.q, self.k, self.v, cu_q, cu_k, **gradients, **options)

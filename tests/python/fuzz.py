@@ -269,7 +269,7 @@ VALUES: list[Callable[[], Any]] = [
 # --------------------------------------------------------------------------------- right calls
 
 SCALARS = ("causal", "window", "scale", "softcap", "dropout_p", "dropout_seed", "dropout_offset")
-OURS = (*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads")
+OURS = (*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk")
 FLASH = (
     "dropout_p",
     "softmax_scale",
@@ -332,8 +332,21 @@ def with_gradients(r: random.Random) -> dict[str, Any]:
     return {"dout": torch.randn_like(out), **given, "out": out, "lse": lse, **more}
 
 
+def one_a_sequence(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, maybe with arrays of one number for each sequence."""
+    batch = len(given["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in given else len(given["q"])
+    for name in ("seqused_q", "seqused_k", "q_position", "prefix"):
+        if r.random() < 0.15:
+            given[name] = torch.randint(0, 2, (batch,), dtype=torch.int32)
+    return given
+
+
+def ours(r: random.Random) -> dict[str, Any]:
+    return one_a_sequence(r, r.choice([dense, packed])(r))
+
+
 def forward(r: random.Random) -> dict[str, Any]:
-    given = r.choice([dense, packed])(r)
+    given = ours(r)
     if r.random() < 0.3:
         given["out"] = torch.empty_like(given["q"])
     return given
@@ -348,12 +361,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     "attention": (strobe.attention, forward, (*OURS, "return_lse", "out")),
     "attention_backward": (
         strobe.attention_backward,
-        with_gradients,
+        lambda r: one_a_sequence(r, with_gradients(r)),
         (*OURS, "deterministic", "grads", "dlse"),
     ),
     "plan": (
         strobe.plan,
-        lambda r: r.choice([dense, packed])(r),
+        ours,
         (
             *[name for name in OURS if "seed" not in name and "offset" not in name],
             "backward",
@@ -362,7 +375,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     ),
     "why": (
         strobe.why,
-        lambda r: r.choice([dense, packed])(r),
+        ours,
         (
             *[name for name in OURS if "seed" not in name and "offset" not in name],
             "backward",
@@ -435,7 +448,7 @@ def draw(seed: int, index: int) -> tuple[str, dict[str, Any], dict[str, str]]:
 
 # Names of the layers beneath, and what only PyTorch says.
 FOREIGN = re.compile(
-    r"Internal error|NULL|window_(left|right)\b|\bstride of\b|\btotal_[qk] =|has_dlse"
+    r"Internal error|NULL|window_(left|right)\b|\bstride of\b|\btotal_[qk] =|has_[a-z]"
 )
 FLASH_FOREIGN = re.compile(r"(?<!softmax_)\bscale\b|\bwindow\b|\bthreads\b|dropout_(seed|offset)")
 

@@ -44,10 +44,17 @@ class Result:
 
 
 def visible(
-    seqlen_q: int, seqlen_k: int, causal: bool = False, window: tuple[int, int] = (-1, -1)
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    offset: int | None = None,
+    prefix: int = 0,
 ) -> Array:
-    """bool (seqlen_q, seqlen_k): which keys each query sees."""
-    position = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    """bool (seqlen_q, seqlen_k): which keys each query sees. offset: where query 0 stands."""
+    offset = seqlen_k - seqlen_q if offset is None else offset
+    position = np.arange(seqlen_q)[:, None] + offset
     keys = np.arange(seqlen_k)[None, :]
     seen = np.ones((seqlen_q, seqlen_k), bool)
     if causal:
@@ -56,7 +63,9 @@ def visible(
         seen &= keys >= position - window[0]
     if window[1] >= 0:
         seen &= keys <= position + window[1]
-    return seen
+    if attention_chunk > 0:
+        seen &= keys // attention_chunk == position // attention_chunk
+    return seen | (keys < prefix)
 
 
 def attention(
@@ -73,11 +82,15 @@ def attention(
     alibi_slopes: Array | None = None,
     dropout_p: float = 0.0,
     keep: Array | None = None,
+    attention_chunk: int = 0,
+    offset: int | None = None,
+    prefix: int = 0,
     round_to: Any = None,
 ) -> Result:
     """Forward, and backward if dout is given. Layouts as in strobe.attention, without varlen.
 
-    keep: bool (batch, heads, seqlen_q, seqlen_k), with dropout_p. round_to: the comparator's dtype.
+    keep: bool (batch, heads, seqlen_q, seqlen_k), with dropout_p. offset: the position of the first
+    query; prefix: keys that all queries see. round_to: the comparator's dtype.
     """
     work: Any = np.float64 if round_to is None else np.float32
 
@@ -105,11 +118,15 @@ def attention(
             slope = r(1 - r(t * t))
         if alibi_slopes is not None:
             slopes = np.broadcast_to(alibi_slopes.astype(work), (batch, heads))[:, :, None, None]
-            position = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+            first = seqlen_k - seqlen_q if offset is None else offset
+            position = np.arange(seqlen_q)[:, None] + first
             bias = r(slopes * np.abs(position - np.arange(seqlen_k)[None, :]).astype(work))
             score = r(score - bias)
             size = size + np.abs(bias)
-        seen = np.broadcast_to(visible(seqlen_q, seqlen_k, causal, window), score.shape)
+        seen = np.broadcast_to(
+            visible(seqlen_q, seqlen_k, causal, window, attention_chunk, offset, prefix),
+            score.shape,
+        )
         any_seen = seen.any(-1)
         score = np.where(seen, score, -np.inf)
         largest = score.max(-1, initial=-np.inf)
@@ -174,42 +191,80 @@ def varlen(
     dlse: Array | None = None,
     alibi_slopes: Array | None = None,
     keep: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    q_position: Array | None = None,
+    prefix: Array | None = None,
     **options: Any,
 ) -> Result:
-    """`attention` for each sequence of a packed batch."""
-    pieces = []
+    """`attention` for each sequence of a packed batch. Rows not in use: zeros, lse -inf."""
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(q.shape[1::-1], -np.inf)
+    result = Result(out, lse, np.zeros(lse.shape))
+    if dout is not None:
+        result.dq, result.dk, result.dv = (np.zeros(x.shape) for x in (q, k, v))
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        if seqused_q is not None:
+            rows = slice(rows.start, rows.start + int(seqused_q[b]))
+        if seqused_k is not None:
+            keys = slice(keys.start, keys.start + int(seqused_k[b]))
         lengths = (rows.stop - rows.start, keys.stop - keys.start)
         slopes = alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b]
-        pieces.append(
-            attention(
-                q[None, rows],
-                k[None, keys],
-                v[None, keys],
-                dout=None if dout is None else dout[None, rows],
-                dlse=None if dlse is None else dlse[None, :, rows],
-                alibi_slopes=slopes,
-                keep=None if keep is None else keep[b : b + 1, :, : lengths[0], : lengths[1]],
-                **options,
-            )
+        piece = attention(
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            dout=None if dout is None else dout[None, rows],
+            dlse=None if dlse is None else dlse[None, :, rows],
+            alibi_slopes=slopes,
+            keep=None if keep is None else keep[b : b + 1, :, : lengths[0], : lengths[1]],
+            offset=None if q_position is None else int(q_position[b]),
+            prefix=0 if prefix is None else int(prefix[b]),
+            **options,
         )
+        result.out[rows] = piece.out[0]
+        result.lse[:, rows] = piece.lse[0]
+        result.size[:, rows] = piece.size[0]
+        if result.dq is not None and piece.dq is not None:
+            result.dq[rows] = piece.dq[0]
+        for name in ("dk", "dv"):
+            if getattr(result, name) is not None:
+                getattr(result, name)[keys] = getattr(piece, name)[0]
+    return result
 
-    def rows_of(name: str, axis: int) -> Any:
-        parts = [getattr(piece, name) for piece in pieces]
-        return None if parts[0] is None else np.concatenate([part[0] for part in parts], axis)
 
-    return Result(
-        rows_of("out", 0),
-        rows_of("lse", 1),
-        rows_of("size", 1),
-        rows_of("dq", 0),
-        rows_of("dk", 0),
-        rows_of("dv", 0),
+def dense(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dout: Array | None = None,
+    dlse: Array | None = None,
+    **options: Any,
+) -> Result:
+    """`varlen` for a dense batch, of which each entry has lengths and positions of its own."""
+    batch, seqlen_q = q.shape[:2]
+    found = varlen(
+        q.reshape(-1, *q.shape[2:]),
+        k.reshape(-1, *k.shape[2:]),
+        v.reshape(-1, *v.shape[2:]),
+        np.arange(batch + 1) * seqlen_q,
+        np.arange(batch + 1) * k.shape[1],
+        dout=None if dout is None else dout.reshape(-1, *dout.shape[2:]),
+        dlse=None if dlse is None else np.concatenate(list(dlse), axis=1),
+        **options,
     )
+    size = found.size.reshape(-1, batch, seqlen_q).swapaxes(0, 1)
+    lse = found.lse.reshape(-1, batch, seqlen_q).swapaxes(0, 1)
+    result = Result(found.out.reshape(*q.shape[:-1], v.shape[-1]), lse, size)
+    if found.dq is not None and found.dk is not None and found.dv is not None:
+        result.dq = found.dq.reshape(q.shape)
+        result.dk, result.dv = found.dk.reshape(k.shape), found.dv.reshape(v.shape)
+    return result
 
 
 def check(name: str, got: Array, wanted: Array, plain: Array, factor: float) -> None:

@@ -234,10 +234,40 @@ def test_operators_under_compile(packed: bool, interface: Any) -> None:
     assert_equal(compiled(q, k, v, dout), step(q, k, v, dout))
 
 
+def test_keys_in_use(interface: Any) -> None:
+    (q, k, v, _), lengths = inputs(True)
+    cu_k = lengths[1]
+    used = (cu_k[1:] - cu_k[:-1]) // 2
+    forward = interface._flash_attn_varlen_forward
+    for b, count in enumerate(used.tolist()):
+        for x in (k, v):
+            x.detach()[cu_k[b] + count : cu_k[b + 1]] = float("nan")
+    out, lse, _, _ = forward(q, k, v, *lengths, 0.0, 0.2, True, seqused_k=used)
+    wanted = strobe.attention(
+        *(x.detach() for x in (q, k, v)),
+        scale=0.2,
+        causal=True,
+        return_lse=True,
+        **dict(
+            zip(
+                ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+                lengths,
+                strict=True,
+            )
+        ),
+        seqused_k=used,
+    )
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+    assert torch.isfinite(out).all()
+    with pytest.raises(NotImplementedError, match="return_softmax with seqused_k"):
+        forward(q, k, v, *lengths, 0.3, 0.2, True, return_softmax=True, seqused_k=used)
+
+
 def test_refusals(interface: Any) -> None:
     (q, k, v, dout), lengths = inputs(True)
     forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
-    for name in ("block_table", "leftpad_k", "seqused_k"):
+    for name in ("block_table", "leftpad_k"):
         with pytest.raises(NotImplementedError, match=f"^{name}: key-value caches"):
             forward(q, k, v, *lengths, 0.0, 0.2, True, **{name: OFFSETS[:2]})
     tail: tuple[Any, ...] = (0.0, None, True, (-1, -1), 0.0, None, False, False)

@@ -271,6 +271,80 @@ def test_export() -> None:
     assert torch.equal(program.module()(*longer), Module()(*longer))
 
 
+# --------------------------------------------------------- options that most calls do without
+
+MORE: list[dict[str, Any]] = [
+    {"attention_chunk": 4},
+    {"seqused_q": [9, 4], "seqused_k": [2, 9]},
+    {"q_position": [3, -2], "seqused_k": [5, 0]},
+    {"prefix": [0, 7]},
+]
+
+
+def with_more(more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments after q, k and v."""
+    named = {
+        name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x
+        for name, x in more.items()
+    }
+    return options(causal=True), named
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_more_options(more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    rest, named = with_more(more)
+    q, k, v = qkv("cpu", 2, 9, 4, 16)
+    out, lse = operators.attention_forward(q, k, v, *rest, **named)
+    plain = [x.detach() for x in (q, k, v)]
+    wanted = strobe.attention(*plain, causal=True, return_lse=True, **named)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    gradients = strobe.attention_backward(dout, *plain, *wanted, causal=True, **named)
+    for x, gradient in zip((q, k, v), gradients, strict=True):
+        assert torch.equal(x.grad, gradient)
+
+    torch.library.opcheck(operators.attention_forward, (q, k, v, *rest), named)
+    torch.library.opcheck(operators.attention_backward, (dout, None, *plain, *wanted, *rest), named)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return operators.attention_forward(q, k, v, *rest, **named)[0]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for x in (q, k, v):
+        x.grad = None
+    compiled(q, k, v).backward(dout)
+    for x, gradient in zip((q, k, v), gradients, strict=True):
+        assert torch.equal(x.grad, gradient)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="PyTorch before 2.5 calls entry by entry"
+)
+@pytest.mark.parametrize("more", MORE)
+def test_vmap_with_more_options(more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    rest, named = with_more(more)
+    q, k, v = (torch.stack([x, x + 1, x * 2]) for x in qkv("cpu", 2, 9, 4, 16, grad=False))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        out: Tensor = operators.attention_forward(q, k, v, *rest, **(named | arrays))[0]
+        return out
+
+    wanted = torch.stack([function(a, b, c, {}) for a, b, c in zip(q, k, v, strict=True)])
+    assert torch.equal(torch.vmap(lambda a, b, c: function(a, b, c, {}))(q, k, v), wanted)
+    arrays = {
+        name: torch.stack([x, x.flip(0), x])
+        for name, x in named.items()
+        if isinstance(x, torch.Tensor)
+    }
+    each = [{n: a[i] for n, a in arrays.items()} for i in range(3)]
+    wanted = torch.stack([function(q[i], k[i], v[i], each[i]) for i in range(3)])
+    assert torch.equal(torch.vmap(function)(q, k, v, arrays), wanted)
+
+
 # ------------------------------------------------------------------------- transforms and observers
 
 

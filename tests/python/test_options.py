@@ -1,0 +1,278 @@
+"""The table of options (src/core/options.def) and the C structs against what Python has of them;
+the options that most calls do without, forward and backward, against the oracle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import strobe
+from strobe import _library, _options
+
+import cases
+from cases import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = (ROOT / "include/strobe/strobe.h").read_text()
+TABLE = (ROOT / "src/core/options.def").read_text()
+
+
+# ----------------------------------------------------------------------------- layouts of C structs
+
+C_TYPES = {
+    "size_t": ctypes.c_size_t,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "char": ctypes.c_char,
+    "strobe_strides": _library.Strides,
+    "strobe_problem": _library.Problem,
+}
+
+
+def c_struct(name: str) -> list[tuple[str, Any]]:
+    """Fields of a struct of strobe.h, with their ctypes."""
+    body = re.search(rf"typedef struct {name} \{{(.*?)\n\}} {name};", HEADER, re.DOTALL)
+    assert body is not None
+    code = re.sub(r"/\*.*?\*/", " ", body[1], flags=re.DOTALL)
+    fields: list[tuple[str, Any]] = []
+    for declaration in filter(None, (part.strip() for part in code.split(";"))):
+        if "(*" in declaration:
+            fields.append((declaration.split("(*")[1].split(")")[0], ctypes.c_void_p))
+            continue
+        declaration = re.sub(r"\bconst\b", "", declaration).strip()
+        kind, names = declaration.split(None, 1)
+        for each in names.split(","):
+            found = re.fullmatch(r"(\**)\s*(\w+)(?:\[(\d+)\])?", each.strip())
+            assert found is not None, declaration
+            pointer, field, count = found.groups()
+            c_type: Any = C_TYPES.get(kind)
+            if pointer or kind.endswith("*"):
+                c_type = ctypes.c_char_p if kind.startswith("char") else ctypes.c_void_p
+            fields.append((field, c_type * int(count) if count else c_type))
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("name", "struct"),
+    [
+        ("strobe_strides", _library.Strides),
+        ("strobe_problem", _library.Problem),
+        ("strobe_plan", _library.Plan),
+        ("strobe_forward_args", _library.ForwardArgs),
+        ("strobe_backward_args", _library.BackwardArgs),
+        ("strobe_machine", _library.Machine),
+        ("strobe_cuda_device", _library.CudaDevice),
+    ],
+)
+def test_structs_are_those_of_the_header(name: str, struct: Any) -> None:
+    assert [tuple(field) for field in struct._fields_] == c_struct(name)
+
+
+def test_constants_are_those_of_the_header() -> None:
+    named = dict(re.findall(r"STROBE_(\w+) = (\d+)", HEADER))
+    ours = {"FLOAT32": "float32", "BFLOAT16": "bfloat16", "FLOAT16": "float16"}
+    assert {name: _library.DTYPE_CODES[code] for name, code in ours.items()} == {
+        name: int(named[name]) for name in ours
+    }
+    for name in ("FORWARD", "BACKWARD", "CPU", "CUDA", "ALIBI_PER_HEAD", "ALIBI_PER_BATCH_HEAD"):
+        assert getattr(_library, name) == int(named[name])
+
+
+# --------------------------------------------------------------------------------------- the table
+
+# How the table's fields are called here where they are written out, and not by keyword of `more`.
+WRITTEN_OUT = {
+    "scale": "scale",
+    "causal": "causal",
+    "window_left": "window",
+    "window_right": "window",
+    "softcap": "softcap",
+    "alibi": "alibi_slopes",
+    "dropout_p": "dropout_p",
+    "has_dlse": "dlse",
+    "deterministic": "deterministic",
+    "batch_invariant": "batch_invariant",
+    "threads": "threads",
+}
+ROWS = re.findall(r"^STROBE_(FLAG|CHOICE|INTEGER|REAL|ARRAY)\((\w+), ([^,]+)", TABLE, re.MULTILINE)
+
+
+def test_every_option_of_the_table_is_here() -> None:
+    scalars = [name for kind, name, _ in ROWS if kind != "ARRAY" and name not in WRITTEN_OUT]
+    assert scalars == [row.name for row in _options.ROWS if isinstance(row, _options.Scalar)]
+    assert [name for kind, name, _ in ROWS if kind == "ARRAY"] == list(_options.ARRAYS)
+    for function in (strobe.attention_backward, strobe.plan, strobe.why):
+        arguments = inspect.signature(function).parameters
+        assert {*WRITTEN_OUT.values(), *_options.NAMES} <= set(arguments)
+    arguments = inspect.signature(strobe.attention).parameters
+    assert {*WRITTEN_OUT.values(), *_options.NAMES} - set(arguments) == {"dlse", "deterministic"}
+    assert set(_options.MoreOptions.__annotations__) == set(_options.NAMES)
+
+
+def test_the_tables_defaults_are_the_problems() -> None:
+    problem = _library.new_problem()
+    for kind, name, default in ROWS:
+        if kind == "ARRAY":
+            assert getattr(problem, f"has_{name}") == 0
+        elif kind in ("INTEGER", "REAL") and default != "kNaN":
+            assert getattr(problem, name) == int(default)
+    for row in _options.ROWS:
+        if isinstance(row, _options.Scalar):
+            assert getattr(problem, row.name) == row.default
+
+
+def test_every_field_is_a_row_or_a_shape() -> None:
+    """A field that is added to the C struct without a row in the table shows here."""
+    shapes = {
+        *("struct_size", "direction", "dtype", "device", "device_index", "varlen"),
+        *("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "head_dim_v"),
+        *("total_q", "total_k", "q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+    }
+    rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
+    assert {name for name, _ in c_struct("strobe_problem")} == shapes | rows
+
+
+# -------------------------------------------------------------------------------- what they compute
+
+
+def numbers(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+PACKED: dict[str, Any] = {"batch": 3, "cu_q": [0, 9, 9, 46], "cu_k": [0, 20, 31, 60]}
+CALLS: list[dict[str, Any]] = [
+    {"attention_chunk": 7, "causal": True},
+    {"attention_chunk": 16, "window": (5, 3)},
+    {"seqused_q": numbers(20, 37), "seqused_k": numbers(53, 11), "causal": True},
+    {"seqused_q": numbers(0, 5), "seqused_k": numbers(9, 0)},
+    {"seqused_k": numbers(30, 12), "window": (4, 0), "attention_chunk": 5},
+    {"q_position": numbers(-10, 40), "causal": True},
+    {"q_position": numbers(2**30, -(2**30)), "causal": True},
+    {"prefix": numbers(0, 40), "causal": True},
+    {"prefix": numbers(53, 7), "seqused_k": numbers(20, 30), "causal": True, "window": (-1, 2)},
+    {"seqused_k": numbers(30, 12), "q_position": numbers(3, 0), "causal": True, "softcap": 3.0},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", CALLS)
+def test_dense(options: dict[str, Any], dtype: str) -> None:
+    inputs = Case(dtype=dtype, with_dlse=True, options=options).make(np.random.default_rng(3))
+    inputs.poison_unused()
+    inputs.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_chunk": 4, "causal": True},
+        {"seqused_q": numbers(4, 0, 37), "seqused_k": numbers(0, 11, 20), "causal": True},
+        {"q_position": numbers(5, 0, -3), "seqused_k": numbers(7, 1, 29), "causal": True},
+        {"prefix": numbers(20, 3, 1), "causal": True, "dropout_p": 0.2, "dropout_seed": 5},
+    ],
+)
+def test_packed(options: dict[str, Any]) -> None:
+    inputs = Case(options=options, alibi=2, **PACKED).make(np.random.default_rng(4))
+    inputs.poison_unused()
+    inputs.check()
+
+
+def test_defaults_given_are_as_not_given() -> None:
+    inputs = Case().make(np.random.default_rng(5))
+    plain = strobe.attention(inputs.q, inputs.k, inputs.v, causal=True)
+    more: dict[str, Any] = {row.name: row.default for row in _options.ROWS}
+    again = strobe.attention(inputs.q, inputs.k, inputs.v, causal=True, **more)
+    assert np.array_equal(plain, again)
+
+
+def test_plans_are_kept_by_the_options_and_not_by_the_numbers() -> None:
+    inputs = Case(seqlen_q=9, seqlen_k=9).make(np.random.default_rng(6))
+    for used in (3, 9, 0):
+        inputs.options = {"seqused_k": numbers(used, 9)}
+        inputs.check()
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attention_chunk": -3}, "attention_chunk = -3, expected 0 to"),
+        ({"attention_chunk": 1.5}, "attention_chunk = 1.5, expected an integer"),
+        ({"seqused_q": numbers(1, 38)}, r"seqused_q\[1\] = 38, expected 0 to 37"),
+        ({"seqused_k": numbers(-1, 0)}, r"seqused_k\[0\] = -1, expected 0 to 53"),
+        ({"seqused_k": numbers(1)}, r"seqused_k.shape\[0\] = 1, expected 2 \(batch of q\)"),
+        ({"seqused_k": np.zeros(2)}, "seqused_k.dtype = float64, expected int32"),
+        ({"seqused_k": np.zeros(4, np.int32)[::2]}, r"seqused_k.strides\[0\] = 2 elements"),
+        ({"q_position": np.zeros((2, 1), np.int32)}, "q_position.ndim = 2, expected 1"),
+        ({"q_position": numbers(0, 2**30 + 1)}, r"q_position\[1\] = 1073741825"),
+        ({"prefix": [1, 2]}, "prefix is of type list"),
+        ({"prefix": numbers(1, 2), "attention_chunk": 4}, "attention_chunk = 4 with prefix given"),
+        ({"prefix": numbers(1, 2), "window": (4, -1)}, r"window\[0\] = 4 with prefix given"),
+    ],
+)
+def test_errors_name_the_argument(options: dict[str, Any], words: str) -> None:
+    inputs = Case().make(np.random.default_rng(7))
+    with pytest.raises(strobe.InvalidArgument, match=words):
+        strobe.attention(inputs.q, inputs.k, inputs.v, **options)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in _options.ROWS if isinstance(row, _options.Scalar)], ids=lambda r: r.name
+)
+def test_each_scalar_is_handed_on(row: _options.Scalar) -> None:
+    """Into the problem, whose text says every option that has not its default."""
+    inputs = Case().make(np.random.default_rng(11))
+    more: dict[str, Any] = {row.name: row.convert(row.name, 1)}
+    plain = strobe.plan(inputs.q, inputs.k, inputs.v)
+    assert (
+        strobe.plan(inputs.q, inputs.k, inputs.v, **more).splitlines()[0] != plain.splitlines()[0]
+    )
+    function: Any = strobe.attention
+    with pytest.raises(strobe.InvalidArgument, match=f"^{row.name} = "):
+        function(inputs.q, inputs.k, inputs.v, **{row.name: "x"})
+
+
+def test_unknown_options_are_refused_as_python_does() -> None:
+    inputs = Case().make(np.random.default_rng(8))
+    functions: list[Any] = [strobe.attention, strobe.plan, strobe.why]
+    for function in functions:
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword"):
+            function(inputs.q, inputs.k, inputs.v, attention_chunks=4)
+
+
+def test_plan_and_why_know_them() -> None:
+    inputs = Case().make(np.random.default_rng(9))
+    qkv = (inputs.q, inputs.k, inputs.v)
+    for backward in (False, True):
+        text = strobe.plan(*qkv, attention_chunk=9, seqused_q=numbers(1, 2), backward=backward)
+        assert ", attention_chunk 9, seqused_q" in text
+    described = strobe.ArraySpec((2,), "int32")
+    assert "takes it" in strobe.why(*qkv, prefix=described)
+    assert "expected 0 (off)" in strobe.why(*qkv, prefix=described, attention_chunk=3)
+
+
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3b11fnuz]
+)
+def test_float8_is_unsupported(dtype: Any) -> None:
+    inputs = Case().make(np.random.default_rng(10))
+    q, k, v = (x.astype(dtype) for x in (inputs.q, inputs.k, inputs.v))
+    words = "no kernel takes float8, expected float32, bfloat16 or float16"
+    with pytest.raises(strobe.Unsupported, match=rf"q.dtype = float8_\w+: {words}"):
+        strobe.attention(q, k, v)
+    with pytest.raises(strobe.InvalidArgument, match=r"k\.dtype = float8"):
+        strobe.attention(inputs.q, k, v)
+    assert words in strobe.why(q, k, v)
+    assert cases.DTYPES.keys() == _library.DTYPE_CODES.keys()
