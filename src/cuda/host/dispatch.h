@@ -5,18 +5,9 @@
 #include <span>
 
 #include "core/kernel.h"
+#include "cuda/host/machine.h"
 
 namespace strobe::cuda {
-
-/// What a plan needs to know of a device: plain data, so that tests plan for devices that are not
-/// there.
-struct DeviceProperties {
-  char name[128] = {};
-  int compute_capability = 0;  // 90 for 9.0
-  int multiprocessors = 0;
-  int64_t shared_bytes = 0;  // that a block can have when it asks
-  int64_t memory_bytes = 0;
-};
 
 /// Newest first: cuda_sm90 (TMA and wgmma), cuda_sm80 (mma.sync).
 std::span<const Kernel> kernels();

@@ -1,0 +1,65 @@
+#include "cuda/host/fill_params.h"
+
+#include "cuda/common/softcap.h"
+#include "cuda/host/longest.h"
+
+namespace strobe::cuda {
+
+namespace {
+
+Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
+  return {const_cast<void*>(data), p.varlen ? 0 : s.batch, s.seqlen, s.head};
+}
+
+template <typename Args>
+void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
+  c.cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
+  c.cu_k = p.varlen ? a.cu_seqlens_k : nullptr;
+  c.batch = static_cast<int32_t>(p.batch);
+  c.heads = static_cast<int32_t>(p.heads);
+  c.lse_head_stride = p.varlen ? p.total_q : p.seqlen_q;
+  c.rule = mask_rule(p);
+  c.seqlen_q = static_cast<int32_t>(longest_q(p));
+  c.seqlen_k = static_cast<int32_t>(longest_k(p));
+  c.q = tensor(a.q, p.q, p);
+  c.k = tensor(a.k, p.k, p);
+  c.v = tensor(a.v, p.v, p);
+  c.alibi_slopes = p.alibi ? a.alibi_slopes : nullptr;
+  c.alibi_batch_stride = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.heads : 0;
+  c.dropout = Dropout::make(p.dropout_p, a.dropout_seed, a.dropout_offset);
+  c.heads_kv = static_cast<int32_t>(p.heads_kv);
+  c.group = static_cast<int32_t>(p.heads / p.heads_kv);
+  c.total_q = p.varlen ? p.total_q : p.seqlen_q;
+  c.total_k = p.varlen ? p.total_k : p.seqlen_k;
+  c.head_dim = static_cast<int32_t>(p.head_dim);
+  c.head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  c.scale = p.scale;
+  c.softcap = p.softcap;
+  const SoftcapConstants cap = SoftcapConstants::make(p.scale, p.softcap);
+  c.cap_log2 = cap.cap_log2;
+  c.cap_power = cap.cap_power;
+}
+
+}  // namespace
+
+void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams& f) {
+  fill_common(p, a, f);
+  f.out = tensor(a.out, p.out, p);
+  f.lse = a.lse;
+  f.batch_invariant = p.batch_invariant;
+}
+
+void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {
+  fill_common(p, a, b);
+  b.out = tensor(a.out, p.out, p);
+  b.dout = tensor(a.dout, p.dout, p);
+  b.dq = tensor(a.dq, p.dq, p);
+  b.dk = tensor(a.dk, p.dk, p);
+  b.dv = tensor(a.dv, p.dv, p);
+  b.lse = a.lse;
+  b.dlse = p.has_dlse ? a.dlse : nullptr;
+  b.deterministic = p.deterministic;
+  b.batch_invariant = p.batch_invariant;
+}
+
+}  // namespace strobe::cuda

@@ -1,0 +1,20 @@
+// The row that a plan is for, and what the plan says of it.
+#ifndef STROBE_CUDA_HOST_FILL_PLAN_H_
+#define STROBE_CUDA_HOST_FILL_PLAN_H_
+
+#include "core/kernel.h"
+#include "cuda/host/machine.h"
+
+namespace strobe::cuda {
+
+/// Fills a plan for the row that find_row finds, which must be there.
+void fill_on(int arch, Plan& plan, const DeviceProperties& device);
+
+/// The row of a plan; null where the plan is not one that fill_on made for this architecture: a
+/// plan is the caller's memory. Row: ForwardRow or BackwardRow.
+template <typename Row>
+const Row* row_of(const Plan& plan, int arch);
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_FILL_PLAN_H_

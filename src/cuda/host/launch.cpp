@@ -1,0 +1,150 @@
+#include "cuda/host/launch.h"
+
+#include <cuda_runtime_api.h>
+
+#include <type_traits>
+
+#include "core/workspace.h"
+#include "cuda/host/device_pointer.h"
+#include "cuda/host/fill_params.h"
+#include "cuda/host/fill_plan.h"
+#include "cuda/host/machine.h"
+#include "cuda/host/row_choice.h"
+#include "cuda/host/row_table.h"
+#include "cuda/host/stream_blocks.h"
+
+namespace strobe::cuda {
+
+namespace {
+
+Status cuda_status(cudaError_t error, const char* what) {
+  cudaGetLastError();  // what it was is in the status; it must not surface in a later call
+  return {error == cudaErrorMemoryAllocation ? STROBE_OUT_OF_MEMORY : STROBE_DEVICE_ERROR,
+          format("%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error))};
+}
+
+// Makes a device current for the time of a launch.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device) {
+      error_ = cudaSetDevice(device);
+      changed_ = error_ == cudaSuccess;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t error_;
+};
+
+template <typename Args>
+Status check_common_pointers(const AttentionProblem& p, const Args& a) {
+  const int device = p.device_index;
+  STROBE_RETURN_IF_ERROR(check_device_pointer("q", a.q, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("k", a.k, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("v", a.v, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, device));
+  if (p.varlen) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_q", a.cu_seqlens_q, device));
+    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_k", a.cu_seqlens_k, device));
+  }
+  if (p.alibi) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("alibi_slopes", a.alibi_slopes, device));
+  }
+  return check_device_pointer("workspace", a.workspace, device);
+}
+
+Status check_pointers(const AttentionProblem& p, const ForwardArgs& a) {
+  return check_common_pointers(p, a);
+}
+
+Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
+  const int device = p.device_index;
+  STROBE_RETURN_IF_ERROR(check_device_pointer("dout", a.dout, device));
+  if (p.has_dlse) STROBE_RETURN_IF_ERROR(check_device_pointer("dlse", a.dlse, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("dq", a.dq, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("dk", a.dk, device));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("dv", a.dv, device));
+  return check_common_pointers(p, a);
+}
+
+bool aligned_for_tma(const ForwardArgs& a) {
+  return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
+           reinterpret_cast<uintptr_t>(a.v) | reinterpret_cast<uintptr_t>(a.out)) &
+          15) == 0;
+}
+
+template <typename Row, typename Params, typename Args>
+Status launch_row(int arch, const Plan& plan, const Args& args) {
+  const AttentionProblem& p = plan.problem;
+  if (rows_q(p) == 0 && (p.direction == STROBE_FORWARD || rows_k(p) == 0)) return {};
+  const auto& devices = machine().devices;
+  if (static_cast<size_t>(p.device_index) >= devices.size()) {
+    return {STROBE_INVALID_ARGUMENT,
+            format("device_index = %d, expected below %zu", p.device_index, devices.size())};
+  }
+  const Row* row = row_of<Row>(plan, arch);
+  if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
+  if constexpr (std::is_same_v<Row, ForwardRow>) {
+    // Pointers are not known when a plan is made. Those that TMA cannot read go to mma.sync.
+    if (arch == 90 && !aligned_for_tma(args)) {
+      const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
+      if (other < 0) {
+        return {STROBE_INVALID_ARGUMENT,
+                format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
+                       args.v)};
+      }
+      row = row_table<Row>()[static_cast<size_t>(other)].row;
+    }
+  }
+  STROBE_RETURN_IF_ERROR(check_pointers(p, args));
+  const DeviceGuard guard(p.device_index);
+  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
+
+  Params params{};
+  fill_params(p, args, params);
+  const auto stream = static_cast<cudaStream_t>(args.stream);
+  void* workspace = args.workspace;
+  if constexpr (std::is_same_v<Row, ForwardRow>) {
+    if (!workspace && plan.workspace_bytes > 0) {
+      workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
+    }
+  }
+  const bool own = !workspace && plan.workspace_bytes > 0;
+  if (own) {
+    // From the stream's memory pool: ordered like a launch, and capturable.
+    const cudaError_t error = cudaMallocAsync(&workspace, plan.workspace_bytes, stream);
+    if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
+  }
+  Arena arena(workspace);
+  row->carve(arena, p, params);
+  const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
+  cudaError_t error =
+      row->launch(params, {stream, p.device_index, device.multiprocessors, device.shared_bytes});
+  if (own) {
+    const cudaError_t freed = cudaFreeAsync(workspace, stream);
+    if (error == cudaSuccess) error = freed;
+  }
+  return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+}
+
+}  // namespace
+
+Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
+  return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
+}
+Status launch(int arch, const Plan& plan, const BackwardArgs& args) {
+  return launch_row<BackwardRow, BackwardParams>(arch, plan, args);
+}
+
+}  // namespace strobe::cuda

@@ -1,0 +1,35 @@
+// What CUDA devices this machine has, and what its environment asks for.
+#ifndef STROBE_CUDA_HOST_MACHINE_H_
+#define STROBE_CUDA_HOST_MACHINE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace strobe::cuda {
+
+/// What a plan needs to know of a device: plain data, so that tests plan for devices that are not
+/// there.
+struct DeviceProperties {
+  char name[128] = {};
+  int compute_capability = 0;  // 90 for 9.0
+  int multiprocessors = 0;
+  int64_t shared_bytes = 0;  // that a block can have when it asks
+  int64_t memory_bytes = 0;
+};
+
+struct Machine {
+  std::vector<DeviceProperties> devices;
+  char reason[128] = "";   // why there are no devices; "" when there are
+  int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  std::string forced_row;  // STROBE_CUDA_ROW: rows with this in their name come first
+
+  Machine();
+};
+
+/// Looked up at the first call. Never fails: with no driver there are no devices.
+const Machine& machine();
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_MACHINE_H_

@@ -1,0 +1,169 @@
+#include "cuda/host/row_choice.h"
+
+#include <string_view>
+#include <utility>
+
+#include "cuda/common/tile_mask.h"
+#include "cuda/host/longest.h"
+#include "cuda/host/row_table.h"
+
+namespace strobe::cuda {
+
+namespace {
+
+bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
+  const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
+  // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
+  // decide, which are its size and, where lengths vary, the longest.
+  const auto keys_up_to = [&](int64_t most) {
+    return !(p.batch_invariant && p.varlen) && longest_k(p) <= (p.causal ? 2 * most : most);
+  };
+  switch (when) {
+    case When::kPlain:
+      return is_plain;
+    case When::kFew:
+      return keys_up_to(256) || !is_plain;
+    case When::kSome:
+      return keys_up_to(4096) || !is_plain;
+    case When::kShort:
+      return !p.batch_invariant &&
+             p.batch * p.heads * ceil_div(longest_q(p), tile_q) <= device.multiprocessors;
+    default:
+      return true;
+  }
+}
+
+// Whether tests or benches ask for this row; a problem that it cannot do goes where it always does.
+bool is_forced(std::string_view row) {
+  const std::string& forced = machine().forced_row;
+  return !forced.empty() && row.find(forced) != std::string_view::npos;
+}
+
+}  // namespace
+
+template <typename Row>
+int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
+             std::string* reason) {
+  const auto rows = row_table<Row>();
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  int found = -1;
+  int64_t widest = 0, least_shared = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto& c = rows[i].row->config;
+    if (c.arch != arch || c.dtype != p.dtype) continue;
+    widest = max64(widest, c.width);
+    if (c.width < dim) continue;
+    const int64_t shared = rows[i].row->shape.shared_bytes;
+    if (shared > device.shared_bytes) {
+      least_shared = least_shared ? min64(least_shared, shared) : shared;
+      continue;
+    }
+    const bool can = rows[i].when != When::kPlain || suits(When::kPlain, c.tile_q, p, device);
+    if (can && is_forced(rows[i].name)) return static_cast<int>(i);
+    if (!suits(rows[i].when, c.tile_q, p, device)) continue;
+    if (found < 0 || c.width < rows[static_cast<size_t>(found)].row->config.width) {
+      found = static_cast<int>(i);
+    }
+  }
+  if (found >= 0 || !reason) return found;
+  const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
+  if (widest == 0) {
+    *reason = format("this build has no %s %s kernel of this kind", dtype_name(p.dtype), direction);
+  } else if (least_shared > 0) {
+    *reason =
+        format("its tiles take %lld bytes of shared memory, the device has %lld",
+               static_cast<long long>(least_shared), static_cast<long long>(device.shared_bytes));
+  } else {
+    *reason = format("head_dim = %lld, expected at most %lld in this build (STROBE_CUDA_HEAD_DIMS)",
+                     static_cast<long long>(dim), static_cast<long long>(widest));
+  }
+  return -1;
+}
+
+template int find_row<ForwardRow>(int, const AttentionProblem&, const DeviceProperties&,
+                                  std::string*);
+template int find_row<BackwardRow>(int, const AttentionProblem&, const DeviceProperties&,
+                                   std::string*);
+
+namespace {
+
+// What the sm90 forward leaves to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
+// values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
+std::string tma_declines(const AttentionProblem& p) {
+  if (p.dropout_p > 0) return "dropout_p > 0, expected 0 (it draws no random numbers)";
+  if (p.head_dim_v % 8 != 0) {
+    return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
+                  static_cast<long long>(p.head_dim_v));
+  }
+  const int64_t rows_of_map_q = p.varlen ? p.total_q : p.seqlen_q;
+  const int64_t rows_of_map_k = p.varlen ? p.total_k : p.seqlen_k;
+  // With batch_invariant a batch of one must go where a larger one goes.
+  const int64_t batch = p.varlen ? 1 : p.batch_invariant ? 2 : p.batch;
+  const struct {
+    const char* name;
+    const Strides& strides;
+    int64_t rows, heads;
+  } tensors[] = {{"q", p.q, rows_of_map_q, p.heads},
+                 {"k", p.k, rows_of_map_k, p.heads_kv},
+                 {"v", p.v, rows_of_map_k, p.heads_kv},
+                 {"out", p.out, rows_of_map_q, p.heads}};
+  for (const auto& t : tensors) {
+    const struct {
+      const char* name;
+      int64_t stride, length;
+    } dims[] = {{"batch", t.strides.batch, batch},
+                {"seqlen", t.strides.seqlen, t.rows},
+                {"head", t.strides.head, t.heads}};
+    for (const auto& dim : dims) {
+      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
+        return format(
+            "%s.%s = %lld elements, expected a positive multiple of 8 (TMA reads "
+            "16-byte units)",
+            t.name, dim.name, static_cast<long long>(dim.stride));
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string declines_on(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+  const int cc = device.compute_capability;
+  if (arch == 90 ? cc / 10 != 9 : cc < 80) {
+    return format("device %d has compute capability %d.%d, expected %s", p.device_index, cc / 10,
+                  cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer");
+  }
+  if (p.dtype == STROBE_FLOAT32) {
+    return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
+  }
+  if (const char* option = option_beyond_whole_sequences(p)) {
+    return format("%s = 1, expected 0 (not in this version's kernels)", option);
+  }
+  if (p.attention_chunk > 0) {
+    return format("attention_chunk = %lld, expected 0 (not in this version's CUDA kernels)",
+                  static_cast<long long>(p.attention_chunk));
+  }
+  for (const auto& [name, length] :
+       {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
+    if (length > kLongestSequence) {
+      return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
+                    static_cast<long long>(kLongestSequence));
+    }
+  }
+  if (arch == 90) {
+    if (machine().forced_row.find("_sm80_") != std::string::npos) {
+      return "STROBE_CUDA_ROW asks for another kernel";
+    }
+    if (std::string reason = tma_declines(p); !reason.empty()) return reason;
+  }
+  std::string reason;
+  if (p.direction == STROBE_FORWARD) {
+    find_row<ForwardRow>(arch, p, device, &reason);
+  } else {
+    find_row<BackwardRow>(arch, p, device, &reason);
+  }
+  return reason;
+}
+
+}  // namespace strobe::cuda

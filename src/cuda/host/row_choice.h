@@ -1,0 +1,24 @@
+// Which row of the table takes a problem, and why none does.
+#ifndef STROBE_CUDA_HOST_ROW_CHOICE_H_
+#define STROBE_CUDA_HOST_ROW_CHOICE_H_
+
+#include <string>
+
+#include "core/problem.h"
+#include "cuda/host/machine.h"
+
+namespace strobe::cuda {
+
+/// Index in row_table<Row>() of the row of this architecture that takes the (resolved) problem on
+/// such a device; -1: none, and *reason, unless null, says why.
+template <typename Row>
+int find_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
+             std::string* reason);
+
+/// Empty when a row of this architecture takes the (resolved) problem on such a device, else why
+/// none does.
+std::string declines_on(int arch, const AttentionProblem& problem, const DeviceProperties& device);
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_ROW_CHOICE_H_

@@ -1,0 +1,45 @@
+#include "cuda/host/row_table.h"
+
+#include <iterator>
+
+namespace strobe::cuda {
+
+#define STROBE_forward_ROW(name, when) extern const ForwardRow name;
+#define STROBE_backward_ROW(name, when) extern const BackwardRow name;
+#include "cuda_rows.inc"
+#undef STROBE_forward_ROW
+#undef STROBE_backward_ROW
+
+namespace {
+
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
+               brief = When::kShort;
+
+// The null entry at the end keeps an array from being empty.
+#define STROBE_backward_ROW(name, when)
+#define STROBE_forward_ROW(name, when) {&name, #name, when},
+constexpr Entry<ForwardRow> kForward[] = {
+#include "cuda_rows.inc"
+    {nullptr, nullptr, any}};
+#undef STROBE_forward_ROW
+#undef STROBE_backward_ROW
+#define STROBE_forward_ROW(name, when)
+#define STROBE_backward_ROW(name, when) {&name, #name, when},
+constexpr Entry<BackwardRow> kBackward[] = {
+#include "cuda_rows.inc"
+    {nullptr, nullptr, any}};
+#undef STROBE_forward_ROW
+#undef STROBE_backward_ROW
+
+}  // namespace
+
+template <>
+std::span<const Entry<ForwardRow>> row_table<ForwardRow>() {
+  return {kForward, std::size(kForward) - 1};
+}
+template <>
+std::span<const Entry<BackwardRow>> row_table<BackwardRow>() {
+  return {kBackward, std::size(kBackward) - 1};
+}
+
+}  // namespace strobe::cuda
