@@ -157,7 +157,8 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
           if (t.is_last(step)) t.arrive_warp(barriers.k_empty());
         }
         // All that is left to look up, before the additions fill the queue to memory.
-        const uint32_t awaited = awaited_additions(t, step);
+        const bool first = adds_first(t, step);
+        const uint32_t awaited = awaited_additions(t, first);
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
         if (last_pass) {
           more = !t.is_last(step);
@@ -167,11 +168,11 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
         while (added < awaited) added = ptx::load_relaxed(additions(t, tile, t.place().warp()));
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
-        add_dq(t, dq, pass, sum, awaited == 0);
-        if (last_pass && (awaited == 0 || t.deterministic()) && t.place().lane() == 0) {
+        add_dq(t, dq, pass, sum, first);
+        if (last_pass && (first || t.deterministic()) && t.place().lane() == 0) {
           const uint32_t slot = report_slot(t, t.place(), t.deterministic() ? t.n_step() : 0);
           ptx::store_shared(slot, tile);
-          ptx::store_shared(slot + 4, reported_additions(t));
+          ptx::store_shared(slot + 4, awaited + 1);
         }
         if (last_pass && t.deterministic()) t.arrive_warp(barriers.added(t.n_step()));
       }

@@ -31,19 +31,18 @@ __device__ __forceinline__ uint32_t key_tile(const Thread& t) {
   return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
                                Thread::kConfig.tile_k);
 }
-/// What the counter of a step's dQ must have reached before this item adds; 0: this item is the
-/// first, and stores. In a deterministic launch a counter holds the key tile that is to add next,
-/// and backward_pre.cuh lets it begin at the first; else it says whether the first has added.
+/// Whether this item is the first to add to a step's dQ: it stores.
 template <typename Thread>
-__device__ __forceinline__ uint32_t awaited_additions(const Thread& t, const BackwardStep& step) {
-  if (step.tile * Thread::kConfig.tile_q >= t.record_int(offsetof(ItemRecord, first_query)))
-    return 0;
-  return t.deterministic() ? key_tile(t) : 1;
+__device__ __forceinline__ bool adds_first(const Thread& t, const BackwardStep& step) {
+  return step.tile * Thread::kConfig.tile_q >= t.record_int(offsetof(ItemRecord, first_query));
 }
-/// What the counter is to be set to after this item's addition.
+/// What the counter of a step's dQ must have reached before this item adds; the addition then makes
+/// it one more. In a deterministic launch a counter holds the key tile that is to add next, and
+/// backward_pre.cuh lets it begin at the first; else it says whether the first has added, and the
+/// others report nothing.
 template <typename Thread>
-__device__ __forceinline__ uint32_t reported_additions(const Thread& t) {
-  return t.deterministic() ? key_tile(t) + 1 : 1;
+__device__ __forceinline__ uint32_t awaited_additions(const Thread& t, bool first) {
+  return t.deterministic() ? key_tile(t) : first ? 0 : 1;
 }
 /// The counter of a warp's part of a scratch tile.
 template <typename Thread>
