@@ -116,6 +116,36 @@ def test_attention_chunk(plain: Path) -> None:
     close(result["out"][2], out, 1e-5)
 
 
+def test_numbers_of_each_sequence(tmp_path: Path) -> None:
+    """Lengths in use, positions and prefixes from the file; NaN stands in the keys behind them."""
+    used, first, prefix = (5, 9), (2, 0), (4, 1)
+    row = math.prod(SHAPE[2:])
+    k, v = (
+        [x if i // row % 9 < used[i // row // 9] else math.nan for i, x in enumerate(values)]
+        for values in (K, V)
+    )
+    tensors: Tensors = {
+        **{name: ("F32", list(SHAPE), x) for name, x in (("q", Q), ("k", k), ("v", v))},
+        "seqused_k": ("I32", [2], [float(x) for x in used]),
+        "q_position": ("I32", [2], [float(x) for x in first]),
+        "prefix": ("I32", [2], [float(x) for x in prefix]),
+        "dout": ("F32", list(SHAPE), DOUT),
+    }
+    result = run(save(tmp_path / "in.safetensors", tensors), "--causal")
+    for b in range(2):
+
+        def visible(i: int, j: int, b: int = b) -> bool:
+            return j < used[b] and (j < prefix[b] or j <= i + first[b])
+
+        out, _ = attention(Q, K, V, SHAPE, visible=visible)
+        half = slice(b * COUNT // 2, (b + 1) * COUNT // 2)
+        close(result["out"][2][half], out[half], 1e-5)
+    for name in ("dk", "dv"):
+        values = result[name][2]
+        assert all(map(math.isfinite, values))
+        assert not any(values[5 * row : 9 * row])
+
+
 def test_window_without_limits_changes_nothing(plain: Path) -> None:
     assert run(plain, "--window", "-1", "-1") == run(plain)
 
