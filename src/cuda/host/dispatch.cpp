@@ -182,11 +182,15 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
   return -1;
 }
 
-// What the sm90 forward leaves to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
+// What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
+  const bool forward = p.direction == STROBE_FORWARD;
   if (p.dropout_p > 0) return "dropout_p > 0, expected 0 (it draws no random numbers)";
-  if (p.head_dim_v % 8 != 0) {
+  if (!forward && p.softcap > 0) return "softcap > 0, expected 0 for the backward pass";
+  if (!forward && p.alibi) return "alibi, expected none for the backward pass";
+  if (!forward && p.deterministic) return "deterministic, expected false for the backward pass";
+  if (forward && p.head_dim_v % 8 != 0) {
     return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
                   static_cast<long long>(p.head_dim_v));
   }
@@ -201,7 +205,8 @@ std::string tma_declines(const AttentionProblem& p) {
   } tensors[] = {{"q", p.q, rows_of_map_q, p.heads},
                  {"k", p.k, rows_of_map_k, p.heads_kv},
                  {"v", p.v, rows_of_map_k, p.heads_kv},
-                 {"out", p.out, rows_of_map_q, p.heads}};
+                 // The backward pass reads dout by TMA, and writes nothing by it.
+                 {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;
@@ -357,6 +362,14 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   Arena arena;
   row.carve(arena, p, params);
   plan.workspace_bytes = arena.used();
+  if constexpr (std::is_same_v<Row, BackwardRow>) {
+    // Pointers that TMA cannot read send a launch to mma.sync, with this plan's workspace.
+    if (const int other = arch == 90 ? find_row<Row>(80, p, device, nullptr) : -1; other >= 0) {
+      Arena count;
+      table<Row>()[other].row->carve(count, p, params);
+      plan.workspace_bytes = std::max(plan.workspace_bytes, count.used());
+    }
+  }
 }
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
@@ -430,11 +443,13 @@ Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
   return check_common_pointers(p, a);
 }
 
-bool aligned_for_tma(const ForwardArgs& a) {
-  return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
-           reinterpret_cast<uintptr_t>(a.v) | reinterpret_cast<uintptr_t>(a.out)) &
+bool aligned_for_tma(const void* q, const void* k, const void* v, const void* out) {
+  return ((reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(k) |
+           reinterpret_cast<uintptr_t>(v) | reinterpret_cast<uintptr_t>(out)) &
           15) == 0;
 }
+bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.out); }
+bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.dout); }
 
 template <typename Row, typename Params, typename Args>
 Status launch(int arch, const Plan& plan, const Args& args) {
@@ -447,17 +462,15 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   }
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
-    // Pointers are not known when a plan is made. Those that TMA cannot read go to mma.sync.
-    if (arch == 90 && !aligned_for_tma(args)) {
-      const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
-      if (other < 0) {
-        return {STROBE_INVALID_ARGUMENT,
-                format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
-                       args.v)};
-      }
-      row = table<Row>()[other].row;
+  // Pointers are not known when a plan is made. Those that TMA cannot read go to mma.sync.
+  if (arch == 90 && !aligned_for_tma(args)) {
+    const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
+    if (other < 0) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
+                     args.v)};
     }
+    row = table<Row>()[other].row;
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));
   const DeviceGuard guard(p.device_index);

@@ -12,7 +12,7 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/mma_sync/backward_layout.cuh"
-#include "cuda/mma_sync/seen_queries.cuh"
+#include "cuda/common/seen_queries.cuh"
 #include "cuda/ptx/arrive.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -576,16 +576,7 @@ struct BackwardThread {
       const int64_t stride = int64_t{p.heads_kv} * parts * 2 * kC.width;
       float* const to = parts_sum + (keys + first) * stride +
                         (b.head_kv * parts + b.part) * 2 * kC.width + column + 2 * (lane % 4);
-#pragma unroll
-      for (int r = 0; r < 2 * kM; ++r) {
-        if (first + 8 * r >= seqlen) break;
-#pragma unroll
-        for (int n = 0; n < kSumN; ++n) {
-          const float* const x = &sum[r / 2][n][r % 2 * 2];
-          *reinterpret_cast<float2*>(to + 8 * r * stride + 8 * n) =
-              make_float2(x[0] * scale, x[1] * scale);
-        }
-      }
+      store_part_sums(to, stride, seqlen - first, sum, scale);
       return;
     }
     store_accumulators<T>(rows_view(tensor, b.batch, b.sequence.k_row, b.head_kv, seqlen, dim),

@@ -31,9 +31,7 @@
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_CUH_
 
 #include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_post.cuh"
-#include "cuda/common/backward_pre.cuh"
-#include "cuda/common/static_order.cuh"
+#include "cuda/common/backward_stages.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/host/rows.h"
@@ -103,7 +101,6 @@ template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
-  constexpr int kTileQ = kConfig.tile_q, kWidth = kConfig.width;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -111,13 +108,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
-  int64_t items = query_tiles(p, scratch.tiles);
-  const GridSize grid = grid_for(max64(1, items));
-  int32_t turns = Shape::kHalfWarps;
-  void* pre[] = {&p, &scratch, &items, &turns};
-  static KernelHandle pre_kernel(
-      reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>));
-  cudaError_t error = pre_kernel.launch(dim3(grid.x, grid.y), kPreThreads, pre, target);
+  using Stages =
+      BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, ExchangeForm>;
+  cudaError_t error = Stages::launch_pre(p, scratch, Shape::kHalfWarps, target);
   if (error != cudaSuccess) return error;
 
   if (order.items > 0) {
@@ -135,23 +128,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     }
     if (error != cudaSuccess) return error;
   }
-  if (items > 0) {
-    void* post[] = {&p, &scratch, &items};
-    static KernelHandle post_kernel(
-        reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>));
-    error = post_kernel.launch(dim3(grid.x, grid.y), kPostThreads, post, target);
-    if (error != cudaSuccess) return error;
-  }
-  if (order.parts > 1 && order.items > 0) {
-    auto parts = static_cast<int32_t>(order.parts);
-    int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
-    const GridSize blocks = grid_for(ceil_div(pieces, kPostThreads));
-    void* sum[] = {&p, &scratch, &parts, &pieces};
-    static KernelHandle parts_kernel(
-        reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
-    error = parts_kernel.launch(dim3(blocks.x, blocks.y), kPostThreads, sum, target);
-  }
-  return error;
+  return Stages::launch_post(p, scratch, order, target);
 }
 
 }  // namespace strobe::cuda::sm80

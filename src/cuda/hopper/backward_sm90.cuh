@@ -1,0 +1,219 @@
+// TODO header
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
+
+#include <cstddef>
+
+#include "core/problem.h"
+#include "core/workspace.h"
+#include "cuda/common/backward_stages.cuh"
+#include "cuda/hopper/backward_sm90_consumer.cuh"
+#include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+#include "cuda/host/rows.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90 {
+
+/// Fills a ring's next place: the tile at `row` of a head, with its lse or delta.
+template <typename Tr>
+__device__ __forceinline__ void load_queries(Ring<Tr::kStages>& ring,
+                                             RingPosition<Tr::kStages> at, uint8_t* tile,
+                                             const CUtensorMap& map, int row, int head, int batch,
+                                             float* values, const float* values_from) {
+  ptx::Barrier& full = ring.full[at.stage()];
+  ring.empty[at.stage()].wait(at.free());
+  full.arrive_expect(Tr::QTile::kBytes + 4 * Tr::kTileQ);
+#pragma unroll
+  for (int panel = 0; panel < Tr::kPanels; ++panel) {
+    ptx::tma_load(tile + panel * Tr::QTile::kPanelBytes, map, full, ptx::L2::kEvictLast, 64 * panel,
+                  row, head, batch);
+  }
+  ptx::bulk_load(values, values_from, 4 * Tr::kTileQ, full);
+}
+
+/// K and V, then Q and dO of step after step. One thread.
+template <typename Tr>
+__device__ __forceinline__ void load_all(typename Tr::Shared& shared,
+                                         const BackwardScratch& scratch, const BackwardMaps& maps) {
+  const KeyBlock& block = shared.block;
+  const auto load_keys = [&](ptx::Barrier& full, uint8_t* tile, const CUtensorMap& map) {
+    full.arrive_expect(Tr::KTile::kBytes);
+#pragma unroll
+    for (int panel = 0; panel < Tr::kPanels; ++panel) {
+      ptx::tma_load(tile + panel * Tr::KTile::kPanelBytes, map, full, ptx::L2::kEvictFirst,
+                    64 * panel, block.map_k, block.item.head_kv, block.map_batch);
+    }
+  };
+  RingPosition<Tr::kStages> at;
+  QueryStep now = QueryStep::first(block);
+  if (block.visits.begin == block.visits.end) return;
+  load_keys(shared.k_full, shared.k, maps.k);
+#pragma unroll 1
+  for (; !now.done(block); now.advance(block), ++at.count) {
+    const int64_t scratch_row = Tr::kTileQ * (int64_t{now.head} * scratch.tiles + block.scratch +
+                                              static_cast<uint32_t>(now.tile));
+    const int row = block.map_q + now.tile * Tr::kTileQ, stage = at.stage();
+    load_queries<Tr>(shared.q_ring, at, shared.q[stage], maps.q, row, now.head, block.map_batch,
+                     shared.lse[stage], scratch.lse + scratch_row);
+    if (at.count == 0) load_keys(shared.v_full, shared.v, maps.v);
+    load_queries<Tr>(shared.dout_ring, at, shared.dout[stage], maps.dout, row, now.head,
+                     block.map_batch, shared.delta[stage], scratch.delta + scratch_row);
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p,
+                    const __grid_constant__ BackwardScratch scratch,
+                    const __grid_constant__ BackwardOrder order,
+                    const __grid_constant__ BackwardMaps maps) {
+  constexpr uint32_t kOfAll = Tr::kWarps * ptx::kWarpArrivals;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
+
+  const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (index >= order.items) return;
+  const BackwardItem item = backward_item(order, p.heads_kv, index);
+  const Sequence sequence = p.sequence(item.batch);
+  const int32_t key_begin = item.block * Tr::kTileK;
+  if (key_begin >= sequence.mask.seqlen_k) {  // of a sequence shorter than the longest
+    if (threadIdx.x < Tr::kWarps) scratch.nonfinite[index * Tr::kWarps + threadIdx.x] = 0;
+    return;
+  }
+  if (threadIdx.x == 0) {
+    ptx::tma_prefetch(maps.q);
+    ptx::tma_prefetch(maps.k);
+    ptx::tma_prefetch(maps.v);
+    ptx::tma_prefetch(maps.dout);
+    shared.k_full.init(1);
+    shared.v_full.init(1);
+    shared.q_ring.init(1, kOfAll);
+    shared.dout_ring.init(1, kOfAll);
+    shared.ds_ring.init(kOfAll, kOfAll);
+    ptx::fence_barrier_init();
+    KeyBlock& block = shared.block;
+    const Range keys{key_begin, min64(key_begin + Tr::kTileK, sequence.mask.seqlen_k)};
+    block.visits = QueryVisits::make(sequence.mask, keys, Tr::kTileQ, Tr::kTileK);
+    block.head_begin = item.head_kv * p.group + item.part * order.heads_per_part;
+    block.head_end = min(block.head_begin + order.heads_per_part, (item.head_kv + 1) * p.group);
+    block.item = item;
+    block.number = index;
+    block.k_row = sequence.k_row;
+    block.seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
+    block.scratch = scratch_begin(p, Tr::kTileQ, item.batch);
+    block.key_begin = key_begin;
+    block.map_batch = p.cu_q ? 0 : item.batch;
+    block.map_q = static_cast<int32_t>(sequence.q_row);
+    block.map_k = static_cast<int32_t>(sequence.k_row) + key_begin;
+  }
+  if (threadIdx.x >= 128 && threadIdx.x < 128 + Tr::kTileK) {
+    const int key = static_cast<int>(threadIdx.x) - 128;
+    shared.limits[key] = key_limits(sequence.mask, key_begin + key);
+  }
+  __syncthreads();
+
+  // The shuffle tells the compiler that the number is the same for a whole warp.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp < 4) {
+    ptx::set_max_registers_down<Tr::kProducerRegisters>();
+    if (threadIdx.x == 0) load_all<Tr>(shared, scratch, maps);
+  } else {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    BackwardConsumer<Tr> consumer(shared, p, scratch, warp / 4 - 1);
+    if (shared.block.visits.begin < shared.block.visits.end) {
+      consumer.run();
+      consumer.store(order);
+    } else {
+      consumer.clear();
+      consumer.store(order);
+    }
+    
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Host
+
+template <BackwardConfig kConfig>
+constexpr LaunchShape backward_shape() {
+  using Tr = BackwardTraitsOf<kConfig>;
+  return {Tr::kThreads, sizeof(typename Tr::Shared)};
+}
+
+template <BackwardConfig kConfig>
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
+  using Tr = BackwardTraitsOf<kConfig>;
+  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0, dq,
+                        backward_items(sizes, kConfig.tile_k) * Tr::kWarps);
+}
+
+template <BackwardConfig kConfig>
+void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
+  Arena count;
+  carve<kConfig>(count, sizes_of(problem), nullptr);
+  params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
+}
+
+/// The maps of this thread's last launch, with what differs.
+template <BackwardConfig kConfig>
+cudaError_t make_maps(const BackwardParams& p, BackwardMaps& maps) {
+  thread_local KeptTensorMap kept[4];
+  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
+                            int64_t heads, uint32_t box_rows) {
+    return kept[i].make(map, t.data,
+                        {dim, rows, heads, p.cu_q ? 1 : p.batch, t.batch_stride, t.row_stride,
+                         t.head_stride, kConfig.dtype, box_rows});
+  };
+  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kConfig.tile_q);
+  if (error != cudaSuccess) return error;
+  error = make_map(1, maps.k, p.k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
+  if (error != cudaSuccess) return error;
+  error = make_map(2, maps.v, p.v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
+  if (error != cudaSuccess) return error;
+  return make_map(3, maps.dout, p.dout, p.head_dim_v, p.total_q, p.heads, kConfig.tile_q);
+}
+
+template <BackwardConfig kConfig>
+cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
+  using Tr = BackwardTraitsOf<kConfig>;
+  constexpr auto kShape = backward_shape<kConfig>();
+  // The plan sends none of these here.
+  if (params.softcap > 0 || params.alibi_slopes || params.dropout.enabled() ||
+      params.deterministic) {
+    return cudaErrorNotSupported;
+  }
+  BackwardParams p = params;
+  Arena arena(p.workspace);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
+  BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
+  using Stages =
+      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
+  cudaError_t error = cudaSuccess;
+  thread_local BackwardMaps maps;
+  // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
+  if (order.items > 0 && p.total_q > 0) {
+    error = make_maps<kConfig>(p, maps);
+    if (error != cudaSuccess) return error;
+  }
+  error = Stages::launch_pre(p, scratch, 0, target);
+  if (error != cudaSuccess) return error;
+  if (order.items > 0) {
+    static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
+                               kShape.shared_bytes);
+    const GridSize grid = grid_for(order.items);
+    void* args[] = {&p, &scratch, &order, &maps};
+    error = kernel.launch(dim3(grid.x, grid.y), kShape.threads, args, target);
+    if (error != cudaSuccess) return error;
+  }
+  return Stages::launch_post(p, scratch, order, target);
+}
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
