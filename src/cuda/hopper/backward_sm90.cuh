@@ -87,10 +87,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     return;
   }
   if (threadIdx.x == 0) {
-    ptx::tma_prefetch(maps.q);
-    ptx::tma_prefetch(maps.k);
-    ptx::tma_prefetch(maps.v);
-    ptx::tma_prefetch(maps.dout);
+    if (p.total_q > 0) {  // else there are no maps
+      ptx::tma_prefetch(maps.q);
+      ptx::tma_prefetch(maps.k);
+      ptx::tma_prefetch(maps.v);
+      ptx::tma_prefetch(maps.dout);
+    }
     shared.k_full.init(1);
     shared.v_full.init(1);
     shared.q_ring.init(1, kOfAll);
