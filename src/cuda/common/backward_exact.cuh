@@ -84,9 +84,10 @@ struct ExactPairs {
   }
 };
 
-/// Rewrites a row of dQ.
+/// Rewrites a row of dQ. (Not inlined: its registers are not to count where nothing is infinite.)
 template <typename T>
-__device__ void exact_query(const BackwardParams& p, int32_t batch, int32_t head, int32_t query) {
+__device__ __noinline__ void exact_query(const BackwardParams& p, int32_t batch, int32_t head,
+                                         int32_t query) {
   const Sequence sequence = p.sequence(batch);
   const ExactPairs<T> pairs{p, sequence, batch, head};
   const Range keys = sequence.mask.row(query);
@@ -103,8 +104,9 @@ __device__ void exact_query(const BackwardParams& p, int32_t batch, int32_t head
 /// Rewrites a key's row of dK and dV: of `item`'s part of the group. parts_sum: see
 /// BackwardScratch::dk.
 template <typename T>
-__device__ void exact_key(const BackwardParams& p, const BackwardOrder& order,
-                          const BackwardItem& item, float* parts_sum, int32_t width, int32_t key) {
+__device__ __noinline__ void exact_key(const BackwardParams& p, const BackwardOrder& order,
+                                       const BackwardItem& item, float* parts_sum, int32_t width,
+                                       int32_t key) {
   const Sequence sequence = p.sequence(item.batch);
   const Range queries = sequence.mask.q_range({key, key + 1});
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;

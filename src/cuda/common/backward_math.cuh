@@ -155,8 +155,8 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
   }
 }
 
-/// The same as float32, to sums of parts: rows `stride` values apart, those below `rows` of them. to:
-/// of this lane's first value.
+/// The same as float32, to sums of parts: rows `stride` values apart, those below `rows` of them.
+/// to: of this lane's first value.
 template <int kM, int kN>
 __device__ __forceinline__ void store_part_sums(float* to, int64_t stride, int64_t rows,
                                                 const float (&x)[kM][kN][4], float scale) {

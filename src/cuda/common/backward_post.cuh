@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(kPostThreads)
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if (!(fabsf(x[0][d][j]) < infinity()))
-            not_finite[16 * block + lane / 4 + j / 2 * 8] = 1;
+          if (!(fabsf(x[0][d][j]) < infinity())) not_finite[16 * block + lane / 4 + j / 2 * 8] = 1;
         }
       }
     }

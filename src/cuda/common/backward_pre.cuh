@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kPreThreads)
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
       // nothing.
-      if (Form::kAsks && there && (p.softcap > 0.f || natural[i] == -infinity()) && column < p.head_dim) {
+      if (Form::kAsks && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
+          column < p.head_dim) {
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
         for (int c = 0; c < 4; ++c) {

@@ -109,17 +109,17 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
 }
 
 struct BackwardScratch {
-  float* lse;           // [heads, tiles, tile_q]: weight_reference(lse), in the main kernel's order
-  float* delta;         // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
-  float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
-                        // order of sum_offset
-  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel that
-                        // does not ask beforehand, [items, warps]: dK or dV do
-  uint32_t* turn;       // [heads, tiles, warps]: key blocks that have added to dq; unless
-                        // deterministic, whether the first one has stored there
-  uint32_t* ticket;     // the next work item
-  float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
-  uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
+  float* lse;    // [heads, tiles, tile_q]: weight_reference(lse), in the main kernel's order
+  float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
+  float* dq;     // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
+                 // order of sum_offset
+  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
+                        // that does not ask beforehand, [items, warps]: dK or dV do
+  uint32_t* turn;    // [heads, tiles, warps]: key blocks that have added to dq; unless
+                     // deterministic, whether the first one has stored there
+  uint32_t* ticket;  // the next work item
+  float *dk, *dv;    // [rows_k, heads_kv, parts, width]: where there are several parts
+  uint32_t tiles;    // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse

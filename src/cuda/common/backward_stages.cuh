@@ -41,8 +41,7 @@ struct BackwardStages {
       void* args[] = {&p, &scratch, &order, &items};
       static KernelHandle kernel(
           reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form, kTileK>));
-      const cudaError_t error =
-          kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
+      const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
       if (error != cudaSuccess) return error;
     }
     if (order.parts <= 1 || order.items <= 0) return cudaSuccess;
@@ -50,8 +49,7 @@ struct BackwardStages {
     int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
     const GridSize grid = grid_for(ceil_div(pieces, kPostThreads));
     void* args[] = {&p, &scratch, &parts, &pieces};
-    static KernelHandle kernel(
-        reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
+    static KernelHandle kernel(reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
     return kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
   }
 };

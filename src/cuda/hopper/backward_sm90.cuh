@@ -1,4 +1,47 @@
-// TODO header
+// Attention backward on Hopper (sm_90a): TMA, wgmma, warp specialisation (arXiv:2307.08691,
+// algorithm 2). docs/hopper-backward.md draws the pipeline over time.
+//
+// A thread block takes 128 keys of a key head, and goes through the tiles of queries that see some
+// of them, of all query heads that read this key head (or of a part of them), last tile first.
+// Scores are transposed, so that P^T and dS^T lie in registers as the A operands of dV and dK.
+//
+//   warps     registers  role
+//   0         24         producer, one thread: K, V once; Q with lse and dO with delta, a tile a
+//   step 1 to 3    24         idle: registers are given away by the warpgroup 4 to 7    240
+//   consumer warpgroup 0: keys 0 to 63 of the block 8 to 11   240        consumer warpgroup 1: keys
+//   64 to 127   (backward_sm90_consumer.cuh)
+//
+//   barrier         its phases end when                     waited for by
+//   k_full, v_full  TMA has delivered K, V                  consumers
+//   q, dout .full   TMA has delivered the tile              consumers
+//   q, dout .empty  all eight consumer warps are done       producer
+//   ds.full         all eight have left their dS            consumers, a step later
+//   ds.empty        dQ has been made of it by all eight     consumers, two steps later
+//   turn 1, 2       (hardware) the other warpgroup has      warpgroup, before it issues its
+//   products;
+//                   issued its products                     at width 128 only
+//
+//   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
+//   k, v            [panel][128][64]                        q, dout   [2][panel][tile_q][64]
+//   ds              [2][panel of queries][128][64]          lse, delta [2][tile_q], in quad_order
+//   limits          of the queries that see each key        block, barriers
+//
+// One step of a warpgroup, for query tile i; at width 64, where tiles have 128 queries, dQ and dV
+// are issued after dS instead, and there are no turns. Nothing is under way at its begin or end,
+// where all branches are: ptxas would serialise wgmma across them.
+//
+//   wait Q(i), dO(i), turn | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
+//   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass the turn
+//   wait dP | dS = P (dP - delta), left in shared memory | issue dK += dS^T Q
+//   wait dQ, add it to the sum in global memory | wait dV, free dO | wait dK, free Q
+//
+// dQ of a step is made in the next one, so that no warpgroup waits for the other's dS.
+//
+// A query that does not see a key has weight 0 there, and 0 * NaN = NaN: rows of dQ, dK and dV that
+// are not finite and have met a masked tile are computed again by the kernel that comes after, from
+// the pairs that the mask allows (backward_exact.cuh).
+//
+// Two more kernels: backward_pre.cuh before, backward_post.cuh after (backward_stages.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 
@@ -22,10 +65,10 @@ namespace strobe::cuda::sm90 {
 
 /// Fills a ring's next place: the tile at `row` of a head, with its lse or delta.
 template <typename Tr>
-__device__ __forceinline__ void load_queries(Ring<Tr::kStages>& ring,
-                                             RingPosition<Tr::kStages> at, uint8_t* tile,
-                                             const CUtensorMap& map, int row, int head, int batch,
-                                             float* values, const float* values_from) {
+__device__ __forceinline__ void load_queries(Ring<Tr::kStages>& ring, RingPosition<Tr::kStages> at,
+                                             uint8_t* tile, const CUtensorMap& map, int row,
+                                             int head, int batch, float* values,
+                                             const float* values_from) {
   ptx::Barrier& full = ring.full[at.stage()];
   ring.empty[at.stage()].wait(at.free());
   full.arrive_expect(Tr::QTile::kBytes + 4 * Tr::kTileQ);
@@ -135,7 +178,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       consumer.clear();
       consumer.store(order);
     }
-    
   }
 }
 
@@ -194,6 +236,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
+  // Nobody waits for a key block of the same head: side by side they share its queries and the sums
+  // of dQ in L2, which is worth 4 % at 16k keys.
+  order.group = 1;
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   cudaError_t error = cudaSuccess;

@@ -69,10 +69,9 @@ class BackwardConsumer {
     const int32_t seqlen = block.seqlen_k;
     const int32_t key = block.key_begin + key_row() + lane() / 4;
     // A product of a weight of 0 may be why, unless there are none.
-    const bool suspect =
-        !block.visits.all_full() &&
-        ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
-         (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
+    const bool suspect = !block.visits.all_full() &&
+                         ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
+                          (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
     if (lane() == 0) scratch_.nonfinite[block.number * Tr::kWarps + key_row() / 16] = any;
 
@@ -87,9 +86,8 @@ class BackwardConsumer {
                             2 * (lane() % 4),
                         stride, seqlen - key, blocks, scale);
       } else {
-        store_accumulators<T>(
-            rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim), key, 0,
-            blocks, scale, lane());
+        store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
+                              key, 0, blocks, scale, lane());
       }
     };
     put(dv_, 1.f / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
@@ -117,7 +115,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void step(const QueryStep& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
     const int stage = at_.stage();
-    float s[kTileQ / 2], dp[kTileQ / 2], dq[32];
+    float s[kTileQ / 2], dp[kTileQ / 2];
     uint32_t weights[kTileQ / 4], ds[kTileQ / 4];  // P^T and dS^T, as operands
 
     shared_.q_ring.full[stage].wait(at_.phase());
@@ -126,6 +124,9 @@ class BackwardConsumer {
     ptx::wgmma_fence();
     issue_scores(s, shared_.k, shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
+    // The additions of the step before may still be reading dQ's registers, which S^T would wait
+    // for if it were given them: dP^T, later, gets them.
+    if constexpr (kHasBefore) ptx::pin(dq_);
     issue_scores(dp, shared_.v, shared_.dout[stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
 
@@ -138,7 +139,7 @@ class BackwardConsumer {
       if constexpr (kHasBefore) {
         shared_.ds_ring.full[stage ^ 1].wait(before().phase());
         ptx::wgmma_fence();
-        issue_dq(dq, stage ^ 1);
+        issue_dq(stage ^ 1);
         ptx::wgmma_commit();
       }
       ptx::wgmma_fence();
@@ -160,7 +161,7 @@ class BackwardConsumer {
       if constexpr (kHasBefore) {
         shared_.ds_ring.full[stage ^ 1].wait(before().phase());
         ptx::wgmma_fence();
-        issue_dq(dq, stage ^ 1);
+        issue_dq(stage ^ 1);
         ptx::wgmma_commit();
       }
       ptx::wgmma_fence();
@@ -172,9 +173,9 @@ class BackwardConsumer {
     ptx::wgmma_commit();
     if constexpr (kHasBefore) {
       ptx::wgmma_wait<2>();
-      ptx::pin(dq);
+      ptx::pin(dq_);
       arrive(shared_.ds_ring.empty[stage ^ 1]);
-      add_dq(dq);
+      add_dq();
     }
     ptx::wgmma_wait<1>();
     ptx::pin(dv_);
@@ -190,14 +191,13 @@ class BackwardConsumer {
   /// dQ of the last step.
   __device__ __forceinline__ void finish_dq() {
     const RingPosition<Tr::kStages> last = before();
-    float dq[32];
     shared_.ds_ring.full[last.stage()].wait(last.phase());
     ptx::wgmma_fence();
-    issue_dq(dq, last.stage());
+    issue_dq(last.stage());
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    add_dq(dq);
+    ptx::pin(dq_);
+    add_dq();
   }
   __device__ __forceinline__ RingPosition<Tr::kStages> before() const { return {at_.count - 1}; }
 
@@ -234,11 +234,11 @@ class BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < kTileQ / 16; ++i) {
       ptx::Wgmma<T, kWidth>::rs(sum, values + 4 * i, b.at(i * 16 * Tr::QTile::kRowBytes),
-                                 !first || i != 0);
+                                !first || i != 0);
     }
   }
   /// dQ = dS K, this warpgroup's 64 queries or 64 columns.
-  __device__ __forceinline__ void issue_dq(float (&dq)[32], int stage) {
+  __device__ __forceinline__ void issue_dq(int stage) {
     const uint32_t panel = fresh_warpgroup();
     const auto a = ptx::Descriptor::make(
         fresh(shared_.ds[stage]) + (Tr::kDqByColumns ? 0 : panel) * Tr::DsTile::kPanelBytes,
@@ -248,7 +248,7 @@ class BackwardConsumer {
         Tr::KTile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < Tr::kTileK / 16; ++i) {
-      ptx::Wgmma<T, 64>::ss_mn(dq, a.at(i * 16 * Tr::DsTile::kRowBytes),
+      ptx::Wgmma<T, 64>::ss_mn(dq_, a.at(i * 16 * Tr::DsTile::kRowBytes),
                                b.at(i * 16 * Tr::KTile::kRowBytes), i != 0);
     }
   }
@@ -269,8 +269,7 @@ class BackwardConsumer {
     asm volatile("" : "+f"(scale));
     scale *= kLog2e;
     const int first = 2 * (lane() % 4);  // query of accumulator 0
-    const float4* const lses =
-        reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
+    const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
       const float4 lse = lses[4 * j];
@@ -326,9 +325,7 @@ class BackwardConsumer {
   __device__ __forceinline__ static uint32_t times(uint32_t weights, float low, float high) {
     if constexpr (Tr::kBf16) {
       uint32_t product;
-      asm("mul.rn.bf16x2 %0, %1, %2;"
-          : "=r"(product)
-          : "r"(weights), "r"(ptx::pack<T>(low, high)));
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(ptx::pack<T>(low, high)));
       return product;
     } else {
       const float2 w = unpack<T>(weights);
@@ -337,10 +334,9 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {
     // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
-    const uint32_t rows =
-        ptx::shared_address(shared_.ds[stage]) +
-        static_cast<uint32_t>(Tr::DsTile::block_offset(key_row(), 0) +
-                              Tr::DsTile::fragment_offset(lane(), 0));
+    const uint32_t rows = ptx::shared_address(shared_.ds[stage]) +
+                          static_cast<uint32_t>(Tr::DsTile::block_offset(key_row(), 0) +
+                                                Tr::DsTile::fragment_offset(lane(), 0));
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
       const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
@@ -350,14 +346,14 @@ class BackwardConsumer {
     }
   }
   /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
-  __device__ __forceinline__ void add_dq(const float (&dq)[32]) {
+  __device__ __forceinline__ void add_dq() {
     const int row_block = warp() + (Tr::kDqByColumns ? 0 : 4 * warpgroup_);
     const int column_block = Tr::kDqByColumns ? 8 * warpgroup_ : 0;
     float* const sum = scratch_.dq + int64_t{tile_before_} * (kTileQ * kWidth) +
                        (row_block * (kWidth / 8) + column_block) * 128 + sum_offset(lane());
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+      const float x[4] = {dq_[4 * j], dq_[4 * j + 1], dq_[4 * j + 2], dq_[4 * j + 3]};
       sum_add(sum + 128 * j, x);
     }
   }
@@ -366,7 +362,8 @@ class BackwardConsumer {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < kWidth / 8; ++i) {
-      found |= !(fabsf(sum[4 * i + 2 * r]) < infinity() && fabsf(sum[4 * i + 2 * r + 1]) < infinity());
+      found |=
+          !(fabsf(sum[4 * i + 2 * r]) < infinity() && fabsf(sum[4 * i + 2 * r + 1]) < infinity());
     }
     return found;
   }
@@ -378,6 +375,7 @@ class BackwardConsumer {
   RingPosition<Tr::kStages> at_;  // of all rings, which move together: the step
   uint32_t tile_before_ = 0;      // scratch tile of the step before
   float dv_[kWidth / 2], dk_[kWidth / 2];
+  float dq_[32];  // of the step before
 };
 
 }  // namespace strobe::cuda::sm90

@@ -29,10 +29,9 @@ struct QueryVisits {
     // Keys past the end would count as seen: a block that has some is never full.
     const Range all = keys.size() < tile_k ? Range{0, 0} : mask.full_q_range(keys);
     if (some.empty()) return {};
-    return {static_cast<int32_t>(some.begin / tile_q),
-            static_cast<int32_t>(ceil_div(some.end, tile_q)),
-            static_cast<int32_t>(ceil_div(all.begin, tile_q)),
-            static_cast<int32_t>(all.end / tile_q)};
+    return {
+        static_cast<int32_t>(some.begin / tile_q), static_cast<int32_t>(ceil_div(some.end, tile_q)),
+        static_cast<int32_t>(ceil_div(all.begin, tile_q)), static_cast<int32_t>(all.end / tile_q)};
   }
   __device__ __forceinline__ bool is_full(int32_t tile) const {
     return full_begin <= tile && tile < full_end;

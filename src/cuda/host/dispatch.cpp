@@ -466,9 +466,9 @@ Status launch(int arch, const Plan& plan, const Args& args) {
   if (arch == 90 && !aligned_for_tma(args)) {
     const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
     if (other < 0) {
-      return {STROBE_INVALID_ARGUMENT,
-              format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
-                     args.v)};
+      return {
+          STROBE_INVALID_ARGUMENT,
+          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v)};
     }
     row = table<Row>()[other].row;
   }

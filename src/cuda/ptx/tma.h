@@ -38,8 +38,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(bytes),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier.word())))
+      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier.word())))
       : "memory");
 }
 
