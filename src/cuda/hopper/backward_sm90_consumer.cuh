@@ -124,9 +124,6 @@ class BackwardConsumer {
     ptx::wgmma_fence();
     issue_scores(s, shared_.k, shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    // The additions of the step before may still be reading dQ's registers, which S^T would wait
-    // for if it were given them: dP^T, later, gets them.
-    if constexpr (kHasBefore) ptx::pin(dq_);
     issue_scores(dp, shared_.v, shared_.dout[stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
 
@@ -135,17 +132,9 @@ class BackwardConsumer {
     ptx::pin(s);
     take_weights<kMasked>(s, weights, stage, seen);
 
-    if constexpr (Tr::kTurns) {
-      if constexpr (kHasBefore) {
-        shared_.ds_ring.full[stage ^ 1].wait(before().phase());
-        ptx::wgmma_fence();
-        issue_dq(stage ^ 1);
-        ptx::wgmma_commit();
-      }
-      ptx::wgmma_fence();
-      issue_sum(dv_, weights, shared_.dout[stage], !kHasBefore);  // dV += P^T dO
-      ptx::wgmma_commit();
-      pass_turn();
+    if constexpr (Tr::kSumsEarly) {
+      issue_dq_and_dv<kHasBefore>(weights, stage);
+      if constexpr (Tr::kTurns) pass_turn();
       ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     } else {
       ptx::wgmma_wait<0>();
@@ -157,18 +146,11 @@ class BackwardConsumer {
     ptx::fence_proxy_async();
     arrive(shared_.ds_ring.full[stage]);
 
-    if constexpr (!Tr::kTurns) {
-      if constexpr (kHasBefore) {
-        shared_.ds_ring.full[stage ^ 1].wait(before().phase());
-        ptx::wgmma_fence();
-        issue_dq(stage ^ 1);
-        ptx::wgmma_commit();
-      }
+    if constexpr (Tr::kSumsEarly) {
       ptx::wgmma_fence();
-      issue_sum(dv_, weights, shared_.dout[stage], !kHasBefore);
-      ptx::wgmma_commit();
+    } else {
+      issue_dq_and_dv<kHasBefore>(weights, stage);
     }
-    ptx::wgmma_fence();
     issue_sum(dk_, ds, shared_.q[stage], !kHasBefore);  // dK += dS^T Q
     ptx::wgmma_commit();
     if constexpr (kHasBefore) {
@@ -186,6 +168,20 @@ class BackwardConsumer {
     tile_before_ = static_cast<uint32_t>(now.head) * scratch_.tiles + shared_.block.scratch +
                    static_cast<uint32_t>(now.tile);
     ++at_.count;
+  }
+
+  /// dQ of the step before, and dV += P^T dO. Both as soon as the other warpgroup's dS is there.
+  template <bool kHasBefore>
+  __device__ __forceinline__ void issue_dq_and_dv(const uint32_t (&weights)[kTileQ / 4],
+                                                  int stage) {
+    if constexpr (kHasBefore) shared_.ds_ring.full[stage ^ 1].wait(before().phase());
+    ptx::wgmma_fence();
+    if constexpr (kHasBefore) {
+      issue_dq(stage ^ 1);
+      ptx::wgmma_commit();
+    }
+    issue_sum(dv_, weights, shared_.dout[stage], !kHasBefore);
+    ptx::wgmma_commit();
   }
 
   /// dQ of the last step.
