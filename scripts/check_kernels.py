@@ -77,10 +77,10 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"(forward|backward)_kernelI.*?((?:Lb[01]E)+)E*v", symbol)
+        main = re.search(r"\d(forward|backward)_kernelI.*?((?:Lb[01]E)*)E*v", symbol)
         if not main:
             return None
-        variant = {"Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}.get(main[2], "general")
+        variant = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}.get(main[2], "general")
         return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():
@@ -128,7 +128,7 @@ def faults(k: Kernel) -> list[str]:
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")
     if k.name == "backward":
-        if k.arch == "sm_90" and k.count(r"REDG?\.E\.ADD\.F") != k.count(r"REDG?\.E\.ADD\.F32x4"):
+        if k.arch in ("sm_90", "sm_90a") and k.count(r"REDG?\.E\.ADD\.F") != k.count(r"REDG?\.E\.ADD\.F32x4"):
             found.append("dQ is not added four values at a time")
         if not k.count(r"STG?\.E.*128"):
             found.append("dK and dV are not stored in 16 bytes")

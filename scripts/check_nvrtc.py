@@ -48,6 +48,12 @@ constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};
 __device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true>;
 }
 """,
+    "hopper/backward_sm90.cuh": """
+namespace strobe::cuda::sm90 {
+constexpr BackwardConfig kC{90, kBfloat16, 128, 64, 128, 2, 8};
+__device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
+}
+""",
 }
 
 

@@ -64,9 +64,11 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     run = [str(options.strobe_racecheck), "run", str(small), "--device", "cuda", "--repeat", "1"]
     run.append("--forward" if row.direction == "forward" else "--backward")
     rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
-    if row.when != "plain" and row.arch == 80:
-        rule += ["--dropout", "0.2"]
-    return [[*run, "--causal"], [*run, "--window", "100", "30", "--deterministic", *rule]]
+    if row.arch == 80:
+        rule += ["--deterministic"]
+        if row.when != "plain":
+            rule += ["--dropout", "0.2"]
+    return [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
 
 
 def main() -> int:

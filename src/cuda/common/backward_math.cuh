@@ -157,6 +157,23 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
   }
 }
 
+/// The same as float32, to sums of parts: rows `stride` values apart, those below `rows` of them.
+/// to: of this lane's first value.
+template <int kM, int kN>
+__device__ __forceinline__ void store_part_sums(float* to, int64_t stride, int64_t rows,
+                                                const float (&x)[kM][kN][4], float scale) {
+#pragma unroll
+  for (int r = 0; r < 2 * kM; ++r) {
+    if (8 * r >= rows) break;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float* const y = &x[r / 2][n][r % 2 * 2];
+      *reinterpret_cast<float2*>(to + 8 * r * stride + 8 * n) =
+          make_float2(y[0] * scale, y[1] * scale);
+    }
+  }
+}
+
 /// Four 8 x 8 blocks of packed pairs to shared memory, the transport of ldmatrix backwards;
 /// address: the lane's, as ldmatrix would take it for the 16 x 16 block (tile.cuh's
 /// fragment_offset).

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/backward_exact.cuh"
 #include "cuda/common/backward_math.cuh"
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/ptx/mma.h"
@@ -12,14 +13,35 @@ namespace strobe::cuda {
 
 inline constexpr int kPostThreads = 256;
 
+/// Key rows whose dK or dV is not finite, where a weight of 0 may be why: those of the index-th of
+/// the main kernel's items and every `stride`-th from there on, which are tile_k keys each, a warp
+/// of this block those of one warp of the main kernel.
+template <typename T, int kWidth, int kTileK>
+__device__ __forceinline__ void exact_keys(const BackwardParams& p, const BackwardScratch& scratch,
+                                           const BackwardOrder& order, int64_t index,
+                                           int64_t stride) {
+  constexpr int kWarps = kPostThreads / 32, kRows = kTileK / kWarps;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  for (; index < order.items; index += stride) {
+    if (scratch.nonfinite[index * kWarps + warp] == 0) continue;
+    const BackwardItem item = backward_item(order, p.heads_kv, index);
+    const int32_t first = item.block * kTileK + warp * kRows;
+    const auto seqlen = static_cast<int32_t>(p.sequence(item.batch).mask.seqlen_k);
+    for (int32_t key = first; key < min(first + kRows, seqlen); ++key)
+      exact_key<T>(p, order, item, scratch.dk, kWidth, key);
+  }
+}
+
 /// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
 /// of the sum, as an accumulator each, at a time.
-template <typename T, int kTileQ, int kWidth>
+template <typename T, int kTileQ, int kWidth, typename Form, int kTileK>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
-                         const __grid_constant__ BackwardScratch scratch, int64_t items) {
+                         const __grid_constant__ BackwardScratch scratch,
+                         const __grid_constant__ BackwardOrder order, int64_t items) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
+  if constexpr (!Form::kAsks) exact_keys<T, kWidth, kTileK>(p, scratch, order, index, items);
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
@@ -32,6 +54,12 @@ __global__ void __launch_bounds__(kPostThreads)
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  __shared__ uint32_t not_finite[kTileQ];
+  if constexpr (!Form::kAsks) {
+    for (int row = static_cast<int>(threadIdx.x); row < kTileQ; row += kPostThreads)
+      not_finite[row] = 0;
+    __syncthreads();
+  }
 #pragma unroll
   for (int i = 0; i < kItems; i += kPostThreads / 32) {
     const int item = i + static_cast<int>(threadIdx.x) / 32;
@@ -46,6 +74,22 @@ __global__ void __launch_bounds__(kPostThreads)
       }
     }
     store_accumulators<T>(dq, tile.begin + 16 * block + lane / 4, 8 * chunk, x, p.scale, lane);
+    if constexpr (!Form::kAsks) {
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (!(fabsf(x[0][d][j]) < infinity())) not_finite[16 * block + lane / 4 + j / 2 * 8] = 1;
+        }
+      }
+    }
+  }
+  if constexpr (!Form::kAsks) {
+    __syncthreads();
+    for (int row = static_cast<int>(threadIdx.x) / 32; row < min(kTileQ, seqlen - tile.begin);
+         row += kPostThreads / 32) {
+      if (not_finite[row] != 0) exact_query<T>(p, tile.batch, tile.head, tile.begin + row);
+    }
   }
 }
 

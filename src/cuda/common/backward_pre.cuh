@@ -1,6 +1,5 @@
 // What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
-// the form in which the main kernel reads them. (The sum for dQ needs no zeros: the first key block
-// to come by a query tile stores.)
+// the form in which the main kernel reads them.
 #ifndef STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
 #define STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
 
@@ -54,8 +53,17 @@ __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
 
 inline constexpr int kPreThreads = 256;
 
+/// What a main kernel wants to find, or to be told of its results: that of mma.sync.
+struct ExchangeForm {
+  static constexpr float kShift = kWeightShift, kScale = kWeightScale;  // 2^kShift
+  static constexpr bool kQuadOrder = false;  // lse and delta in quad_order
+  static constexpr bool kZeroSum = false;    // its first key block to come by a query tile stores
+  static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
+                                             // else backward_exact.cuh comes after it
+};
+
 /// One thread block per query tile.
-template <typename T, int kTileQ, int kWidth>
+template <typename T, int kTileQ, int kWidth, typename Form>
 __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
@@ -78,6 +86,13 @@ __global__ void __launch_bounds__(kPreThreads)
       first = key_visits(sequence.mask, queries, scratch.tile_k).blocks.begin;
     }
     scratch.additions[at * counters + thread] = static_cast<uint32_t>(first);
+  }
+
+  if constexpr (Form::kZeroSum) {
+    auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
+#pragma unroll
+    for (int i = 0; i < kTileQ * kWidth / 4; i += kPreThreads)
+      sum[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
   // kLanes lanes a row, eight columns a lane.
@@ -133,15 +148,17 @@ __global__ void __launch_bounds__(kPreThreads)
       }
       if (lane == 0) {
         const float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
-        scratch.delta[at * kTileQ + r] = delta / kWeightScale;
+        const int64_t place = at * kTileQ + (Form::kQuadOrder ? quad_order(r) : r);
+        scratch.delta[place] = delta / Form::kScale;
         // A row past the end gets no weight. (One that sees no key has -inf here, and every score
         // of it is masked.)
-        scratch.lse[at * kTileQ + r] = there ? weight_reference(natural[i]) : infinity();
+        scratch.lse[place] = there ? weight_reference(natural[i], Form::kShift) : infinity();
         nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
       // nothing.
-      if (there && (p.softcap > 0.f || natural[i] == -infinity()) && column < p.head_dim) {
+      if (Form::kAsks && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
+          column < p.head_dim) {
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
         for (int c = 0; c < 4; ++c) {
@@ -151,8 +168,10 @@ __global__ void __launch_bounds__(kPreThreads)
       }
     }
   }
-  nonfinite = __syncthreads_or(nonfinite) != 0;
-  if (thread == 0) scratch.nonfinite[at] = nonfinite;
+  if constexpr (Form::kAsks) {
+    nonfinite = __syncthreads_or(nonfinite) != 0;
+    if (thread == 0) scratch.nonfinite[at] = nonfinite;
+  }
 }
 
 }  // namespace strobe::cuda

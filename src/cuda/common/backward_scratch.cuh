@@ -13,20 +13,20 @@
 
 namespace strobe::cuda {
 
-/// Weights are at most 1 and travel between warps as fp16, times 2^12: from 2^-26 on (a row that
-/// looks evenly at 64 million keys) they keep all bits of an fp16.
+/// Weights are at most 1; where they are held as fp16 they are so times 2^12: from 2^-26 on (a row
+/// that looks evenly at 64 million keys) they keep all bits of an fp16.
 inline constexpr float kWeightShift = 12.f;
 inline constexpr float kWeightScale = 4096.f;
 
-/// What is subtracted from a row's scores, in log 2 units: lse * log2(e) - kWeightShift. From 2^22
+/// What is subtracted from a row's scores, in log 2 units: lse * log2(e) - shift. From 2^22
 /// on, where a float32 is off by 0.25 and more, down by as much as its roundings on the way from
 /// the forward pass may come to (from is_coarse's 2^27 on, where the forward pass sums q.k in
 /// another order, by as much as that does). Weights are bounded at 1, so that the key that has
 /// nearly all of a row's weight, as far from 0 almost every row has one, gets it whole.
-STROBE_INLINE float weight_reference(float lse) {
+STROBE_INLINE float weight_reference(float lse, float shift = kWeightShift) {
   constexpr float kLog2e = 1.44269504088896340736f;
   const float scaled = lse * kLog2e, size = scaled < 0.f ? -scaled : scaled;
-  const float reference = lse * kLog2e - kWeightShift;
+  const float reference = lse * kLog2e - shift;
   if (!(size >= 0x1p22f && size <= 3e38f)) return reference;
   return reference - size * (size < 0x1p27f ? 0x1p-22f : 0x1p-18f);
 }
@@ -96,11 +96,12 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
 }
 
 struct BackwardScratch {
-  float* lse;           // [heads, tiles, tile_q]: lse * log2(e) - kWeightShift
-  float* delta;         // [heads, tiles, tile_q]: (rowsum(dout * out) - dlse) / kWeightScale
-  float* dq;            // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
-                        // order of sum_offset
-  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there
+  float* lse;    // [heads, tiles, tile_q]: weight_reference(lse), in the main kernel's order
+  float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
+  float* dq;     // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
+                 // order of sum_offset
+  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
+                        // that does not ask beforehand, [items, warps]: dK or dV do
   uint32_t* additions;  // [heads, tiles, warps]: the key tile that may add to dq next; unless
                         // deterministic, whether the first one has stored there
   uint32_t* ticket;     // the next work item
@@ -111,9 +112,10 @@ struct BackwardScratch {
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.
+/// key_flags: `nonfinite` words that the main kernel writes, where it does.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
-                                             void* dq) {
+                                             void* dq, int64_t key_flags = 0) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
@@ -128,7 +130,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
     c.delta = arena.take<float>(all * tile_q);
   }
   c.dq = arena.take<float>(all * tile_q * width);
-  c.nonfinite = arena.take<uint32_t>(all);
+  c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
   c.additions = arena.take<uint32_t>(all * counters);
   c.ticket = arena.take<uint32_t>(1);
   const int64_t parts = group_parts(s, tile_k);
@@ -138,6 +140,18 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
     c.dv = c.dk ? c.dk + width : nullptr;
   }
   return c;
+}
+
+/// Work items of the main kernel.
+STROBE_INLINE constexpr int64_t backward_items(const BackwardSizes& s, int64_t tile_k) {
+  return s.batch * s.heads_kv * group_parts(s, tile_k) * ceil_div(s.seqlen_k, tile_k);
+}
+
+/// Where a query of a tile has its lse and delta, for a main kernel that holds S^T in wgmma
+/// accumulators: those of queries 8j + {0, 1} and 8j + {8, 9}, j even, that a lane has are side by
+/// side.
+STROBE_INLINE constexpr int quad_order(int query) {
+  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
 }
 
 /// A tile of queries of one head, and where it is in the scratch.

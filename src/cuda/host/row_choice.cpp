@@ -86,11 +86,15 @@ template int find_row<BackwardRow>(int, const AttentionProblem&, const DevicePro
 
 namespace {
 
-// What the sm90 forward leaves to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
+// What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
+  const bool forward = p.direction == STROBE_FORWARD;
   if (p.dropout_p > 0) return "dropout_p > 0, expected 0 (it draws no random numbers)";
-  if (p.head_dim_v % 8 != 0) {
+  if (!forward && p.softcap > 0) return "softcap > 0, expected 0 for the backward pass";
+  if (!forward && p.alibi) return "alibi, expected none for the backward pass";
+  if (!forward && p.deterministic) return "deterministic, expected false for the backward pass";
+  if (forward && p.head_dim_v % 8 != 0) {
     return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
                   static_cast<long long>(p.head_dim_v));
   }
@@ -105,7 +109,8 @@ std::string tma_declines(const AttentionProblem& p) {
   } tensors[] = {{"q", p.q, rows_of_map_q, p.heads},
                  {"k", p.k, rows_of_map_k, p.heads_kv},
                  {"v", p.v, rows_of_map_k, p.heads_kv},
-                 {"out", p.out, rows_of_map_q, p.heads}};
+                 // The backward pass reads dout by TMA, and writes nothing by it.
+                 {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;

@@ -52,10 +52,19 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
     default:
       return cudaErrorInvalidValue;
   }
-  const CUresult result =
-      encode(&map, type, 4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_now = [&] {
+    return encode(&map, type, 4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode_now();
+  if (result != CUDA_SUCCESS) {
+    // A host thread that has launched nothing yet, such as autograd's, has no context: setting the
+    // device, which is current already, makes its context so.
+    int device = 0;
+    if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess)
+      result = encode_now();
+  }
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

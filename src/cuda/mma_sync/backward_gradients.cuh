@@ -12,7 +12,7 @@
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
-#include "cuda/mma_sync/seen_queries.cuh"
+#include "cuda/common/seen_queries.cuh"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/opaque.h"

@@ -10,7 +10,7 @@
 
 #include "cuda/common/backward_math.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
-#include "cuda/mma_sync/seen_queries.cuh"
+#include "cuda/common/seen_queries.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/shared_words.h"

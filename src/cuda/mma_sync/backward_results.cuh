@@ -124,16 +124,7 @@ __device__ __forceinline__ void store_keys(const Thread& t, const float (&sum)[k
     const int64_t stride = int64_t{p.heads_kv} * parts * 2 * kWidth;
     float* const to = parts_sum + (keys + first) * stride +
                       (b.head_kv * parts + b.part) * 2 * kWidth + column + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2 * kM; ++r) {
-      if (first + 8 * r >= seqlen) break;
-#pragma unroll
-      for (int n = 0; n < kSumN; ++n) {
-        const float* const x = &sum[r / 2][n][r % 2 * 2];
-        *reinterpret_cast<float2*>(to + 8 * r * stride + 8 * n) =
-            make_float2(x[0] * scale, x[1] * scale);
-      }
-    }
+    store_part_sums(to, stride, seqlen - first, sum, scale);
     return;
   }
   store_accumulators<typename Thread::T>(

@@ -8,11 +8,9 @@
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_post.cuh"
-#include "cuda/common/backward_pre.cuh"
 #include "cuda/common/config.h"
-#include "cuda/common/static_order.cuh"
 #include "cuda/host/backward_sizes.h"
+#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/mma_sync/backward_sm80.cuh"
@@ -55,7 +53,6 @@ template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
-  constexpr int kTileQ = kConfig.tile_q, kWidth = kConfig.width;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -63,13 +60,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
-  int64_t items = query_tiles(p, scratch.tiles);
-  const GridSize grid = grid_for(max64(1, items));
-  int32_t counters = Shape::kHalfWarps;
-  void* pre[] = {&p, &scratch, &items, &counters};
-  static KernelHandle pre_kernel(
-      reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth>));
-  cudaError_t error = pre_kernel.launch(dim3(grid.x, grid.y), kPreThreads, pre, target);
+  using Stages = BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, ExchangeForm>;
+  cudaError_t error = Stages::launch_pre(p, scratch, Shape::kHalfWarps, target);
   if (error != cudaSuccess) return error;
 
   if (order.items > 0) {
@@ -87,23 +79,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     }
     if (error != cudaSuccess) return error;
   }
-  if (items > 0) {
-    void* post[] = {&p, &scratch, &items};
-    static KernelHandle post_kernel(
-        reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth>));
-    error = post_kernel.launch(dim3(grid.x, grid.y), kPostThreads, post, target);
-    if (error != cudaSuccess) return error;
-  }
-  if (order.parts > 1 && order.items > 0) {
-    auto parts = static_cast<int32_t>(order.parts);
-    int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
-    const GridSize blocks = grid_for(ceil_div(pieces, kPostThreads));
-    void* sum[] = {&p, &scratch, &parts, &pieces};
-    static KernelHandle parts_kernel(
-        reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
-    error = parts_kernel.launch(dim3(blocks.x, blocks.y), kPostThreads, sum, target);
-  }
-  return error;
+  return Stages::launch_post(p, scratch, order, target);
 }
 
 }  // namespace strobe::cuda::sm80

@@ -31,6 +31,16 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
+/// Loads `bytes` from global memory, both ends multiples of 16; they count towards `barrier`.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
+                                          Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier.word())))
+      : "memory");
+}
+
 /// Stores a box from shared memory; what lies outside the tensor is left out. Shared memory was
 /// written before a fence_proxy_async() of the writers.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int column,

@@ -71,8 +71,8 @@ struct Descriptor {
   }
 };
 
-/// d += A B, or d = A B where keep is 0. ss: A and B in shared memory, both K-major. rs: A in
-/// registers, B in shared memory, MN-major.
+/// d += A B, or d = A B where keep is 0. ss: A and B in shared memory, both K-major; ss_mn: both
+/// MN-major. rs: A in registers, B in shared memory, MN-major.
 template <typename T, int kN>
 struct Wgmma;
 
@@ -99,10 +99,10 @@ struct Wgmma;
 #define STROBE_P96 STROBE_P88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define STROBE_P128 STROBE_P96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define STROBE_WGMMA_SS(N, R, TYPE, A, B, KEEP)                                                   \
+#define STROBE_WGMMA_SS(N, R, TYPE, MN, A, B, KEEP)                                               \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" KEEP ", 0; "                                     \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                     \
-               " {" STROBE_P##R "}, %" A ", %" B ", p, 1, 1, 0, 0; }"                              \
+               " {" STROBE_P##R "}, %" A ", %" B ", p, 1, 1, " MN ", " MN "; }"                    \
                : STROBE_D##R(d, 0) : "l"(a), "l"(b), "r"(keep))
 #define STROBE_WGMMA_RS(N, R, TYPE, A0, A1, A2, A3, B, KEEP)                                      \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" KEEP ", 0; "                                     \
@@ -115,8 +115,12 @@ struct Wgmma;
   template <typename T>                                                                            \
   struct Wgmma<T, N> {                                                                             \
     __device__ __forceinline__ static void ss(float* d, uint64_t a, uint64_t b, int keep) {        \
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) STROBE_WGMMA_SS(N, R, "bf16", R0, R1, R2);   \
-      else STROBE_WGMMA_SS(N, R, "f16", R0, R1, R2);                                               \
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) STROBE_WGMMA_SS(N, R, "bf16", "0", R0, R1, R2); \
+      else STROBE_WGMMA_SS(N, R, "f16", "0", R0, R1, R2);                                          \
+    }                                                                                              \
+    __device__ __forceinline__ static void ss_mn(float* d, uint64_t a, uint64_t b, int keep) {     \
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) STROBE_WGMMA_SS(N, R, "bf16", "1", R0, R1, R2); \
+      else STROBE_WGMMA_SS(N, R, "f16", "1", R0, R1, R2);                                          \
     }                                                                                              \
     __device__ __forceinline__ static void rs(float* d, const uint32_t* a, uint64_t b, int keep) { \
       if constexpr (std::is_same_v<T, __nv_bfloat16>)                                              \

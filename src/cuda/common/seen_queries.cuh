@@ -1,13 +1,13 @@
 // The mask from the side of the keys, as the backward pass looks at it.
-#ifndef STROBE_CUDA_MMA_SYNC_SEEN_QUERIES_CUH_
-#define STROBE_CUDA_MMA_SYNC_SEEN_QUERIES_CUH_
+#ifndef STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_
+#define STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_
 
 #include <cstdint>
 
 #include "core/mask.h"
 #include "cuda/ptx/shared_access.h"
 
-namespace strobe::cuda::sm80 {
+namespace strobe::cuda {
 
 /// Queries that see a key, as kernels keep them in shared memory; none of a key past the end.
 __device__ __forceinline__ int2 key_limits(const Mask& mask, int64_t key) {
@@ -35,6 +35,6 @@ struct SeenQueries {
   }
 };
 
-}  // namespace strobe::cuda::sm80
+}  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_MMA_SYNC_SEEN_QUERIES_CUH_
+#endif  // STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_

@@ -1,0 +1,143 @@
+// Rows of dQ, dK and dV from the pairs of query and key that the mask allows alone: slow, exact,
+// for any input.
+//
+// A tiled kernel multiplies weights of 0 with rows of q, k and dout of which a key or a query sees
+// nothing. Where such a row holds an infinity or a NaN, so does the product: a row of a gradient
+// that is not finite, and that has met a masked tile, is computed again here.
+#ifndef STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_
+#define STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
+
+namespace strobe::cuda {
+
+/// A sequence and a query head of it, as a whole warp goes through its pairs: lane i has columns
+/// i, i + 32, ... of every row. No dropout.
+template <typename T>
+struct ExactPairs {
+  static constexpr int kShare = 8;  // columns of a lane: head_dim <= 256
+
+  const BackwardParams& p;
+  const Sequence& sequence;
+  int32_t batch, head;
+
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ __forceinline__ T* row(const Tensor& t, int64_t row, int32_t head_of) const {
+    return static_cast<T*>(t.data) + batch * t.batch_stride + row * t.row_stride +
+           head_of * t.head_stride;
+  }
+  __device__ __forceinline__ T* query_row(const Tensor& t, int64_t query) const {
+    return row(t, sequence.q_row + query, head);
+  }
+  __device__ __forceinline__ T* key_row(const Tensor& t, int64_t key) const {
+    return row(t, sequence.k_row + key, head / p.group);
+  }
+  __device__ __forceinline__ static float dot(const T* x, const T* y, int32_t dim) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int d = lane(); d < dim; d += 32)
+      sum = fmaf(static_cast<float>(x[d]), static_cast<float>(y[d]), sum);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return sum;
+  }
+
+  struct Pair {
+    float weight, ds;  // P and dS
+  };
+  /// Of a query and a key that it sees.
+  __device__ __forceinline__ Pair pair(int64_t query, int64_t key) const {
+    const float qk = dot(query_row(p.q, query), key_row(p.k, key), p.head_dim);
+    const float dp = dot(query_row(p.dout, query), key_row(p.v, key), p.head_dim_v);
+    const int64_t lse_at = sequence.lse_row + head * p.lse_head_stride + query;
+    float delta = dot(query_row(p.dout, query), query_row(p.out, query), p.head_dim_v);
+    if (p.dlse) delta -= p.dlse[lse_at];
+    const auto distance = static_cast<float>(sequence.mask.position(query) - key);
+    const Score score = Score::of(p, batch, head);
+    const Score::ValueAndDerivative s =
+        Score::Row{score, distance}.template value_and_derivative<true>(qk, 0);
+    const float reference = weight_reference(p.lse[lse_at], 0.f);
+    const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
+    return {weight, weight * s.derivative * (dp - delta)};
+  }
+  /// sum += factor * row.
+  __device__ __forceinline__ static void add(float (&sum)[kShare], float factor, const T* row,
+                                             int32_t dim) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int d = lane() + 32 * i;
+      if (d < dim) sum[i] = fmaf(factor, static_cast<float>(row[d]), sum[i]);
+    }
+  }
+  template <typename Value>
+  __device__ __forceinline__ static void store(Value* to, const float (&sum)[kShare], float scale,
+                                               int32_t dim) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int d = lane() + 32 * i;
+      if (d < dim) to[d] = static_cast<Value>(sum[i] * scale);
+    }
+  }
+};
+
+/// Rewrites a row of dQ. (Not inlined: its registers are not to count where nothing is infinite.)
+template <typename T>
+__device__ __noinline__ void exact_query(const BackwardParams& p, int32_t batch, int32_t head,
+                                         int32_t query) {
+  const Sequence sequence = p.sequence(batch);
+  const ExactPairs<T> pairs{p, sequence, batch, head};
+  const Range keys = sequence.mask.row(query);
+  float dq[ExactPairs<T>::kShare] = {};
+#pragma unroll 1
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const auto pair = pairs.pair(query, key);
+    pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
+    if (isnan(pair.weight)) break;  // all columns are NaN, and stay so
+  }
+  pairs.store(pairs.query_row(p.dq, query), dq, p.scale, p.head_dim);
+}
+
+/// Rewrites a key's row of dK and dV: of `item`'s part of the group. parts_sum: see
+/// BackwardScratch::dk.
+template <typename T>
+__device__ __noinline__ void exact_key(const BackwardParams& p, const BackwardOrder& order,
+                                       const BackwardItem& item, float* parts_sum, int32_t width,
+                                       int32_t key) {
+  const Sequence sequence = p.sequence(item.batch);
+  const Range queries = sequence.mask.q_range({key, key + 1});
+  const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
+  const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
+  float dk[ExactPairs<T>::kShare] = {}, dv[ExactPairs<T>::kShare] = {};
+  bool all_nan = false;
+#pragma unroll 1
+  for (int32_t head = begin; head < end && !all_nan; ++head) {
+    const ExactPairs<T> pairs{p, sequence, item.batch, head};
+#pragma unroll 1
+    for (int64_t query = queries.begin; query < queries.end && !all_nan; ++query) {
+      const auto pair = pairs.pair(query, key);
+      pairs.add(dv, pair.weight, pairs.query_row(p.dout, query), p.head_dim_v);
+      pairs.add(dk, pair.ds, pairs.query_row(p.q, query), p.head_dim);
+      all_nan = isnan(pair.weight);
+    }
+  }
+  const ExactPairs<T> pairs{p, sequence, item.batch, begin};
+  if (order.parts > 1) {
+    const int64_t row = (p.cu_k ? sequence.k_row : int64_t{item.batch} * p.seqlen_k) + key;
+    float* const to =
+        parts_sum + ((row * p.heads_kv + item.head_kv) * order.parts + item.part) * 2 * width;
+    pairs.store(to, dk, p.scale, width);
+    pairs.store(to + width, dv, 1.f, width);
+  } else {
+    pairs.store(pairs.key_row(p.dk, key), dk, p.scale, p.head_dim);
+    pairs.store(pairs.key_row(p.dv, key), dv, 1.f, p.head_dim_v);
+  }
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_

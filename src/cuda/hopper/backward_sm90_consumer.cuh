@@ -1,0 +1,379 @@
+// Hopper backward: a warpgroup that computes. backward_sm90.cuh has the whole picture, and the step
+// that this file is about.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CONSUMER_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_CONSUMER_CUH_
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/common/seen_queries.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90 {
+
+enum class StepKind {
+  kFirst,   // no step before it, whose dQ there would be to make; masked
+  kMasked,  // some query does not see some key, or lies past the end
+  kFull
+};
+
+/// A consumer warpgroup: 64 of the block's keys.
+template <typename Tr>
+class BackwardConsumer {
+ public:
+  using T = typename Tr::T;
+  static constexpr int kTileQ = Tr::kTileQ, kWidth = Tr::kWidth;
+
+  __device__ __forceinline__ BackwardConsumer(typename Tr::Shared& shared, const BackwardParams& p,
+                                              const BackwardScratch& scratch, int warpgroup)
+      : shared_(shared), p_(p), scratch_(scratch), warpgroup_(warpgroup) {}
+
+  /// All steps of the block, of which there are some.
+  __device__ __forceinline__ void run() {
+    const KeyBlock& block = shared_.block;
+    QueryStep now = QueryStep::first(block);
+    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    shared_.k_full.wait(0);
+    shared_.v_full.wait(0);
+    step<StepKind::kFirst>(now);
+    for (;;) {
+      now.advance(block);
+      if (now.done(block)) break;
+      if (block.visits.is_full(now.tile)) {
+        step<StepKind::kFull>(now);
+      } else {
+        step<StepKind::kMasked>(now);
+      }
+    }
+    finish_dq();
+    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+  }
+
+  /// The block has no steps: no query sees its keys.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) dv_[i] = dk_[i] = 0.f;
+  }
+
+  /// dK and dV to where they belong.
+  __device__ __forceinline__ void store(const BackwardOrder& order) {
+    const KeyBlock& block = shared_.block;
+    const BackwardItem& item = block.item;
+    const int32_t seqlen = block.seqlen_k;
+    const int32_t key = block.key_begin + key_row() + lane() / 4;
+    // A product of a weight of 0 may be why, unless there are none.
+    const bool suspect = !block.visits.all_full() &&
+                         ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
+                          (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
+    const bool any = __any_sync(0xffffffffu, suspect);
+    if (lane() == 0) scratch_.nonfinite[block.number * Tr::kWarps + key_row() / 16] = any;
+
+    const auto put = [&](const float(&sum)[kWidth / 2], float scale, const Tensor& tensor,
+                         int32_t dim, float* parts_sum) {
+      const auto& blocks = reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum);
+      if (order.parts > 1) {
+        const int64_t first = (p_.cu_k ? block.k_row : int64_t{item.batch} * p_.seqlen_k) + key;
+        const int64_t stride = int64_t{p_.heads_kv} * order.parts * 2 * kWidth;
+        store_part_sums(parts_sum + first * stride +
+                            (int64_t{item.head_kv} * order.parts + item.part) * 2 * kWidth +
+                            2 * (lane() % 4),
+                        stride, seqlen - key, blocks, scale);
+      } else {
+        store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
+                              key, 0, blocks, scale, lane());
+      }
+    };
+    put(dv_, 1.f / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
+    put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
+  }
+
+ private:
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ __forceinline__ int warp() const { return ptx::thread_again() / 32 % 4; }
+  /// The warp's first row of the block of keys.
+  __device__ __forceinline__ int key_row() const { return 16 * (ptx::thread_again() / 32 - 4); }
+  __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (ptx::arrives(lane())) barrier.arrive();
+  }
+  __device__ __forceinline__ void take_turn() {
+    ptx::named_barrier_sync<256>(ptx::thread_again() / 128);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    ptx::named_barrier_arrive<256>(3 - ptx::thread_again() / 128);
+  }
+
+  /// One tile of queries. The five products in the paper's names, transposed where keys are rows.
+  template <StepKind kKind>
+  __device__ __forceinline__ void step(const QueryStep& now) {
+    constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
+    const int stage = at_.stage();
+    float s[kTileQ / 2], dp[kTileQ / 2];
+    uint32_t weights[kTileQ / 4], ds[kTileQ / 4];  // P^T and dS^T, as operands
+
+    shared_.q_ring.full[stage].wait(at_.phase());
+    shared_.dout_ring.full[stage].wait(at_.phase());
+    if constexpr (Tr::kTurns) take_turn();
+    ptx::wgmma_fence();
+    issue_scores(s, shared_.k, shared_.q[stage]);  // S^T = K Q^T
+    ptx::wgmma_commit();
+    issue_scores(dp, shared_.v, shared_.dout[stage]);  // dP^T = V dO^T
+    ptx::wgmma_commit();
+
+    SeenQueries<kMasked ? 2 : 0> seen(limits(), now.tile * kTileQ);
+    ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    take_weights<kMasked>(s, weights, stage, seen);
+
+    if constexpr (Tr::kSumsEarly) {
+      issue_dq_and_dv<kHasBefore>(weights, stage);
+      if constexpr (Tr::kTurns) pass_turn();
+      ptx::wgmma_wait<kHasBefore ? 2 : 1>();
+    } else {
+      ptx::wgmma_wait<0>();
+    }
+    ptx::pin(dp);
+    take_ds<kMasked>(dp, weights, ds, stage, seen);
+    shared_.ds_ring.empty[stage].wait(at_.free());
+    store_ds(ds, stage);
+    ptx::fence_proxy_async();
+    arrive(shared_.ds_ring.full[stage]);
+
+    if constexpr (Tr::kSumsEarly) {
+      ptx::wgmma_fence();
+    } else {
+      issue_dq_and_dv<kHasBefore>(weights, stage);
+    }
+    issue_sum(dk_, ds, shared_.q[stage], !kHasBefore);  // dK += dS^T Q
+    ptx::wgmma_commit();
+    if constexpr (kHasBefore) {
+      ptx::wgmma_wait<2>();
+      ptx::pin(dq_);
+      arrive(shared_.ds_ring.empty[stage ^ 1]);
+      add_dq();
+    }
+    ptx::wgmma_wait<1>();
+    ptx::pin(dv_);
+    arrive(shared_.dout_ring.empty[stage]);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk_);
+    arrive(shared_.q_ring.empty[stage]);
+    tile_before_ = static_cast<uint32_t>(now.head) * scratch_.tiles + shared_.block.scratch +
+                   static_cast<uint32_t>(now.tile);
+    ++at_.count;
+  }
+
+  /// dQ of the step before, and dV += P^T dO. Both as soon as the other warpgroup's dS is there.
+  template <bool kHasBefore>
+  __device__ __forceinline__ void issue_dq_and_dv(const uint32_t (&weights)[kTileQ / 4],
+                                                  int stage) {
+    if constexpr (kHasBefore) shared_.ds_ring.full[stage ^ 1].wait(before().phase());
+    ptx::wgmma_fence();
+    if constexpr (kHasBefore) {
+      issue_dq(stage ^ 1);
+      ptx::wgmma_commit();
+    }
+    issue_sum(dv_, weights, shared_.dout[stage], !kHasBefore);
+    ptx::wgmma_commit();
+  }
+
+  /// dQ of the last step.
+  __device__ __forceinline__ void finish_dq() {
+    const RingPosition<Tr::kStages> last = before();
+    shared_.ds_ring.full[last.stage()].wait(last.phase());
+    ptx::wgmma_fence();
+    issue_dq(last.stage());
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq_);
+    add_dq();
+  }
+  __device__ __forceinline__ RingPosition<Tr::kStages> before() const { return {at_.count - 1}; }
+
+  // What follows from where a thread stands is computed anew in each step, behind the compiler's
+  // back: it would otherwise keep every address through all steps, and spill them.
+  __device__ __forceinline__ static uint32_t fresh(const void* shared) {
+    uint32_t address = ptx::shared_address(shared);
+    asm volatile("" : "+r"(address));
+    return address;
+  }
+  __device__ __forceinline__ uint32_t fresh_warpgroup() const {
+    return static_cast<uint32_t>(warpgroup_);
+  }
+
+  // --- Products ---
+
+  /// acc = this warpgroup's keys times the queries of the tile: both K-major.
+  __device__ __forceinline__ void issue_scores(float (&acc)[kTileQ / 2], const uint8_t* keys,
+                                               const uint8_t* queries) {
+    const auto a =
+        ptx::Descriptor::make(fresh(keys) + fresh_warpgroup() * 64 * Tr::KTile::kRowBytes, 0);
+    const auto b = ptx::Descriptor::make(fresh(queries), 0);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) {
+      ptx::Wgmma<T, kTileQ>::ss(acc, a.at(i / 4 * Tr::KTile::kPanelBytes + i % 4 * 32),
+                                b.at(i / 4 * Tr::QTile::kPanelBytes + i % 4 * 32), i != 0);
+    }
+  }
+  /// sum += values of (keys, queries) times rows of dO or Q.
+  __device__ __forceinline__ void issue_sum(float (&sum)[kWidth / 2],
+                                            const uint32_t (&values)[kTileQ / 4],
+                                            const uint8_t* rows, bool first) {
+    const auto b = ptx::Descriptor::make(fresh(rows), Tr::QTile::kPanelBytes);
+#pragma unroll
+    for (int i = 0; i < kTileQ / 16; ++i) {
+      ptx::Wgmma<T, kWidth>::rs(sum, values + 4 * i, b.at(i * 16 * Tr::QTile::kRowBytes),
+                                !first || i != 0);
+    }
+  }
+  /// dQ = dS K, this warpgroup's 64 queries or 64 columns.
+  __device__ __forceinline__ void issue_dq(int stage) {
+    const uint32_t panel = fresh_warpgroup();
+    const auto a = ptx::Descriptor::make(
+        fresh(shared_.ds[stage]) + (Tr::kDqByColumns ? 0 : panel) * Tr::DsTile::kPanelBytes,
+        Tr::DsTile::kPanelBytes);
+    const auto b = ptx::Descriptor::make(
+        fresh(shared_.k) + (Tr::kDqByColumns ? panel : 0) * Tr::KTile::kPanelBytes,
+        Tr::KTile::kPanelBytes);
+#pragma unroll
+    for (int i = 0; i < Tr::kTileK / 16; ++i) {
+      ptx::Wgmma<T, 64>::ss_mn(dq_, a.at(i * 16 * Tr::DsTile::kRowBytes),
+                               b.at(i * 16 * Tr::KTile::kRowBytes), i != 0);
+    }
+  }
+
+  // --- Between products ---
+
+  /// Of the thread's two keys, 8 rows apart.
+  __device__ __forceinline__ uint32_t limits() const {
+    return ptx::shared_address(shared_.limits + key_row() + lane() / 4);
+  }
+
+  /// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is.
+  template <bool kMasked, typename Seen>
+  __device__ __forceinline__ void take_weights(float (&s)[kTileQ / 2],
+                                               uint32_t (&weights)[kTileQ / 4], int stage,
+                                               const Seen& seen) {
+    float scale = p_.scale;
+    asm volatile("" : "+f"(scale));
+    scale *= kLog2e;
+    const int first = 2 * (lane() % 4);  // query of accumulator 0
+    const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
+#pragma unroll
+    for (int j = 0; j < kTileQ / 16; ++j) {
+      const float4 lse = lses[4 * j];
+      const float references[4] = {lse.x, lse.y, lse.z, lse.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& w = s[8 * j + i];
+        w = exp2_fast(fmaf(w, scale, -references[i / 4 * 2 + i % 2]));
+        if constexpr (kMasked) {
+          if (!seen(i / 2 % 2, first + 16 * j + i / 4 * 8 + i % 2)) w = 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        weights[4 * j + i] = at_most_one(ptx::pack<T>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]));
+    }
+  }
+  /// dS^T = P^T (dP^T - delta), packed.
+  template <bool kMasked, typename Seen>
+  __device__ __forceinline__ void take_ds(float (&dp)[kTileQ / 2],
+                                          const uint32_t (&weights)[kTileQ / 4],
+                                          uint32_t (&ds)[kTileQ / 4], int stage, const Seen& seen) {
+    const int first = 2 * (lane() % 4);
+    const float4* const deltas_of_lane =
+        reinterpret_cast<const float4*>(shared_.delta[stage]) + lane() % 4;
+#pragma unroll
+    for (int j = 0; j < kTileQ / 16; ++j) {
+      const float4 delta = deltas_of_lane[4 * j];
+      const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = dp[8 * j + i];
+        x = fmaf(x, 1.f / Tr::Form::kScale, -deltas[i / 4 * 2 + i % 2]);
+        if constexpr (kMasked) {
+          if (!seen(i / 2 % 2, first + 16 * j + i / 4 * 8 + i % 2)) x = 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ds[4 * j + i] = times(weights[4 * j + i], dp[8 * j + 2 * i], dp[8 * j + 2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ static uint32_t at_most_one(uint32_t weights) {
+    if constexpr (Tr::kBf16) {
+      asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(weights) : "r"(0x3f803f80u));
+    } else {
+      asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(weights) : "r"(0x6c006c00u));  // 4096
+    }
+    return weights;
+  }
+  /// Two weights times two values. bf16 has float32's exponents: the product may be taken of packed
+  /// values. fp16's weights are too large for that (Form::kScale).
+  __device__ __forceinline__ static uint32_t times(uint32_t weights, float low, float high) {
+    if constexpr (Tr::kBf16) {
+      uint32_t product;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(ptx::pack<T>(low, high)));
+      return product;
+    } else {
+      const float2 w = unpack<T>(weights);
+      return ptx::pack<T>(w.x * low, w.y * high);
+    }
+  }
+  __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {
+    // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+    const uint32_t rows = ptx::shared_address(shared_.ds[stage]) +
+                          static_cast<uint32_t>(Tr::DsTile::block_offset(key_row(), 0) +
+                                                Tr::DsTile::fragment_offset(lane(), 0));
+#pragma unroll
+    for (int j = 0; j < kTileQ / 16; ++j) {
+      const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
+      ptx::stmatrix((rows ^ static_cast<uint32_t>(32 * (j % 4))) +
+                        static_cast<uint32_t>(j / 4 * Tr::DsTile::kPanelBytes),
+                    block);
+    }
+  }
+  /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
+  __device__ __forceinline__ void add_dq() {
+    const int row_block = warp() + (Tr::kDqByColumns ? 0 : 4 * warpgroup_);
+    const int column_block = Tr::kDqByColumns ? 8 * warpgroup_ : 0;
+    float* const sum = scratch_.dq + int64_t{tile_before_} * (kTileQ * kWidth) +
+                       (row_block * (kWidth / 8) + column_block) * 128 + sum_offset(lane());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float x[4] = {dq_[4 * j], dq_[4 * j + 1], dq_[4 * j + 2], dq_[4 * j + 3]};
+      sum_add(sum + 128 * j, x);
+    }
+  }
+  /// Whether the thread's row r of a sum has an infinity or a NaN.
+  __device__ __forceinline__ static bool not_finite(const float (&sum)[kWidth / 2], int r) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < kWidth / 8; ++i) {
+      found |=
+          !(fabsf(sum[4 * i + 2 * r]) < infinity() && fabsf(sum[4 * i + 2 * r + 1]) < infinity());
+    }
+    return found;
+  }
+
+  typename Tr::Shared& shared_;
+  const BackwardParams& p_;
+  const BackwardScratch& scratch_;
+  const int warpgroup_;
+  RingPosition<Tr::kStages> at_;  // of all rings, which move together: the step
+  uint32_t tile_before_ = 0;      // scratch tile of the step before
+  float dv_[kWidth / 2], dk_[kWidth / 2];
+  float dq_[32];  // of the step before
+};
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_CONSUMER_CUH_

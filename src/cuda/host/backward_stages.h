@@ -1,0 +1,59 @@
+// The stages of a backward pass around its main kernel, which a row of kernels.def composes:
+// launch_pre, the main kernel, launch_post.
+#ifndef STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+#define STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+
+#include <cstdint>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_post.cuh"
+#include "cuda/common/backward_pre.cuh"
+#include "cuda/common/static_order.cuh"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+
+namespace strobe::cuda {
+
+/// What pre and post share of a main kernel: its type, tiles and Form (backward_pre.cuh).
+template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename Form_>
+struct BackwardStages {
+  using T = T_;
+  using Form = Form_;
+  static constexpr int kTileQ = kTileQ_, kTileK = kTileK_, kWidth = kWidth_;
+
+  /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the ticket.
+  static cudaError_t launch_pre(BackwardParams& p, BackwardScratch& scratch, int32_t counters,
+                                const LaunchTarget& target) {
+    int64_t items = query_tiles(p, scratch.tiles);
+    const GridSize grid = grid_for(max64(1, items));
+    void* args[] = {&p, &scratch, &items, &counters};
+    static KernelHandle kernel(
+        reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, Form>));
+    return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
+  }
+
+  /// dQ; and dK and dV where they come in parts.
+  static cudaError_t launch_post(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                                 const LaunchTarget& target) {
+    int64_t items = query_tiles(p, scratch.tiles);
+    if (items > 0) {
+      const GridSize grid = grid_for(items);
+      void* args[] = {&p, &scratch, &order, &items};
+      static KernelHandle kernel(
+          reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form, kTileK>));
+      const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
+      if (error != cudaSuccess) return error;
+    }
+    if (order.parts <= 1 || order.items <= 0) return cudaSuccess;
+    auto parts = static_cast<int32_t>(order.parts);
+    int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
+    const GridSize grid = grid_for(ceil_div(pieces, kPostThreads));
+    void* args[] = {&p, &scratch, &parts, &pieces};
+    static KernelHandle kernel(reinterpret_cast<const void*>(&backward_parts_kernel<T, kWidth>));
+    return kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
+  }
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_BACKWARD_STAGES_H_
