@@ -23,7 +23,7 @@ ROOMS = {
     "cuda/host": ["core", "cuda/common", "cuda/host"],
     "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/host"],  # the template of a row's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
-    "cli": ["cli", "strobe"],
+    "cli": ["cli", "core", "strobe"],
 }
 # The host side of a kernel. Device code includes none of them.
 LAUNCH = "_launch.h"

@@ -63,6 +63,20 @@ struct MaskRule {
   }
 };
 
+/// A rule in 32 bits, for Mask::tile: worked out once for all tiles. The largest number is no
+/// limit.
+struct TileRule {
+  int32_t left, right, chunk;
+
+  STROBE_INLINE static constexpr TileRule make(const MaskRule& rule) {
+    const auto narrow = [](int64_t x) {
+      return x < 0 || x > INT32_MAX ? INT32_MAX : static_cast<int32_t>(x);
+    };
+    return {narrow(rule.window_left), rule.causal ? 0 : narrow(rule.window_right),
+            narrow(rule.attention_chunk)};
+  }
+};
+
 /// The mask of one sequence. Query i stands at key position i + offset, and the window lets it see
 /// the keys from i + first to i + last, of its own chunk of `chunk` positions alone where there are
 /// chunks; and the first `prefix` keys. Int: int64_t, which has room for everything, or int32_t,
@@ -116,17 +130,34 @@ struct BasicMask {
     // wherever they are.
     constexpr Int kFar = Int{1} << 30;
     const auto near = [](Int x) { return x < -kFar ? -kFar : smaller(x, kFar); };
-    return {static_cast<int32_t>(smaller(rows, q - begin)),
-            static_cast<int32_t>(k),
-            static_cast<int32_t>(near(begin + first_)),
-            static_cast<int32_t>(near(begin + last_)),
-            static_cast<int32_t>(begin + offset_),
-            static_cast<int32_t>(smaller(chunk_, INT32_MAX)),  // no position is further from 0
-            static_cast<int32_t>(prefix_),
+    return {
+      static_cast<int32_t>(smaller(rows, q - begin)), static_cast<int32_t>(k),
+          static_cast<int32_t>(near(begin + first_)), static_cast<int32_t>(near(begin + last_)),
+          static_cast<int32_t>(begin + offset_),
+          static_cast<int32_t>(smaller(chunk_, INT32_MAX)),  // no position is further from 0
+          static_cast<int32_t>(prefix_),
 #if STROBE_BREAK_KERNEL_MASK_MEMBER
-            static_cast<int32_t>(hidden_)
+          static_cast<int32_t>(hidden_)
 #endif
     };
+  }
+
+  /// The same from the rule that the mask was made from, where registers do not suffice for 64
+  /// bits.
+  STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows, const TileRule& rule) const {
+    BasicMask<int32_t> m{};
+    m.seqlen_q = static_cast<int32_t>(smaller(rows, seqlen_q - begin));
+    m.seqlen_k = static_cast<int32_t>(seqlen_k);
+    m.offset = static_cast<int32_t>(begin + offset);
+    constexpr int64_t kFar = int64_t{1} << 30;
+    const auto near = [](int64_t x) {
+      return static_cast<int32_t>(x < -kFar ? -kFar : x < kFar ? x : kFar);
+    };
+    m.first = near(int64_t{m.offset} - rule.left);
+    m.last = near(int64_t{m.offset} + rule.right);
+    m.chunk = rule.chunk;
+    m.prefix = static_cast<int32_t>(prefix);
+    return m;
   }
 
   /// Key position that query i stands at; may lie outside [0, seqlen_k).
@@ -158,7 +189,9 @@ struct BasicMask {
  private:
   // No sum below leaves 32 bits where `tile` has made the mask: tests hold that against 64.
   STROBE_INLINE static constexpr Int of(int64_t x) { return static_cast<Int>(x); }
-  STROBE_INLINE static constexpr Int clamp(Int x, Int high) { return x < 0 ? 0 : x > high ? high : x; }
+  STROBE_INLINE static constexpr Int clamp(Int x, Int high) {
+    return x < 0 ? 0 : x > high ? high : x;
+  }
   STROBE_INLINE static constexpr Int larger(Int a, Int b) { return a > b ? a : b; }
   STROBE_INLINE static constexpr Int smaller(Int a, Int b) { return a < b ? a : b; }
   /// x + chunk, or `high` where that is less.

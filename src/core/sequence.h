@@ -61,6 +61,14 @@ struct Sequences {
     return s;
   }
 
+  /// The same, when it is known that there is none of the arrays but cu_q and cu_k, and no chunk:
+  /// what looks for them is then not compiled.
+  STROBE_INLINE constexpr Sequences whole() const {
+    Sequences s = *this;
+    s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
+    s.rule.attention_chunk = 0;
+    return s;
+  }
   /// Whether the sequences may differ in their numbers of queries: those of a tile past the end are
   /// then another sequence's rows, or rows that are not in use.
   STROBE_INLINE constexpr bool query_counts_differ() const { return cu_q || used_q; }

@@ -13,8 +13,12 @@
 namespace strobe::cuda {
 namespace {
 
-void expect_same(const Mask& mask, int64_t first, int32_t rows) {
+void expect_same(const MaskRule& rule, const Mask& mask, int64_t first, int32_t rows) {
   const TileMask tile = mask.tile(first, rows);
+  const TileMask of_rule = mask.tile(first, rows, TileRule::make(rule));
+  for (int32_t row = 0; row < tile.seqlen_q; ++row) {
+    ASSERT_EQ(of_rule.row(row), tile.row(row)) << "made from the rule, query " << first + row;
+  }
   ASSERT_EQ(tile.seqlen_q, std::min<int64_t>(rows, mask.seqlen_q - first));
   const auto where = [&](int64_t row) {
     return ::testing::Message() << mask.seqlen_q << " x " << mask.seqlen_k << ", window "
@@ -44,11 +48,11 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
               for (int64_t offset = -14; offset <= 14; ++offset) {
                 for (const int64_t prefix : {0, 1, 3, 12}) {
                   if (prefix > 0 && (left >= 0 || chunk > 0)) continue;
+                  const MaskRule rule{left, right, chunk, causal};
                   const Mask mask =
-                      Mask::make({left, right, chunk, causal}, seqlen_q, seqlen_k, offset,
-                                 std::min(prefix, seqlen_k));
+                      Mask::make(rule, seqlen_q, seqlen_k, offset, std::min(prefix, seqlen_k));
                   for (int64_t first = 0; first < seqlen_q; first += 4) {
-                    ASSERT_NO_FATAL_FAILURE(expect_same(mask, first, 4));
+                    ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 4));
                   }
                 }
               }
@@ -66,20 +70,20 @@ TEST(TileMask, EqualsMaskAtTheLimits) {
   constexpr int64_t kSizes[] = {-1, 0, 1000, kLongest, INT32_MAX, INT64_MAX};
   for (const int64_t seqlen_q : {int64_t{1}, int64_t{193}, kLongest}) {
     for (const int64_t seqlen_k : {int64_t{0}, int64_t{1}, int64_t{1000}, kLongest}) {
-      for (const int64_t offset :
-           {seqlen_k - seqlen_q, -kFurthest, -kFurthest + 100, -seqlen_q, int64_t{0},
-            int64_t{999999}, kFurthest - 100, kFurthest}) {
+      for (const int64_t offset : {seqlen_k - seqlen_q, -kFurthest, -kFurthest + 100, -seqlen_q,
+                                   int64_t{0}, int64_t{999999}, kFurthest - 100, kFurthest}) {
         for (const bool causal : {false, true}) {
           for (const int64_t left : kSizes) {
             for (const int64_t right : kSizes) {
               for (const int64_t chunk :
                    {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{1000}, kLongest, kFurthest,
                     int64_t{INT32_MAX}, int64_t{1} << 31, INT64_MAX}) {
+                const MaskRule rule{left, right, chunk, causal};
                 const Mask mask =
-                    Mask::make({left, right, chunk, causal}, seqlen_q, seqlen_k, offset,
+                    Mask::make(rule, seqlen_q, seqlen_k, offset,
                                left < 0 && chunk == 0 ? std::min<int64_t>(seqlen_k, 77) : 0);
                 for (const int64_t first : {int64_t{0}, seqlen_q / 2, seqlen_q - 1}) {
-                  ASSERT_NO_FATAL_FAILURE(expect_same(mask, first, 16));
+                  ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 16));
                 }
               }
             }

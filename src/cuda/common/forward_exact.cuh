@@ -62,8 +62,8 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-    const Score::Row row = rule.row(static_cast<int32_t>(sequence.mask.position(query)),
-                                    static_cast<int32_t>(key));
+    const Score::Row row =
+        rule.row(static_cast<int32_t>(sequence.mask.position(query)), static_cast<int32_t>(key));
     const float score = row.value_and_derivative<true>(dot, 0).value;
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
@@ -98,8 +98,8 @@ template <typename T, bool kDropout>
 __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                            int rows) {
   const Sequence sequence = p.sequence(tile.batch);
-  const RowsView view = rows_view(p.out, tile.batch, sequence.q_row, tile.head,
-                                  sequence.mask.seqlen_q, p.head_dim_v);
+  const RowsView view =
+      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.mask.seqlen_q - tile.first;
   if (left < rows) rows = static_cast<int>(left);
 #pragma unroll 1

@@ -31,9 +31,9 @@ __device__ __forceinline__ float alibi_slope_log2(const CommonParams& p, int32_t
 }
 
 /// What a score is: a function of q.k, batch, head, position of the query and key, with its
-/// derivative. A Score is that of one batch entry and head, with its constants multiplied out; row()
-/// adds the query and the first of some keys. `scale_log2` alone is all of it where softcap and
-/// ALiBi are absent.
+/// derivative. A Score is that of one batch entry and head, with its constants multiplied out;
+/// row() adds the query and the first of some keys. `scale_log2` alone is all of it where softcap
+/// and ALiBi are absent.
 struct Score {
   float scale_log2;  // scale * log2(e)
   float cap_log2;    // softcap * log2(e); 0: none

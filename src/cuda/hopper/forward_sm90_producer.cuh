@@ -17,16 +17,28 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  TileScheduler<kTileQ> scheduler(order, p);
+  const auto known = [&]() -> decltype(auto) {
+    if constexpr (Tr::kWholeSequences) {
+      return p.whole();
+    } else {
+      return static_cast<const Sequences&>(p);
+    }
+  };
+  const Sequences& sequences = known();
+  TileScheduler<kTileQ> scheduler(order, sequences);
   RingPosition<Tr::kTileSlots> at;
-  uint32_t request_phase = 0;
   TilePlace place;
-  while (scheduler.next(place)) {
+  while (scheduler.next(at.count == 0, place)) {
     const int lane = ptx::thread_again() % 32;
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    const Sequence sequence = p.sequence(place.batch);
-    const TileMask mask = sequence.mask.tile(place.begin, kTileQ);
+    const Sequence sequence = sequences.sequence(place.batch);
+    TileMask mask;
+    if constexpr (Tr::kWholeSequences) {
+      mask = sequence.mask.tile(place.begin, kTileQ, order.rule);
+    } else {
+      mask = sequence.mask.tile(place.begin, kTileQ);
+    }
     const int rows = mask.seqlen_q;
     if (lane == 0) {
       tile.mask = mask;
@@ -68,9 +80,8 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     }
     __syncwarp();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
+    shared.request.wait(at.count & 1);
     ++at.count;
-    shared.request.wait(request_phase);
-    request_phase ^= 1;
   }
   const int lane = ptx::thread_again() % 32;
   shared.tile_ring.empty[at.stage()].wait(at.free());

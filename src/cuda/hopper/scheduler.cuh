@@ -25,6 +25,7 @@ struct TilePlace {
 /// The order, made on the host.
 struct TileOrder {
   StaticOrder tiles;  // where numbers of queries differ, only an upper bound
+  TileRule rule;
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
@@ -36,16 +37,13 @@ struct TileOrder {
 template <int kTileQ>
 class TileScheduler {
  public:
-  __device__ TileScheduler(const TileOrder& order, const CommonParams& params)
-      : order_(order),
-        params_(params),
-        next_(blockIdx.x),
-        total_(static_cast<int32_t>(order.tiles.items)) {}
+  __device__ TileScheduler(const TileOrder& order, const Sequences& params)
+      : order_(order), params_(params), next_(blockIdx.x) {}
 
-  /// The next tile. False when there is none; not to be called again then.
-  __device__ bool next(TilePlace& place) {
-    if (started_) next_ = fetch();
-    started_ = true;
+  /// The next tile; first: the first one. False when there is none; not to be called again then.
+  /// (What can be asked for again is not kept: the warp has few registers.)
+  __device__ bool next(bool first, TilePlace& place) {
+    if (!first) next_ = fetch();
     const bool there = find(next_, place);
     // A block whose own number is past the end still takes a number, so that the last one knows.
     if (!there) {
@@ -79,13 +77,16 @@ class TileScheduler {
   // to touch the counter, and leaves it as if no launch had been.
   __device__ void finish(int32_t number) {
     const auto blocks = static_cast<int32_t>(gridDim.x);
-    const int32_t last = (total_ > blocks ? total_ : blocks) + blocks - 1;
+    // A search has counted the tiles when it comes to the end.
+    const int32_t total =
+        params_.query_counts_differ() ? begin_ : static_cast<int32_t>(order_.tiles.items);
+    const int32_t last = (total > blocks ? total : blocks) + blocks - 1;
     if (number == last && threadIdx.x % 32 == 0) atomicExch(order_.counter, 0ull);
   }
 
   __device__ bool find(int32_t t, TilePlace& place) {
     if (!params_.query_counts_differ()) {
-      if (t >= total_) return false;
+      if (t >= static_cast<int32_t>(order_.tiles.items)) return false;
       __builtin_assume(order_.tiles.items <= INT32_MAX);  // the launcher saw to it
       const WorkItem item = order_.tiles.item(t);
       place = {item.batch, item.head, item.tile * kTileQ};
@@ -118,16 +119,14 @@ class TileScheduler {
       begin_ += __shfl_sync(0xffffffffu, end, 31);
       batch_ += 32;
     }
-    total_ = begin_;
     return false;
   }
 
   const TileOrder& order_;
-  const CommonParams& params_;
+  const Sequences& params_;
   int32_t next_;
-  int32_t total_;  // tiles; where they have to be searched for, known at the end of the search
-  int32_t batch_ = 0, begin_ = 0;  // where the search stands, and the first tile there
-  bool started_ = false, ready_ = false;
+  int32_t batch_ = 0, begin_ = 0;  // where a search stands, and the first tile there
+  bool ready_ = false;
 };
 
 #endif  // __CUDACC__

@@ -226,9 +226,7 @@ struct Warp {
     }
   }
 
-  __device__ __forceinline__ void team_barrier() const {
-    ptx::named_barrier_sync<64>(1 + team);
-  }
+  __device__ __forceinline__ void team_barrier() const { ptx::named_barrier_sync<64>(1 + team); }
   /// One value per row from the other part: each sends, in a set of the weights that nobody reads
   /// at the time, and receives after a barrier.
   __device__ __forceinline__ uint32_t row_value(int set, int from, int m, int h) const {

@@ -1,4 +1,5 @@
-// movmatrix: the transpose of an 8 x 8 matrix of 16-bit values that a warp holds in an mma fragment.
+// movmatrix: the transpose of an 8 x 8 matrix of 16-bit values that a warp holds in an mma
+// fragment.
 #ifndef STROBE_CUDA_PTX_MOVMATRIX_H_
 #define STROBE_CUDA_PTX_MOVMATRIX_H_
 
