@@ -23,7 +23,9 @@ struct Range {
     return other.empty() || (begin <= other.begin && other.end <= end);
   }
   STROBE_INLINE constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
-  friend constexpr bool operator==(const Range&, const Range&) = default;
+  STROBE_INLINE friend constexpr bool operator==(const Range& a, const Range& b) {
+    return a.begin == b.begin && a.end == b.end;
+  }
 };
 
 STROBE_INLINE constexpr Range intersect(Range a, Range b) {

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "cuda/host/dispatch.h"
+#include "cuda/host/fill_plan.h"
+#include "cuda/host/rows.h"
 
 namespace strobe::cuda {
 namespace {
@@ -191,6 +193,43 @@ TEST(CudaPlan, AHugeBoundOfPackedSequencesCostsNothing) {
       }
     }
   }
+}
+
+// Pointers that TMA cannot read send a launch to mma.sync, with the workspace of the same plan.
+TEST(CudaPlan, APlanForTmaHasARowForUnalignedPointers) {
+  for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
+    for (const int64_t dim : {8, 64, 96, 128, 192, 256}) {
+      Plan plan;
+      ASSERT_TRUE(plan_for(problem(dtype, dim), device(90), plan).ok());
+      ASSERT_STREQ(plan.kernel, "cuda_sm90");
+      const ForwardRow* const row = row_for_unaligned<ForwardRow>(plan);
+      ASSERT_NE(row, nullptr);
+      EXPECT_EQ(row->config.arch, 80);
+      EXPECT_EQ(row->config.dtype, dtype);
+      EXPECT_GE(row->config.width, dim);
+      EXPECT_GE(plan.workspace_bytes, workspace_of<ForwardRow>(plan.problem, *row, nullptr));
+      ASSERT_TRUE(plan_for(problem(dtype, dim), device(80), plan).ok());
+      EXPECT_EQ(row_for_unaligned<ForwardRow>(plan), nullptr);
+    }
+  }
+}
+
+template <int64_t kBytes, typename Params>
+void take(Arena& arena, const AttentionProblem&, Params& params) {
+  params.workspace = arena.take<char>(kBytes);
+}
+
+TEST(CudaPlan, TheWorkspaceServesEitherRow) {
+  const ForwardRow small{{}, {}, take<64, ForwardParams>, nullptr};
+  const ForwardRow large{{}, {}, take<4096, ForwardParams>, nullptr};
+  const AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+  EXPECT_EQ(workspace_of<ForwardRow>(p, small, nullptr), 64u);
+  EXPECT_EQ(workspace_of<ForwardRow>(p, small, &large), 4096u);
+  EXPECT_EQ(workspace_of<ForwardRow>(p, large, &small), 4096u);
+  const BackwardRow few{{}, {}, take<128, BackwardParams>, nullptr};
+  const BackwardRow many{{}, {}, take<8192, BackwardParams>, nullptr};
+  EXPECT_EQ(workspace_of<BackwardRow>(p, few, &many), 8192u);
+  EXPECT_EQ(workspace_of<BackwardRow>(p, many, &few), 8192u);
 }
 
 TEST(CudaPlan, InvalidProblemsStayInvalid) {

@@ -63,14 +63,13 @@ STROBE_INLINE constexpr int64_t past_gap(const BackwardOrder& o, int32_t heads_k
   return index - rest + int64_t{here} * o.blocks;  // nor is there a longer one in the group
 }
 
-// --- Host ---
-
 /// Columns of a group: as many as L2 holds the queries and the sums of their dQ, for short
 /// sequences; but not so few that many key blocks of one column are under way at once, which add to
 /// the same tiles of dQ (and, in a deterministic launch, wait for one another).
 inline constexpr int64_t kBackwardGroupBytes = int64_t{32} << 20, kBackwardGroupColumns = 16;
 
-constexpr BackwardOrder backward_order(const BackwardParams& p, int64_t width, int64_t tile_k) {
+STROBE_INLINE constexpr BackwardOrder backward_order(const BackwardParams& p, int64_t width,
+                                                     int64_t tile_k) {
   BackwardOrder o{};
   o.blocks = static_cast<uint32_t>(ceil_div(p.seqlen_k, tile_k));
   o.parts = static_cast<uint32_t>(group_parts(sizes_of(p), tile_k));

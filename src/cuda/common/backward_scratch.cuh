@@ -109,8 +109,9 @@ struct BackwardScratch {
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.
-inline BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
-                                      int64_t tile_q, int64_t tile_k, int64_t turns, void* dq) {
+STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
+                                             int64_t tile_q, int64_t tile_k, int64_t turns,
+                                             void* dq) {
   BackwardScratch c{};
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;

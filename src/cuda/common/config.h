@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-#include "strobe/strobe.h"
-
 namespace strobe::cuda {
 
 /// When a row is the planner's choice among rows that fit equally well: a function of the problem

@@ -15,7 +15,7 @@ struct SoftcapConstants {
   float cap_log2;   // softcap * log2(e)
   float cap_power;  // e^(2s / softcap) = 2^(cap_power * q.k)
 
-  static SoftcapConstants make(float scale, float softcap) {
+  STROBE_INLINE static SoftcapConstants make(float scale, float softcap) {
     constexpr float kLog2e = 1.44269504088896340736f;
     if (!(softcap > 0)) return {0.f, 0.f};
     // Finite and not 0: no NaN under the largest of caps (1e30 is as good as none), and a score of

@@ -15,7 +15,9 @@ namespace strobe::cuda {
 inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-__device__ __forceinline__ constexpr float infinity() { return __builtin_huge_valf(); }
+__device__ __forceinline__ constexpr float infinity() {
+  return __builtin_bit_cast(float, 0x7f800000u);
+}
 
 using ptx::max_or_nan;
 using ptx::min_or_nan;

@@ -3,18 +3,16 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
+#include <cstdint>
 
 #include "cuda/common/config.h"
+#include "cuda/common/element.h"
 #include "cuda/common/forward_exact.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/ptx/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -47,7 +45,7 @@ struct Tile {
 /// template arguments of class type.
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps>
 struct Traits {
-  using T = std::conditional_t<kDtype == STROBE_BFLOAT16, __nv_bfloat16, __half>;
+  using T = Element<kDtype>;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanels = (kWidth + 63) / 64;

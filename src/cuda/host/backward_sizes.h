@@ -4,7 +4,6 @@
 
 #include "core/problem.h"
 #include "cuda/common/backward_scratch.cuh"
-#include "cuda/host/longest.h"
 
 namespace strobe::cuda {
 
@@ -12,8 +11,8 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
   return {p.batch,
           p.heads,
           p.heads_kv,
-          longest_q(p),
-          longest_k(p),
+          p.seqlen_q,
+          p.seqlen_k,
           p.varlen != 0,
           p.total_q,
           rows_k(p),

@@ -1,7 +1,6 @@
 #include "cuda/host/fill_params.h"
 
 #include "cuda/common/softcap.h"
-#include "cuda/host/longest.h"
 
 namespace strobe::cuda {
 
@@ -14,8 +13,6 @@ Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
 template <typename Args>
 void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   static_cast<Sequences&>(c) = sequences_of(p, a);
-  c.seqlen_q = static_cast<int32_t>(longest_q(p));
-  c.seqlen_k = static_cast<int32_t>(longest_k(p));
   c.q = tensor(a.q, p.q, p);
   c.k = tensor(a.k, p.k, p);
   c.v = tensor(a.v, p.v, p);

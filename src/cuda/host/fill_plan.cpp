@@ -1,11 +1,11 @@
 #include "cuda/host/fill_plan.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "core/workspace.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/fill_params.h"
-#include "cuda/host/longest.h"
 #include "cuda/host/row_choice.h"
 #include "cuda/host/row_table.h"
 
@@ -13,29 +13,63 @@ namespace strobe::cuda {
 
 namespace {
 
-// Of Plan::reserved: the row's index in its table.
-constexpr int kRowSlot = 0;
-
-}  // namespace
+// Of Plan::reserved: the row's index in its table; and of the row for unaligned pointers the index
+// and 1, or 0 where there is none.
+constexpr int kRowSlot = 0, kUnalignedRowSlot = 1;
 
 template <typename Row>
-const Row* row_of(const Plan& plan, int arch) {
+const Row* row_at(const Plan& plan, int64_t index, int arch) {
   const auto rows = row_table<Row>();
-  const auto index = static_cast<size_t>(plan.reserved[kRowSlot]);
-  if (index >= rows.size()) return nullptr;
-  const Row* const row = rows[index].row;
+  if (index < 0 || static_cast<size_t>(index) >= rows.size()) return nullptr;
+  const Row* const row = rows[static_cast<size_t>(index)].row;
   const AttentionProblem& p = plan.problem;
   const bool fits = row->config.arch == arch && row->config.dtype == p.dtype &&
                     row->config.width >= max64(p.head_dim, p.head_dim_v);
   return fits ? row : nullptr;
 }
 
+template <typename Row>
+size_t workspace_of_row(const AttentionProblem& p, const Row& row) {
+  Arena arena;
+  if constexpr (std::is_same_v<Row, ForwardRow>) {
+    ForwardParams params{};
+    fill_params(p, ForwardArgs{}, params);
+    row.carve(arena, p, params);
+  } else {
+    BackwardParams params{};
+    fill_params(p, BackwardArgs{}, params);
+    row.carve(arena, p, params);
+  }
+  return arena.used();
+}
+
+}  // namespace
+
+template <typename Row>
+const Row* row_of(const Plan& plan, int arch) {
+  return row_at<Row>(plan, plan.reserved[kRowSlot], arch);
+}
 template const ForwardRow* row_of<ForwardRow>(const Plan&, int);
 template const BackwardRow* row_of<BackwardRow>(const Plan&, int);
 
+template <typename Row>
+const Row* row_for_unaligned(const Plan& plan) {
+  return row_at<Row>(plan, plan.reserved[kUnalignedRowSlot] - 1, 80);
+}
+template const ForwardRow* row_for_unaligned<ForwardRow>(const Plan&);
+template const BackwardRow* row_for_unaligned<BackwardRow>(const Plan&);
+
+template <typename Row>
+size_t workspace_of(const AttentionProblem& p, const Row& row, const Row* other) {
+  const size_t bytes = workspace_of_row(p, row);
+  return other ? std::max(bytes, workspace_of_row(p, *other)) : bytes;
+}
+template size_t workspace_of(const AttentionProblem&, const ForwardRow&, const ForwardRow*);
+template size_t workspace_of(const AttentionProblem&, const BackwardRow&, const BackwardRow*);
+
 namespace {
 
-template <typename Row, typename Params>
+template <typename Row>
 void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
   const int index = find_row<Row>(arch, p, device, nullptr);
@@ -47,33 +81,26 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.shared_bytes = row.shape.shared_bytes;
   if (p.direction == STROBE_FORWARD) {
     plan.block_q = row.config.tile_q;
-    plan.work_items = p.batch * p.heads * ceil_div(longest_q(p), plan.block_q);
+    plan.work_items = p.batch * p.heads * ceil_div(p.seqlen_q, plan.block_q);
   } else {
     plan.block_k = row.config.tile_k;
-    plan.work_items = p.batch * p.heads_kv * ceil_div(longest_k(p), plan.block_k);
+    plan.work_items = p.batch * p.heads_kv * ceil_div(p.seqlen_k, plan.block_k);
   }
   const GridSize grid = grid_for(plan.work_items);
   plan.grid[0] = static_cast<int32_t>(grid.x);
   plan.grid[1] = static_cast<int32_t>(grid.y);
   plan.grid[2] = 1;
-  Params params{};
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
-    fill_params(p, ForwardArgs{}, params);
-  } else {
-    fill_params(p, BackwardArgs{}, params);
-  }
-  Arena arena;
-  row.carve(arena, p, params);
-  plan.workspace_bytes = arena.used();
+  if (arch == 90) plan.reserved[kUnalignedRowSlot] = find_row<Row>(80, p, device, nullptr) + 1;
+  plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
   if (plan.problem.direction == STROBE_FORWARD) {
-    fill_row<ForwardRow, ForwardParams>(arch, plan, device);
+    fill_row<ForwardRow>(arch, plan, device);
   } else {
-    fill_row<BackwardRow, BackwardParams>(arch, plan, device);
+    fill_row<BackwardRow>(arch, plan, device);
   }
 }
 

@@ -15,6 +15,16 @@ void fill_on(int arch, Plan& plan, const DeviceProperties& device);
 template <typename Row>
 const Row* row_of(const Plan& plan, int arch);
 
+/// Pointers are not known when a plan is made. This is the plan's row for those that TMA, by which
+/// row_of's reads, cannot read: one of mma.sync's. Null where there is none.
+template <typename Row>
+const Row* row_for_unaligned(const Plan& plan);
+
+/// What a launch of the (resolved) problem needs, whichever of a plan's rows it is of. other: null
+/// where there is none.
+template <typename Row>
+size_t workspace_of(const AttentionProblem& problem, const Row& row, const Row* other);
+
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_HOST_FILL_PLAN_H_

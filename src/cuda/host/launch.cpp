@@ -5,14 +5,13 @@
 #include <type_traits>
 
 #include "core/workspace.h"
-#include "cuda/common/unused_rows.h"
 #include "cuda/host/device_pointer.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/row_choice.h"
-#include "cuda/host/row_table.h"
+#include "cuda/host/rows.h"
 #include "cuda/host/stream_blocks.h"
+#include "cuda/host/unused_rows.h"
 
 namespace strobe::cuda {
 
@@ -89,11 +88,13 @@ Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
   return check_common_pointers(p, a);
 }
 
-bool aligned_for_tma(const ForwardArgs& a) {
-  return ((reinterpret_cast<uintptr_t>(a.q) | reinterpret_cast<uintptr_t>(a.k) |
-           reinterpret_cast<uintptr_t>(a.v) | reinterpret_cast<uintptr_t>(a.out)) &
+bool aligned_for_tma(const void* q, const void* k, const void* v, const void* rows_of_q) {
+  return ((reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(k) |
+           reinterpret_cast<uintptr_t>(v) | reinterpret_cast<uintptr_t>(rows_of_q)) &
           15) == 0;
 }
+bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.out); }
+bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.dout); }
 
 template <typename Row, typename Params, typename Args>
 Status launch_row(int arch, const Plan& plan, const Args& args) {
@@ -106,16 +107,12 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   }
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
-    // Pointers are not known when a plan is made. Those that TMA cannot read go to mma.sync.
-    if (arch == 90 && !aligned_for_tma(args)) {
-      const int other = find_row<Row>(80, p, devices[static_cast<size_t>(p.device_index)], nullptr);
-      if (other < 0) {
-        return {STROBE_INVALID_ARGUMENT,
-                format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
-                       args.v)};
-      }
-      row = row_table<Row>()[static_cast<size_t>(other)].row;
+  if (arch == 90 && !aligned_for_tma(args)) {
+    row = row_for_unaligned<Row>(plan);
+    if (!row) {
+      return {
+          STROBE_INVALID_ARGUMENT,
+          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v)};
     }
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));

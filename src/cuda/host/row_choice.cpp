@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "cuda/common/tile_mask.h"
-#include "cuda/host/longest.h"
 #include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
@@ -17,7 +16,7 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
   // decide, which are its size and, where lengths vary, the longest.
   const auto keys_up_to = [&](int64_t most) {
-    return !(p.batch_invariant && p.varlen) && longest_k(p) <= (p.causal ? 2 * most : most);
+    return !(p.batch_invariant && p.varlen) && p.seqlen_k <= (p.causal ? 2 * most : most);
   };
   switch (when) {
     case When::kPlain:
@@ -29,9 +28,8 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
     case When::kSome:
       return keys_up_to(4096) || !is_plain;
     case When::kShort:
-      return !is_whole ||
-             (!p.batch_invariant &&
-              p.batch * p.heads * ceil_div(longest_q(p), tile_q) <= device.multiprocessors);
+      return !is_whole || (!p.batch_invariant && p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <=
+                                                     device.multiprocessors);
     default:
       return true;
   }
@@ -152,8 +150,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
                     static_cast<long long>(p.attention_chunk));
     }
   }
-  for (const auto& [name, length] :
-       {std::pair{"seqlen_q", longest_q(p)}, {"seqlen_k", longest_k(p)}}) {
+  for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
       return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
                     static_cast<long long>(kLongestSequence));

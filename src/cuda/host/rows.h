@@ -5,10 +5,13 @@
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/common/config.h"
+#include "cuda/common/element.h"
 #include "cuda/common/params.h"
 #include "cuda/host/launch_target.h"
 
 namespace strobe::cuda {
+
+static_assert(kBfloat16 == STROBE_BFLOAT16 && kFloat16 == STROBE_FLOAT16);
 
 struct ForwardRow {
   ForwardConfig config;

@@ -8,9 +8,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/params.h"
+#include "cuda/common/element.h"
 #include "cuda/host/driver_function.h"
-#include "strobe/strobe.h"
 
 namespace strobe::cuda {
 
@@ -42,11 +41,19 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
                                  stride(shape.head_stride, lengths[2]),
                                  stride(shape.batch_stride, lengths[3])};
   const cuuint32_t box[4] = {64, shape.box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  CUtensorMapDataType type;
+  switch (shape.dtype) {
+    case kBfloat16:
+      type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      break;
+    case kFloat16:
+      type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
   const CUresult result =
-      encode(&map,
-             shape.dtype == STROBE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, type, 4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

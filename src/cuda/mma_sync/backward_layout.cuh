@@ -3,29 +3,18 @@
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/config.h"
+#include "cuda/common/element.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/tile.cuh"
 
 namespace strobe::cuda::sm80 {
 
-template <int32_t kDtype>
-struct BackwardValue {
-  using type = __half;
-};
-template <>
-struct BackwardValue<STROBE_BFLOAT16> {
-  using type = __nv_bfloat16;
-};
-
 template <BackwardConfig kC>
 struct BackwardShape {
   static constexpr BackwardConfig kConfig = kC;
-  using T = typename BackwardValue<kC.dtype>::type;
+  using T = Element<kC.dtype>;
   static constexpr int kThreads = 32 * kC.warps;
   static constexpr int kHalfWarps = kC.warps / 2;
   static constexpr int kHalfThreads = 32 * kHalfWarps;

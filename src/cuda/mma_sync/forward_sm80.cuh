@@ -59,7 +59,7 @@ struct ForwardTuning {
   int min_blocks;  // per multiprocessor: bounds the registers
 };
 
-constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
+STROBE_INLINE constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
   const int step = c.tile_k < 64 ? c.tile_k : 64;
   if (c.width > 128) return {step, 0, c.tile_q / c.warps == 16 && c.warps == 8 ? 2 : 1, 1};
   if (c.width > 64) return {32, 0, 1, 2};
@@ -69,7 +69,7 @@ constexpr ForwardTuning forward_tuning(const ForwardConfig& c) {
 }
 
 /// The general kernel's: softcap, ALiBi and dropout want registers too.
-constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
+STROBE_INLINE constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
   ForwardTuning t = forward_tuning(c);
   if (t.split == 1 && t.step > 32) t.step = 32;
   if (t.min_blocks > 2) t.min_blocks = 2;

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/common/dropout.cuh"
+#include "cuda/common/element.h"
 #include "cuda/common/forward_exact.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -25,7 +26,7 @@ namespace strobe::cuda::sm80 {
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
           int kKept_, int kSplit_, int kMinBlocks_>
 struct ForwardShape {
-  using T = std::conditional_t<kDtype == STROBE_BFLOAT16, __nv_bfloat16, __half>;
+  using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_, kStep = kStep_;
   static constexpr int kKept = kKept_, kSplit = kSplit_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = 32 * kWarps;

@@ -33,10 +33,6 @@ class Barrier {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word_, parity)) {
     }
   }
-  /// Whether the phase is over, without waiting: to ask ahead.
-  __device__ __forceinline__ bool test(uint32_t parity) {
-    return ::cuda::ptx::mbarrier_test_wait_parity(&word_, parity);
-  }
   __device__ __forceinline__ uint64_t* word() { return &word_; }
 
  private:

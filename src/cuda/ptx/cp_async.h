@@ -6,16 +6,9 @@
 
 namespace strobe::cuda::ptx {
 
-/// Copies the first `bytes` (0 to 16) and fills the rest of the 16 with zeros. With 0 nothing is
-/// read, so the source may then be any address.
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(bytes)
-               : "memory");
-}
-
-/// All 16 bytes, or zeros where `there` is false. A third of the instructions of the former, which
-/// has no counterpart in the machine and is pieced together.
+/// Copies 16 bytes, or writes zeros where `there` is false: nothing is read then, so the source may
+/// be any address. (A count of bytes instead of a predicate takes three times the instructions: the
+/// machine has no counterpart.)
 __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global, bool there) {
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"

@@ -2,11 +2,10 @@
 #ifndef STROBE_CUDA_PTX_TMA_H_
 #define STROBE_CUDA_PTX_TMA_H_
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/tensor_map.h"
 
 namespace strobe::cuda::ptx {
 

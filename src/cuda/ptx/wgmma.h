@@ -79,15 +79,10 @@ struct Wgmma;
 // clang-format off
 #define STROBE_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define STROBE_D16(d, i) STROBE_D8(d, i), STROBE_D8(d, i + 8)
-#define STROBE_D24(d, i) STROBE_D16(d, i), STROBE_D8(d, i + 16)
 #define STROBE_D32(d, i) STROBE_D16(d, i), STROBE_D16(d, i + 16)
 #define STROBE_D40(d, i) STROBE_D32(d, i), STROBE_D8(d, i + 32)
 #define STROBE_D48(d, i) STROBE_D32(d, i), STROBE_D16(d, i + 32)
-#define STROBE_D56(d, i) STROBE_D48(d, i), STROBE_D8(d, i + 48)
 #define STROBE_D64(d, i) STROBE_D32(d, i), STROBE_D32(d, i + 32)
-#define STROBE_D72(d, i) STROBE_D64(d, i), STROBE_D8(d, i + 64)
-#define STROBE_D80(d, i) STROBE_D64(d, i), STROBE_D16(d, i + 64)
-#define STROBE_D88(d, i) STROBE_D80(d, i), STROBE_D8(d, i + 80)
 #define STROBE_D96(d, i) STROBE_D64(d, i), STROBE_D32(d, i + 64)
 #define STROBE_D128(d, i) STROBE_D64(d, i), STROBE_D64(d, i + 64)
 #define STROBE_P8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -129,15 +124,10 @@ struct Wgmma;
       else STROBE_WGMMA_RS(N, R, "f16", R0, R1, R2, R3, R4, R5);                                   \
     }                                                                                              \
   };
-STROBE_WGMMA(48, 24, "24", "25", "26", "27", "28", "29")
 STROBE_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 STROBE_WGMMA(80, 40, "40", "41", "42", "43", "44", "45")
 STROBE_WGMMA(96, 48, "48", "49", "50", "51", "52", "53")
-STROBE_WGMMA(112, 56, "56", "57", "58", "59", "60", "61")
 STROBE_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
-STROBE_WGMMA(144, 72, "72", "73", "74", "75", "76", "77")
-STROBE_WGMMA(160, 80, "80", "81", "82", "83", "84", "85")
-STROBE_WGMMA(176, 88, "88", "89", "90", "91", "92", "93")
 STROBE_WGMMA(192, 96, "96", "97", "98", "99", "100", "101")
 STROBE_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 // clang-format on
@@ -147,15 +137,10 @@ STROBE_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 #undef STROBE_WGMMA_SS
 #undef STROBE_D8
 #undef STROBE_D16
-#undef STROBE_D24
 #undef STROBE_D32
 #undef STROBE_D40
 #undef STROBE_D48
-#undef STROBE_D56
 #undef STROBE_D64
-#undef STROBE_D72
-#undef STROBE_D80
-#undef STROBE_D88
 #undef STROBE_D96
 #undef STROBE_D128
 #undef STROBE_P8

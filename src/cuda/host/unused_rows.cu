@@ -1,7 +1,7 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/static_order.cuh"
-#include "cuda/common/unused_rows.h"
+#include "cuda/host/unused_rows.h"
 #include "cuda/host/kernel_handle.h"
 
 namespace strobe::cuda {

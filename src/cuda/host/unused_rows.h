@@ -1,6 +1,6 @@
 // Rows that a sequence has but does not use: what both directions write to them.
-#ifndef STROBE_CUDA_COMMON_UNUSED_ROWS_H_
-#define STROBE_CUDA_COMMON_UNUSED_ROWS_H_
+#ifndef STROBE_CUDA_HOST_UNUSED_ROWS_H_
+#define STROBE_CUDA_HOST_UNUSED_ROWS_H_
 
 #include <cuda_runtime_api.h>
 
@@ -38,4 +38,4 @@ cudaError_t launch_unused_rows(const UnusedRows& rows, const LaunchTarget& targe
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_UNUSED_ROWS_H_
+#endif  // STROBE_CUDA_HOST_UNUSED_ROWS_H_

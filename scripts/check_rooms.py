@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Which folder of src/ may include which: the rooms of docs/architecture.md.
+
+    scripts/check_rooms.py [SRC]    exit 1 where a file includes what is not in its room
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A folder, and those whose headers its files may include; `strobe` is include/strobe.
+ROOMS = {
+    "core": ["core", "strobe"],
+    "cpu": ["core", "cpu"],
+    "cuda/ptx": ["cuda/ptx"],
+    "cuda/common": ["core", "cuda/common", "cuda/ptx"],
+    "cuda/mma_sync": ["core", "cuda/common", "cuda/ptx", "cuda/mma_sync"],
+    "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/hopper"],
+    "cuda/host": ["core", "cuda/common", "cuda/host"],
+    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/host"],  # the template of a row's source
+    "api": ["core", "cpu", "cuda/host", "api", "strobe"],
+    "cli": ["cli", "strobe"],
+}
+# The host side of a kernel. Device code includes none of them.
+LAUNCH = "_launch.h"
+LAUNCHES_ALSO = ["cuda/host"]
+GENERATED = {"cuda_rows.inc": "cuda/host"}
+
+
+def room_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def faults(source: Path) -> tuple[int, list[str]]:
+    found, files = [], 0
+    for path in sorted(p for p in source.rglob("*") if p.is_file()):
+        name = path.relative_to(source).as_posix()
+        files += 1
+        room = room_of(name)
+        if room not in ROOMS:
+            found.append(f"src/{name}: {room or 'src'} is not a room; scripts/check_rooms.py lists them")
+            continue
+        is_launch = name.endswith(LAUNCH) and room.startswith("cuda/")
+        allowed = ROOMS[room] + (LAUNCHES_ALSO if is_launch else [])
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            include = re.match(r'\s*#\s*include\s+(?:"([^"]+)"|<(strobe/[^>]+)>)', line)
+            if not include:  # others in <> are not ours: <cuda/ptx> is CUDA's
+                continue
+            header = include[1] or include[2]
+            wanted = GENERATED.get(header, room_of(header))
+            if "@" in wanted:
+                continue
+            place = f"src/{name}:{number}: includes {header}"
+            if wanted not in allowed:
+                found.append(f"{place}, expected something of {', '.join(allowed)}")
+            elif header.endswith(LAUNCH) and not is_launch and room not in ("cuda", "cuda/host"):
+                found.append(f"{place}, the host side of a kernel: device code does without")
+    return files, found
+
+
+def main() -> int:
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "src"
+    files, found = faults(source)
+    print("\n".join(found + [f"check_rooms: {files} files, " + (f"{len(found)} faults" if found else "no faults")]))
+    return 1 if found or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+// The types of a tensor's values. Device code names dtypes by the numbers below and not by those of
+// strobe/strobe.h: functions of the host are an error to NVRTC, already where they are declared.
+#ifndef STROBE_CUDA_COMMON_ELEMENT_H_
+#define STROBE_CUDA_COMMON_ELEMENT_H_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace strobe::cuda {
+
+/// Of strobe_dtype; host/rows.h holds them against it.
+inline constexpr int kBfloat16 = 1, kFloat16 = 2;
+
+/// Not defined for other dtypes: a kernel for one of them has to say what it computes with.
+template <int kDtype>
+struct ElementOf;
+template <>
+struct ElementOf<kBfloat16> {
+  using Type = __nv_bfloat16;
+};
+template <>
+struct ElementOf<kFloat16> {
+  using Type = __half;
+};
+template <int kDtype>
+using Element = typename ElementOf<kDtype>::Type;
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_COMMON_ELEMENT_H_
