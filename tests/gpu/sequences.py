@@ -37,6 +37,8 @@ import strobe_torch as st
 from rows import ROWS, Row
 from strobe_torch import Case, lib
 
+from strobe._errors import Error
+
 HIDDEN = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
 ZONE, POISON = 4096, -6.0e4
 
@@ -175,7 +177,7 @@ def run(case: Case, s: Sequences, seed: int) -> str:
 def draw(seed: int, dims: list[int], dtypes: list[torch.dtype]) -> tuple[Case, Sequences]:
     r = random.Random(seed)
     batch, heads_kv = r.choice((1, 2, 5)), r.choice((1, 2))
-    lengths = lambda most: [r.choice((0, 1, r.randint(0, most), r.randint(0, most), most)) for _ in range(batch)]  # noqa: E731
+    lengths = lambda most: [r.choice((0, 1, r.randint(0, most), r.randint(0, most), most)) for _ in range(batch)]
     nq, nk = r.choice((1, 63, 200, 300, r.randint(1, 450))), r.choice((1, 128, 300, r.randint(1, 700)))
     kind = r.random()
     prefix = kind < 0.3
@@ -218,7 +220,7 @@ def problems(first: int, count: int, row: Row | None) -> str:
         case, s = draw(seed, dims, dtypes)
         try:
             kernel = run(case, s, seed)
-        except (AssertionError, lib.Error) as e:
+        except (AssertionError, Error) as e:
             raise AssertionError(f"seed {seed}: {e}\n  {case}\n  {s}") from e
         kernels[kernel] = kernels.get(kernel, 0) + 1
     return ", ".join(f"{n} by {kernel}" for kernel, n in sorted(kernels.items()))
