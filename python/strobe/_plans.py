@@ -303,8 +303,12 @@ def spec_of(name: str, array: Any) -> Spec:
         raise _arrays.cannot_be_read(name, array, error) from None
 
 
-def views(arrays: Arrays) -> tuple[list[int], tuple[Any, ...]]:
-    """Addresses of `_options.ARRAYS`, 0 for those that are not given, and signatures."""
+def views(scalars: Scalars, arrays: Arrays) -> tuple[list[int] | None, Any]:
+    """Addresses of `_options.ARRAYS`, 0 for those that are not given, or None where none is; and
+    what a key holds of these options.
+    """
+    if not arrays:
+        return None, scalars or None
     pointers, signatures = [], []
     try:
         for name in ARRAYS:
@@ -314,7 +318,7 @@ def views(arrays: Arrays) -> tuple[list[int], tuple[Any, ...]]:
             signatures.append(signature)
     except Exception as error:
         raise unreadable(tuple(arrays.items()), error) from None
-    return pointers, tuple(signatures)
+    return pointers, (scalars, tuple(signatures))
 
 
 def optional_spec(name: str, array: Any) -> Spec | None:
