@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, overload
 from . import _arrays, _checks, _interrupt, _library
 from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported, unreadable
 from ._errors import InvalidArgument
+from ._launches import BACKWARD_LAUNCHES, make_launch
 from ._library import BACKWARD_ARGS_SIZE, pack_backward, with_arrays
 from ._options import NO_ARRAYS, Scalars, documented, split
 from ._plans import (
-    BACKWARD_LAUNCHES,
     DENSE_K,
     DENSE_Q,
     DENSE_V,
@@ -24,7 +24,6 @@ from ._plans import (
     check_tensor,
     launch_error,
     longest,
-    make_launch,
     make_problem,
     no_array,
     optional_spec,

@@ -26,18 +26,16 @@ from ._arrays import (
     unreadable,
 )
 from ._backward import attention_backward
+from ._launches import FORWARD_LAUNCHES, Launch, make_launch
 from ._library import FORWARD_ARGS_SIZE, pack_forward, with_arrays
 from ._options import NO_ARRAYS, Scalars, documented, split
 from ._plans import (
-    FORWARD_LAUNCHES,
     CallOptions,
-    Launch,
     Options,
     Shapes,
     check_like_out,
     launch_error,
     longest,
-    make_launch,
     make_problem,
     no_array,
     optional_spec,
