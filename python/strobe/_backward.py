@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, overload
 from . import _arrays, _checks, _interrupt, _library
 from ._arrays import DIRECT, KINDS, AnyArray, NDArray, SupportsDLPack, imported, unreadable
 from ._errors import InvalidArgument
+from ._launches import BACKWARD_LAUNCHES, make_launch
 from ._library import BACKWARD_ARGS_SIZE, pack_backward, with_arrays
-from ._options import NO_ARRAYS, NO_SCALARS, documented, split
+from ._options import NO_ARRAYS, Scalars, documented, split
 from ._plans import (
-    BACKWARD_LAUNCHES,
     DENSE_K,
     DENSE_Q,
     DENSE_V,
@@ -24,7 +24,6 @@ from ._plans import (
     check_tensor,
     launch_error,
     longest,
-    make_launch,
     make_problem,
     no_array,
     optional_spec,
@@ -153,9 +152,12 @@ def attention_backward(
         if dq is None or dk is None or dv is None:
             raise no_array(("grads[0]", "grads[1]", "grads[2]"), (dq, dk, dv))
     given = (dout, q, k, v, out, lse, dlse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
-    scalars, arrays = split("attention_backward", more) if more else (NO_SCALARS, NO_ARRAYS)
+    scalars: Scalars = ()
+    arrays, more_key, pointers = NO_ARRAYS, None, None
+    if more:
+        scalars, arrays = split("attention_backward", more)
     if not DIRECT.issuperset(map(type, given)) or (
-        arrays and not DIRECT.issuperset(map(type, arrays.values()))
+        more and not DIRECT.issuperset(map(type, arrays.values()))
     ):
         names = (*_NAMES, *arrays)
         with imported(names, (*given, *arrays.values())) as taken:
@@ -229,7 +231,8 @@ def attention_backward(
         max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
     if cu_seqlens_k is not None and max_seqlen_k is None:
         max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
-    pointers, signatures = views(arrays) if arrays else (None, None)
+    if more:
+        pointers, more_key = views(scalars, arrays)
     try:
         left, right = window
     except Exception:
@@ -277,8 +280,7 @@ def attention_backward(
         dropout_p,
         batch_invariant,
         threads,
-        scalars,
-        signatures,
+        more_key,
     )
     launch = BACKWARD_LAUNCHES.get(key)
     if launch is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -16,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import _arrays, _checks, _library
-from ._arrays import KINDS, Allocator, AnyArray, Spec, unreadable
+from ._arrays import KINDS, AnyArray, Spec, unreadable
 from ._errors import Error, InvalidArgument, renamed, shown
 from ._library import Plan, Problem
 from ._options import ARRAYS, NO_ARRAYS, NO_SCALARS, Arrays, MoreOptions, Scalars
@@ -42,31 +41,6 @@ class CallOptions(MoreOptions, total=False):
     batch_invariant: bool
     threads: int
 
-
-@dataclass(slots=True)
-class Launch:
-    """A plan and all that a call needs besides the addresses of its tensors."""
-
-    plan: Plan
-    address: int  # of plan
-    on_cuda: bool
-    device_index: int
-    new: tuple[Allocator, ...]  # make the results: out and lse, or dq, dk and dv
-    # CUDA: workspaces are the framework's; None: the library makes its own.
-    new_workspace: Allocator | None
-    # The library keeps so small a workspace itself, for each stream: a quarter of what an
-    # allocation costs. Not in a graph, whose replays must not share it with launches.
-    small: bool
-    workspace_bytes: int
-    long: bool  # enough for a user to lose patience: see `_interrupt`
-    repeat: Any = None  # what `_repeat` knows of calls that took this
-
-
-# Plans by signature. Plain dicts, whose look-ups and stores are atomic: a lock could be held when
-# the process forks.
-FORWARD_LAUNCHES: Final[dict[Any, Launch]] = {}
-BACKWARD_LAUNCHES: Final[dict[Any, Launch]] = {}
-CAPACITY: Final = 1024  # about 3 KiB each; the oldest goes first
 
 _INT32: Final = np.dtype(np.int32)
 
@@ -303,8 +277,12 @@ def spec_of(name: str, array: Any) -> Spec:
         raise _arrays.cannot_be_read(name, array, error) from None
 
 
-def views(arrays: Arrays) -> tuple[list[int], tuple[Any, ...]]:
-    """Addresses of `_options.ARRAYS`, 0 for those that are not given, and signatures."""
+def views(scalars: Scalars, arrays: Arrays) -> tuple[list[int] | None, Any]:
+    """Addresses of `_options.ARRAYS`, 0 for those that are not given, or None where none is; and
+    what a key holds of these options.
+    """
+    if not arrays:
+        return None, scalars or None
     pointers, signatures = [], []
     try:
         for name in ARRAYS:
@@ -314,7 +292,7 @@ def views(arrays: Arrays) -> tuple[list[int], tuple[Any, ...]]:
             signatures.append(signature)
     except Exception as error:
         raise unreadable(tuple(arrays.items()), error) from None
-    return pointers, tuple(signatures)
+    return pointers, (scalars, tuple(signatures))
 
 
 def optional_spec(name: str, array: Any) -> Spec | None:
@@ -423,55 +401,6 @@ def launch_error(status: int, named: dict[str, Any]) -> Error:
         axes = ("heads", "total", "head_dim")
         text += _checks.in_other_layout([(found[1], spec)], axes, (0, 1))
     return InvalidArgument(text)
-
-
-# -------------------------------------------------------------------------------------------- plans
-
-# Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
-# slow one.
-_LONG: Final = 4e9
-
-
-def _flop(problem: Problem) -> float:
-    """Of the matrix products, unmasked and as if all sequences were as long as the longest."""
-    rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
-    scores: float = rows * problem.heads * problem.seqlen_k
-    products = 2.0 if problem.direction == _library.FORWARD else 5.0
-    return float(scores * products * (problem.head_dim + problem.head_dim_v))
-
-
-def make_launch(
-    cache: dict[Any, Launch],
-    key: Any,
-    shapes: Shapes,
-    new: tuple[Allocator, ...],
-) -> Launch:
-    """Makes the plan and keeps it."""
-    plan = plan_of(shapes)
-    q = shapes.q
-    on_cuda = q.device == "cuda"
-    bytes_needed = int(plan.workspace_bytes)
-    new_workspace = None
-    if on_cuda and bytes_needed:
-        new_workspace = q.kind.allocator((bytes_needed,), "uint8", q)
-    launch = Launch(
-        plan=plan,
-        address=ctypes.addressof(plan),
-        on_cuda=on_cuda,
-        device_index=q.device_index,
-        new=new,
-        new_workspace=new_workspace,
-        small=shapes.problem.direction == _library.FORWARD
-        and bytes_needed <= _library.OWN_WORKSPACE,
-        workspace_bytes=bytes_needed if new_workspace else 0,
-        long=not on_cuda and _flop(plan.problem) > _LONG,
-    )
-    if len(cache) >= CAPACITY:
-        # Another thread may be at it too: then it makes room, or the next call does.
-        with suppress(RuntimeError, StopIteration):
-            cache.pop(next(iter(cache)), None)
-    cache[key] = launch
-    return launch
 
 
 def longest(name: str, max_name: str, array: Any) -> int:

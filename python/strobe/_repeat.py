@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _arrays, _library
-from ._plans import Launch
+from ._launches import Launch
 from ._tensors import LOW
 
 _Tensor: Final = torch.Tensor

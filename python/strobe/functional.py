@@ -26,18 +26,16 @@ from ._arrays import (
     unreadable,
 )
 from ._backward import attention_backward
+from ._launches import FORWARD_LAUNCHES, Launch, make_launch
 from ._library import FORWARD_ARGS_SIZE, pack_forward, with_arrays
-from ._options import NO_ARRAYS, NO_SCALARS, documented, split
+from ._options import NO_ARRAYS, Scalars, documented, split
 from ._plans import (
-    FORWARD_LAUNCHES,
     CallOptions,
-    Launch,
     Options,
     Shapes,
     check_like_out,
     launch_error,
     longest,
-    make_launch,
     make_problem,
     no_array,
     optional_spec,
@@ -194,14 +192,17 @@ def attention(
     """
     q_kind, k_kind, v_kind = KINDS.get(type(q)), KINDS.get(type(k)), KINDS.get(type(v))
     extra = alibi_slopes is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
-    scalars, arrays = split("attention", more) if more else (NO_SCALARS, NO_ARRAYS)
+    scalars: Scalars = ()
+    arrays, more_key, pointers = NO_ARRAYS, None, None
+    if more:
+        scalars, arrays = split("attention", more)
     if (
         q_kind is None
         or k_kind is None
         or v_kind is None
         or type(out) not in DIRECT
         or (extra and not DIRECT.issuperset(map(type, (alibi_slopes, cu_seqlens_q, cu_seqlens_k))))
-        or (arrays and not DIRECT.issuperset(map(type, arrays.values())))
+        or (more and not DIRECT.issuperset(map(type, arrays.values())))
     ):
         if q is None or k is None or v is None:
             raise no_array(("q", "k", "v"), (q, k, v))
@@ -314,7 +315,8 @@ def attention(
         extras = (cu_q_signature, cu_k_signature, alibi_signature, max_seqlen_q, max_seqlen_k)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         extras = (None, None, None, max_seqlen_q, max_seqlen_k)
-    pointers, signatures = views(arrays) if arrays else (None, None)
+    if more:
+        pointers, more_key = views(scalars, arrays)
     try:
         left, right = window
     except Exception:
@@ -353,8 +355,7 @@ def attention(
         dropout_p,
         batch_invariant,
         threads,
-        scalars,
-        signatures,
+        more_key,
     )
     launch = FORWARD_LAUNCHES.get(key)
     if launch is None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import strobe
-from strobe import _library, _plans, functional
+from strobe import _launches, _library, functional
 
 import cases
 from cases import Array, Case, Inputs
@@ -236,15 +236,15 @@ def test_plans_are_reused_and_bounded(
         return real(problem)
 
     monkeypatch.setattr(_library, "make_plan", count)
-    monkeypatch.setattr(_plans, "CAPACITY", 8)
-    _plans.FORWARD_LAUNCHES.clear()
+    monkeypatch.setattr(_launches, "CAPACITY", 8)
+    _launches.FORWARD_LAUNCHES.clear()
     x = cases.normal(rng, (1, 64, 1, 8))
     for _ in range(3):
         strobe.attention(x, x, x)
     assert len(made) == 1
     for n in range(1, 30):
         strobe.attention(x[:, :n], x, x)
-        assert len(_plans.FORWARD_LAUNCHES) <= 8
+        assert len(_launches.FORWARD_LAUNCHES) <= 8
     assert len(made) == 30
     strobe.attention(x[:, :29], x, x)
     assert len(made) == 30
