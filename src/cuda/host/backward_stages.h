@@ -21,7 +21,8 @@ struct BackwardStages {
   using Form = Form_;
   static constexpr int kTileQ = kTileQ_, kTileK = kTileK_, kWidth = kWidth_;
 
-  /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the ticket.
+  /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the
+  /// ticket.
   static cudaError_t launch_pre(BackwardParams& p, BackwardScratch& scratch, int32_t counters,
                                 const LaunchTarget& target) {
     int64_t items = query_tiles(p, scratch.tiles);

@@ -28,9 +28,8 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
     case When::kSome:
       return keys_up_to(4096) || !is_plain;
     case When::kShort:
-      return !is_whole ||
-             (!p.batch_invariant &&
-              p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors);
+      return !is_whole || (!p.batch_invariant && p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <=
+                                                     device.multiprocessors);
     default:
       return true;
   }

@@ -11,8 +11,8 @@
 
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/load.cuh"
-#include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/common/seen_queries.cuh"
+#include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/arrive.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_access.h"

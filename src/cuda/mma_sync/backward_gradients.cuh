@@ -9,10 +9,10 @@
 #include <cstring>
 
 #include "cuda/common/backward_order.cuh"
+#include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/opaque.h"

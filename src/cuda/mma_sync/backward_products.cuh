@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "cuda/common/backward_math.cuh"
-#include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/common/seen_queries.cuh"
+#include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/shared_words.h"
