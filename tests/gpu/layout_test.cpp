@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "cuda/common/backward_scratch.cuh"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile.cuh"
@@ -224,6 +225,24 @@ TEST(Stagger, BlocksAtOnce) {
   EXPECT_EQ(blocks_at_once(108, kA100, 81 << 10, 2), 2 * 108);
   EXPECT_EQ(blocks_at_once(108, kA100, 82 << 10, 2), 108);
   EXPECT_EQ(blocks_at_once(132, kH200, kH200, 1), 132);
+}
+
+// A thread of S^T in wgmma accumulators has queries 8j + 2 (lane % 4) + {0, 1}: those of two
+// neighbouring j are the four that one 16-byte load brings.
+TEST(QuadOrder, FourQueriesOfALaneAreSideBySide) {
+  std::set<int> places;
+  for (int query = 0; query < 128; ++query) places.insert(quad_order(query));
+  EXPECT_EQ(places.size(), 128u);
+  EXPECT_EQ(*places.rbegin(), 127);
+  for (int j = 0; j < 16; j += 2) {
+    for (int lane = 0; lane < 4; ++lane) {
+      const int first = quad_order(8 * j + accumulator_column(lane, 0));
+      EXPECT_EQ(first % 4, 0);
+      EXPECT_EQ(quad_order(8 * j + accumulator_column(lane, 1)), first + 1);
+      EXPECT_EQ(quad_order(8 * (j + 1) + accumulator_column(lane, 0)), first + 2);
+      EXPECT_EQ(quad_order(8 * (j + 1) + accumulator_column(lane, 1)), first + 3);
+    }
+  }
 }
 
 }  // namespace

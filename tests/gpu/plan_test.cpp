@@ -166,6 +166,45 @@ TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
       << s.text();
 }
 
+TEST(CudaPlan, HoppersBackwardTakesPlainProblems) {
+  for (const int64_t dim : {40, 64, 80, 128}) {
+    Plan plan;
+    AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
+    ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+    EXPECT_STREQ(plan.kernel, "cuda_sm90") << dim;
+  }
+}
+
+TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
+  for (int which = 0; which < 5; ++which) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
+    if (which == 0) p.softcap = 20.f;
+    if (which == 1) p.alibi = STROBE_ALIBI_PER_HEAD;
+    if (which == 2) p.dropout_p = 0.1f;
+    if (which == 3) p.deterministic = 1;
+    if (which == 4) p.head_dim = 136;
+    Plan plan;
+    const Status s = plan_for(p, device(90), plan);
+    ASSERT_TRUE(s.ok()) << s.text();
+    EXPECT_STREQ(plan.kernel, "cuda_sm80") << which;
+  }
+}
+
+// Pointers that TMA cannot read, which only a launch knows of, go to mma.sync with the workspace of
+// this plan.
+TEST(CudaPlan, HoppersBackwardHasTheWorkspaceOfMmaSyncToo) {
+  for (const int64_t seqlen : {1, 64, 1000}) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
+    p.seqlen_q = p.seqlen_k = seqlen;
+    Plan hopper, other;
+    ASSERT_TRUE(plan_for(p, device(90), hopper).ok());
+    p.deterministic = 1;
+    ASSERT_TRUE(plan_for(p, device(90), other).ok());
+    EXPECT_STREQ(other.kernel, "cuda_sm80");
+    EXPECT_GE(hopper.workspace_bytes, other.workspace_bytes);
+  }
+}
+
 // A bound of the lengths may be anything; what is planned goes by the rows that there are.
 TEST(CudaPlan, AHugeBoundOfPackedSequencesCostsNothing) {
   for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {

@@ -26,9 +26,8 @@
 //   ds              [2][panel of queries][128][64]          lse, delta [2][tile_q], in quad_order
 //   limits          of the queries that see each key        block, barriers
 //
-// One step of a warpgroup, for query tile i; at width 64, where tiles have 128 queries, dQ and dV
-// are issued after dS instead, and there are no turns. Nothing is under way at its begin or end,
-// where all branches are: ptxas would serialise wgmma across them.
+// One step of a warpgroup, for query tile i. Nothing is under way at its begin or end, where all
+// branches are: ptxas would serialise wgmma across them.
 //
 //   wait Q(i), dO(i), turn | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
 //   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass the turn

@@ -94,8 +94,6 @@ struct BackwardTraits {
   static_assert(kTileK == 64 * kWarpgroups && kTileQ * kWidth == 64 * 64 * kWarpgroups);
   /// Whether the warpgroups take turns.
   static constexpr bool kTurns = kWidth == 128;
-  /// Whether dQ and dV are issued before dS is made, or together with dK after it.
-  static constexpr bool kSumsEarly = kTurns;
 
   /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
   /// 2^12 (backward_scratch.cuh).
