@@ -35,9 +35,8 @@ if DEV == "cuda" and not torch.cuda.is_available():
 
 import strobe_torch as st
 from rows import ROWS, Row
-from strobe_torch import Case, lib
-
 from strobe._errors import Error
+from strobe_torch import Case, lib
 
 HIDDEN = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
 ZONE, POISON = 4096, -6.0e4

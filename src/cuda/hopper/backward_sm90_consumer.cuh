@@ -10,6 +10,8 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/opaque.h"
+#include "cuda/ptx/packed.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
@@ -189,7 +191,7 @@ class BackwardConsumer {
   // back: it would otherwise keep every address through all steps, and spill them.
   __device__ __forceinline__ static uint32_t fresh(const void* shared) {
     uint32_t address = ptx::shared_address(shared);
-    asm volatile("" : "+r"(address));
+    ptx::make_opaque(address);
     return address;
   }
   __device__ __forceinline__ uint32_t fresh_warpgroup() const {
@@ -249,9 +251,9 @@ class BackwardConsumer {
   __device__ __forceinline__ void take_weights(float (&s)[kTileQ / 2],
                                                uint32_t (&weights)[kTileQ / 4], int stage,
                                                const Seen& seen) {
-    float scale = p_.scale;
-    asm volatile("" : "+f"(scale));
-    scale *= kLog2e;
+    uint32_t opaque_scale = __float_as_uint(p_.scale);
+    ptx::make_opaque(opaque_scale);
+    const float scale = __uint_as_float(opaque_scale) * kLog2e;
     const int first = 2 * (lane() % 4);  // query of accumulator 0
     const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
 #pragma unroll
@@ -297,20 +299,13 @@ class BackwardConsumer {
     }
   }
   __device__ __forceinline__ static uint32_t at_most_one(uint32_t weights) {
-    if constexpr (Tr::kBf16) {
-      asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(weights) : "r"(0x3f803f80u));
-    } else {
-      asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(weights) : "r"(0x6c006c00u));  // 4096
-    }
-    return weights;
+    return ptx::min_or_nan_pair<T>(weights, Tr::kBf16 ? 0x3f803f80u : 0x6c006c00u);  // 1, 4096
   }
   /// Two weights times two values. bf16 has float32's exponents: the product may be taken of packed
   /// values. fp16's weights are too large for that (Form::kScale).
   __device__ __forceinline__ static uint32_t times(uint32_t weights, float low, float high) {
     if constexpr (Tr::kBf16) {
-      uint32_t product;
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(ptx::pack<T>(low, high)));
-      return product;
+      return ptx::multiply_pair<T>(weights, ptx::pack<T>(low, high));
     } else {
       const float2 w = unpack<T>(weights);
       return ptx::pack<T>(w.x * low, w.y * high);

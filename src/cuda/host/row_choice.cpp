@@ -146,15 +146,6 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
-  if (p.direction != STROBE_FORWARD && arch != 80) {
-    if (const char* option = option_beyond_whole_sequences(p)) {
-      return format("%s = 1, expected 0 (not in this version's kernels)", option);
-    }
-    if (p.attention_chunk > 0) {
-      return format("attention_chunk = %lld, expected 0 (not in this version's CUDA kernels)",
-                    static_cast<long long>(p.attention_chunk));
-    }
-  }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
       return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),

@@ -1,0 +1,36 @@
+// Arithmetic on two 16-bit values in a register.
+#ifndef STROBE_CUDA_PTX_PACKED_H_
+#define STROBE_CUDA_PTX_PACKED_H_
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace strobe::cuda::ptx {
+
+/// Of two packed values of type T each: the smaller ones, NaN where one is.
+template <typename T>
+__device__ __forceinline__ uint32_t min_or_nan_pair(uint32_t x, uint32_t y) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  } else {
+    asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  }
+  return x;
+}
+/// x * y of two packed values of type T.
+template <typename T>
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t y) {
+  uint32_t product;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  }
+  return product;
+}
+
+}  // namespace strobe::cuda::ptx
+
+#endif  // STROBE_CUDA_PTX_PACKED_H_
