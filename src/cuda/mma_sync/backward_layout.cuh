@@ -35,7 +35,7 @@ struct BackwardShape {
   /// Whether there are registers for softcap, ALiBi and dropout: the general kernel.
   static constexpr bool kHasGeneral = 8 * (kSumN + kN) < 192;
   /// Whether addresses that every step needs are computed anew (BackwardThread::Place).
-  static constexpr bool kFresh = 8 * (kSumN + kN) >= 160;
+  static constexpr bool kFresh = 8 * (kSumN + kN) >= 144;
   /// Whether the weights half reports an addition to dQ before it issues the next copies, which the
   /// release would wait for too: `deterministic` then costs 2 % less. Where registers are short the
   /// compiler spills there.

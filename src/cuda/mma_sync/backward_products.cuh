@@ -10,6 +10,7 @@
 
 #include "cuda/common/backward_math.cuh"
 #include "cuda/common/seen_queries.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/shared_access.h"
@@ -165,11 +166,12 @@ __device__ __forceinline__ void multiply_dq(const Thread& t, float (&dq)[2][kPas
     const typename Thread::Place me = t.fresh_place();
     const int lane = me.lane(), row = me.dq_row();
     const ItemRecord& b = t.record(t.item());
-    const Mask& mask = b.mask;
+    // In 32 bits: a division in 64, which chunks take, is a call, and registers are spilled for it.
+    const TileMask mask = b.mask.tile(q_begin, Thread::kConfig.tile_q);
     int32_t begin[4], end[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int64_t i = q_begin + row + lane / 4 + 8 * r;
+      const int32_t i = row + lane / 4 + 8 * r;
       const Range seen = i < mask.seqlen_q ? mask.row(i) : Range{0, 0};
       begin[r] = static_cast<int32_t>(seen.begin) - b.key_begin;
       end[r] = static_cast<int32_t>(seen.end) - b.key_begin;
