@@ -97,7 +97,7 @@ __device__ __noinline__ void exact_query(const BackwardParams& p, int32_t batch,
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     const auto pair = pairs.pair(query, key);
     pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
-    if (isnan(pair.weight)) break;  // all columns are NaN, and stay so
+    if (isnan(pair.ds)) break;  // all columns are NaN, and stay so
   }
   pairs.store(pairs.query_row(p.dq, query), dq, p.scale, p.head_dim);
 }

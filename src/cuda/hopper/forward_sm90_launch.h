@@ -36,7 +36,12 @@ template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), 0, nullptr, {}};
+  TileOrder order{StaticOrder::make(p, kConfig.tile_q),
+                  TileRule::make(p.rule),
+                  TileOrder::is_whole(p),
+                  0,
+                  nullptr,
+                  {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
     order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
   }

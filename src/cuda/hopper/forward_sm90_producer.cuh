@@ -32,11 +32,15 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     const int lane = ptx::thread_again() % 32;
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    const Sequence sequence = sequences.sequence(place.batch);
+    Sequence sequence;
     TileMask mask;
-    if constexpr (Tr::kWholeSequences) {
+    // Most launches' sequences are whole. Their masks are made in 32 bits, without a look for
+    // more: the consumers of a short sequence's tile wait for this warp.
+    if (Tr::kWholeSequences || order.whole) {
+      sequence = p.whole().sequence(place.batch);
       mask = sequence.mask.tile(place.begin, kTileQ, order.rule);
-    } else {
+    } else if constexpr (!Tr::kWholeSequences) {
+      sequence = p.sequence(place.batch);
       mask = sequence.mask.tile(place.begin, kTileQ);
     }
     const int rows = mask.seqlen_q;
