@@ -5,9 +5,6 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
-#include <pthread.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -19,51 +16,12 @@ namespace {
 
 #if defined(__x86_64__)
 
-#if defined(__linux__)
-
-// There are machines (sandboxes, virtual ones) where the processor says that it has AMX and the
-// system that it may be used, and its instructions end the process all the same. So one of them is
-// tried once, under a handler of SIGILL that sees this thread's alone.
-sigjmp_buf amx_failed;
-pthread_t amx_thread;
-struct sigaction amx_before;
-
-void on_illegal_instruction(int) {
-  if (pthread_equal(pthread_self(), amx_thread)) siglongjmp(amx_failed, 1);
-  sigaction(SIGILL, &amx_before, nullptr);  // somebody else's: the instruction comes again
-}
-
-bool amx_works() {
-  amx_thread = pthread_self();
-  struct sigaction trial {};
-  trial.sa_handler = on_illegal_instruction;
-  sigemptyset(&trial.sa_mask);
-  if (sigaction(SIGILL, &trial, &amx_before) != 0) return false;
-  const bool works = sigsetjmp(amx_failed, 1) == 0;
-  if (works) {
-    alignas(64) unsigned char tiles[64] = {1};  // palette 1
-    tiles[16] = 4;                              // bytes of a row of tile 0
-    tiles[48] = 1;                              // rows of tile 0
-    __asm__ volatile(
-        ".byte 0xc4, 0xe2, 0x78, 0x49, 0x00\n"  // ldtilecfg (%rax)
-        ".byte 0xc4, 0xe2, 0x7b, 0x49, 0xc0\n"  // tilezero %tmm0
-        ".byte 0xc4, 0xe2, 0x78, 0x49, 0xc0\n"  // tilerelease
-        ::"a"(tiles),
-        "m"(tiles)
-        : "memory");
-  }
-  sigaction(SIGILL, &amx_before, nullptr);
-  return works;
-}
-
-#endif
-
 // Linux gives a process AMX's 8 KB of tile state only when it asks.
 bool request_amx() {
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 && amx_works();
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
