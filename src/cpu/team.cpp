@@ -100,11 +100,16 @@ Pool pools[kPools];
 pthread_key_t owner_key;   // of the caller: its Pool, given back when it ends
 pthread_key_t worker_key;  // of a worker: the Pool it is in, which counts it out when it ends
 
+// Held from the search for threads that can be made until OpenMP has made them: of two callers at a
+// limit, each would otherwise find the same ones.
+pthread_mutex_t making_threads = PTHREAD_MUTEX_INITIALIZER;
+
 std::atomic<bool> forked{false};
 pthread_t forked_thread;  // the only one that a fork left, when forked
 
 bool watch() {
   const auto in_child = [] {
+    making_threads = PTHREAD_MUTEX_INITIALIZER;  // whoever held it is not there any more
     forked_thread = pthread_self();
     forked.store(true, std::memory_order_relaxed);
   };
@@ -281,14 +286,21 @@ void run_team(int threads, Work work, void* data) {
   }
   // A team inside another team has threads of its own, which OpenMP does not keep.
   Pool* const pool = omp_get_level() == 0 ? own_pool() : nullptr;
-  if (!pool || pool->workers.load(std::memory_order_relaxed) != threads - 1 ||
-      pool->untracked.load(std::memory_order_relaxed)) {
+  const bool is_new = !pool || pool->workers.load(std::memory_order_relaxed) != threads - 1 ||
+                      pool->untracked.load(std::memory_order_relaxed);
+  if (is_new) {
+    pthread_mutex_lock(&making_threads);
     threads = affordable(pool, threads);
-    if (threads <= 1) return work(data, 0);
+    if (threads <= 1) {
+      pthread_mutex_unlock(&making_threads);
+      return work(data, 0);
+    }
   }
 #pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
+    // The caller comes here when all threads of its team have been made.
+    if (is_new && thread == 0) pthread_mutex_unlock(&making_threads);
     if (pool) enlist(pool, thread);
     work(data, thread);
   }
