@@ -67,8 +67,10 @@ template <typename Args>
 [[nodiscard]] inline double VisiblePairs(const Sequences& sequences) {
   MaskRule but_causal = sequences.rule;
   but_causal.causal = false;
+  // A batch without rows may be of any size: sequences that are all alike are counted once.
+  const bool alike = !sequences.sequences_differ();
   double pairs = 0;
-  for (int64_t b = 0; b < sequences.batch; ++b) {
+  for (int64_t b = 0; b < (alike ? 1 : sequences.batch); ++b) {
     const Mask mask = sequences.sequence(b).mask;
     const double all = static_cast<double>(mask.seqlen_q) * static_cast<double>(mask.seqlen_k);
     if (sequences.rule.hides_nothing()) {
@@ -80,7 +82,7 @@ template <typename Args>
       for (int64_t i = 0; i < mask.seqlen_q; ++i) pairs += static_cast<double>(mask.row(i).size());
     }
   }
-  return pairs;
+  return alike ? pairs * sequences.batch : pairs;
 }
 
 // Two products with a multiplication and an addition each: 2 (head_dim + head_dim_v) a pair and

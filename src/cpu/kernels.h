@@ -67,6 +67,7 @@ struct Context {
 
  private:
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
+    if (!t.data) return {nullptr, 0};  // a tensor without values: nothing of it is read
     const int64_t at = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
     return {t.data + at * t.element_size, t.row_stride * t.element_size};
   }
