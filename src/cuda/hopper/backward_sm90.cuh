@@ -6,10 +6,11 @@
 // Scores are transposed, so that P^T and dS^T lie in registers as the A operands of dV and dK.
 //
 //   warps     registers  role
-//   0         24         producer, one thread: K, V once; Q with lse and dO with delta, a tile a
-//   step 1 to 3    24         idle: registers are given away by the warpgroup 4 to 7    240
-//   consumer warpgroup 0: keys 0 to 63 of the block 8 to 11   240        consumer warpgroup 1: keys
-//   64 to 127   (backward_sm90_consumer.cuh)
+//   0         24         producer, one thread: loads K and V once, then a tile of Q with its lse
+//                        and of dO with its delta for each step
+//   1 to 3    24         idle: a warpgroup gives its registers away as a whole
+//   4 to 7    240        consumer warpgroup 0: keys 0 to 63 (backward_sm90_consumer.cuh)
+//   8 to 11   240        consumer warpgroup 1: keys 64 to 127
 //
 //   barrier         its phases end when                     waited for by
 //   k_full, v_full  TMA has delivered K, V                  consumers
@@ -18,8 +19,7 @@
 //   ds.full         all eight have left their dS            consumers, a step later
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
 //   turn 1, 2       (hardware) the other warpgroup has      warpgroup, before it issues its
-//   products;
-//                   issued its products                     at width 128 only
+//                   issued its products                     products; at width 128 only
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
 //   k, v            [panel][128][64]                        q, dout   [2][panel][tile_q][64]

@@ -1,6 +1,6 @@
 // One thread's view of the backward pass through mma.sync: which half and warp it is of, what of
 // the tiles is its warp's, where things lie in shared memory, which item and step it is at. What
-// threads do is in backward_copies.cuh, backward_products.cuh, backward_dq.cuh, and in the two
+// threads do is in backward_copies.cuh, backward_products.cuh, backward_results.cuh, and in the two
 // halves' loops, backward_weights.cuh and backward_gradients.cuh.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_THREAD_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_THREAD_CUH_
