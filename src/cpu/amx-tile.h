@@ -44,10 +44,12 @@ STROBE_AMX void configure_tiles() {
     config[16 + 2 * t] = 64;  // bytes of a row
     config[48 + t] = 16;      // rows
   }
-  _tile_loadconfig(config);
+  // GCC 12's _tile_loadconfig says that it reads 8 bytes, so the compiler may drop what stands in
+  // the other 56: all tiles then have no rows, and the first instruction that uses one is illegal.
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
-// These replace GCC 12's intrinsics, which take literals only, and whose loads do not tell the
+// These too replace GCC 12's intrinsics, which take literals only, and whose loads do not tell the
 // compiler that they read memory.
 template <int kT>
 STROBE_AMX void tile_load(const void* p, int64_t row_bytes = 64) {
