@@ -119,8 +119,10 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   if (!args) return null_argument("args");
   // As older headers had it: what came since is then not there.
   Args grown;
-  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q)}) {
-    if (args->struct_size != shorter) continue;
+  constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q),
+                               forward ? offsetof(ForwardArgs, block_table) : 0}) {
+    if (shorter == 0 || args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
     grown.struct_size = sizeof grown;
@@ -169,6 +171,7 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     STROBE_RETURN_IF_ERROR(check_size("struct_size", struct_size, sizeof *problem));
     *problem = {};
     problem->struct_size = struct_size;
+    problem->kv_dtype = problem->out_dtype = STROBE_SAME_DTYPE;
     for_each_option(*problem, [](const Option& option, auto& field) {
       field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
     });
