@@ -13,9 +13,13 @@ strobe_sources(sources
   src/api/kernel_table.cpp
   src/core/machine.cpp
   src/api/plan.cpp
+  src/core/checks.cpp
+  src/core/merge.cpp
   src/core/validate.cpp
+  src/core/validate_cache.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp
+  src/cpu/merge.cpp
   src/cpu/team.cpp)
 add_library(strobe_objects OBJECT ${sources})
 

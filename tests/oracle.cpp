@@ -147,6 +147,19 @@ ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const 
   return r;
 }
 
+std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, const Tensor& sines,
+                           int64_t position, bool interleaved) {
+  std::vector<double> y(x, x + dim);
+  for (int64_t n = 0; n < cosines.dim; ++n) {
+    const double c = cosines.at(position, 0)[n], s = sines.at(position, 0)[n];
+    const auto a = static_cast<size_t>(interleaved ? 2 * n : n);
+    const auto b = static_cast<size_t>(interleaved ? 2 * n + 1 : n + cosines.dim);
+    y[a] = x[a] * c - x[b] * s;
+    y[b] = x[a] * s + x[b] * c;
+  }
+  return y;
+}
+
 BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& dout, const Tensor* dlse) {
   BackwardResult r{Tensor(q.rows, p.heads, p.head_dim), Tensor(k.rows, p.heads_kv, p.head_dim),

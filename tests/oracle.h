@@ -90,6 +90,12 @@ struct BackwardResult {
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);
 
+/// Rotary embedding of the row x[position]: its pairs of elements, the first 2 * pairs of it,
+/// turned by the angles whose cosine and sine the tables [positions, 1, pairs] have. interleaved:
+/// a pair is 2n and 2n + 1, else n and n + pairs.
+std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, const Tensor& sines,
+                           int64_t position, bool interleaved);
+
 /// dlse: gradient of lse, [rows of q, heads, 1], or null.
 BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& dout, const Tensor* dlse = nullptr);

@@ -64,6 +64,7 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E4M3 = 3,
   STROBE_FLOAT8_E5M2 = 4
 } strobe_dtype;
+#define STROBE_SAME_DTYPE (-1) /* the problem's dtype: default of kv_dtype and out_dtype */
 typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
 
@@ -73,6 +74,20 @@ typedef enum strobe_alibi {
   STROBE_ALIBI_PER_HEAD = 1,      /* slopes [heads] */
   STROBE_ALIBI_PER_BATCH_HEAD = 2 /* slopes [batch, heads] */
 } strobe_alibi;
+
+/* Where the keys and values of a forward problem are. */
+typedef enum strobe_cache {
+  STROBE_CACHE_NONE = 0,       /* in tensors of the batch's own */
+  STROBE_CACHE_CONTIGUOUS = 1, /* in a cache [cache_batch, seqlen_k, heads_kv, head_dim] */
+  STROBE_CACHE_PAGED = 2 /* in pages [pages, page_size, heads_kv, head_dim], found by block_table */
+} strobe_cache;
+
+/* New keys and values that a launch writes to the cache before it attends to them. */
+typedef enum strobe_append {
+  STROBE_APPEND_NONE = 0,
+  STROBE_APPEND_DENSE = 1, /* [batch, seqlen_new, heads_kv, head_dim] */
+  STROBE_APPEND_PACKED = 2 /* [total_new, heads_kv, head_dim], found by cu_seqlens_k_new */
+} strobe_append;
 
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
@@ -88,7 +103,8 @@ typedef struct strobe_problem {
       struct_size; /* sizeof(strobe_problem) of the caller's header: set by strobe_problem_init */
 
   int32_t direction; /* strobe_direction */
-  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients; sums are float32 */
+  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients (kv_dtype and out_dtype say
+                        where another is meant); sums are float32 */
   int32_t device;    /* strobe_device */
   int32_t device_index;
 
@@ -135,6 +151,54 @@ typedef struct strobe_problem {
 
   /* 1: the arguments carry the array of that name, int32 [batch], on the problem's device. */
   int32_t has_seqused_q, has_seqused_k, has_q_position, has_prefix;
+
+  int32_t kv_dtype;  /* strobe_dtype of k, v, k_new and v_new. STROBE_SAME_DTYPE (default): dtype.
+                        Any other is answered with STROBE_UNSUPPORTED */
+  int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
+                        Backward: dtype */
+
+  /* Keys and values in a cache: forward only, without dropout. With a cache
+   *  - a sequence's keys are rows of the cache from 0 (with has_leftpad from leftpad) up to its
+   *    length, which is seqused_k (without has_seqused_k: seqlen_k) plus what is appended. They are
+   *    numbered from 0 at the first of them: masks, positions and ALiBi count from there;
+   *  - seqlen_k is the most rows that a sequence may reach, appended ones included: contiguous, the
+   *    rows of an entry; paged, at most pages_per_sequence * page_size;
+   *  - varlen packs the queries alone: cu_seqlens_q, total_q. cu_seqlens_k and total_k are not
+   * used;
+   *  - the strides of k and v have the cache's extents: contiguous, k.batch leads from an entry to
+   *    the next; paged, from a page to the next and k.seqlen from a row of a page to the next. Any
+   *    strides will do (a pool that interleaves K and V, heads before rows); all zero: contiguous.
+   *    With append, k and v are outputs too: no two rows may overlap;
+   *  - the plan depends on no length, index or page: a CUDA graph can replay a launch with others.
+   */
+  int32_t cache;              /* strobe_cache */
+  int32_t append;             /* strobe_append; needs has_seqused_k */
+  int64_t cache_batch;        /* contiguous: entries of the cache, >= 1. 0 (default): batch */
+  int64_t pages;              /* paged: pages of the pool, >= 0 */
+  int64_t page_size;          /* paged: rows of a page, >= 1 */
+  int64_t pages_per_sequence; /* paged: columns of block_table */
+  int64_t block_table_stride; /* paged: int32s from a row of block_table to the next, at least
+                                 pages_per_sequence. 0 (default): pages_per_sequence */
+  int64_t seqlen_new; /* append: rows of each sequence; packed: of the longest (an upper bound
+                         will do) */
+  int64_t total_new;  /* append packed: rows of k_new and v_new, all sequences together */
+  strobe_strides k_new, v_new; /* append packed: the batch stride is not used */
+
+  /* Rotary embedding of the queries and of the appended keys, with a cache alone. The first
+   * rotary_dim elements of each are turned in pairs by the angles that rotary_cos and rotary_sin
+   * have for its position: the elements n and n + rotary_dim / 2, or with rotary_interleaved 2n and
+   * 2n + 1. The new key i of a sequence is at the position start + i, where start is the number of
+   * its keys before the append, or rotary_position. Query i is at start + i when the problem is
+   * causal or has a window or chunks; without any of these all queries are at start. */
+  int64_t rotary_dim;         /* even, at most head_dim. 0 (default): none */
+  int64_t rotary_rows;        /* positions that rotary_cos and rotary_sin have */
+  int32_t rotary_interleaved; /* 0 or 1 */
+
+  /* 1: the arguments carry the array of that name, int32 [batch]. With a cache alone. */
+  int32_t has_cache_batch_idx; /* contiguous: the entry of the cache that a sequence has; without it
+                                  sequence b has entry b, and cache_batch is at least batch */
+  int32_t has_leftpad;         /* rows at the begin of the cache that a sequence skips */
+  int32_t has_rotary_position; /* with rotary_dim: position of the first query and new key */
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -193,6 +257,31 @@ typedef struct strobe_forward_args {
    * (prefix-LM), when the problem has_prefix: 0 to seqlen_k. Not with window_left or
    * attention_chunk. */
   const int32_t* prefix; /* [batch] */
+
+  /* With a cache, k and v are the cache: strobe_problem has their shapes. Rows outside a sequence's
+   * keys are never read, whatever they hold. With append, rows k_new and v_new are written to k and
+   * v, the keys rotated, where each sequence ends; no other byte of the cache is written. Where two
+   * sequences append to one row, it holds either's values; a sequence that sees a row which another
+   * one appends in the same launch may see it before or after.
+   *
+   * No number below leads out of a cache, table or tensor. On the CPU a launch with a number out of
+   * its range is refused before anything is written. On the GPU nothing is written for a sequence
+   * whose numbers are out of range, and its rows of out and lse are NaN; a page that is out of
+   * range is neither read nor written, and the queries that see a key of it get NaN. Columns of
+   * block_table in which a sequence has no key are not looked at. */
+  const int32_t* block_table;     /* paged: [batch, pages_per_sequence], 0 to pages - 1 where a
+                                     sequence has keys; row n of a sequence is row n % page_size of
+                                     the page at column n / page_size. Pages may repeat */
+  const int32_t* cache_batch_idx; /* [batch] 0 to cache_batch - 1 */
+  const int32_t* leftpad;         /* [batch] 0 to seqused_k */
+  const void* k_new; /* append: [batch, seqlen_new, heads_kv, head_dim], or [total_new, ...] */
+  const void* v_new; /* append: [batch, seqlen_new, heads_kv, head_dim_v], or [total_new, ...] */
+  const int32_t* cu_seqlens_k_new; /* append packed: [batch + 1], from 0 to total_new, not
+                                      decreasing. seqused_k plus a sequence's new rows is at most
+                                      seqlen_k */
+  const void* rotary_cos; /* rotary_dim > 0: [rotary_rows, rotary_dim / 2], contiguous, dtype */
+  const void* rotary_sin; /* likewise */
+  const int32_t* rotary_position; /* [batch]; every position in use is 0 to rotary_rows - 1 */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. */
@@ -250,6 +339,34 @@ STROBE_API strobe_status strobe_forward(const strobe_plan* plan,
                                         const strobe_forward_args* args) STROBE_NOEXCEPT;
 STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
                                          const strobe_backward_args* args) STROBE_NOEXCEPT;
+
+/* Partial results of one attention, whose keys were divided into parts, and where the whole goes.
+ * Packed problems: batch 1, and seqlen_q their rows. */
+typedef struct strobe_merge_args {
+  size_t struct_size;
+  int32_t device;       /* strobe_device */
+  int32_t device_index; /* CPU: 0 */
+  int32_t out_dtype;    /* strobe_dtype of out: float32, bfloat16 or float16 */
+  int32_t threads;      /* CPU threads to use at most. 0: OpenMP's number */
+  int64_t parts;        /* >= 0 */
+  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 256 */
+  const float* outs; /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
+  const float* lses; /* [parts, batch, heads, seqlen_q]. A row without keys in a part has lse -inf
+                        there; what its outs hold is then not read */
+  void* out;         /* [batch, seqlen_q, heads, head_dim_v]: 0 where all parts are without keys */
+  float* lse;        /* [batch, heads, seqlen_q]: -inf there. NULL: not wanted */
+  /* Elements. All zero: contiguous in the order above. The dim stride of outs and out must be 1;
+   * that of lses and lse is not used. */
+  strobe_strides outs_strides, lses_strides, out_strides, lse_strides;
+  int64_t outs_part, lses_part; /* from a part to the next; 0: contiguous after the part's own
+                                   extents (given strides: must be given when parts > 1) */
+  void* stream;                 /* CUDA: cudaStream_t */
+} strobe_merge_args;
+
+/* Merges partial results exactly: out = sum of exp(lses - lse) * outs, lse = log of the sum of
+ * exp(lses), over the parts. out and lse must not overlap outs and lses. Returns when the result is
+ * there (CPU) or enqueued (CUDA). */
+STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:
  * for tests and for frameworks that show it. mask: [batch, heads, seqlen_q, seqlen_k] bytes, at

@@ -43,8 +43,19 @@ enum class DType : int32_t {
   kFloat16 = STROBE_FLOAT16,
   kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
   kFloat8E5M2 = STROBE_FLOAT8_E5M2,
+  kSame = STROBE_SAME_DTYPE,  // for kv_dtype and out_dtype: the problem's dtype
 };
 enum class Device : int32_t { kCpu = STROBE_CPU, kCuda = STROBE_CUDA };
+enum class Cache : int32_t {
+  kNone = STROBE_CACHE_NONE,              // k and v are tensors of the batch's own
+  kContiguous = STROBE_CACHE_CONTIGUOUS,  // [cache_batch, seqlen_k, heads_kv, head_dim]
+  kPaged = STROBE_CACHE_PAGED             // [pages, page_size, heads_kv, head_dim], block_table
+};
+enum class Append : int32_t {
+  kNone = STROBE_APPEND_NONE,
+  kDense = STROBE_APPEND_DENSE,   // [batch, seqlen_new, heads_kv, head_dim]
+  kPacked = STROBE_APPEND_PACKED  // [total_new, heads_kv, head_dim], cu_seqlens_k_new
+};
 enum class Alibi : int32_t {
   kNone = STROBE_ALIBI_NONE,
   kPerHead = STROBE_ALIBI_PER_HEAD,            // slopes [heads]
@@ -122,6 +133,27 @@ struct Problem {
   bool has_q_position = false;
   bool has_prefix = false;
 
+  DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
+  DType out_dtype = DType::kSame;  // of out; or kFloat32, forward alone
+
+  // Keys and values in a cache, forward only: strobe.h has the rules.
+  Cache cache = Cache::kNone;
+  Append append = Append::kNone;   // needs has_seqused_k
+  int64_t cache_batch = 0;         // contiguous: entries of the cache; 0: batch
+  int64_t pages = 0;               // paged: of the pool
+  int64_t page_size = 0;           // paged: rows of a page
+  int64_t pages_per_sequence = 0;  // paged: columns of block_table
+  int64_t block_table_stride = 0;  // paged: int32s between its rows; 0: pages_per_sequence
+  int64_t seqlen_new = 0;          // append: new rows of each sequence, or of the longest
+  int64_t total_new = 0;           // append packed: new rows of all sequences
+  Strides k_new = {}, v_new = {};
+  int64_t rotary_dim = 0;   // elements that are rotated; even; 0: none
+  int64_t rotary_rows = 0;  // positions that rotary_cos and rotary_sin have
+  bool rotary_interleaved = false;
+  bool has_cache_batch_idx = false;  // the arguments carry the array of that name
+  bool has_leftpad = false;
+  bool has_rotary_position = false;
+
   // The same problem for the C interface.
   [[nodiscard]] strobe_problem c() const noexcept {
     strobe_problem p;
@@ -164,6 +196,25 @@ struct Problem {
     p.has_seqused_k = has_seqused_k;
     p.has_q_position = has_q_position;
     p.has_prefix = has_prefix;
+    p.kv_dtype = static_cast<int32_t>(kv_dtype);
+    p.out_dtype = static_cast<int32_t>(out_dtype);
+    p.cache = static_cast<int32_t>(cache);
+    p.append = static_cast<int32_t>(append);
+    p.cache_batch = cache_batch;
+    p.pages = pages;
+    p.page_size = page_size;
+    p.pages_per_sequence = pages_per_sequence;
+    p.block_table_stride = block_table_stride;
+    p.seqlen_new = seqlen_new;
+    p.total_new = total_new;
+    p.k_new = k_new;
+    p.v_new = v_new;
+    p.rotary_dim = rotary_dim;
+    p.rotary_rows = rotary_rows;
+    p.rotary_interleaved = rotary_interleaved;
+    p.has_cache_batch_idx = has_cache_batch_idx;
+    p.has_leftpad = has_leftpad;
+    p.has_rotary_position = has_rotary_position;
     return p;
   }
 };
@@ -192,6 +243,16 @@ struct ForwardArgs {
   const int32_t* seqused_k = nullptr;   // likewise of k and v
   const int32_t* q_position = nullptr;  // key position of each sequence's first query
   const int32_t* prefix = nullptr;      // keys that all queries of the sequence see
+  // With a cache k and v are the cache; with append they are written.
+  const int32_t* block_table = nullptr;       // paged: [batch, pages_per_sequence]
+  const int32_t* cache_batch_idx = nullptr;   // [batch] the cache's entry of each sequence
+  const int32_t* leftpad = nullptr;           // [batch] rows that a sequence skips
+  const void* k_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim]
+  const void* v_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim_v]
+  const int32_t* cu_seqlens_k_new = nullptr;  // packed: [batch + 1]
+  const void* rotary_cos = nullptr;           // [rotary_rows, rotary_dim / 2]
+  const void* rotary_sin = nullptr;
+  const int32_t* rotary_position = nullptr;  // [batch] of the first query and new key
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
     strobe_forward_args a = {};
@@ -215,6 +276,15 @@ struct ForwardArgs {
     a.seqused_k = seqused_k;
     a.q_position = q_position;
     a.prefix = prefix;
+    a.block_table = block_table;
+    a.cache_batch_idx = cache_batch_idx;
+    a.leftpad = leftpad;
+    a.k_new = k_new;
+    a.v_new = v_new;
+    a.cu_seqlens_k_new = cu_seqlens_k_new;
+    a.rotary_cos = rotary_cos;
+    a.rotary_sin = rotary_sin;
+    a.rotary_position = rotary_position;
     return a;
   }
 };
@@ -346,6 +416,55 @@ class Plan {
  private:
   strobe_plan plan_;
 };
+
+// Partial results of one attention, and where the whole goes: strobe.h has shapes and strides.
+struct MergeArgs {
+  Device device = Device::kCpu;
+  int32_t device_index = 0;
+  DType out_dtype = DType::kFloat32;
+  int32_t threads = 0;  // at most; 0: OpenMP's number
+  int64_t parts = 0, batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;
+  const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
+  const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; -inf: no keys in the part
+  void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
+  float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
+  Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
+  int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
+  void* stream = nullptr;                // CUDA: cudaStream_t
+
+  [[nodiscard]] strobe_merge_args c() const noexcept {
+    strobe_merge_args a = {};
+    a.struct_size = sizeof a;
+    a.device = static_cast<int32_t>(device);
+    a.device_index = device_index;
+    a.out_dtype = static_cast<int32_t>(out_dtype);
+    a.threads = threads;
+    a.parts = parts;
+    a.batch = batch;
+    a.seqlen_q = seqlen_q;
+    a.heads = heads;
+    a.head_dim_v = head_dim_v;
+    a.outs = outs;
+    a.lses = lses;
+    a.out = out;
+    a.lse = lse;
+    a.outs_strides = outs_strides;
+    a.lses_strides = lses_strides;
+    a.out_strides = out_strides;
+    a.lse_strides = lse_strides;
+    a.outs_part = outs_part;
+    a.lses_part = lses_part;
+    a.stream = stream;
+    return a;
+  }
+};
+
+// Merges partial results exactly: out = sum of exp(lses - lse) * outs over the parts.
+[[nodiscard]] inline Status try_merge(const MergeArgs& args) noexcept {
+  const strobe_merge_args a = args.c();
+  return static_cast<Status>(strobe_merge(&a));
+}
+inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(args)); }
 
 // Whether some kernel takes the problem.
 [[nodiscard]] inline bool supports(const Problem& problem) noexcept {

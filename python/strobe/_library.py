@@ -83,6 +83,25 @@ class Problem(ctypes.Structure):
         ("dk", Strides),
         ("dv", Strides),
         *(row.field for row in _options.ROWS),
+        ("kv_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("cache", ctypes.c_int32),
+        ("append", ctypes.c_int32),
+        ("cache_batch", ctypes.c_int64),
+        ("pages", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("pages_per_sequence", ctypes.c_int64),
+        ("block_table_stride", ctypes.c_int64),
+        ("seqlen_new", ctypes.c_int64),
+        ("total_new", ctypes.c_int64),
+        ("k_new", Strides),
+        ("v_new", Strides),
+        ("rotary_dim", ctypes.c_int64),
+        ("rotary_rows", ctypes.c_int64),
+        ("rotary_interleaved", ctypes.c_int32),
+        ("has_cache_batch_idx", ctypes.c_int32),
+        ("has_leftpad", ctypes.c_int32),
+        ("has_rotary_position", ctypes.c_int32),
     ]
 
 
@@ -129,6 +148,15 @@ class ForwardArgs(ctypes.Structure):
         ("interrupt", ctypes.c_void_p),
         ("interrupt_data", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _options.ARRAYS),
+        ("block_table", ctypes.c_void_p),
+        ("cache_batch_idx", ctypes.c_void_p),
+        ("leftpad", ctypes.c_void_p),
+        ("k_new", ctypes.c_void_p),
+        ("v_new", ctypes.c_void_p),
+        ("cu_seqlens_k_new", ctypes.c_void_p),
+        ("rotary_cos", ctypes.c_void_p),
+        ("rotary_sin", ctypes.c_void_p),
+        ("rotary_position", ctypes.c_void_p),
     ]
 
 

@@ -9,9 +9,11 @@
 
 #include "api/plan.h"
 #include "core/machine.h"
+#include "core/merge.h"
 #include "core/options.h"
 #include "core/philox.h"
 #include "cpu/dispatch.h"
+#include "cpu/merge.h"
 #include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
@@ -119,8 +121,10 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   if (!args) return null_argument("args");
   // As older headers had it: what came since is then not there.
   Args grown;
-  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q)}) {
-    if (args->struct_size != shorter) continue;
+  constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q),
+                               forward ? offsetof(ForwardArgs, block_table) : 0}) {
+    if (shorter == 0 || args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
     grown.struct_size = sizeof grown;
@@ -169,6 +173,7 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     STROBE_RETURN_IF_ERROR(check_size("struct_size", struct_size, sizeof *problem));
     *problem = {};
     problem->struct_size = struct_size;
+    problem->kv_dtype = problem->out_dtype = STROBE_SAME_DTYPE;
     for_each_option(*problem, [](const Option& option, auto& field) {
       field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
     });
@@ -220,6 +225,19 @@ strobe_status strobe_forward(const strobe_plan* plan,
 strobe_status strobe_backward(const strobe_plan* plan,
                               const strobe_backward_args* args) STROBE_NOEXCEPT {
   return guarded([&] { return launch(plan, args, STROBE_BACKWARD, &Kernel::backward); });
+}
+
+strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    if (!args) return null_argument("args");
+    STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
+    MergeArgs checked_args = *args;
+    STROBE_RETURN_IF_ERROR(check_merge(checked_args));
+    if (checked_args.device == STROBE_CUDA) {
+      return {STROBE_UNSUPPORTED, "device = 1 (CUDA): strobe_merge runs on the CPU alone so far"};
+    }
+    return cpu::merge(checked_args);
+  });
 }
 
 strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,

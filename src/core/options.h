@@ -53,6 +53,7 @@ constexpr void for_each_option(P& problem, const Visit& visit) {
   visit(Option{#field, kReal, otherwise, 0, 0, least, below, wanted, said, flag, value, help}, \
         problem.field);
 #define STROBE_ARRAY(name, least, most) STROBE_FLAG(has_##name, #name, nullptr, nullptr)
+#define STROBE_CACHE_ARRAY(name) STROBE_FLAG(has_##name, #name, nullptr, nullptr)
 #include "core/options.def"
 }
 
@@ -67,6 +68,7 @@ struct Options {
 #define STROBE_INTEGER(field, otherwise, ...) int64_t field = otherwise;
 #define STROBE_REAL(field, otherwise, ...) float field = otherwise;
 #define STROBE_ARRAY(name, ...) bool has_##name = false;
+#define STROBE_CACHE_ARRAY(name) bool has_##name = false;
 #include "core/options.def"
 };
 
@@ -82,11 +84,12 @@ constexpr void copy_options(const From& from, To& to) {
 #define STROBE_INTEGER(field, ...) STROBE_COPY(field)
 #define STROBE_REAL(field, ...) STROBE_COPY(field)
 #define STROBE_ARRAY(name, ...) STROBE_COPY(has_##name)
+#define STROBE_CACHE_ARRAY(name) STROBE_COPY(has_##name)
 #include "core/options.def"
 #undef STROBE_COPY
 }
 
-/// One T for each array.
+/// One T for each array that every launch may carry.
 template <typename T>
 struct ArraysOf {
 #define STROBE_FLAG(...)
@@ -94,6 +97,7 @@ struct ArraysOf {
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) T name = {};
+#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 };
 
@@ -105,11 +109,12 @@ constexpr void map_arrays(From& from, To& to, const Map& map) {
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) to.name = map(from.name);
+#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 }
 
-/// visit(OptionArray, problem.has_<name>, args.<name>) for each array. Args: the arguments of a
-/// launch, or another struct with fields of those names.
+/// visit(OptionArray, problem.has_<name>, args.<name>) for each of these arrays. Args: the
+/// arguments of a launch, or another struct with fields of those names.
 template <typename P, typename Args, typename Visit>
 constexpr void for_each_array(P& problem, Args& args, const Visit& visit) {
 #define STROBE_FLAG(...)
@@ -118,6 +123,20 @@ constexpr void for_each_array(P& problem, Args& args, const Visit& visit) {
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, least, most) \
   visit(OptionArray{#name, least, most}, problem.has_##name, args.name);
+#define STROBE_CACHE_ARRAY(...)
+#include "core/options.def"
+}
+
+/// visit(name, problem.has_<name>, args.<name>) for each array that a launch with a cache may
+/// carry.
+template <typename P, typename Args, typename Visit>
+constexpr void for_each_cache_array(P& problem, Args& args, const Visit& visit) {
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) visit(#name, problem.has_##name, args.name);
 #include "core/options.def"
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/arithmetic.h"
+#include "core/cache.h"
 #include "core/mask.h"
 #include "core/sequence.h"
 #include "core/status.h"
@@ -52,11 +53,28 @@ STROBE_INLINE constexpr const char* option_beyond_whole_sequences(const Attentio
                             : nullptr;
 }
 
+/// Extents of k and v: entries (of the batch, of a cache; or pages), and the rows of each. Packed:
+/// one entry.
+STROBE_INLINE constexpr int64_t kv_entries(const AttentionProblem& p) {
+  if (p.cache == STROBE_CACHE_PAGED) return p.pages;
+  if (p.cache == STROBE_CACHE_CONTIGUOUS) return p.cache_batch ? p.cache_batch : p.batch;
+  return p.varlen ? 1 : p.batch;
+}
+STROBE_INLINE constexpr int64_t kv_rows(const AttentionProblem& p) {
+  if (p.cache == STROBE_CACHE_PAGED) return p.page_size;
+  return p.varlen && !p.cache ? p.total_k : p.seqlen_k;
+}
+
+/// Why a kernel that reads whole tensors, and writes out in the dtype of its inputs, declines;
+/// empty when it need not.
+std::string declines_without_cache(const AttentionProblem& p);
+
 /// Rows of q (or k) that the tensors hold, all sequences together.
 STROBE_INLINE constexpr int64_t rows_q(const AttentionProblem& p) {
   return p.varlen ? p.total_q : p.batch * p.seqlen_q;
 }
 STROBE_INLINE constexpr int64_t rows_k(const AttentionProblem& p) {
+  if (p.cache) return kv_entries(p) * kv_rows(p);
   return p.varlen ? p.total_k : p.batch * p.seqlen_k;
 }
 
@@ -64,7 +82,8 @@ STROBE_INLINE constexpr MaskRule mask_rule(const AttentionProblem& p) {
   return {p.window_left, p.window_right, p.attention_chunk, p.causal != 0};
 }
 
-/// The sequences of a launch. Args: ForwardArgs or BackwardArgs; empty ones for a plan.
+/// The sequences of a launch without a cache. Args: ForwardArgs or BackwardArgs; empty ones for a
+/// plan.
 template <typename Args>
 STROBE_INLINE constexpr Sequences sequences_of(const AttentionProblem& p, const Args& a) {
   return {p.varlen ? a.cu_seqlens_q : nullptr,
@@ -79,6 +98,30 @@ STROBE_INLINE constexpr Sequences sequences_of(const AttentionProblem& p, const 
           static_cast<int32_t>(p.seqlen_k),
           p.varlen ? p.total_q : p.seqlen_q,
           mask_rule(p)};
+}
+
+/// The sequences of a launch with a cache.
+STROBE_INLINE constexpr CachedSequences cached_sequences_of(const AttentionProblem& p,
+                                                            const ForwardArgs& a) {
+  CachedSequences s{};
+  static_cast<Sequences&>(s) = sequences_of(p, a);
+  s.cu_k = nullptr;
+  const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
+  s.table = paged ? a.block_table : nullptr;
+  s.entries = p.has_cache_batch_idx ? a.cache_batch_idx : nullptr;
+  s.leftpad = p.has_leftpad ? a.leftpad : nullptr;
+  s.cu_new = packed ? a.cu_seqlens_k_new : nullptr;
+  s.rotary_position = p.has_rotary_position ? a.rotary_position : nullptr;
+  s.table_stride = p.block_table_stride;
+  s.page_size = Divider::make(paged ? static_cast<uint32_t>(p.page_size) : 1);
+  s.pool = static_cast<int32_t>(p.pages);
+  s.cache_batch = static_cast<int32_t>(paged ? p.batch : p.cache_batch);
+  s.rows_new = p.append ? static_cast<int32_t>(p.seqlen_new) : 0;
+  s.total_new = packed ? static_cast<int32_t>(p.total_new) : 0;
+  s.rotary_dim = static_cast<int32_t>(p.rotary_dim);
+  s.rotary_rows = static_cast<int32_t>(p.rotary_rows);
+  s.rotary_interleaved = p.rotary_interleaved != 0;
+  return s;
 }
 
 }  // namespace strobe

@@ -39,25 +39,13 @@ struct Sequences {
   static constexpr int64_t kFurthestPosition = int64_t{1} << 30;
 
   STROBE_INLINE constexpr Sequence sequence(int64_t b) const {
-    Sequence s{};
-    s.batch = b;
-    s.rows_q = seqlen_q;
+    Sequence s = queries(b);
     s.rows_k = seqlen_k;
-    if (cu_q) {
-      s.lse_row = s.q_row = cu_q[b];
-      s.rows_q = cu_q[b + 1] - s.q_row;
-    } else {
-      s.lse_row = b * heads * seqlen_q;
-    }
     if (cu_k) {
       s.k_row = cu_k[b];
       s.rows_k = cu_k[b + 1] - s.k_row;
     }
-    const int64_t length_q = used_q ? cut(used_q[b], 0, s.rows_q) : s.rows_q;
-    const int64_t length_k = used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k;
-    const int64_t offset = q_position ? cut(q_position[b], -kFurthestPosition, kFurthestPosition)
-                                      : length_k - length_q;
-    s.mask = Mask::make(rule, length_q, length_k, offset, prefix ? cut(prefix[b], 0, length_k) : 0);
+    s.mask = mask_of(b, used_q_of(b, s.rows_q), used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k);
     return s;
   }
 
@@ -79,7 +67,28 @@ struct Sequences {
   /// Whether a sequence may have rows that are not in use.
   STROBE_INLINE constexpr bool has_unused_rows() const { return used_q || used_k; }
 
- private:
+ protected:
+  /// Where the queries of sequence b are; of its keys nothing yet.
+  STROBE_INLINE constexpr Sequence queries(int64_t b) const {
+    Sequence s{};
+    s.batch = b;
+    s.rows_q = seqlen_q;
+    if (cu_q) {
+      s.lse_row = s.q_row = cu_q[b];
+      s.rows_q = cu_q[b + 1] - s.q_row;
+    } else {
+      s.lse_row = b * heads * seqlen_q;
+    }
+    return s;
+  }
+  STROBE_INLINE constexpr int64_t used_q_of(int64_t b, int64_t rows_q) const {
+    return used_q ? cut(used_q[b], 0, rows_q) : rows_q;
+  }
+  STROBE_INLINE constexpr Mask mask_of(int64_t b, int64_t length_q, int64_t length_k) const {
+    const int64_t offset = q_position ? cut(q_position[b], -kFurthestPosition, kFurthestPosition)
+                                      : length_k - length_q;
+    return Mask::make(rule, length_q, length_k, offset, prefix ? cut(prefix[b], 0, length_k) : 0);
+  }
   STROBE_INLINE static constexpr int64_t cut(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
   }

@@ -1,126 +1,20 @@
 // Every check of a problem and of launch arguments. A message names the argument, what was got and
 // what was wanted.
-#include <algorithm>
 #include <cinttypes>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <iterator>
 #include <type_traits>
 
+#include "core/checks.h"
 #include "core/options.h"
 #include "core/problem.h"
+#include "core/validate_cache.h"
 #include "core/workspace.h"
 
 namespace strobe {
 
-std::string format(const char* text, ...) {
-  va_list args;
-  va_start(args, text);
-  char buffer[512];
-  const int length = std::vsnprintf(buffer, sizeof buffer, text, args);
-  va_end(args);
-  if (length < static_cast<int>(sizeof buffer)) return buffer;
-  std::string result(static_cast<size_t>(length), '\0');
-  va_start(args, text);
-  std::vsnprintf(result.data(), result.size() + 1, text, args);
-  va_end(args);
-  return result;
-}
-
-const char* dtype_name(int32_t dtype) {
-  switch (dtype) {
-    case STROBE_FLOAT32:
-      return "fp32";
-    case STROBE_BFLOAT16:
-      return "bf16";
-    case STROBE_FLOAT16:
-      return "fp16";
-    case STROBE_FLOAT8_E4M3:
-      return "float8 e4m3";
-    case STROBE_FLOAT8_E5M2:
-      return "float8 e5m2";
-  }
-  return "?";
-}
-
 namespace {
 
 using std::string;
-
-Status invalid(string text) { return {STROBE_INVALID_ARGUMENT, std::move(text)}; }
-
-Status check_integer(const char* name, int64_t got, int64_t low, int64_t high) {
-  if (low <= got && got <= high) return {};
-  return invalid(
-      format("%s = %" PRId64 ", expected %" PRId64 " to %" PRId64, name, got, low, high));
-}
-
-// Row, key and head indices are 32-bit in the dropout counter and on the GPU.
-constexpr int64_t kMaxLength = INT32_MAX;
-// Offsets in bytes, sums of a few strides included, must stay far from the end of int64.
-constexpr int64_t kMaxOffset = int64_t{1} << 58;
-
-struct Extent {
-  int64_t size, stride;
-  const char* dimension;  // its field of strobe_strides
-};
-
-// True when `strides` were left at zero, which asks for a contiguous tensor.
-bool unset(const Strides& s) { return s.batch == 0 && s.seqlen == 0 && s.head == 0 && s.dim == 0; }
-
-Status check_strides(const char* name, const Strides& s, int64_t batch, int64_t rows, int64_t heads,
-                     int64_t dim, bool varlen, bool output) {
-  if (unset(s)) {  // contiguous, if that can be counted
-    int64_t count = dim;
-    for (const int64_t size : {heads, rows, varlen ? 1 : batch}) {
-      if (size > 0 && count > kMaxOffset / size) {
-        return invalid(format("%s: %" PRId64 " x %" PRId64 " x %" PRId64 " x %" PRId64
-                              " values, expected at most 2^58",
-                              name, varlen ? 1 : batch, rows, heads, dim));
-      }
-      count *= max64(size, 1);
-    }
-    return {};
-  }
-  if (s.dim != 1) {
-    return invalid(format("%s.dim = %" PRId64 " elements, expected 1 (last dimension contiguous)",
-                          name, s.dim));
-  }
-  Extent extents[] = {
-      {varlen ? 1 : batch, s.batch, "batch"}, {rows, s.seqlen, "seqlen"}, {heads, s.head, "head"}};
-  int64_t room = kMaxOffset;
-  for (const Extent& e : extents) {
-    if (e.size <= 1) continue;
-    const int64_t magnitude = e.stride < 0 ? -(e.stride + 1) : e.stride;
-    if (magnitude >= room / (e.size - 1)) {
-      return invalid(format("%s.%s = %" PRId64 " elements with %" PRId64
-                            " entries: offsets pass 2^58 elements",
-                            name, e.dimension, e.stride, e.size));
-    }
-    room -= magnitude * (e.size - 1);
-  }
-  if (!output || batch == 0 || rows == 0 || heads == 0) return {};
-  // An output must not overlap itself: with the dimensions sorted by stride, each step must clear
-  // all that lies below.
-  for (Extent& e : extents) e.stride = e.size <= 1 ? 0 : std::llabs(e.stride);
-  std::sort(std::begin(extents), std::end(extents),
-            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
-  int64_t span = dim;
-  for (const Extent& e : extents) {
-    if (e.size <= 1) continue;
-    const int64_t magnitude = e.stride;
-    if (magnitude < span) {
-      return invalid(format("%s.%s = %" PRId64 " elements, expected at least %" PRId64
-                            " (an output must not overlap itself)",
-                            name, e.dimension, e.stride, span));
-    }
-    span = magnitude * (e.size - 1) + span;
-  }
-  return {};
-}
-
-Status check_flag(const char* name, int32_t got) { return check_integer(name, got, 0, 1); }
 
 template <typename T>
 Status check_option(const Option& option, T got) {
@@ -138,10 +32,27 @@ Status check_option(const Option& option, T got) {
 
 // Refused here, so that no kernel has to know of elements of one byte.
 Status check_kernels_dtype(const AttentionProblem& p) {
+  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype) {
+    return {STROBE_UNSUPPORTED,
+            format("kv_dtype = %d (%s): no kernel takes a dtype other than q's, which is %s",
+                   p.kv_dtype, dtype_name(p.kv_dtype), dtype_name(p.dtype))};
+  }
   if (p.dtype <= STROBE_FLOAT16) return {};
   return {STROBE_UNSUPPORTED,
           format("dtype = %d (%s): no kernel takes float8, expected fp32, bf16 or fp16", p.dtype,
                  dtype_name(p.dtype))};
+}
+
+// What k, v and out may be where that is not what q is.
+Status check_dtypes(const AttentionProblem& p) {
+  STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
+  STROBE_RETURN_IF_ERROR(
+      check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_FLOAT8_E5M2));
+  const bool same = p.out_dtype == STROBE_SAME_DTYPE || p.out_dtype == p.dtype;
+  if (same || (p.out_dtype == STROBE_FLOAT32 && p.direction == STROBE_FORWARD)) return {};
+  return invalid(format("out_dtype = %d (%s), expected -1 (that of q)%s", p.out_dtype,
+                        dtype_name(p.out_dtype),
+                        p.direction == STROBE_FORWARD ? " or 0 (fp32)" : ""));
 }
 
 Status check_options(const AttentionProblem& p) {
@@ -169,7 +80,7 @@ Status check_options(const AttentionProblem& p) {
 
 Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("direction", p.direction, STROBE_FORWARD, STROBE_BACKWARD));
-  STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
+  STROBE_RETURN_IF_ERROR(check_dtypes(p));
   STROBE_RETURN_IF_ERROR(check_integer("device", p.device, STROBE_CPU, STROBE_CUDA));
   STROBE_RETURN_IF_ERROR(
       check_integer("device_index", p.device_index, 0, p.device == STROBE_CPU ? 0 : 1023));
@@ -200,14 +111,18 @@ Status check_problem(const AttentionProblem& p) {
     STROBE_RETURN_IF_ERROR(check_integer("total_k", p.total_k, 0, kMaxLength));
   }
   STROBE_RETURN_IF_ERROR(check_options(p));
+  STROBE_RETURN_IF_ERROR(check_cache(p));
 
-  const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = p.varlen ? p.total_k : p.seqlen_k;
+  const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = kv_rows(p);
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
   const int64_t d = p.head_dim, dv = p.head_dim_v ? p.head_dim_v : d;
   const bool varlen = p.varlen != 0;
   STROBE_RETURN_IF_ERROR(check_strides("q", p.q, p.batch, nq, p.heads, d, varlen, false));
-  STROBE_RETURN_IF_ERROR(check_strides("k", p.k, p.batch, nk, heads_kv, d, varlen, false));
-  STROBE_RETURN_IF_ERROR(check_strides("v", p.v, p.batch, nk, heads_kv, dv, varlen, false));
+  const bool packed_k = varlen && !p.cache, appends = p.append != STROBE_APPEND_NONE;
+  STROBE_RETURN_IF_ERROR(
+      check_strides("k", p.k, kv_entries(p), nk, heads_kv, d, packed_k, appends));
+  STROBE_RETURN_IF_ERROR(
+      check_strides("v", p.v, kv_entries(p), nk, heads_kv, dv, packed_k, appends));
   const bool backward = p.direction == STROBE_BACKWARD;
   STROBE_RETURN_IF_ERROR(check_strides("out", p.out, p.batch, nq, p.heads, dv, varlen, !backward));
   if (!backward) return check_kernels_dtype(p);
@@ -221,37 +136,33 @@ Status check_problem(const AttentionProblem& p) {
 void resolve_defaults(AttentionProblem& p) {
   if (p.heads_kv == 0) p.heads_kv = p.heads;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
-  if (p.varlen) {
-    // No sequence is longer than all of them together, and a bound far above them would cost time
-    // and workspace.
-    p.seqlen_q = min64(p.seqlen_q, p.total_q);
-    p.seqlen_k = min64(p.seqlen_k, p.total_k);
-  }
+  if (p.kv_dtype == STROBE_SAME_DTYPE) p.kv_dtype = p.dtype;
+  if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = p.dtype;
+  if (p.cache == STROBE_CACHE_CONTIGUOUS) p.cache_batch = kv_entries(p);
+  if (p.block_table_stride == 0) p.block_table_stride = p.pages_per_sequence;
+  // No sequence is longer than all of them together, and a bound far above them would cost time
+  // and workspace.
+  if (p.varlen) p.seqlen_q = min64(p.seqlen_q, p.total_q);
+  if (p.varlen && !p.cache) p.seqlen_k = min64(p.seqlen_k, p.total_k);
+  const bool packed_new = p.append == STROBE_APPEND_PACKED;
+  if (packed_new) p.seqlen_new = min64(p.seqlen_new, p.total_new);
   if (std::isnan(p.scale)) p.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
-  const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = p.varlen ? p.total_k : p.seqlen_k;
-  const auto contiguous = [](Strides& s, int64_t rows, int64_t heads, int64_t dim) {
-    if (unset(s)) s = {rows * heads * dim, heads * dim, dim, 1};
-  };
-  contiguous(p.q, nq, p.heads, p.head_dim);
-  contiguous(p.k, nk, p.heads_kv, p.head_dim);
-  contiguous(p.v, nk, p.heads_kv, p.head_dim_v);
-  contiguous(p.out, nq, p.heads, p.head_dim_v);
-  contiguous(p.dout, nq, p.heads, p.head_dim_v);
-  contiguous(p.dq, nq, p.heads, p.head_dim);
-  contiguous(p.dk, nk, p.heads_kv, p.head_dim);
-  contiguous(p.dv, nk, p.heads_kv, p.head_dim_v);
+  const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = kv_rows(p);
+  make_contiguous(p.q, nq, p.heads, p.head_dim);
+  make_contiguous(p.k, nk, p.heads_kv, p.head_dim);
+  make_contiguous(p.v, nk, p.heads_kv, p.head_dim_v);
+  make_contiguous(p.out, nq, p.heads, p.head_dim_v);
+  make_contiguous(p.dout, nq, p.heads, p.head_dim_v);
+  make_contiguous(p.dq, nq, p.heads, p.head_dim);
+  make_contiguous(p.dk, nk, p.heads_kv, p.head_dim);
+  make_contiguous(p.dv, nk, p.heads_kv, p.head_dim_v);
+  if (!p.append) return;
+  const int64_t rows_new = packed_new ? p.total_new : p.seqlen_new;
+  make_contiguous(p.k_new, rows_new, p.heads_kv, p.head_dim);
+  make_contiguous(p.v_new, rows_new, p.heads_kv, p.head_dim_v);
 }
 
 namespace {
-
-Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment) {
-  if (!pointer) return needed ? invalid(format("%s = NULL, expected a pointer", name)) : Status();
-  if (reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(alignment) != 0) {
-    return invalid(
-        format("%s = %p, expected alignment to %" PRId64 " bytes", name, pointer, alignment));
-  }
-  return {};
-}
 
 Status check_workspace(const void* workspace, size_t got, size_t wanted) {
   if (!workspace) return {};
@@ -264,36 +175,13 @@ Status check_workspace(const void* workspace, size_t got, size_t wanted) {
   return {};
 }
 
-Status check_lengths(const char* name, const int32_t* cu, int64_t batch, int64_t total,
-                     int64_t longest) {
-  if (cu[0] != 0) return invalid(format("%s[0] = %d, expected 0", name, cu[0]));
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t length = int64_t{cu[b + 1]} - cu[b];
-    if (length < 0) {
-      return invalid(format("%s[%" PRId64 "] = %d after %d, expected not to decrease", name, b + 1,
-                            cu[b + 1], cu[b]));
-    }
-    if (length > longest && longest < total) {  // else the sum is found to be wrong
-      return invalid(format("%s: sequence %" PRId64 " has length %" PRId64
-                            ", expected at most seqlen_%c = %" PRId64,
-                            name, b, length, name[11], longest));
-    }
-  }
-  // A row that no sequence owns would be left unwritten.
-  if (cu[batch] != total) {
-    return invalid(format("%s[%" PRId64 "] = %d, expected total_%c = %" PRId64, name, batch,
-                          cu[batch], name[11], total));
-  }
-  return {};
-}
-
 // An array of one number a sequence, `wanted` by the problem.
 Status check_numbers(const AttentionProblem& p, const OptionArray& array, const int32_t* values,
                      int32_t wanted, const int32_t* cu_q, const int32_t* cu_k) {
   STROBE_RETURN_IF_ERROR(check_pointer(array.name, values, wanted != 0, 4));
   if (!wanted || p.device != STROBE_CPU) return {};
-  const auto rows = [&](const int32_t* cu, int64_t dense, int64_t b) {
-    return p.varlen ? int64_t{cu[b + 1]} - cu[b] : dense;
+  const auto rows = [](const int32_t* cu, int64_t dense, int64_t b) {
+    return cu ? int64_t{cu[b + 1]} - cu[b] : dense;
   };
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t most = array.most == OptionMost::kRowsQ   ? rows(cu_q, p.seqlen_q, b)
@@ -309,26 +197,31 @@ Status check_numbers(const AttentionProblem& p, const OptionArray& array, const 
 // The arguments that both directions have.
 template <typename Args>
 Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
-  const int64_t align = element_size(p.dtype);
+  const int64_t align = element_size(p.dtype), align_kv = element_size(p.kv_dtype);
   const bool some_q = rows_q(p) > 0, some_k = rows_k(p) > 0;
+  const bool varlen_k = p.varlen && !p.cache;  // lengths of keys in a cache are in seqused_k
   STROBE_RETURN_IF_ERROR(check_pointer("q", a.q, some_q, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("k", a.k, some_k, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("v", a.v, some_k, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some_q, align));
+  STROBE_RETURN_IF_ERROR(check_pointer("k", a.k, some_k, align_kv));
+  STROBE_RETURN_IF_ERROR(check_pointer("v", a.v, some_k, align_kv));
+  STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some_q, element_size(p.out_dtype)));
   STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, false, 4));
   STROBE_RETURN_IF_ERROR(
       check_pointer("alibi_slopes", a.alibi_slopes, p.alibi != STROBE_ALIBI_NONE, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, p.varlen, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, p.varlen, 4));
+  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, varlen_k, 4));
   if (p.varlen && p.device == STROBE_CPU) {
     STROBE_RETURN_IF_ERROR(
-        check_lengths("cu_seqlens_q", a.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q));
-    STROBE_RETURN_IF_ERROR(
-        check_lengths("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
+        check_cumulative("cu_seqlens_q", "q", a.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q));
   }
+  if (varlen_k && p.device == STROBE_CPU) {
+    STROBE_RETURN_IF_ERROR(
+        check_cumulative("cu_seqlens_k", "k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
+  }
+  const int32_t* const cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
+  const int32_t* const cu_k = varlen_k ? a.cu_seqlens_k : nullptr;
   Status first;
   for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
-    if (first.ok()) first = check_numbers(p, array, values, wanted, a.cu_seqlens_q, a.cu_seqlens_k);
+    if (first.ok()) first = check_numbers(p, array, values, wanted, cu_q, cu_k);
   });
   STROBE_RETURN_IF_ERROR(first);
   return check_workspace(a.workspace, a.workspace_bytes, workspace_bytes);
@@ -337,7 +230,8 @@ Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Arg
 }  // namespace
 
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const ForwardArgs& a) {
-  return check_common(p, workspace_bytes, a);
+  STROBE_RETURN_IF_ERROR(check_common(p, workspace_bytes, a));
+  return p.cache ? check_cache_args(p, a) : Status();
 }
 
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const BackwardArgs& a) {
@@ -359,9 +253,20 @@ std::string to_string(const AttentionProblem& p) {
   if (p.heads_kv && p.heads_kv != p.heads) s += format("/%" PRId64, p.heads_kv);
   s += format(", seqlen %" PRId64, p.seqlen_q);
   if (p.seqlen_k != p.seqlen_q) s += format("/%" PRId64, p.seqlen_k);
-  if (p.varlen) s += format(" at most, total %" PRId64 "/%" PRId64, p.total_q, p.total_k);
+  if (p.varlen && p.cache) {
+    s += format(" at most, total %" PRId64, p.total_q);
+  } else if (p.varlen) {
+    s += format(" at most, total %" PRId64 "/%" PRId64, p.total_q, p.total_k);
+  }
   s += format(", head_dim %" PRId64, p.head_dim);
   if (p.head_dim_v && p.head_dim_v != p.head_dim) s += format("/%" PRId64, p.head_dim_v);
+  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype) {
+    s += format(", k and v %s", dtype_name(p.kv_dtype));
+  }
+  if (p.out_dtype != STROBE_SAME_DTYPE && p.out_dtype != p.dtype) {
+    s += format(", out %s", dtype_name(p.out_dtype));
+  }
+  s += cache_text(p);
   s += std::isnan(p.scale) ? string(", scale 1/sqrt(head_dim)") : format(", scale %g", p.scale);
   for_each_option(p, [&](const Option& option, auto got) {
     if (option.field == string("window_left") && (p.window_left >= 0 || p.window_right >= 0)) {
@@ -373,6 +278,18 @@ std::string to_string(const AttentionProblem& p) {
     if (option.kind == OptionKind::kReal) s += format(" %g", static_cast<double>(got));
   });
   return s;
+}
+
+std::string declines_without_cache(const AttentionProblem& p) {
+  if (p.cache) {
+    return format("cache = %d (%s), expected 0 (none): this kernel reads no KV cache", p.cache,
+                  p.cache == STROBE_CACHE_PAGED ? "paged" : "contiguous");
+  }
+  if (p.out_dtype != p.dtype) {
+    return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
+                  dtype_name(p.dtype));
+  }
+  return {};
 }
 
 }  // namespace strobe

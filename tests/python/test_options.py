@@ -137,8 +137,12 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("struct_size", "direction", "dtype", "device", "device_index", "varlen"),
         *("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "head_dim_v"),
         *("total_q", "total_k", "q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+        *("kv_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
+        *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
+        *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved"),
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
+    rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}
     assert {name for name, _ in c_struct("strobe_problem")} == shapes | rows
 
 

@@ -24,6 +24,19 @@ strobe_problem Small() {
   return p;
 }
 
+// A problem that the option can be set in.
+strobe_problem SmallFor(const Option& option) {
+  strobe_problem p = Small();
+  const strobe_forward_args args = {};
+  strobe::for_each_cache_array(p, args, [&](const char* name, int32_t, const auto&) {
+    if (option.field != std::string("has_") + name) return;
+    p.direction = STROBE_FORWARD;
+    p.cache = STROBE_CACHE_CONTIGUOUS;
+    p.rotary_dim = p.rotary_rows = 8;
+  });
+  return p;
+}
+
 std::string Why(const strobe_problem& p) {
   std::string text(4096, '\0');
   text.resize(strobe_why(&p, text.data(), text.size()));
@@ -97,6 +110,21 @@ TEST(Options, EachArrayOfTheWrapperArrives) {
   check(strobe::BackwardArgs{});
 }
 
+TEST(Options, EachArrayOfACacheArrives) {
+  static const int32_t numbers[8] = {};
+  strobe::Problem p;
+  strobe::ForwardArgs args;
+  int n = 0;
+  strobe::for_each_cache_array(
+      p, args, [&](const char*, bool&, const int32_t*& array) { array = numbers + ++n; });
+  n = 0;
+  strobe_forward_args c = args.c();
+  strobe::for_each_cache_array(p, c, [&](const char* name, bool, const int32_t* array) {
+    EXPECT_EQ(array, numbers + ++n) << name;
+  });
+  EXPECT_EQ(n, 3);
+}
+
 TEST(Options, WhatIsOutOfRangeIsRefusedByName) {
   const strobe_problem good = Small();
   ASSERT_EQ(strobe_supports(&good), STROBE_OK) << strobe_last_error();
@@ -120,8 +148,7 @@ TEST(Options, WhatIsSaidIsInTheText) {
   const strobe_problem good = Small();
   strobe::for_each_option(good, [&](const Option& option, auto) {
     if (!option.said) return;
-    strobe_problem p = good;
-    p.head_dim = 8;
+    strobe_problem p = SmallFor(option);
     p.device = STROBE_CUDA;
     p.dtype = STROBE_FLOAT32;  // which no kernel for GPUs takes: the text has the problem
     EXPECT_EQ(strobe_supports(&p), STROBE_UNSUPPORTED);

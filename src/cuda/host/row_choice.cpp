@@ -143,6 +143,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
     return format("device %d has compute capability %d.%d, expected %s", p.device_index, cc / 10,
                   cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer");
   }
+  if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }

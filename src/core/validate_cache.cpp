@@ -1,0 +1,242 @@
+#include "core/validate_cache.h"
+
+#include <cinttypes>
+
+#include "core/checks.h"
+
+namespace strobe {
+
+namespace {
+
+// Fields that ask for something, and whether this problem may ask for it.
+struct Field {
+  const char* name;
+  int64_t got;
+};
+
+Status check_zero(std::initializer_list<Field> fields, const char* with) {
+  for (const Field& field : fields) {
+    if (field.got != 0) {
+      return invalid(format("%s = %" PRId64 " with %s, expected 0", field.name, field.got, with));
+    }
+  }
+  return {};
+}
+
+Status check_unset(const char* name, const Strides& s) {
+  if (unset(s)) return {};
+  return invalid(format("%s has strides with append = 0 (none), expected zeros", name));
+}
+
+Status check_contiguous(const AttentionProblem& p) {
+  STROBE_RETURN_IF_ERROR(check_zero({{"pages", p.pages},
+                                     {"page_size", p.page_size},
+                                     {"pages_per_sequence", p.pages_per_sequence},
+                                     {"block_table_stride", p.block_table_stride}},
+                                    "cache = 1 (contiguous)"));
+  STROBE_RETURN_IF_ERROR(check_integer("cache_batch", p.cache_batch, 0, kMaxLength));
+  if (!p.has_cache_batch_idx && p.cache_batch != 0 && p.cache_batch < p.batch) {
+    return invalid(format("cache_batch = %" PRId64 ", expected at least batch = %" PRId64
+                          " (or has_cache_batch_idx = 1)",
+                          p.cache_batch, p.batch));
+  }
+  return {};
+}
+
+Status check_paged(const AttentionProblem& p) {
+  STROBE_RETURN_IF_ERROR(
+      check_zero({{"cache_batch", p.cache_batch}, {"has_cache_batch_idx", p.has_cache_batch_idx}},
+                 "cache = 2 (paged)"));
+  STROBE_RETURN_IF_ERROR(check_integer("pages", p.pages, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer("page_size", p.page_size, 1, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer("pages_per_sequence", p.pages_per_sequence, 0, kMaxLength));
+  if (p.block_table_stride != 0) {
+    STROBE_RETURN_IF_ERROR(check_integer("block_table_stride", p.block_table_stride,
+                                         p.pages_per_sequence, kMaxOffset / p.batch));
+  }
+  if (p.seqlen_k > p.pages_per_sequence * p.page_size) {
+    return invalid(format("seqlen_k = %" PRId64
+                          ", expected at most pages_per_sequence * page_size = %" PRId64
+                          " * %" PRId64,
+                          p.seqlen_k, p.pages_per_sequence, p.page_size));
+  }
+  return {};
+}
+
+Status check_append(const AttentionProblem& p) {
+  const bool packed = p.append == STROBE_APPEND_PACKED;
+  if (p.append == STROBE_APPEND_NONE) {
+    STROBE_RETURN_IF_ERROR(check_zero({{"seqlen_new", p.seqlen_new}, {"total_new", p.total_new}},
+                                      "append = 0 (none)"));
+    STROBE_RETURN_IF_ERROR(check_unset("k_new", p.k_new));
+    return check_unset("v_new", p.v_new);
+  }
+  if (!p.has_seqused_k) {
+    return invalid(
+        format("append = %d with has_seqused_k = 0, expected has_seqused_k = 1 (where new "
+               "keys go)",
+               p.append));
+  }
+  STROBE_RETURN_IF_ERROR(check_integer("seqlen_new", p.seqlen_new, 0, kMaxLength));
+  if (packed) {
+    STROBE_RETURN_IF_ERROR(check_integer("total_new", p.total_new, 0, kMaxLength));
+  } else {
+    STROBE_RETURN_IF_ERROR(check_zero({{"total_new", p.total_new}}, "append = 1 (dense)"));
+  }
+  const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
+  const int64_t rows = packed ? p.total_new : p.seqlen_new;
+  STROBE_RETURN_IF_ERROR(
+      check_strides("k_new", p.k_new, p.batch, rows, heads_kv, p.head_dim, packed, false));
+  return check_strides("v_new", p.v_new, p.batch, rows, heads_kv,
+                       p.head_dim_v ? p.head_dim_v : p.head_dim, packed, false);
+}
+
+Status check_rotary(const AttentionProblem& p) {
+  if (p.rotary_dim == 0) {
+    return check_zero({{"rotary_rows", p.rotary_rows},
+                       {"rotary_interleaved", p.rotary_interleaved},
+                       {"has_rotary_position", p.has_rotary_position}},
+                      "rotary_dim = 0 (none)");
+  }
+  STROBE_RETURN_IF_ERROR(check_integer("rotary_dim", p.rotary_dim, 0, p.head_dim));
+  if (p.rotary_dim % 2 != 0) {
+    return invalid(format("rotary_dim = %" PRId64 ", expected an even number", p.rotary_dim));
+  }
+  STROBE_RETURN_IF_ERROR(check_integer("rotary_rows", p.rotary_rows, 0, kMaxLength));
+  return check_flag("rotary_interleaved", p.rotary_interleaved);
+}
+
+}  // namespace
+
+Status check_cache(const AttentionProblem& p) {
+  STROBE_RETURN_IF_ERROR(check_integer("cache", p.cache, STROBE_CACHE_NONE, STROBE_CACHE_PAGED));
+  STROBE_RETURN_IF_ERROR(
+      check_integer("append", p.append, STROBE_APPEND_NONE, STROBE_APPEND_PACKED));
+  if (p.cache == STROBE_CACHE_NONE) {
+    STROBE_RETURN_IF_ERROR(check_zero({{"append", p.append},
+                                       {"cache_batch", p.cache_batch},
+                                       {"pages", p.pages},
+                                       {"page_size", p.page_size},
+                                       {"pages_per_sequence", p.pages_per_sequence},
+                                       {"block_table_stride", p.block_table_stride},
+                                       {"rotary_dim", p.rotary_dim},
+                                       {"has_cache_batch_idx", p.has_cache_batch_idx},
+                                       {"has_leftpad", p.has_leftpad}},
+                                      "cache = 0 (none)"));
+  } else if (p.direction != STROBE_FORWARD) {
+    return invalid(
+        format("cache = %d with direction backward, expected direction forward", p.cache));
+  } else if (p.dropout_p > 0) {
+    return invalid(format("dropout_p = %g with cache = %d, expected 0",
+                          static_cast<double>(p.dropout_p), p.cache));
+  } else {
+    STROBE_RETURN_IF_ERROR(p.cache == STROBE_CACHE_PAGED ? check_paged(p) : check_contiguous(p));
+  }
+  STROBE_RETURN_IF_ERROR(check_append(p));
+  return check_rotary(p);
+}
+
+namespace {
+
+// Sequence b's new keys.
+int64_t new_keys(const AttentionProblem& p, const ForwardArgs& a, int64_t b) {
+  if (p.append == STROBE_APPEND_DENSE) return p.seqlen_new;
+  if (p.append == STROBE_APPEND_NONE) return 0;
+  return int64_t{a.cu_seqlens_k_new[b + 1]} - a.cu_seqlens_k_new[b];
+}
+
+Status check_number(const char* name, int64_t b, int64_t got, int64_t most, const char* because) {
+  if (0 <= got && got <= most) return {};
+  return invalid(format("%s[%" PRId64 "] = %" PRId64 ", expected 0 to %" PRId64 "%s", name, b, got,
+                        most, because));
+}
+
+// The numbers of sequence b, as CachedSequences reads them: here they have to be right.
+Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b) {
+  const int64_t added = new_keys(p, a, b);
+  const int64_t used = p.has_seqused_k ? a.seqused_k[b] : p.seqlen_k;
+  STROBE_RETURN_IF_ERROR(check_number("seqused_k", b, used, p.seqlen_k - added,
+                                      added > 0 ? " (seqlen_k less the sequence's new keys)" : ""));
+  const int64_t pad = p.has_leftpad ? a.leftpad[b] : 0;
+  STROBE_RETURN_IF_ERROR(check_number("leftpad", b, pad, used, " (the sequence's seqused_k)"));
+  if (p.has_cache_batch_idx) {
+    STROBE_RETURN_IF_ERROR(
+        check_number("cache_batch_idx", b, a.cache_batch_idx[b], p.cache_batch - 1, ""));
+  }
+  if (p.cache == STROBE_CACHE_PAGED && pad < used + added) {
+    const int32_t* const row = a.block_table + b * p.block_table_stride;
+    for (int64_t n = pad / p.page_size; n * p.page_size < used + added; ++n) {
+      if (0 <= row[n] && row[n] < p.pages) continue;
+      return invalid(format("block_table[%" PRId64 "][%" PRId64 "] = %d, expected 0 to %" PRId64, b,
+                            n, row[n], p.pages - 1));
+    }
+  }
+  return {};
+}
+
+// The positions that the embedding looks up.
+Status check_positions(const AttentionProblem& p, const ForwardArgs& a) {
+  const CachedSequences sequences = cached_sequences_of(p, a);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const CachedSequence s = sequences.sequence(b);
+    if (s.in_range) continue;  // all other numbers are known to be
+    if (p.has_rotary_position) {
+      return invalid(format("rotary_position[%" PRId64 "] = %d, expected positions from 0 to "
+                            "rotary_rows - 1 = %" PRId64 " for all its queries and new keys",
+                            b, a.rotary_position[b], p.rotary_rows - 1));
+    }
+    return invalid(format("rotary_rows = %" PRId64 ", expected more: sequence %" PRId64
+                          " has queries or new keys past position %" PRId64,
+                          p.rotary_rows, b, p.rotary_rows - 1));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_cache_args(const AttentionProblem& p, const ForwardArgs& a) {
+  const int64_t align = element_size(p.kv_dtype);
+  const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
+  const bool some_new = p.append && (packed ? p.total_new > 0 : p.seqlen_new > 0) && p.seqlen_k > 0;
+  STROBE_RETURN_IF_ERROR(
+      check_pointer("block_table", a.block_table, paged && p.pages_per_sequence > 0, 4));
+  STROBE_RETURN_IF_ERROR(
+      check_pointer("cache_batch_idx", a.cache_batch_idx, p.has_cache_batch_idx, 4));
+  STROBE_RETURN_IF_ERROR(check_pointer("leftpad", a.leftpad, p.has_leftpad, 4));
+  STROBE_RETURN_IF_ERROR(check_pointer("k_new", a.k_new, some_new, align));
+  STROBE_RETURN_IF_ERROR(check_pointer("v_new", a.v_new, some_new, align));
+  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, 4));
+  const bool turned = p.rotary_dim > 0 && p.rotary_rows > 0;
+  STROBE_RETURN_IF_ERROR(check_pointer("rotary_cos", a.rotary_cos, turned, element_size(p.dtype)));
+  STROBE_RETURN_IF_ERROR(check_pointer("rotary_sin", a.rotary_sin, turned, element_size(p.dtype)));
+  STROBE_RETURN_IF_ERROR(
+      check_pointer("rotary_position", a.rotary_position, p.has_rotary_position, 4));
+  if (p.device != STROBE_CPU) return {};
+  if (packed) {
+    STROBE_RETURN_IF_ERROR(check_cumulative("cu_seqlens_k_new", "new", a.cu_seqlens_k_new, p.batch,
+                                            p.total_new, p.seqlen_new));
+  }
+  for (int64_t b = 0; b < p.batch; ++b) STROBE_RETURN_IF_ERROR(check_sequence(p, a, b));
+  return p.rotary_dim > 0 ? check_positions(p, a) : Status();
+}
+
+std::string cache_text(const AttentionProblem& p) {
+  std::string s;
+  if (p.cache == STROBE_CACHE_CONTIGUOUS) {
+    s += format(", cache of %" PRId64 " entries", kv_entries(p));
+  } else if (p.cache == STROBE_CACHE_PAGED) {
+    s += format(", cache of %" PRId64 " pages of %" PRId64 ", at most %" PRId64 " a sequence",
+                p.pages, p.page_size, p.pages_per_sequence);
+  }
+  if (p.append == STROBE_APPEND_DENSE) s += format(", append %" PRId64, p.seqlen_new);
+  if (p.append == STROBE_APPEND_PACKED) {
+    s += format(", append %" PRId64 " at most, total %" PRId64, p.seqlen_new, p.total_new);
+  }
+  if (p.rotary_dim > 0) {
+    s += format(", rotary %" PRId64 " %s of %" PRId64 " positions", p.rotary_dim,
+                p.rotary_interleaved ? "interleaved" : "in halves", p.rotary_rows);
+  }
+  return s;
+}
+
+}  // namespace strobe

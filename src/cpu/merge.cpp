@@ -1,0 +1,75 @@
+#include "cpu/merge.h"
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "core/arithmetic.h"
+#include "core/problem.h"
+#include "cpu/dispatch.h"
+#include "cpu/kernels.h"
+#include "cpu/team.h"
+
+namespace strobe::cpu {
+
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+// Rows that a thread takes at a time, and values that are worth a thread of their own.
+constexpr int64_t kRowsAtOnce = 64, kValuesPerThread = int64_t{1} << 16;
+
+// One row of one head.
+void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
+               void (*from_float)(int32_t, const float*, void*, int64_t)) {
+  const auto at = [&](const strobe_strides& s) {
+    return b * s.batch + i * s.seqlen + head * s.head;
+  };
+  const float* const lses = a.lses ? a.lses + at(a.lses_strides) : nullptr;
+  const float* const outs = a.outs ? a.outs + at(a.outs_strides) : nullptr;
+  // NaN is no maximum: it reaches the sum, and makes all of the row NaN.
+  float largest = kMinusInfinity;
+  for (int64_t n = 0; n < a.parts; ++n) {
+    const float lse = lses[n * a.lses_part];
+    if (lse > largest) largest = lse;
+  }
+  float sum = 0;
+  alignas(64) float row[256] = {};
+  for (int64_t n = 0; n < a.parts; ++n) {
+    const float lse = lses[n * a.lses_part];
+    if (lse == kMinusInfinity) continue;  // without keys: its outs may hold anything
+    const float weight = std::exp(lse - largest);
+    const float* const part = outs + n * a.outs_part;
+    sum += weight;
+    for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] += weight * part[d];
+  }
+  const bool empty = sum == 0;
+  const float scale = empty ? 0 : 1 / sum;
+  for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] *= scale;
+  from_float(a.out_dtype, row,
+             static_cast<std::byte*>(a.out) + at(a.out_strides) * element_size(a.out_dtype),
+             a.head_dim_v);
+  if (a.lse) a.lse[at(a.lse_strides)] = empty ? kMinusInfinity : largest + std::log(sum);
+}
+
+}  // namespace
+
+Status merge(const MergeArgs& a) {
+  const int64_t rows = a.batch * a.seqlen_q * a.heads;
+  const int64_t values = rows * a.head_dim_v * max64(a.parts, 1);
+  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  const auto from_float = instruction_sets().front()->from_float;
+  std::atomic<int64_t> next{0};
+  parallel(static_cast<int>(min64(most, 1 + values / kValuesPerThread)), [&](int) {
+    for (;;) {
+      const int64_t begin = next.fetch_add(kRowsAtOnce, std::memory_order_relaxed);
+      if (begin >= rows) return;
+      for (int64_t row = begin; row < min64(begin + kRowsAtOnce, rows); ++row) {
+        merge_row(a, row / a.heads / a.seqlen_q, row / a.heads % a.seqlen_q, row % a.heads,
+                  from_float);
+      }
+    }
+  });
+  return {};
+}
+
+}  // namespace strobe::cpu

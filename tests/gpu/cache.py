@@ -1,0 +1,301 @@
+"""Attention over a KV cache on the GPU against float64: pages, cache entries, left pads, append, rotary embedding.
+
+    python tests/gpu/cache.py                             random problems, by the kernels that the planner chooses
+    python tests/gpu/cache.py --count 5000 --first 1000   some of them
+    python tests/gpu/cache.py --hostile                   numbers out of range among them
+    python tests/gpu/cache.py --graph 100                 one captured launch with as many sets of lengths and tables
+    python tests/gpu/cache.py --device cpu                the CPU library
+    python tests/gpu/cache.py --plain --device cpu        the test itself: tensor operations stand for the library
+
+Rows and pages that are not in use hold NaN; pool, out and lse lie between red zones, and no byte of the pool may change
+but the appended rows. A sequence whose numbers are out of range gets NaN in out and lse and appends nothing; queries
+that see a key of a page that is out of range get NaN. The pass rule is run_gpu_tests.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import ctypes
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+try:
+    import torch
+except ImportError:
+    print("gpu cache: skipped (no PyTorch, whose float64 is the reference)")
+    sys.exit(0)
+
+import strobe_torch as st
+from cache_cases import DENSE, PACKED, ZONE, CacheCase, Tensors, draw, make_hostile
+from strobe._errors import Error, Unsupported
+from strobe_torch import lib
+
+
+class Launch:
+    """A plan and arguments over a case's tensors: `run()` is one launch."""
+
+    def __init__(self, t: Tensors) -> None:
+        c = t.c
+        p = lib.new_problem()
+        p.dtype, p.out_dtype = st.DTYPES[c.dtype], st.DTYPES[c.out_dtype]
+        p.device = lib.CPU if t.device.type == "cpu" else lib.CUDA
+        p.device_index = t.device.index or 0
+        p.batch, p.seqlen_q, p.seqlen_k = c.batch, c.longest, c.most_rows
+        p.heads, p.heads_kv, p.head_dim, p.head_dim_v = c.heads, c.heads_kv, c.head_dim, c.head_dim_v
+        p.varlen, p.total_q, p.causal = int(c.varlen), c.total if c.varlen else 0, int(c.causal)
+        p.window_left, p.window_right = c.window
+        p.attention_chunk, p.softcap, p.alibi = c.chunk, c.softcap, c.alibi
+        p.batch_invariant = int(c.batch_invariant)
+        for name in c.given:
+            setattr(p, f"has_{name}", 1)
+        if c.paged:
+            p.cache, p.pages, p.page_size, p.pages_per_sequence = 2, c.entries, c.rows, c.columns
+        else:
+            p.cache, p.cache_batch = 1, c.entries
+        strided = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
+        if c.append:
+            p.append, p.seqlen_new = c.append, c.longest_new
+            p.total_new = sum(s.added for s in c.sequences) if c.append == PACKED else 0
+            strided |= {"k_new": t.k_new, "v_new": t.v_new}
+        p.rotary_dim, p.rotary_rows, p.rotary_interleaved = c.rotary_dim, c.rotary_rows, int(c.interleaved)
+        for name, tensor in strided.items():
+            if tensor.numel():
+                s, strides = getattr(p, name), tensor.stride()
+                s.batch = strides[0] if len(strides) == 4 else 0
+                s.seqlen, s.head, s.dim = (*strides[-3:-1], 1)
+        self.plan = lib.make_plan(p)
+        self.kernel = lib.text(self.plan.kernel)
+        self.workspace = st.Workspace(int(self.plan.workspace_bytes), t.device)
+        args = lib.ForwardArgs()
+        args.struct_size = ctypes.sizeof(args)
+        tables = {"rotary_cos": t.cos, "rotary_sin": t.sin} if c.rotary_dim else {}
+        self.keep = {**strided, **tables, **t.arrays, "lse": t.lse, "alibi_slopes": t.slopes}
+        for name, tensor in self.keep.items():
+            setattr(args, name, st.pointer(tensor))
+        args.workspace, args.workspace_bytes = self.workspace.address, self.workspace.size
+        args.stream = st.stream_of(t.device)
+        self.args, self.address = bytes(args), ctypes.addressof(self.plan)
+
+    def run(self) -> None:
+        lib.check(lib.forward(self.address, self.args))
+
+
+def run_plain(t: Tensors) -> None:
+    """What stands for the library: the same in tensor operations of float32."""
+    c = t.c
+    for b, s in enumerate(c.sequences):
+        if s.added and not s.is_bad:
+            entry, row = t.places(s, s.keys - s.added, s.keys)
+            there = (0 <= entry) & (entry < c.entries)
+            t.k[entry[there], row[there]] = t.turned_keys(b).to(c.dtype)[there]
+            t.v[entry[there], row[there]] = t.new_rows(t.v_new, b)[there]
+    for b, s in enumerate(c.sequences):
+        out, lse, n = t.queries(t.out, b), t.lse_of(b), s.used_queries
+        out[n:], lse[:, n:] = 0, -math.inf
+        if s.is_bad:
+            out[:n], lse[:, :n] = math.nan, math.nan
+            continue
+        k, v = gathered(t, b)
+        x, y = t.attention(b, t.turned_queries(b), k, v, torch.float32)
+        out[:n], lse[:, :n] = x.to(c.out_dtype), y
+
+
+def gathered(t: Tensors, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a sequence as the cache has them now; NaN in keys of pages that are not there."""
+    s = t.c.sequences[b]
+    entry, row = t.places(s, 0, s.keys)
+    there = (0 <= entry) & (entry < t.c.entries)
+    k, v = (x[torch.where(there, entry, 0), row] for x in (t.k, t.v))
+    k, v = k.clone(), v.clone()
+    k[~there], v[~there] = math.nan, 0
+    return k, v
+
+
+def check_close(name: str, x: torch.Tensor, ref: torch.Tensor, near: list[torch.Tensor], floor: float = 1e-5) -> None:
+    """Within twice the comparators' largest error; NaN and infinities in the same places."""
+    x, ref = x.double(), ref.double()
+    if x.numel() == 0:
+        return
+    finite = torch.isfinite(ref)
+    assert bool(((x == ref) | finite | (x.isnan() & ref.isnan())).all()), f"{name}: special values differ"
+    error = torch.where(finite, (x - ref).abs(), 0)
+    got = math.inf if bool(torch.isnan(error).any()) else float(error.max())
+    largest = max(float(torch.where(finite, (c.double() - ref).abs(), 0).nan_to_num(0).max()) for c in near)
+    limit = 2 * largest + floor
+    assert got <= limit, f"{name}: error {got:.3g}, allowed {limit:.3g}"
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
+
+
+def check_cache(t: Tensors, before: list[torch.Tensor]) -> None:
+    """The appended rows, and that nothing else of the pools changed."""
+    c = t.c
+    eps = torch.finfo(c.dtype).eps
+    after = [pool.clone() for pool in t.pools]
+    for b, s in enumerate(c.sequences):
+        if s.is_bad or not s.added:
+            continue
+        entry, row = t.places(s, s.keys - s.added, s.keys)
+        there = (0 <= entry) & (entry < c.entries)
+        at = (entry[there], row[there])
+        wanted = t.turned_keys(b)[there]
+        error = (t.k[at].double() - wanted).abs()
+        room = 0.5 * eps * wanted.abs() + 1e-6
+        room[..., c.rotary_dim :] = 0
+        assert bool((error <= room).all()), f"appended k of sequence {b}: error {float(error.max()):.3g}"
+        assert torch.equal(t.v[at], t.new_rows(t.v_new, b)[there]), f"appended v of sequence {b} differs"
+        for copies in (after, before):
+            for tensor, of in ((t.k, 0), (t.v, len(copies) - 1)):
+                # The same rows of the copies are put aside.
+                torch.as_strided(copies[of], tensor.shape, tensor.stride(), tensor.storage_offset())[at] = 0
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(bits(x), bits(y)), "bytes of the cache changed outside of the appended rows"
+
+
+def check(t: Tensors, before: list[torch.Tensor]) -> None:
+    check_cache(t, before)
+    for b, s in enumerate(t.c.sequences):
+        out, lse, n = t.queries(t.out, b), t.lse_of(b), s.used_queries
+        assert bool((out[n:] == 0).all()), f"out of sequence {b}: rows that are not in use, expected 0"
+        assert bool((lse[:, n:] == -math.inf).all()), f"lse of sequence {b}: rows not in use, expected -inf"
+        if s.is_bad:
+            assert bool(out[:n].isnan().all() and lse[:, :n].isnan().all()), f"sequence {b}: expected NaN"
+            continue
+        q, (k, v) = t.turned_queries(b), gathered(t, b)
+        ref, ref_lse = t.attention(b, q, k, v, torch.float64)
+        near, near_lse = t.attention(b, q.to(t.c.dtype), k, v, t.c.dtype)
+        check_close(f"out of sequence {b}", out[:n], ref, [near])
+        check_close(f"lse of sequence {b}", lse[:, :n], ref_lse, [near_lse])
+    for storage in (t.out_storage, t.lse_storage):
+        assert bool(storage[:ZONE].isnan().all() and storage[-ZONE:].isnan().all()), "a red zone was written"
+
+
+def run(c: CacheCase, device: str, plain: bool) -> str:
+    """One problem; returns the kernel's name, or why none takes it."""
+    t = Tensors(c, device)
+    before = [pool.clone() for pool in t.pools]
+    if plain:
+        run_plain(t)
+        check(t, before)
+        return "plain"
+    try:
+        launch = Launch(t)
+    except Unsupported:
+        return "none"
+    launch.run()
+    check(t, before)
+    assert not launch.workspace.touched_outside(), "the workspace's red zone was written"
+    return launch.kernel
+
+
+def run_hostile(seed: int, c: CacheCase, device: str, plain: bool) -> str:
+    """The tensors are made before the numbers go wrong."""
+    t = Tensors(c, device)
+    make_hostile(c, seed)
+    t.arrays = t.make_arrays()
+    before = [pool.clone() for pool in t.pools]
+    if plain:
+        run_plain(t)
+        check(t, before)
+        return "plain"
+    try:
+        launch = Launch(t)
+    except Unsupported:
+        return "none"
+    launch.run()
+    check(t, before)
+    return launch.kernel
+
+
+def run_graph(seed: int, sets: int, device: str) -> str:
+    """One captured launch, replayed with other lengths and tables: the plan knows none of them."""
+    first = next(
+        c for c in (draw(s, [torch.bfloat16], 1500) for s in range(seed, seed + 1000))
+        if c.paged and c.columns > 2 and c.append == DENSE and c.batch > 1 and not c.rotary_dim and c.total
+    )  # fmt: skip
+    first.entries = first.batch * first.columns + 3  # pages for every set of lengths
+    t = Tensors(first, device)
+    try:
+        launch = Launch(t)
+    except Unsupported:
+        return "none"
+    launch.run()  # what is loaded at the first use
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        args = lib.ForwardArgs.from_buffer_copy(launch.args)
+        args.stream = st.stream_of(t.device)
+        launch.args = bytes(args)
+        launch.run()
+    r = random.Random(seed)
+    for n in range(sets):
+        for s in first.sequences:
+            s.used = r.choice((0, r.randint(0, first.most_rows - s.added), first.most_rows - s.added))
+            s.leftpad = r.randint(0, s.used) if "leftpad" in first.given else 0
+            s.q_position, s.prefix = r.randint(0, s.keys), r.randint(0, s.keys)
+        pages = r.sample(range(first.entries), first.entries)
+        for s in first.sequences:
+            held = math.ceil((s.used + s.added) / first.rows)
+            s.pages = [pages.pop() for _ in range(held)] + [-7] * (first.columns - held)
+        for name, values in t.make_arrays().items():
+            t.arrays[name].copy_(values)
+        for s in first.sequences:
+            at = t.places(s, 0, s.used - s.leftpad)
+            t.k[at] = t.random(s.used - s.leftpad, first.heads_kv, first.head_dim).to(first.dtype)
+            t.v[at] = t.random(s.used - s.leftpad, first.heads_kv, first.head_dim_v).to(first.dtype)
+        before = [pool.clone() for pool in t.pools]
+        graph.replay()
+        try:
+            check(t, before)
+        except AssertionError as e:
+            raise AssertionError(f"set {n}: {e}") from e
+    return launch.kernel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Attention over a KV cache against float64.")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop in time, and say how far it went")
+    parser.add_argument("--hostile", action="store_true", help="numbers out of range")
+    parser.add_argument("--graph", type=int, default=0, metavar="SETS", help="replay a captured launch")
+    parser.add_argument("--plain", action="store_true", help="tensor operations stand for the library")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu cache: skipped (no GPU)")
+        return 0
+    dtypes = [torch.bfloat16, torch.float16] + ([torch.float32] if options.device == "cpu" else [])
+    kernels: collections.Counter[str] = collections.Counter()
+    end = time.monotonic() + options.seconds
+    for seed in range(options.first, options.first + options.count):
+        if time.monotonic() > end:
+            print(f"gpu cache: out of time at seed {seed}: go on with --first {seed}")
+            break
+        c = draw(seed, dtypes)
+        try:
+            if options.graph:
+                kernels[run_graph(seed, options.graph, options.device)] += 1
+                break
+            if options.hostile:
+                kernels[run_hostile(seed, c, options.device, options.plain)] += 1
+            else:
+                kernels[run(c, options.device, options.plain)] += 1
+        except (AssertionError, Error) as e:
+            print(f"gpu cache: FAILED, seed {seed}: {e}\n  {copy.copy(c)}")
+            return 1
+    print("gpu cache: " + ", ".join(f"{n} by {name}" for name, n in sorted(kernels.items())) + ": all passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""Random problems over a KV cache on torch tensors, and float64 attention over the gathered cache.
+
+Rows and pages that are not in use hold NaN; the pool, out and lse lie between red zones. Nothing of the reference comes
+from the library.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import strobe_torch as st
+import torch
+
+ZONE = 4096
+NONE, DENSE, PACKED = 0, 1, 2  # append
+ROWS_FIRST, HEADS_FIRST, INTERLEAVED, PADDED = range(4)  # layouts of the cache
+
+
+@dataclass
+class Sequence:
+    """One sequence. Rows of the cache are counted as seqused_k and leftpad count them."""
+
+    queries: int
+    used_queries: int
+    used: int = 0
+    added: int = 0
+    leftpad: int = 0
+    q_position: int = 0
+    prefix: int = 0
+    rotary_position: int = 0
+    entry: int = 0  # contiguous
+    pages: list[int] = field(default_factory=list)  # paged: its row of the table
+    is_bad: bool = False  # a number of it is out of range: NaN, and nothing is written
+
+    @property
+    def keys(self) -> int:
+        return self.used - self.leftpad + self.added
+
+
+@dataclass
+class CacheCase:
+    """A problem, as strobe_problem has it."""
+
+    seed: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    paged: bool
+    layout: int
+    entries: int  # or pages
+    rows: int  # of each
+    columns: int
+    most_rows: int  # seqlen_k
+    sequences: list[Sequence]
+    append: int = NONE
+    varlen: bool = False
+    given: set[str] = field(default_factory=set)  # arrays: seqused_q, leftpad, ...
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    softcap: float = 0.0
+    alibi: int = 0
+    rotary_dim: int = 0
+    rotary_rows: int = 0
+    interleaved: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def batch(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def queries_move(self) -> bool:
+        return self.causal or self.chunk > 0 or max(self.window) >= 0
+
+    @property
+    def total(self) -> int:
+        return sum(s.queries for s in self.sequences)
+
+    @property
+    def longest(self) -> int:
+        return max(s.queries for s in self.sequences)
+
+    @property
+    def longest_new(self) -> int:
+        return max(s.added for s in self.sequences)
+
+
+def length(r: random.Random, most: int) -> int:
+    return r.choice((0, min(1, most), most, *(r.randint(0, most) for _ in range(5))))
+
+
+def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0) -> CacheCase:
+    """longest: rows that a sequence may have; 0: drawn too."""
+    r = random.Random(seed)
+    heads_kv = r.choice((1, 1, 2, 3, 8))
+    dim = r.choice((64, 128, 128, 96, 256, 80, r.randint(1, 256)))
+    dtype = r.choice(dtypes)
+    queries = r.choice((1, 1, 1, 4, 16, 70, 300))
+    varlen = r.random() < 0.5
+    sequences = []
+    for _ in range(r.choice((1, 2, 5, 9))):
+        n = length(r, queries) if varlen else queries
+        sequences.append(Sequence(n, n))
+    paged = r.random() < 0.65
+    longest = longest or r.choice((40, 40, 300, 300, 1500))
+    rows = r.choice((*range(1, 18), 16, 64, 64, 128, 256)) if paged else r.randint(0, longest)
+    columns = r.randint(0, max(longest // max(rows, 1), 2)) if paged else 0
+    most_rows = columns * rows if paged else rows
+    if paged and r.random() < 0.3:
+        most_rows = r.randint(0, most_rows)
+    c = CacheCase(
+        seed, dtype, torch.float32 if r.random() < 0.25 else dtype, heads_kv * r.choice((1, 2, 4, 5, 8)), heads_kv, dim,
+        dim if r.random() < 0.8 else r.randint(1, 256), paged, r.randint(0, 3), 0, rows, columns, most_rows, sequences,
+        varlen=varlen, causal=r.random() < 0.5, softcap=r.choice((0.0, 0.0, 0.0, 15.0)), alibi=r.choice((0, 0, 0, 1, 2)),
+        batch_invariant=r.random() < 0.3,
+    )  # fmt: skip
+    if c.head_dim != c.head_dim_v and c.layout == INTERLEAVED:
+        c.layout = HEADS_FIRST
+    for name, chance in (("seqused_q", 0.2), ("seqused_k", 0.9), ("leftpad", 0.25), ("q_position", 0.15)):
+        if r.random() < chance:
+            c.given.add(name)
+    if r.random() < 0.15:
+        c.given.add("prefix")
+    else:
+        c.window = (r.choice((-1, -1, -1, 0, r.randint(0, 200))), r.choice((-1, -1, -1, -1, r.randint(0, 40))))
+        c.chunk = r.choice((0, 0, 0, 0, r.randint(1, 300)))
+    _draw_lengths(c, r)
+    _draw_places(c, r)
+    if dim >= 2 and r.random() < 0.5:
+        c.rotary_dim = dim // 2 * 2 if r.random() < 0.5 else 2 * r.randint(1, dim // 2)
+        c.interleaved = r.random() < 0.5
+        if r.random() < 0.3:
+            c.given.add("rotary_position")
+        for s in sequences:
+            s.rotary_position = r.randint(0, 60) if "rotary_position" in c.given else s.used - s.leftpad
+        c.rotary_rows = max(s.rotary_position + max(s.used_queries, s.added, 1) for s in sequences)
+    return c
+
+
+def _draw_lengths(c: CacheCase, r: random.Random) -> None:
+    if "seqused_k" in c.given and r.random() < 0.5:
+        c.append = r.choice((DENSE, PACKED))
+    most_new = min(c.most_rows, r.choice((1, 1, 5, 60)))
+    for s in c.sequences:
+        if "seqused_q" in c.given:
+            s.used_queries = length(r, s.queries)
+        if c.append:
+            s.added = most_new if c.append == DENSE else length(r, most_new)
+        s.used = length(r, c.most_rows - s.added) if "seqused_k" in c.given else c.most_rows
+        if c.paged and "seqused_k" in c.given and r.random() < 0.4:  # the border of a page, or one before it
+            s.used = max(s.used // c.rows * c.rows - r.choice((0, 1)), 0)
+        if "leftpad" in c.given:
+            s.leftpad = length(r, s.used)
+        s.q_position = r.randint(-s.used_queries - 10, s.keys + 10)
+        s.prefix = r.randint(0, s.keys)
+
+
+def _draw_places(c: CacheCase, r: random.Random) -> None:
+    """Whom each row of the cache belongs to. Rows that somebody writes are that sequence's alone."""
+    if not c.paged:
+        c.entries = c.batch + r.randint(0, 3)
+        order = list(range(c.entries))
+        if r.random() < 0.5:
+            c.given.add("cache_batch_idx")
+            r.shuffle(order)
+        for s, entry in zip(c.sequences, order, strict=False):
+            s.entry = entry
+        return
+    count = r.randint(1, 4)  # pages that nobody has
+    for b, s in enumerate(c.sequences):
+        for n in range(c.columns):
+            begin, end = n * c.rows, (n + 1) * c.rows
+            if s.keys == 0 or end <= s.leftpad or begin >= s.used + s.added:
+                s.pages.append(r.choice((-1, -(2**31), 2**31 - 1, 10**6, 0)))
+                continue
+            other = c.sequences[r.randint(0, b)]
+            written = s.added > 0 and end > s.used
+            if other is not s and not written and other.leftpad <= begin and end <= other.used and r.random() < 0.3:
+                s.pages.append(other.pages[n])  # a prefix that two sequences share
+            elif not written and begin - c.rows >= s.leftpad and end <= s.used and r.random() < 0.1:
+                s.pages.append(s.pages[n - 1])
+            else:
+                s.pages.append(count)
+                count += 1
+    c.entries = count
+    order = list(range(count))
+    r.shuffle(order)
+    for s in c.sequences:
+        for n in range(c.columns):
+            if s.keys and (n + 1) * c.rows > s.leftpad and n * c.rows < s.used + s.added:
+                s.pages[n] = order[s.pages[n]]
+
+
+def make_hostile(c: CacheCase, seed: int) -> None:
+    """Puts numbers out of range into some sequences: see the header of tests/gpu/cache.py for what has to follow."""
+    r = random.Random(seed)
+    ends = (-(2**31), -1, 2**31 - 1)
+    for s in c.sequences:
+        if r.random() < 0.4:
+            continue
+        kind = r.choice(("used", "leftpad", "entry", "rotary_position", "page", "page"))
+        if kind == "used" and "seqused_k" in c.given:
+            s.used = r.choice((*ends, c.most_rows - s.added + 1))
+        elif kind == "leftpad" and "leftpad" in c.given:
+            s.leftpad = r.choice((*ends, s.used + 1))
+        elif kind == "entry" and "cache_batch_idx" in c.given:
+            s.entry = r.choice((*ends, c.entries))
+        elif kind == "rotary_position" and "rotary_position" in c.given and max(s.used_queries, s.added):
+            s.rotary_position = r.choice((*ends, c.rotary_rows))
+        elif kind == "page" and c.paged and s.keys:
+            n = r.randint(s.leftpad // c.rows, (s.used + s.added - 1) // c.rows)
+            s.pages[n] = r.choice((*ends, c.entries))
+            continue
+        else:
+            continue
+        s.is_bad = True
+
+
+class Tensors:
+    """The tensors of a case, on one device."""
+
+    def __init__(self, c: CacheCase, device: torch.device | str) -> None:
+        self.c, self.device = c, torch.device(device)
+        self.generator = torch.Generator(device=device).manual_seed(c.seed)
+        shape = (c.total, c.heads) if c.varlen else (c.batch, c.longest, c.heads)
+        self.q = self.random(*shape, c.head_dim).to(c.dtype)
+        self.out_storage, self.out = self.guarded((*shape, c.head_dim_v), c.out_dtype)
+        lse = (c.heads, c.total) if c.varlen else (c.batch, c.heads, c.longest)
+        self.lse_storage, self.lse = self.guarded(lse, torch.float32)
+        new = (sum(s.added for s in c.sequences),) if c.append == PACKED else (c.batch, c.longest_new)
+        self.k_new = self.random(*new, c.heads_kv, c.head_dim).to(c.dtype)
+        self.v_new = self.random(*new, c.heads_kv, c.head_dim_v).to(c.dtype)
+        self._place_cache()
+        angles = 6.28 * torch.rand(c.rotary_rows, c.rotary_dim // 2, generator=self.generator, device=device)
+        self.cos, self.sin = angles.cos().to(c.dtype), angles.sin().to(c.dtype)
+        slopes = (c.heads,) if c.alibi == 1 else (c.batch, c.heads)
+        self.slopes = 0.2 * torch.rand(slopes, generator=self.generator, device=device) if c.alibi else None
+        for b, s in enumerate(c.sequences):
+            self.queries(self.q, b)[s.used_queries :] = math.nan
+        self.arrays = self.make_arrays()
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        storage = torch.full((2 * ZONE + math.prod(shape),), math.nan, dtype=dtype, device=self.device)
+        return storage, storage[ZONE : ZONE + math.prod(shape)].view(shape)
+
+    def _place_cache(self) -> None:
+        c = self.c
+        self.pools, views = [], []
+        for dim in (c.head_dim, c.head_dim_v):
+            shapes = {
+                ROWS_FIRST: (c.entries, c.rows, c.heads_kv, dim),
+                HEADS_FIRST: (c.entries, c.heads_kv, c.rows, dim),
+                INTERLEAVED: (c.entries, 2, c.rows, c.heads_kv, dim),
+                PADDED: (c.entries, c.rows + 1, c.heads_kv + 1, dim + (8 if c.seed % 2 else 3)),
+            }
+            if c.layout == INTERLEAVED and self.pools:
+                views.append(views[0])
+                continue
+            storage, view = self.guarded(shapes[c.layout], c.dtype)
+            self.pools.append(storage)
+            views.append(view)
+        self.k, self.v = views
+        if c.layout == HEADS_FIRST:
+            self.k, self.v = (view.transpose(1, 2) for view in views)
+        elif c.layout == INTERLEAVED:
+            self.k, self.v = views[0][:, 0], views[0][:, 1]
+        elif c.layout == PADDED:
+            self.k = views[0][:, : c.rows, : c.heads_kv, : c.head_dim]
+            self.v = views[1][:, : c.rows, : c.heads_kv, : c.head_dim_v]
+        for s in c.sequences:
+            at = self.places(s, 0, s.used - s.leftpad)
+            if at[0].numel():
+                self.k[at] = self.random(s.used - s.leftpad, c.heads_kv, c.head_dim).to(c.dtype)
+                self.v[at] = self.random(s.used - s.leftpad, c.heads_kv, c.head_dim_v).to(c.dtype)
+
+    def make_arrays(self) -> dict[str, torch.Tensor]:
+        """Those that the case has given, as they are now."""
+        c = self.c
+        of = {
+            "seqused_q": [s.used_queries for s in c.sequences],
+            "seqused_k": [s.used for s in c.sequences],
+            "leftpad": [s.leftpad for s in c.sequences],
+            "q_position": [s.q_position for s in c.sequences],
+            "prefix": [s.prefix for s in c.sequences],
+            "cache_batch_idx": [s.entry for s in c.sequences],
+            "rotary_position": [s.rotary_position for s in c.sequences],
+        }
+        lists = {name: values for name, values in of.items() if name in c.given}
+        made = {n: torch.tensor(values, dtype=torch.int32, device=self.device) for n, values in lists.items()}
+        if c.varlen:
+            made["cu_seqlens_q"] = st.offsets([s.queries for s in c.sequences], self.device)
+        if c.append == PACKED:
+            made["cu_seqlens_k_new"] = st.offsets([s.added for s in c.sequences], self.device)
+        if c.paged:
+            table = torch.tensor([s.pages for s in c.sequences], dtype=torch.int64).view(c.batch, c.columns)
+            made["block_table"] = table.to(torch.int32).to(self.device)
+        return made
+
+    def places(self, s: Sequence, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entry (or page) and row of the keys begin to end - 1 of a sequence."""
+        rows = torch.arange(s.leftpad + begin, s.leftpad + end, device=self.device)
+        if not self.c.paged:
+            return torch.full_like(rows, s.entry), rows
+        pages = torch.tensor(s.pages, dtype=torch.int64, device=self.device)
+        return pages[rows // self.c.rows], rows % self.c.rows
+
+    def queries(self, tensor: torch.Tensor, b: int) -> torch.Tensor:
+        """The rows of a sequence in q or out."""
+        if not self.c.varlen:
+            return tensor[b]
+        first = sum(s.queries for s in self.c.sequences[:b])
+        return tensor[first : first + self.c.sequences[b].queries]
+
+    def lse_of(self, b: int) -> torch.Tensor:
+        """[heads, queries]"""
+        if not self.c.varlen:
+            return self.lse[b]
+        first = sum(s.queries for s in self.c.sequences[:b])
+        return self.lse[:, first : first + self.c.sequences[b].queries]
+
+    def new_rows(self, tensor: torch.Tensor, b: int) -> torch.Tensor:
+        """The rows of a sequence in k_new or v_new."""
+        s = self.c.sequences[b]
+        if self.c.append == DENSE:
+            return tensor[b]
+        first = sum(each.added for each in self.c.sequences[:b])
+        return tensor[first : first + s.added]
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [rows, heads, dim] in float64, turned by the angles of the rows' positions."""
+        c, x = self.c, x.double()
+        if c.rotary_dim == 0 or x.shape[0] == 0:
+            return x
+        cos, sin = (t.double()[positions][:, None, :] for t in (self.cos, self.sin))
+        pairs = c.rotary_dim // 2
+        first = slice(0, c.rotary_dim, 2) if c.interleaved else slice(0, pairs)
+        second = slice(1, c.rotary_dim, 2) if c.interleaved else slice(pairs, c.rotary_dim)
+        y = x.clone()
+        y[..., first] = x[..., first] * cos - x[..., second] * sin
+        y[..., second] = x[..., first] * sin + x[..., second] * cos
+        return y
+
+    def turned_queries(self, b: int) -> torch.Tensor:
+        s = self.c.sequences[b]
+        steps = torch.arange(s.used_queries, device=self.device)
+        positions = s.rotary_position + (steps if self.c.queries_move else 0 * steps)
+        return self.rotate(self.queries(self.q, b)[: s.used_queries], positions)
+
+    def turned_keys(self, b: int) -> torch.Tensor:
+        s = self.c.sequences[b]
+        return self.rotate(self.new_rows(self.k_new, b), s.rotary_position + torch.arange(s.added, device=self.device))
+
+    def seen(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which keys [nq, nk] the queries of sequence b see, and how far away each is."""
+        c, s = self.c, self.c.sequences[b]
+        offset = s.q_position if "q_position" in c.given else s.keys - s.used_queries
+        i = torch.arange(s.used_queries, device=self.device)[:, None] + offset
+        j = torch.arange(s.keys, device=self.device)[None, :]
+        see = torch.ones(s.used_queries, s.keys, dtype=torch.bool, device=self.device)
+        if c.causal:
+            see &= j <= i
+        if c.window[0] >= 0:
+            see &= i - j <= c.window[0]
+        if c.window[1] >= 0:
+            see &= j - i <= c.window[1]
+        if c.chunk:
+            see &= i.div(c.chunk, rounding_mode="floor") == j.div(c.chunk, rounding_mode="floor")
+        if "prefix" in c.given:
+            see |= j < s.prefix
+        return see, (i - j).abs()
+
+    def attention(
+        self, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [nq, heads, dim] and lse [heads, nq] of sequence b, in plain tensor operations of `dtype`."""
+        c, group = self.c, self.c.heads // self.c.heads_kv
+        q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
+        see, distance = self.seen(b)
+        score = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(c.head_dim)
+        if c.softcap > 0:
+            score = c.softcap * torch.tanh(score / c.softcap)
+        if self.slopes is not None:
+            slopes = self.slopes if c.alibi == 1 else self.slopes[b]
+            score = score - slopes.to(dtype)[:, None, None] * distance.to(dtype)
+        p, lse = st.softmax(score, see)
+        out = torch.einsum("hqk,khd->qhd", p, v)
+        out[~see.any(-1)] = 0
+        return out, lse

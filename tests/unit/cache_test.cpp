@@ -1,0 +1,252 @@
+// Attention over a KV cache: the index maps of core/cache.h, the fixtures, and every CPU kernel of
+// this machine, on random problems against float64.
+//
+//   STROBE_CACHE_CASES  how many random problems (default 2000; 300 under a sanitizer)
+//   STROBE_CACHE_SEED   of the first; case n has seed + n
+#include "core/cache.h"
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cache_fixture.h"
+#include "cache_plain.h"
+#include "gtest/gtest.h"
+#include "kernels.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::Rng;
+using strobe::CachedSequence;
+using strobe::CachedSequences;
+using strobe::Divider;
+using strobe::KeyRows;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr uint64_t kCases = 300;
+#else
+constexpr uint64_t kCases = 2000;
+#endif
+constexpr int kMostFailuresShown = 10;
+
+uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
+}
+
+/// "" or what is wrong with the case.
+std::string RunCase(const CacheCase& c, const CacheFixture::Launch& launch) {
+  CacheFixture f(c);
+  std::string wrong = f.Run(launch);
+  return wrong.empty() ? f.Judge() : wrong;
+}
+
+TEST(Cache, DividerIsDivision) {
+  Rng rng(1);
+  std::vector<uint32_t> divisors;
+  for (uint32_t d = 1; d <= 1100; ++d) divisors.push_back(d);
+  for (int bit = 1; bit < 31; ++bit) {
+    for (const int32_t beside : {-1, 0, 1}) {
+      divisors.push_back((uint32_t{1} << bit) + static_cast<uint32_t>(beside));
+    }
+  }
+  divisors.push_back(INT32_MAX);
+  for (int n = 0; n < 2000; ++n) {
+    divisors.push_back(static_cast<uint32_t>(rng.Integer(1, int64_t{1} << rng.Integer(1, 30))));
+  }
+  for (const uint32_t d : divisors) {
+    const Divider divider = Divider::make(d);
+    const auto check = [&](int64_t x) {
+      if (x < 0 || x > INT32_MAX) return;
+      ASSERT_EQ(divider.quotient(static_cast<int32_t>(x)), x / d) << x << " / " << d;
+    };
+    for (int n = 0; n < 40; ++n) {
+      const int64_t multiple = rng.Integer(0, INT32_MAX) / d * d;
+      for (const int64_t beside : {-1, 0, 1}) check(multiple + beside);
+    }
+    for (const int64_t x : {int64_t{0}, int64_t{1}, int64_t{INT32_MAX} / d * d - 1,
+                            int64_t{INT32_MAX} - 1, int64_t{INT32_MAX}}) {
+      check(x);
+    }
+  }
+}
+
+TEST(Cache, KeysAreWhereTheTableSays) {
+  Rng rng(2);
+  for (int n = 0; n < 400; ++n) {
+    const int64_t size = rng.Integer(1, 20), columns = rng.Integer(1, 9), pool = rng.Integer(1, 6);
+    std::vector<int32_t> pages;
+    for (int64_t c = 0; c < columns; ++c) {
+      pages.push_back(static_cast<int32_t>(rng.Integer(-1, pool)));
+    }
+    const int64_t first = rng.Integer(0, size * columns - 1), end = size * columns - first;
+    const KeyRows keys{0, pages.data(), Divider::make(static_cast<uint32_t>(size)),
+                       static_cast<int32_t>(pool), first};
+    for (int64_t key = 0; key < end; ++key) {
+      const int32_t page = pages[static_cast<size_t>((first + key) / size)];
+      const KeyRows::Place place = keys.place(key);
+      ASSERT_EQ(place.entry, page);
+      ASSERT_EQ(place.row, (first + key) % size);
+      ASSERT_EQ(place.there, page >= 0 && page < pool);
+      ASSERT_EQ(place.offset(1000, 7), page * 1000 + (first + key) % size * 7);
+      int64_t run = key + 1;
+      while (run < end && (first + run) % size != 0) ++run;
+      ASSERT_EQ(keys.run_end(key, end), run);
+      ASSERT_EQ(keys.run_end(key, key + 1), key + 1);
+    }
+    const KeyRows plain{3, nullptr, Divider::make(1), 0, first};
+    ASSERT_EQ(plain.place(5).entry, 3);
+    ASSERT_EQ(plain.place(5).row, first + 5);
+    ASSERT_EQ(plain.run_end(2, 9), 9);
+  }
+}
+
+// What a GPU may find in the arrays: no number leads out of anything, and what is out of range is
+// known to be.
+TEST(Cache, NumbersLeadNowhereElse) {
+  Rng rng(3);
+  const auto hostile = [&](int64_t most) {
+    const int64_t ends[] = {INT32_MIN, -1, 0, most, most + 1, INT32_MAX};
+    return static_cast<int32_t>(rng.Chance(0.3) ? rng.Pick(ends) : rng.Integer(-2, most + 2));
+  };
+  int good = 0, bad = 0;
+  for (int n = 0; n < 20000; ++n) {
+    strobe_problem p;
+    strobe_problem_init(&p, sizeof p);
+    p.batch = 2;
+    p.heads = 1;
+    p.seqlen_q = rng.Integer(0, 4);
+    p.head_dim = 8;
+    p.causal = rng.Chance(0.5);
+    p.has_seqused_k = 1;
+    if (rng.Chance(0.5)) {
+      p.cache = STROBE_CACHE_PAGED;
+      p.pages = rng.Integer(0, 5);
+      p.page_size = rng.Integer(1, 5);
+      p.pages_per_sequence = rng.Integer(0, 5);
+      p.seqlen_k = rng.Integer(0, p.page_size * p.pages_per_sequence);
+    } else {
+      p.cache = STROBE_CACHE_CONTIGUOUS;
+      p.cache_batch = rng.Integer(2, 4);
+      p.has_cache_batch_idx = rng.Chance(0.5);
+      p.seqlen_k = rng.Integer(0, 25);
+    }
+    p.append = static_cast<int32_t>(rng.Integer(0, 2));
+    if (p.append) p.seqlen_new = rng.Integer(0, 3);
+    if (p.append == STROBE_APPEND_PACKED) p.total_new = rng.Integer(0, 6);
+    p.has_leftpad = rng.Chance(0.5);
+    if (rng.Chance(0.5)) {
+      p.rotary_dim = 4;
+      p.rotary_rows = rng.Integer(0, 30);
+      p.has_rotary_position = rng.Chance(0.5);
+    }
+    ASSERT_TRUE(strobe::check_problem(p).ok()) << strobe::check_problem(p).text();
+    strobe::resolve_defaults(p);
+    int32_t used[2], pad[2], entry[2], position[2], starts[3] = {0, 0, 0};
+    for (int b = 0; b < 2; ++b) {
+      used[b] = hostile(p.seqlen_k);
+      pad[b] = hostile(p.seqlen_k / 2);
+      entry[b] = hostile(p.cache_batch);
+      position[b] = hostile(p.rotary_rows);
+      starts[b + 1] = hostile(p.total_new);
+    }
+    std::vector<int32_t> table(static_cast<size_t>(2 * p.pages_per_sequence) + 1, 7);
+    strobe_forward_args a{};
+    a.seqused_k = used;
+    a.leftpad = pad;
+    a.cache_batch_idx = entry;
+    a.rotary_position = position;
+    a.cu_seqlens_k_new = starts;
+    a.block_table = table.data();
+    const CachedSequences all = strobe::cached_sequences_of(p, a);
+    for (int64_t b = 0; b < 2; ++b) {
+      const CachedSequence s = all.sequence(b);
+      (s.in_range ? good : bad) += 1;
+      ASSERT_EQ(s.rows_k, s.mask.seqlen_k);
+      ASSERT_LE(s.keys.first + s.mask.seqlen_k, p.seqlen_k);
+      ASSERT_LE(0, s.keys.first);
+      ASSERT_LE(0, s.new_begin);
+      ASSERT_LE(s.new_begin, s.mask.seqlen_k);
+      const int64_t count = s.mask.seqlen_k - s.new_begin;
+      ASSERT_LE(count, p.seqlen_new);
+      if (p.append == STROBE_APPEND_PACKED) {
+        ASSERT_LE(s.new_row + count, p.total_new);
+      }
+      if (p.cache == STROBE_CACHE_CONTIGUOUS) {
+        ASSERT_LE(0, s.keys.entry);
+        ASSERT_LT(s.keys.entry, p.cache_batch);
+      }
+      if (s.mask.seqlen_k > 0 && s.keys.pages) {
+        const int64_t last = s.keys.first + s.mask.seqlen_k - 1;
+        ASSERT_LT(s.keys.page_size.quotient(static_cast<int32_t>(last)), p.pages_per_sequence);
+      }
+      if (!s.in_range) {
+        ASSERT_EQ(s.mask.seqlen_k, 0);
+      } else if (p.rotary_dim) {
+        for (int64_t i = 0; i < p.seqlen_q; ++i) {
+          ASSERT_LE(0, all.query_rotation(s, i));
+          ASSERT_LT(all.query_rotation(s, i), p.rotary_rows);
+        }
+        ASSERT_LE(count == 0 ? 0 : s.rotary_start + count, p.rotary_rows);
+      }
+    }
+  }
+  EXPECT_GT(good, 1000);
+  EXPECT_GT(bad, 1000);
+}
+
+TEST(Cache, PlainPathAgreesWithTheOracle) {
+  int failures = 0;
+  for (uint64_t seed = 1; seed <= kCases / 4; ++seed) {
+    const CacheCase c = GenerateCacheCase(seed);
+    const std::string wrong = RunCase(c, PlainLaunch());
+    if (!wrong.empty() && ++failures <= kMostFailuresShown) ADD_FAILURE() << ToString(c) << wrong;
+  }
+  EXPECT_EQ(failures, 0);
+}
+
+// The fixtures and the oracle see what a kernel could do wrong.
+TEST(Cache, DefectsAreSeen) {
+  for (int n = 1; n < static_cast<int>(CacheDefect::kCount); ++n) {
+    int seen = 0;
+    for (uint64_t seed = 1; seed <= 150 && seen < 3; ++seed) {
+      seen += !RunCase(GenerateCacheCase(seed), PlainLaunch(static_cast<CacheDefect>(n))).empty();
+    }
+    EXPECT_GE(seen, 3) << "defect " << n;
+  }
+}
+
+TEST(Cache, EveryKernelAgreesWithTheOracle) {
+  const uint64_t cases = FromEnvironment("STROBE_CACHE_CASES", kCases);
+  const uint64_t seed = FromEnvironment("STROBE_CACHE_SEED", 1);
+  const std::vector<CpuKernel> kernels = CpuKernels();
+  std::vector<uint64_t> ran(kernels.size());
+  int failures = 0;
+  for (uint64_t n = 0; n < cases; ++n) {
+    const CacheCase c = GenerateCacheCase(seed + n);
+    strobe_problem p = CacheFixture(c).Problem();
+    strobe::resolve_defaults(p);
+    for (size_t i = 0; i < kernels.size(); ++i) {
+      if (!kernels[i].Takes(p)) continue;
+      ++ran[i];
+      const std::string wrong =
+          RunCase(c, ThroughTheLibrary([&](strobe_plan& plan) { kernels[i].Take(plan); }));
+      if (!wrong.empty() && ++failures <= kMostFailuresShown) {
+        ADD_FAILURE() << kernels[i].name << ", " << ToString(c) << wrong
+                      << "\n  alone: STROBE_CACHE_SEED=" << c.seed << " STROBE_CACHE_CASES=1";
+      }
+    }
+  }
+  bool taken = false;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    std::printf("%s: %llu of %llu cases\n", kernels[i].name.c_str(),
+                static_cast<unsigned long long>(ran[i]), static_cast<unsigned long long>(cases));
+    taken = taken || ran[i] > 0;
+  }
+  EXPECT_EQ(failures, 0);
+  if (!taken) GTEST_SKIP() << "no kernel of this machine takes a KV cache";
+}
+
+}  // namespace
+}  // namespace strobe_test

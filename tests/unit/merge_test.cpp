@@ -1,0 +1,221 @@
+// strobe_merge against float64, and its refusals.
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "numeric.h"
+#include "strobe/strobe.h"
+
+namespace {
+
+using oracle::Rng;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Merge {
+  int64_t parts, batch, rows, heads, dim;
+  std::vector<float> outs, lses, lse;
+  std::vector<char> out;
+  oracle::DType dtype;
+  strobe_merge_args a{};
+
+  Merge(Rng& rng, int64_t n, int64_t b, int64_t i, int64_t h, int64_t d, oracle::DType type)
+      : parts(n), batch(b), rows(i), heads(h), dim(d), dtype(type) {
+    const int64_t count = batch * rows * heads;
+    for (int64_t e = 0; e < parts * count * dim; ++e) {
+      outs.push_back(static_cast<float>(rng.Normal()));
+    }
+    for (int64_t e = 0; e < parts * count; ++e) {
+      lses.push_back(static_cast<float>(rng.Uniform(-40, 40)));
+    }
+    out.assign(static_cast<size_t>(count * dim * oracle::ElementSize(type)), '\xA5');
+    lse.assign(static_cast<size_t>(count), 12345);
+    a.struct_size = sizeof a;
+    a.out_dtype = static_cast<int32_t>(type);  // the enumerations agree
+    a.parts = parts;
+    a.batch = batch;
+    a.seqlen_q = rows;
+    a.heads = heads;
+    a.head_dim_v = dim;
+    a.outs = outs.data();
+    a.lses = lses.data();
+    a.out = out.data();
+    a.lse = lse.data();
+  }
+  size_t Out(int64_t n, int64_t b, int64_t i, int64_t h) const {
+    return static_cast<size_t>((((n * batch + b) * rows + i) * heads + h) * dim);
+  }
+  size_t Lse(int64_t n, int64_t b, int64_t i, int64_t h) const {
+    return static_cast<size_t>(((n * batch + b) * heads + h) * rows + i);
+  }
+  // Against the definition, in float64.
+  void Check() const {
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t h = 0; h < heads; ++h) CheckRow(b, i, h);
+      }
+    }
+  }
+  void CheckRow(int64_t b, int64_t i, int64_t h) const {
+    double largest = -HUGE_VAL, sum = 0;
+    for (int64_t n = 0; n < parts; ++n) {
+      largest = std::fmax(largest, lses[Lse(n, b, i, h)]);
+    }
+    std::vector<double> wanted(static_cast<size_t>(dim), 0.0);
+    for (int64_t n = 0; n < parts; ++n) {
+      const double part = lses[Lse(n, b, i, h)];
+      if (part == -HUGE_VAL) continue;
+      const double weight = std::exp(part - largest);
+      sum += weight;
+      for (int64_t d = 0; d < dim; ++d) {
+        wanted[static_cast<size_t>(d)] += weight * outs[Out(n, b, i, h) + static_cast<size_t>(d)];
+      }
+    }
+    const double got_lse = lse[Lse(0, b, i, h)];
+    const double lse_wanted = sum == 0 ? -HUGE_VAL : largest + std::log(sum);
+    if (std::isnan(lse_wanted)) {
+      EXPECT_TRUE(std::isnan(got_lse));
+    } else if (std::isinf(lse_wanted)) {
+      EXPECT_EQ(got_lse, lse_wanted);
+    } else {
+      EXPECT_NEAR(got_lse, lse_wanted, 1e-5 + 1e-6 * std::fabs(lse_wanted));
+    }
+    for (int64_t d = 0; d < dim; ++d) {
+      const double x = sum == 0 ? 0 : wanted[static_cast<size_t>(d)] / sum;
+      const double got = oracle::Load(dtype, out.data(), static_cast<int64_t>(Out(0, b, i, h)) + d);
+      const double room = 2e-5 + oracle::Spacing(dtype, static_cast<float>(x));
+      if (std::isnan(x)) {
+        EXPECT_TRUE(std::isnan(got));
+      } else {
+        EXPECT_LE(std::fabs(got - x), room) << b << " " << i << " " << h << " " << d;
+      }
+    }
+  }
+};
+
+TEST(Merge, AgreesWithTheDefinition) {
+  Rng rng(1);
+  for (int n = 0; n < 200; ++n) {
+    Merge m(rng, rng.Integer(0, 7), rng.Integer(0, 3), rng.Integer(0, 9), rng.Integer(0, 5),
+            rng.Integer(1, 256), static_cast<oracle::DType>(rng.Integer(0, 2)));
+    for (size_t e = 0; e < m.lses.size(); ++e) {
+      if (!rng.Chance(0.3)) continue;
+      m.lses[e] = -kInfinity;  // a part without keys: whatever its outs hold
+    }
+    for (int64_t part = 0; part < m.parts; ++part) {
+      for (int64_t b = 0; b < m.batch; ++b) {
+        for (int64_t i = 0; i < m.rows; ++i) {
+          for (int64_t h = 0; h < m.heads; ++h) {
+            if (m.lses[m.Lse(part, b, i, h)] == -kInfinity) m.outs[m.Out(part, b, i, h)] = kNan;
+          }
+        }
+      }
+    }
+    m.a.threads = static_cast<int32_t>(rng.Integer(0, 3));
+    ASSERT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+    m.Check();
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(Merge, ManyRowsOnSeveralThreads) {
+  Rng rng(2);
+  Merge m(rng, 5, 3, 300, 7, 65, oracle::DType::kBFloat16);
+  m.a.threads = 4;
+  ASSERT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+  m.Check();
+}
+
+TEST(Merge, NanAndInfinityArriveAndLseMayBeLeftOut) {
+  Rng rng(3);
+  Merge m(rng, 2, 1, 3, 1, 4, oracle::DType::kFloat32);
+  m.lses[m.Lse(0, 0, 0, 0)] = kNan;
+  m.lses[m.Lse(1, 0, 1, 0)] = kInfinity;  // as attention has it: exp(inf - inf)
+  ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+  for (const int64_t row : {0, 1}) {
+    EXPECT_TRUE(std::isnan(m.lse[m.Lse(0, 0, row, 0)]));
+    EXPECT_TRUE(std::isnan(oracle::Load(m.dtype, m.out.data(), row * 4)));
+  }
+  m.CheckRow(0, 2, 0);
+  const std::vector<char> before = m.out;
+  m.a.lse = nullptr;
+  ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+  EXPECT_EQ(m.out, before);
+}
+
+// Parts side by side in each row, and lses that lie as outs do.
+TEST(Merge, Strides) {
+  Rng rng(4);
+  Merge m(rng, 3, 2, 5, 4, 8, oracle::DType::kFloat32);
+  std::vector<float> outs(m.outs.size()), lses(m.lses.size());
+  for (int64_t n = 0; n < 3; ++n) {
+    for (int64_t b = 0; b < 2; ++b) {
+      for (int64_t i = 0; i < 5; ++i) {
+        for (int64_t h = 0; h < 4; ++h) {
+          const auto row = static_cast<size_t>(((b * 5 + i) * 4 + h) * 3 + n);
+          lses[row] = m.lses[m.Lse(n, b, i, h)];
+          for (size_t d = 0; d < 8; ++d) outs[row * 8 + d] = m.outs[m.Out(n, b, i, h) + d];
+        }
+      }
+    }
+  }
+  m.a.outs = outs.data();
+  m.a.lses = lses.data();
+  m.a.outs_strides = {5 * 4 * 24, 4 * 24, 24, 1};
+  m.a.outs_part = 8;
+  m.a.lses_strides = {5 * 4 * 3, 4 * 3, 3, 0};
+  m.a.lses_part = 1;
+  ASSERT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+  m.Check();
+}
+
+TEST(Merge, BadArgumentsAreRefusedByName) {
+  using A = strobe_merge_args;
+  const struct {
+    std::function<void(A&)> spoil;
+    const char* text;
+  } all[] = {
+      {[](A& a) { a.struct_size = 8; }, "args.struct_size = 8, expected"},
+      {[](A& a) { a.device = 2; }, "device = 2, expected 0 to 1"},
+      {[](A& a) { a.device_index = 1; }, "device_index = 1, expected 0 to 0"},
+      {[](A& a) { a.out_dtype = 3; }, "out_dtype = 3, expected 0 to 2"},
+      {[](A& a) { a.threads = -1; }, "threads = -1, expected 0 to"},
+      {[](A& a) { a.parts = -1; }, "parts = -1, expected 0 to"},
+      {[](A& a) { a.batch = -1; }, "batch = -1, expected 0 to"},
+      {[](A& a) { a.seqlen_q = -1; }, "seqlen_q = -1, expected 0 to"},
+      {[](A& a) { a.heads = -1; }, "heads = -1, expected 0 to"},
+      {[](A& a) { a.head_dim_v = 257; }, "head_dim_v = 257, expected 1 to 256"},
+      {[](A& a) { a.outs = nullptr; }, "outs = NULL, expected a pointer"},
+      {[](A& a) { a.lses = nullptr; }, "lses = NULL, expected a pointer"},
+      {[](A& a) { a.out = nullptr; }, "out = NULL, expected a pointer"},
+      {[](A& a) {
+         a.outs_strides = {64, 16, 8, 1};
+       },
+       "outs_part = 0 elements with strides given"},
+      {[](A& a) {
+         a.out_strides = {64, 4, 8, 1};
+       },
+       "out_strides."},
+      {[](A& a) { a.outs_strides.dim = 2; }, "outs_strides.dim = 2 elements, expected 1"},
+      {[](A& a) { a.batch = a.seqlen_q = a.heads = INT32_MAX; }, "outs_strides: "},
+      {[](A& a) { a.parts = INT32_MAX, a.seqlen_q = INT32_MAX; }, "parts = 2147483647 of "},
+  };
+  for (const auto& bad : all) {
+    Rng rng(5);
+    Merge m(rng, 2, 1, 4, 2, 8, oracle::DType::kFloat32);
+    const std::vector<char> before = m.out;
+    bad.spoil(m.a);
+    EXPECT_EQ(strobe_merge(&m.a), STROBE_INVALID_ARGUMENT) << bad.text;
+    EXPECT_EQ(std::string(strobe_last_error()).find(bad.text), 0U)
+        << "got: " << strobe_last_error() << "\nwanted: " << bad.text;
+    EXPECT_EQ(m.out, before);
+  }
+  EXPECT_EQ(strobe_merge(nullptr), STROBE_INVALID_ARGUMENT);
+}
+
+}  // namespace
