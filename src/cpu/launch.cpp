@@ -7,9 +7,11 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include "core/workspace.h"
 #include "cpu/blocks.h"
+#include "cpu/decode_items.h"
 #include "cpu/team.h"
 #include "cpu/turnstile.h"
 
@@ -135,9 +137,13 @@ class ForwardItems {
   int64_t block_, piece_, pieces_, whole_, count_;
 };
 
+// packed: its sequences lie end to end, and the batch stride is not used.
+Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
+  return {static_cast<std::byte*>(const_cast<void*>(data)), packed ? 0 : s.batch, s.seqlen, s.head,
+          element_size(dtype)};
+}
 Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
-  return {static_cast<std::byte*>(const_cast<void*>(data)), p.varlen ? 0 : s.batch, s.seqlen,
-          s.head, element_size(p.dtype)};
+  return tensor(data, s, p.varlen, p.dtype);
 }
 
 template <typename Args>
@@ -145,9 +151,9 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   const AttentionProblem& p = plan.problem;
   c.problem = p;
   c.q = tensor(args.q, p.q, p);
-  c.k = tensor(args.k, p.k, p);
-  c.v = tensor(args.v, p.v, p);
-  c.sequences = sequences_of(p, args);
+  c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.dtype);
+  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.dtype);
+  static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
@@ -159,8 +165,15 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
 ForwardContext forward_context(const Plan& plan, const ForwardArgs& args) {
   ForwardContext c{};
   fill_context(plan, args, c);
-  c.out = tensor(args.out, plan.problem.out, plan.problem);
+  const AttentionProblem& p = plan.problem;
+  if (p.cache) c.sequences = cached_sequences_of(p, args);
+  c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
   c.lse = args.lse;
+  const bool packed = p.append == STROBE_APPEND_PACKED;
+  c.k_new = tensor(args.k_new, p.k_new, packed, p.dtype);
+  c.v_new = tensor(args.v_new, p.v_new, packed, p.dtype);
+  c.rotary_cos = static_cast<const std::byte*>(args.rotary_cos);
+  c.rotary_sin = static_cast<const std::byte*>(args.rotary_sin);
   return c;
 }
 
@@ -210,15 +223,6 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
   }
 }
 
-// out and lse of queries that are not in use.
-void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
-  if (queries.empty()) return;
-  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
-  if (!c.lse) return;
-  float* const lse = c.lse + c.lse_index(s, head);
-  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
-}
-
 // dq of queries, dk and dv of keys that are not in use.
 void fill_unused_queries(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
   if (queries.empty()) return;
@@ -253,11 +257,51 @@ class Workspace {
   bool failed_ = false;
 };
 
+// Bytes of new keys and values that are worth one more thread.
+constexpr int64_t kAppendBytesPerThread = 128 * 1024;
+// New keys that a thread takes at a time.
+constexpr int64_t kAppendKeys = 16;
+
+// Writes the new keys and values to the cache. All are there before any is read.
+void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& context) {
+  const AttentionProblem& p = plan.problem;
+  const bool packed = p.append == STROBE_APPEND_PACKED;
+  const int64_t rows = packed ? p.total_new : p.batch * p.seqlen_new;
+  const int64_t bytes = rows * p.heads_kv * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
+  const int64_t pieces = ceil_div(p.seqlen_new, kAppendKeys);
+  const int64_t most = p.threads > 0 ? p.threads : default_threads();
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int) {
+    for (;;) {
+      const int64_t n = next.fetch_add(1, std::memory_order_relaxed);
+      if (n >= p.batch * pieces) return;
+      const CachedSequence s = context.sequences.sequence(n / pieces);
+      const int64_t begin = s.new_begin + n % pieces * kAppendKeys;
+      const Range keys{begin, min64(begin + kAppendKeys, s.mask.seqlen_k)};
+      if (!keys.empty()) isa.append(context, s.batch, keys);
+    }
+  };
+  const int64_t threads = min64(most, 1 + bytes / kAppendBytesPerThread);
+  if (threads == 1) {
+    work(0);
+  } else {
+    parallel(static_cast<int>(threads), work);
+  }
+}
+
 Status no_memory(size_t bytes) {
   return {STROBE_OUT_OF_MEMORY, format("a workspace of %zu bytes could not be allocated", bytes)};
 }
 
 }  // namespace
+
+void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
+  if (queries.empty()) return;
+  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
+  if (!c.lse) return;
+  float* const lse = c.lse + c.lse_index(s, head);
+  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
+}
 
 void fill_plan(const InstructionSet& isa, Plan& plan) {
   const AttentionProblem& p = plan.problem;
@@ -267,14 +311,27 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   const Tiles tiles = forward ? isa.forward_tiles(p) : isa.backward_tiles(p);
   plan.tile_q = tiles.tile_q;
   plan.tile_k = tiles.tile_k;
+  plan.work_items = 0;
   size_t scratch = 0, shared = 0;
-  if (forward) {
+  const DecodeUse decode(isa, p);
+  if (decode.some) {
+    const DecodePlan split(isa, p, min64(threads, useful));
+    plan.work_items = split.work_items;
+    plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
+    plan.tile_q = split.shape.heads * split.shape.item_rows;
+    plan.tile_k = kDecodeKeys;
+    shared = split.bytes;
+    scratch = isa.decode->scratch(forward_context(plan, {}));
+  }
+  if (forward && !decode.all) {
+    plan.tile_q = tiles.tile_q;
+    plan.tile_k = tiles.tile_k;
     const int64_t others = p.batch * p.heads;
     plan.block_q = choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, others,
                                 min64(threads, useful) == 1 ? 1 : threads * kItemsPerThread);
-    plan.work_items = Blocks::of_queries(p, nullptr, plan.block_q).count();
-    scratch = isa.forward_scratch(forward_context(plan, {}));
-  } else {
+    plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
+    scratch = std::max(scratch, isa.forward_scratch(forward_context(plan, {})));
+  } else if (!forward) {
     const int64_t others = p.batch * p.heads_kv;
     if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
       // How many rows a sequence is given beyond those that it uses, its neighbours decide.
@@ -301,22 +358,40 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
   const AttentionProblem& p = plan.problem;
+  if (p.append) append(isa, plan, forward_context(plan, args));
   if (rows_q(p) == 0) return {};
   const Workspace workspace(args.workspace, plan.workspace_bytes);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
   const ForwardContext context = forward_context(plan, args);
-  const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
-  const ForwardItems items(plan, context.sequences.cu_q);
+  const DecodeUse use(isa, p);
+  std::optional<DecodeItems> decoded;
+  size_t shared = 0;
+  if (use.some) {
+    decoded.emplace(isa, context, plan.threads, workspace.data());
+    shared = decoded->bytes();
+  }
+  const int64_t few = decoded ? decoded->count() : 0;
+  std::byte* const scratch_base = workspace.data() + shared;
+  const size_t scratch = (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
+                         kWorkspaceAlignment * kWorkspaceAlignment;
+  std::optional<ForwardItems> tiled;
+  if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
-  Counter next(items.count());
+  Counter next(few + (tiled ? tiled->count() : 0));
   parallel(plan.threads, [&](int thread) {
+    std::byte* const own = scratch_base + static_cast<size_t>(thread) * scratch;
     next.drain(thread, interrupt, [&](int64_t n) {
-      ForwardItem item = items[n];
+      if (n < few) {
+        decoded->run(n, own);
+        return;
+      }
+      ForwardItem item = (*tiled)[n - few];
       const Sequence s = context.sequence(item.batch);
+      if (use.decoded(isa, s.mask.seqlen_q)) return;
       const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
       if (!queries.used.empty()) {
         item.q_end = queries.used.end;
-        isa.forward_block(context, item, workspace.data() + static_cast<size_t>(thread) * scratch);
+        isa.forward_block(context, item, own);
       }
       fill_unused(context, s, item.head, queries.unused);
     });
