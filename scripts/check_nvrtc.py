@@ -42,6 +42,11 @@ constexpr BackwardConfig kC{80, kFloat16, 64, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true>;
 }
 """,
+    "decode/decode.cuh": """
+namespace strobe::cuda {
+__device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true>;
+}
+""",
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};

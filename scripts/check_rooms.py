@@ -20,8 +20,9 @@ ROOMS = {
     "cuda/common": ["core", "cuda/common", "cuda/ptx"],
     "cuda/mma_sync": ["core", "cuda/common", "cuda/ptx", "cuda/mma_sync"],
     "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/hopper"],
+    "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/decode"],
     "cuda/host": ["core", "cuda/common", "cuda/host"],
-    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/host"],  # the template of a row's source
+    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of a row's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
     "cli": ["cli", "core", "strobe"],
 }

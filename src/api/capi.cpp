@@ -14,6 +14,9 @@
 #include "core/philox.h"
 #include "cpu/dispatch.h"
 #include "cpu/merge.h"
+#if STROBE_HAVE_CUDA
+#include "cuda/host/merge.h"
+#endif
 #include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
@@ -234,7 +237,11 @@ strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
     MergeArgs checked_args = *args;
     STROBE_RETURN_IF_ERROR(check_merge(checked_args));
     if (checked_args.device == STROBE_CUDA) {
-      return {STROBE_UNSUPPORTED, "device = 1 (CUDA): strobe_merge runs on the CPU alone so far"};
+#if STROBE_HAVE_CUDA
+      return cuda::merge(checked_args);
+#else
+      return {STROBE_UNSUPPORTED, "device = 1 (CUDA), expected 0 (CPU): this build has no CUDA"};
+#endif
     }
     return cpu::merge(checked_args);
   });

@@ -29,6 +29,10 @@ struct ForwardConfig {
   int warps;           // that compute
 };
 
+/// One kernel for keys in a cache: tile_q rows, which are queries times query heads of a key head;
+/// tile_k keys of a team's stage (decode/layout.h).
+using DecodeConfig = ForwardConfig;
+
 /// One backward kernel.
 struct BackwardConfig {
   int arch;

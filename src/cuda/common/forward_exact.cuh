@@ -32,32 +32,30 @@ struct SuspectTile {
   int32_t batch, head, first;
 };
 
-/// Rewrites row `query` of O. By a whole warp: lane i has columns i, i + 32, ... of head_dim. No
-/// value of V enters lse, which is written only where scores were too large for the tiled kernel.
-template <typename T, bool kDropout>
-__device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
+/// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
+/// of head_dim. key_at, value_at: a key's rows of K and V; null: there are none, which makes the
+/// row NaN. write(column, value): takes the result. No value of V enters lse, which is written only
+/// where scores were too large for the tiled kernel.
+template <typename T, bool kDropout, typename KeyAt, typename ValueAt, typename Write>
+__device__ __forceinline__ void exact_row_of(const ForwardParams& p, const Sequence& sequence,
+                                             int32_t head, int32_t query, const T* q,
+                                             const KeyAt& key_at, const ValueAt& value_at,
+                                             const Write& write) {
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
-  const Sequence sequence = p.sequence(batch);
+  const auto batch = static_cast<int32_t>(sequence.batch);
   const Range keys = sequence.mask.row(query);
   const Score rule = Score::of(p, batch, head);
-  const auto row_of = [](const RowsView& view, int64_t row) {
-    return reinterpret_cast<T*>(view.row(row));
-  };
-  const auto keys_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
-  };
-  const auto queries_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.q_row, head, sequence.mask.seqlen_q, dim);
-  };
-  const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
-  const T* const q = row_of(queries_of(p.q, p.head_dim), query);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
   for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const T* const k = row_of(all_k, key);
-    const T* const v = row_of(all_v, key);
+    const T* const k = key_at(key);
+    const T* const v = value_at(key);
     float dot = 0.f;
+    if (!k || !v) {
+      sum = __int_as_float(0x7fffffff);
+      break;
+    }
 #pragma unroll 1
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
@@ -85,12 +83,33 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
       finish_row(!keys.empty(), max + kValueShift, sum, kDropout ? p.dropout.keep_scale : 1.f);
   if (p.lse && lane == 0 && is_coarse(max))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
-  T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const int d = lane + 32 * i;
-    if (d < p.head_dim_v) to[d] = static_cast<T>(out[i] * result.factor);
+    if (d < p.head_dim_v) write(d, out[i] * result.factor);
   }
+}
+
+/// Rewrites row `query` of O.
+template <typename T, bool kDropout>
+__device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
+  const Sequence sequence = p.sequence(batch);
+  const auto keys_of = [&](const Tensor& t, int32_t dim) {
+    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
+  };
+  const auto queries_of = [&](const Tensor& t, int32_t dim) {
+    return rows_view(t, batch, sequence.q_row, head, sequence.mask.seqlen_q, dim);
+  };
+  const auto row_of = [](const RowsView& view, int64_t row) {
+    return reinterpret_cast<T*>(view.row(row));
+  };
+  const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
+  T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
+  exact_row_of<T, kDropout>(
+      p, sequence, head, query, row_of(queries_of(p.q, p.head_dim), query),
+      [&](int64_t key) { return row_of(all_k, key); },
+      [&](int64_t key) { return row_of(all_v, key); },
+      [&](int d, float x) { to[d] = static_cast<T>(x); });
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/cache.h"
 #include "core/philox.h"
 #include "core/sequence.h"
 
@@ -34,6 +35,13 @@ struct ForwardParams : CommonParams {
   float* lse;  // null: not wanted
   void* workspace;
   int32_t batch_invariant;
+};
+
+/// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
+/// said of queries holds.
+struct DecodeParams : ForwardParams {
+  CachedSequences cache;
+  bool float_out;  // out is float32
 };
 
 struct BackwardParams : CommonParams {

@@ -41,6 +41,15 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   f.batch_invariant = p.batch_invariant;
 }
 
+void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeParams& d) {
+  fill_params(p, a, static_cast<ForwardParams&>(d));
+  d.cache = cached_sequences_of(p, a);
+  static_cast<Sequences&>(d) = d.cache;
+  d.k.batch_stride = p.k.batch;  // of the cache: it is not packed where queries are
+  d.v.batch_stride = p.v.batch;
+  d.float_out = p.out_dtype == STROBE_FLOAT32;
+}
+
 void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {
   fill_common(p, a, b);
   b.out = tensor(a.out, p.out, p);

@@ -51,6 +51,7 @@ const Row* row_of(const Plan& plan, int arch) {
 }
 template const ForwardRow* row_of<ForwardRow>(const Plan&, int);
 template const BackwardRow* row_of<BackwardRow>(const Plan&, int);
+template const DecodeRow* row_of<DecodeRow>(const Plan&, int);
 
 template <typename Row>
 const Row* row_for_unaligned(const Plan& plan) {
@@ -94,10 +95,31 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
+void fill_decode(Plan& plan, const DeviceProperties& device) {
+  const AttentionProblem& p = plan.problem;
+  const int index = find_decode_row(p, device, nullptr);
+  const DecodeRow& row = *row_table<DecodeRow>()[static_cast<size_t>(index)].row;
+  plan.reserved[kRowSlot] = index;
+  plan.tile_q = row.config.tile_q;
+  plan.tile_k = row.config.tile_k;
+  plan.block_threads = row.shape.threads;
+  plan.shared_bytes = row.shape.shared_bytes;
+  DecodeParams params{};
+  fill_params(p, ForwardArgs{}, params);
+  const DecodeGrid grid = row.carve(params, device.multiprocessors, device.shared_bytes);
+  plan.block_q = row.config.tile_q;
+  plan.work_items = grid.blocks;
+  plan.grid[0] = static_cast<int32_t>(grid.blocks);
+  plan.grid[1] = plan.grid[2] = 1;
+  plan.workspace_bytes = static_cast<size_t>(grid.workspace_bytes);
+}
+
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
-  if (plan.problem.direction == STROBE_FORWARD) {
+  if (plan.problem.cache) {
+    fill_decode(plan, device);
+  } else if (plan.problem.direction == STROBE_FORWARD) {
     fill_row<ForwardRow>(arch, plan, device);
   } else {
     fill_row<BackwardRow>(arch, plan, device);

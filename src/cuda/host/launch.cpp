@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/workspace.h"
+#include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
@@ -17,35 +18,6 @@ namespace strobe::cuda {
 
 namespace {
 
-Status cuda_status(cudaError_t error, const char* what) {
-  cudaGetLastError();  // what it was is in the status; it must not surface in a later call
-  return {error == cudaErrorMemoryAllocation ? STROBE_OUT_OF_MEMORY : STROBE_DEVICE_ERROR,
-          format("%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error))};
-}
-
-// Makes a device current for the time of a launch.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
-
 template <typename Args>
 Status check_common_pointers(const AttentionProblem& p, const Args& a) {
   const int device = p.device_index;
@@ -56,6 +28,8 @@ Status check_common_pointers(const AttentionProblem& p, const Args& a) {
   STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, device));
   if (p.varlen) {
     STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_q", a.cu_seqlens_q, device));
+  }
+  if (p.varlen && !p.cache) {
     STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_k", a.cu_seqlens_k, device));
   }
   if (p.alibi) {
@@ -75,6 +49,14 @@ Status check_common_pointers(const AttentionProblem& p, const Args& a) {
 }
 
 Status check_pointers(const AttentionProblem& p, const ForwardArgs& a) {
+  const int device = p.device_index;
+  if (p.cache == STROBE_CACHE_PAGED) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("block_table", a.block_table, device));
+  }
+  if (p.has_cache_batch_idx) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("cache_batch_idx", a.cache_batch_idx, device));
+  }
+  if (p.has_leftpad) STROBE_RETURN_IF_ERROR(check_device_pointer("leftpad", a.leftpad, device));
   return check_common_pointers(p, a);
 }
 
@@ -96,6 +78,23 @@ bool aligned_for_tma(const void* q, const void* k, const void* v, const void* ro
 bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.out); }
 bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.dout); }
 
+// Whether rows that are not in use are owed anything.
+bool has_unused_rows(const BackwardParams& p) { return p.Sequences::has_unused_rows(); }
+bool has_unused_rows(const ForwardParams& p) { return p.used_q != nullptr; }
+UnusedRows unused_rows(const ForwardParams& p) { return unused_rows_of(p); }
+UnusedRows unused_rows(const BackwardParams& p) { return unused_rows_of(p); }
+UnusedRows unused_rows(const DecodeParams& p) {
+  UnusedRows rows = unused_rows_of(p);
+  if (p.float_out) {  // zeros of 16 bits, twice as many
+    Tensor& out = rows.queries.tensor;
+    out.batch_stride *= 2;
+    out.row_stride *= 2;
+    out.head_stride *= 2;
+    rows.queries.dim *= 2;
+  }
+  return rows;
+}
+
 template <typename Row, typename Params, typename Args>
 Status launch_row(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
@@ -107,12 +106,14 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   }
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  if (arch == 90 && !aligned_for_tma(args)) {
-    row = row_for_unaligned<Row>(plan);
-    if (!row) {
-      return {
-          STROBE_INVALID_ARGUMENT,
-          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v)};
+  if constexpr (!std::is_same_v<Row, DecodeRow>) {
+    if (arch == 90 && !aligned_for_tma(args)) {
+      row = row_for_unaligned<Row>(plan);
+      if (!row) {
+        return {STROBE_INVALID_ARGUMENT,
+                format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
+                       args.v)};
+      }
     }
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));
@@ -123,7 +124,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
+  if constexpr (!std::is_same_v<Row, BackwardRow>) {
     if (!workspace && plan.workspace_bytes > 0) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
@@ -134,13 +135,17 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     const cudaError_t error = cudaMallocAsync(&workspace, plan.workspace_bytes, stream);
     if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
   }
-  Arena arena(workspace);
-  row->carve(arena, p, params);
+  if constexpr (std::is_same_v<Row, DecodeRow>) {
+    params.workspace = workspace;
+  } else {
+    Arena arena(workspace);
+    row->carve(arena, p, params);
+  }
   const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = row->launch(params, target);
-  if (error == cudaSuccess && params.has_unused_rows()) {
-    error = launch_unused_rows(unused_rows_of(params), target);
+  if (error == cudaSuccess && has_unused_rows(params)) {
+    error = launch_unused_rows(unused_rows(params), target);
   }
   if (own) {
     const cudaError_t freed = cudaFreeAsync(workspace, stream);
@@ -152,6 +157,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
+  if (plan.problem.cache) return launch_row<DecodeRow, DecodeParams>(arch, plan, args);
   return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cuda/common/tile_mask.h"
+#include "cuda/host/fill_params.h"
 #include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
@@ -89,7 +90,56 @@ template int find_row<ForwardRow>(int, const AttentionProblem&, const DeviceProp
 template int find_row<BackwardRow>(int, const AttentionProblem&, const DeviceProperties&,
                                    std::string*);
 
+int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
+                    std::string* reason) {
+  const auto rows = row_table<DecodeRow>();
+  const int64_t dim = max64(p.head_dim, p.head_dim_v), packed = p.seqlen_q * (p.heads / p.heads_kv);
+  const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
+  int found = -1;
+  int64_t widest = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const DecodeConfig& c = rows[i].row->config;
+    if (c.dtype != p.dtype || rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
+    widest = max64(widest, c.width);
+    if (c.width < dim) continue;
+    if (is_forced(rows[i].name)) return static_cast<int>(i);
+    if (found >= 0) {
+      const DecodeConfig& best = rows[static_cast<size_t>(found)].row->config;
+      if (c.width > best.width || holds(c) < holds(best)) continue;
+      if (c.width == best.width && holds(c) == holds(best) && c.tile_q >= best.tile_q) continue;
+    }
+    found = static_cast<int>(i);
+  }
+  if (found < 0 && reason) {
+    *reason = format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache",
+                     static_cast<long long>(dim), static_cast<long long>(widest));
+  }
+  return found;
+}
+
 namespace {
+
+// Why the kernels for keys in a cache decline.
+std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
+  if (p.append) {
+    return format("append = %d, expected 0 (none): this kernel writes to no KV cache", p.append);
+  }
+  if (p.rotary_dim > 0) {
+    return format("rotary_dim = %lld, expected 0: this kernel turns no queries",
+                  static_cast<long long>(p.rotary_dim));
+  }
+  std::string reason;
+  const int index = find_decode_row(p, device, &reason);
+  if (index < 0) return reason;
+  DecodeParams params{};
+  fill_params(p, ForwardArgs{}, params);
+  if (row_table<DecodeRow>()[static_cast<size_t>(index)]
+          .row->carve(params, device.multiprocessors, device.shared_bytes)
+          .workspace_bytes < 0) {
+    return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
+  }
+  return {};
+}
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
@@ -143,7 +193,6 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
     return format("device %d has compute capability %d.%d, expected %s", p.device_index, cc / 10,
                   cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer");
   }
-  if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
   if (p.dtype == STROBE_FLOAT32) {
     return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
   }
@@ -153,6 +202,11 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
                     static_cast<long long>(kLongestSequence));
     }
   }
+  if (p.cache) {
+    if (arch == 90) return "cache: cuda_sm80 has the kernels for keys in a cache";
+    return cache_declines(p, device);
+  }
+  if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
   if (arch == 90) {
     if (machine().forced_row.find("_sm80_") != std::string::npos) {
       return "STROBE_CUDA_ROW asks for another kernel";

@@ -15,6 +15,10 @@ template <typename Row>
 int find_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
              std::string* reason);
 
+/// The same for keys in a cache.
+int find_decode_row(const AttentionProblem& problem, const DeviceProperties& device,
+                    std::string* reason);
+
 /// Empty when a row of this architecture takes the (resolved) problem on such a device, else why
 /// none does.
 std::string declines_on(int arch, const AttentionProblem& problem, const DeviceProperties& device);

@@ -5,8 +5,10 @@
 namespace strobe::cuda {
 
 #define STROBE_forward_ROW(name, when) extern const ForwardRow name;
+#define STROBE_decode_ROW(name, when) extern const DecodeRow name;
 #define STROBE_backward_ROW(name, when) extern const BackwardRow name;
 #include "cuda_rows.inc"
+#undef STROBE_decode_ROW
 #undef STROBE_forward_ROW
 #undef STROBE_backward_ROW
 
@@ -16,6 +18,7 @@ constexpr When any = When::kAny, plain = When::kPlain, whole = When::kWhole, few
                some = When::kSome, brief = When::kShort;
 
 // The null entry at the end keeps an array from being empty.
+#define STROBE_decode_ROW(name, when)
 #define STROBE_backward_ROW(name, when)
 #define STROBE_forward_ROW(name, when) {&name, #name, when},
 constexpr Entry<ForwardRow> kForward[] = {
@@ -28,7 +31,15 @@ constexpr Entry<ForwardRow> kForward[] = {
 constexpr Entry<BackwardRow> kBackward[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
+#undef STROBE_decode_ROW
+#undef STROBE_backward_ROW
+#define STROBE_backward_ROW(name, when)
+#define STROBE_decode_ROW(name, when) {&name, #name, when},
+constexpr Entry<DecodeRow> kDecode[] = {
+#include "cuda_rows.inc"
+    {nullptr, nullptr, any}};
 #undef STROBE_forward_ROW
+#undef STROBE_decode_ROW
 #undef STROBE_backward_ROW
 
 }  // namespace
@@ -40,6 +51,11 @@ std::span<const Entry<ForwardRow>> row_table<ForwardRow>() {
 template <>
 std::span<const Entry<BackwardRow>> row_table<BackwardRow>() {
   return {kBackward, std::size(kBackward) - 1};
+}
+
+template <>
+std::span<const Entry<DecodeRow>> row_table<DecodeRow>() {
+  return {kDecode, std::size(kDecode) - 1};
 }
 
 }  // namespace strobe::cuda

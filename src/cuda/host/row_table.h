@@ -8,7 +8,7 @@
 
 namespace strobe::cuda {
 
-/// Row: ForwardRow or BackwardRow.
+/// Row: ForwardRow, DecodeRow or BackwardRow.
 template <typename Row>
 struct Entry {
   const Row* row;

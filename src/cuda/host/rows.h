@@ -21,6 +21,19 @@ struct ForwardRow {
   cudaError_t (*launch)(const ForwardParams& params, const LaunchTarget& target);
 };
 
+/// What a launch for keys in a cache takes on a device.
+struct DecodeGrid {
+  int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
+};
+
+/// For keys in a cache.
+struct DecodeRow {
+  DecodeConfig config;
+  LaunchShape shape;
+  DecodeGrid (*carve)(const DecodeParams& params, int64_t multiprocessors, int64_t shared_bytes);
+  cudaError_t (*launch)(const DecodeParams& params, const LaunchTarget& target);
+};
+
 struct BackwardRow {
   BackwardConfig config;
   LaunchShape shape;  // of the main kernel

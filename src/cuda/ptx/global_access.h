@@ -20,6 +20,19 @@ __device__ __forceinline__ void store_release(uint32_t* p, uint32_t x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
+/// Adds x to *p and gives what was there before. What this thread has written, and knows others to
+/// have written, is visible to all whose addition comes later, and this thread knows what those
+/// had written whose addition came earlier.
+__device__ __forceinline__ unsigned long long add_acquire_release(unsigned long long* p,
+                                                                  unsigned long long x) {
+  unsigned long long before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(p), "l"(x)
+               : "memory");
+  return before;
+}
+
 /// Adds x to *p in L2. The thread does not wait for it.
 __device__ __forceinline__ void add(float* p, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");

@@ -1,0 +1,214 @@
+// Attention of a few queries to many keys, as fast as memory can be read: decoding. Compute
+// capability 8.0 and newer.
+//
+//   grid           as many blocks as the device runs at once; each reads an equal share of the keys
+//                  of its column's heads (shares.h)
+//   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
+//                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
+//                  query heads that share the key head. Teams wait for each other only where a
+//                  group ends.
+//   registers      O (float32), sums, references; Q's fragments up to head dimension 128
+//   shared memory  [team][stage] x (K, V): rows 16 bytes longer than they need be (layout.h)
+//                  Q: the group's, replaced where a group ends
+//                  sums: [team][row] maxima and sums; words: each team's free stage, where it puts
+//                  its O when a group ends; whether this block merges
+//
+// One stage of a ring is always free: the one that was read last. Its copy is issued when the next
+// one is about to be read, so a group's end finds room for O there, while the other stages fill
+// with the keys of the next group.
+//
+// A group that is cut: its blocks write their parts (O, maxima, sums; float32) and count
+// themselves; who comes last reads all parts in order. The counters carry the launch's nonce above
+// the count (hopper/scheduler.cuh says why) and are left as if no launch had been.
+#ifndef STROBE_CUDA_DECODE_DECODE_CUH_
+#define STROBE_CUDA_DECODE_DECODE_CUH_
+
+#include <cstdint>
+
+#include "cuda/decode/key_copies.cuh"
+#include "cuda/decode/layout.h"
+#include "cuda/decode/parts.cuh"
+#include "cuda/decode/rows.cuh"
+#include "cuda/decode/warp.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global_access.h"
+
+namespace strobe::cuda {
+
+/// Copies a tile's rows of Q to shared memory, by the whole block; a barrier must follow.
+template <typename Shape, bool kElements>
+__device__ __forceinline__ void copy_queries(const DecodeParams& p, const Division& d,
+                                             const TileRows& tile, uint32_t to) {
+  constexpr int kChunks = Shape::kWidth / 8;
+  const CachedSequence sequence = p.cache.sequence(tile.batch);
+  const char* const first = static_cast<const char*>(p.q.data) +
+                            2 * (sequence.batch * p.q.batch_stride +
+                                 sequence.q_row * p.q.row_stride + tile.head * p.q.head_stride);
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x); i < Shape::kTileRows * kChunks;
+       i += Shape::kThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
+    uint32_t word[4] = {};
+    if (row < tile.count && column < p.head_dim) {
+      const auto packed = static_cast<uint32_t>(tile.first + row);
+      const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
+      const char* const from =
+          first + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
+      if constexpr (kElements) {
+        read_values(word, from, p.head_dim - column);
+      } else {
+        const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
+        word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+      }
+    }
+    ptx::store_shared_words(to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
+  }
+}
+
+/// Makes a group's counter one of this launch.
+__device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint32_t nonce) {
+  unsigned long long old = *static_cast<volatile unsigned long long*>(counter);
+  while (old >> 32 != nonce) {
+    const unsigned long long seen =
+        atomicCAS(counter, old, static_cast<unsigned long long>(nonce) << 32);
+    if (seen == old) break;
+    old = seen;
+  }
+}
+/// Counts a part whose writes this thread knows of. Whether it was the last of `count`: then this
+/// thread knows of all parts' writes.
+__device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t count) {
+  const bool last = static_cast<uint32_t>(ptx::add_acquire_release(counter, 1)) + 1 ==
+                    static_cast<uint32_t>(count);
+  if (last) *counter = 0;
+  return last;
+}
+
+/// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
+/// whole 16-byte units.
+template <typename Shape, bool kRule, bool kElements>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Division d) {
+  constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
+  extern __shared__ __align__(128) char shared[];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int team = warp / Shape::kTeamWarps, part = warp % Shape::kTeamWarps;
+  const uint32_t ring =
+      ptx::shared_address(shared) + static_cast<uint32_t>(team * kStages * Shape::kStage);
+  const uint32_t q_tile = ptx::shared_address(shared + Shape::kQOffset);
+  auto* const sums = reinterpret_cast<float2*>(shared + Shape::kSumsOffset);
+  auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
+  int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
+  auto* const parts = reinterpret_cast<Part*>(shared + Shape::kPartsOffset);
+  const auto team_sync = [&] {
+    if constexpr (Shape::kTeamWarps == 1) {
+      __syncwarp();
+    } else {
+      ptx::named_barrier_sync<Shape::kTeamThreads>(1 + team);
+    }
+  };
+
+  // The last warp walks through the share, of which one thread goes on.
+  constexpr int kWalker = Shape::kThreads - 32;
+  static_assert(sizeof(Part) <= Shape::kPartBytes);
+  static_assert(sizeof(ShareWalk) <= Shape::kPartBytes);
+  auto* const walk = reinterpret_cast<ShareWalk*>(parts + kPartsKept);
+  if (warp == kWalker / 32) {
+    ShareWalk from{};
+    const bool some = from.begin(d, p);
+    if (lane == 0) {
+      *word = some;
+      if (some) from.next(d, p, parts[0]);
+      *walk = from;
+    }
+  }
+  __syncthreads();
+  if (!*word) return;
+
+  KeyCopies<Shape, kElements> copies(p, parts, ring, team, thread % Shape::kTeamThreads);
+  copies.fill(0, 1);
+  copy_queries<Shape, kElements>(p, d, parts[0].tile, q_tile);
+  if (thread == kWalker) {
+    for (int i = 1; i < kPartsKnown && walk->more(); ++i) walk->next(d, p, parts[i]);
+  }
+  __syncthreads();
+
+  DecodeWarp<Shape, kRule> w;
+  int32_t done = 0;  // tiles of this team
+#pragma unroll 1
+  for (int32_t n = 0;; ++n) {
+    const Part& now = parts[n % kPartsKept];
+    const int32_t known = n + kPartsKnown;
+    const bool whole = now.parts.count == 1;
+    if (thread == kWalker && walk->more()) walk->next(d, p, parts[known % kPartsKept]);
+    if (!whole && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
+    w.begin(p, d, now.tile, q_tile, part);
+    copies.fill(done, known);
+    {
+      const int32_t begin = now.begin, end = now.end;
+      int32_t key = now.key + team * Shape::kKeys;
+#pragma unroll 1
+      for (int32_t i = now.units; i > 0; --i, key += Shape::kUnit) {
+        if (key >= end || key + Shape::kKeys <= begin) continue;
+        copies.wait(done);
+        team_sync();  // the stage is there for all, and all have read the one before
+        const uint32_t stage = ring + static_cast<uint32_t>(done % kStages * Shape::kStage);
+        copies.issue(known);
+        ++done;
+        w.step(stage, stage + Shape::kHalf, key);
+      }
+    }
+
+    // --- The teams' rows together ---
+    team_sync();
+    const int32_t free = (done + kStages - 1) % kStages;
+    w.leave(reinterpret_cast<float*>(shared + (team * kStages + free) * Shape::kStage),
+            sums + team * Shape::kTileRows, part, now.tile.count);
+    if (thread % Shape::kTeamThreads == 0) free_stage[team] = free;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps) {
+      OpenRow<kColumns> open;
+#pragma unroll
+      for (int t = 0; t < Shape::kTeams; ++t)
+        open.max = fmaxf(open.max, sums[t * Shape::kTileRows + row].x);
+#pragma unroll
+      for (int t = 0; t < Shape::kTeams; ++t) {
+        const float2 own = sums[t * Shape::kTileRows + row];
+        const float weight = OpenRow<kColumns>::weight(own.x, open.max);
+        open.sum = __fmaf_rn(own.y, weight, open.sum);
+        float x[kColumns];
+        read_columns(x, reinterpret_cast<const float*>(shared + (t * kStages + free_stage[t]) *
+                                                                    Shape::kStage) +
+                            row * Shape::kOPitch + kColumns * lane);
+        open.add(x, weight);
+      }
+      if (whole) {
+        finish<Shape, kRule, kElements>(p, d, now.tile, row, open);
+      } else {
+        const int64_t at = int64_t{now.slot} * d.part_rows + row;
+        write_columns(d.part_o + at * Shape::kWidth + kColumns * lane, open.o);
+        if (lane == 0) __stcg(d.part_sums + at, make_float2(open.max, open.sum));
+      }
+    }
+    if (now.more) copy_queries<Shape, kElements>(p, d, parts[(n + 1) % kPartsKept].tile, q_tile);
+    __syncthreads();
+
+    // --- The group's parts together, by who comes last ---
+    if (!whole) {
+      if (thread == 0) *word = arrive_last(d.counters + now.counter, now.parts.count);
+      __syncthreads();
+      if (*word) {
+#pragma unroll 1
+        for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps)
+          merge_parts<Shape, kRule, kElements>(p, d, now.tile, row, now.parts);
+      }
+    }
+    if (!now.more) return;
+  }
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_DECODE_DECODE_CUH_

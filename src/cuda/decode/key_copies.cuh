@@ -1,0 +1,178 @@
+// A team's copies of its keys into its ring, tile after tile of its share.
+#ifndef STROBE_CUDA_DECODE_KEY_COPIES_CUH_
+#define STROBE_CUDA_DECODE_KEY_COPIES_CUH_
+
+#include <cstdint>
+
+#include "cuda/decode/parts.cuh"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/shared_words.h"
+
+namespace strobe::cuda {
+
+/// Eight values of a row, of which there may be less, from memory that is not aligned.
+__device__ __forceinline__ void read_values(uint32_t (&word)[4], const char* row, int columns) {
+  word[0] = word[1] = word[2] = word[3] = 0;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    if (c < columns)
+      word[c / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[c])
+                     << (c % 2 * 16);
+  }
+}
+
+/// kElements: rows need not be made of whole 16-byte units.
+template <typename Shape, bool kElements>
+class KeyCopies {
+ public:
+  /// parts: kPartsKept of them in shared memory, in turn.
+  __device__ __forceinline__ KeyCopies(const DecodeParams& p, const Part* parts, uint32_t ring,
+                                       int team, int thread)
+      : p_(p),
+        parts_(parts),
+        ring_(ring),
+        key_(parts[0].key + team * Shape::kKeys),
+        units_(parts[0].units),
+        team_(team),
+        thread_(thread) {}
+
+  /// Copies tiles until kStages - 1 are on their way that are not `done`, as far as there are so
+  /// many. known: parts that are known, from the first.
+  __device__ __forceinline__ void fill(int32_t done, int32_t known) {
+    while (issued_ - done < Shape::kStages - 1 && find_tile(known)) copy();
+  }
+  /// Copies one tile, if there is one. As fill() otherwise.
+  __device__ __forceinline__ void issue(int32_t known) {
+    if (find_tile(known)) copy();
+  }
+  /// Waits for this thread's part of tile `done`, which has been issued.
+  __device__ __forceinline__ void wait(int32_t done) const {
+    if (issued_ - done >= Shape::kStages - 1) {
+      ptx::cp_async_wait<Shape::kStages - 2>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+  }
+
+ private:
+  static constexpr int kChunks = Shape::kWidth / 8;  // 16-byte chunks of a row
+  static constexpr int kRowsAtOnce = Shape::kTeamThreads / kChunks;
+  static constexpr int kRowsOfWarp = 32 / kChunks;   // of those
+  static constexpr int kUnroll = kElements ? 1 : 8;  // registers
+  static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
+  static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
+
+  // The next unit in which this team has keys.
+  __device__ __forceinline__ bool find_tile(int32_t known) {
+    for (;;) {
+      const Part& x = parts_[part_ % kPartsKept];
+      for (; units_ > 0; --units_, key_ += Shape::kUnit) {
+        if (key_ < x.end && key_ + Shape::kKeys > x.begin) return true;
+      }
+      if (!x.more || part_ + 1 >= known) return false;
+      ++part_;
+      const Part& next = parts_[part_ % kPartsKept];
+      key_ = next.key + team_ * Shape::kKeys;
+      units_ = next.units;
+      ahead_ = -1;
+    }
+  }
+
+  // The page of a key that some row sees.
+  __device__ __forceinline__ static int32_t look_up(const Part& x, int32_t key) {
+    if (key < x.begin || key >= x.end) return -1;
+    return __ldg(x.rows.pages +
+                 x.rows.page_size.quotient(static_cast<int32_t>(x.rows.first) + key));
+  }
+
+  __device__ __forceinline__ void copy() {
+    const Part& x = parts_[part_ % kPartsKept];
+    const int chunk = thread_ % kChunks, first = thread_ / kChunks;
+    const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
+                                                      first * Shape::kPitch + 16 * chunk);
+    const int32_t row = key_ + first;
+    const int32_t begin = x.begin, end = x.end;
+    const int k_columns = p_.head_dim - 8 * chunk, v_columns = p_.head_dim_v - 8 * chunk;
+    const int64_t k_stride = 2 * p_.k.row_stride, v_stride = 2 * p_.v.row_stride;
+    const char* const k = x.k + 16 * chunk;
+    const char* const v = x.v + 16 * chunk;
+    if (!x.rows.pages) {
+      const int64_t at = x.rows.first + row;
+      const char* k_row = k + 2 * x.rows.entry * p_.k.batch_stride + at * k_stride;
+      const char* v_row = v + 2 * x.rows.entry * p_.v.batch_stride + at * v_stride;
+#pragma unroll kUnroll
+      for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
+        // Keys that no row of the tile sees are zeros here: no product of theirs is a NaN.
+        const bool there = row + i >= begin && row + i < end;
+        copy_chunk(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
+                   there ? k_columns : 0, there ? v_columns : 0);
+        k_row += kRowsAtOnce * k_stride;
+        v_row += kRowsAtOnce * v_stride;
+      }
+    } else {
+      // A lane looks up the page of one of its warp's rows, one tile ahead.
+      const int lane = static_cast<int>(threadIdx.x % 32);
+      const int32_t own =
+          key_ + lane / kRowsOfWarp * kRowsAtOnce + thread_ / 32 * kRowsOfWarp + lane % kRowsOfWarp;
+      const int32_t page = ahead_ == key_ ? page_ : look_up(x, own);
+      if (units_ > 1) {
+        ahead_ = key_ + Shape::kUnit;
+        page_ = look_up(x, own + Shape::kUnit);
+      }
+      const auto of_cache = static_cast<int32_t>(x.rows.first) + own;
+      const int32_t of_page = of_cache - x.rows.page_size.quotient(of_cache) *
+                                             static_cast<int32_t>(x.rows.page_size.divisor);
+      // A page that is not there, or not looked up, is -1.
+      const bool good = page >= 0 && page < x.rows.pool;
+      const int64_t k_offset = 2 * page * p_.k.batch_stride + of_page * k_stride;
+      const int64_t v_offset = 2 * page * p_.v.batch_stride + of_page * v_stride;
+      const uint32_t all_good = __ballot_sync(0xffffffffu, good);
+#pragma unroll kUnroll
+      for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
+        const int source = i / kRowsAtOnce * kRowsOfWarp + lane / kChunks;
+        const int64_t k_at = __shfl_sync(0xffffffffu, k_offset, source);
+        const int64_t v_at = __shfl_sync(0xffffffffu, v_offset, source);
+        const bool seen = row + i >= begin && row + i < end;
+        const bool there = seen && (all_good >> source & 1) != 0;
+        const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
+        if (seen && !there) {  // a key without a page is NaN to the queries that see it
+          const uint32_t nan[4] = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff}, zero[4] = {};
+          ptx::store_shared_words(at, nan);
+          ptx::store_shared_words(at + Shape::kHalf, zero);
+        } else {
+          copy_chunk(at, k + k_at, v + v_at, there ? k_columns : 0, there ? v_columns : 0);
+        }
+      }
+    }
+    ptx::cp_async_commit();
+    ++issued_;
+    --units_;
+    key_ += Shape::kUnit;
+  }
+
+  __device__ __forceinline__ void copy_chunk(uint32_t to, const char* k, const char* v,
+                                             int k_columns, int v_columns) const {
+    if constexpr (kElements) {
+      uint32_t word[4];
+      read_values(word, k, k_columns);
+      ptx::store_shared_words(to, word);
+      read_values(word, v, v_columns);
+      ptx::store_shared_words(to + Shape::kHalf, word);
+    } else {
+      ptx::cp_async_16_if(to, k, k_columns > 0);
+      ptx::cp_async_16_if(to + Shape::kHalf, v, v_columns > 0);
+    }
+  }
+
+  const DecodeParams& p_;
+  const Part* const parts_;
+  const uint32_t ring_;
+  int32_t key_, units_;  // of the part, from here on: this team's first key, units
+  int32_t part_ = 0, issued_ = 0;
+  int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same part, and its rows' pages
+  const int team_, thread_;
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_DECODE_KEY_COPIES_CUH_

@@ -1,0 +1,217 @@
+// A row of O on its way out: by a whole warp, each lane with some neighbouring columns.
+#ifndef STROBE_CUDA_DECODE_ROWS_CUH_
+#define STROBE_CUDA_DECODE_ROWS_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/decode/parts.cuh"
+#include "cuda/ptx/mma.h"
+
+namespace strobe::cuda {
+
+/// A row that is not finished: not divided by its sum. lane: columns kColumns * lane and following.
+template <int kColumns>
+struct OpenRow {
+  float max = -infinity(), sum = 0.f, o[kColumns] = {};
+
+  /// What a part with this maximum counts for in a row with maximum `most`.
+  __device__ __forceinline__ static float weight(float max, float most) {
+    return exp2_fast(max - reference_of(most));
+  }
+  __device__ __forceinline__ void add(const float (&x)[kColumns], float w) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) o[i] = __fmaf_rn(x[i], w, o[i]);
+  }
+};
+
+/// kColumns floats, aligned to as many.
+template <int kColumns>
+__device__ __forceinline__ void read_columns(float (&x)[kColumns], const float* from) {
+  if constexpr (kColumns == 2) {
+    const float2 y = *reinterpret_cast<const float2*>(from);
+    x[0] = y.x, x[1] = y.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const float4 y = *reinterpret_cast<const float4*>(from + i);
+      x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    }
+  }
+}
+/// The same of what other blocks have written: past L1.
+template <int kColumns>
+__device__ __forceinline__ void read_written(float (&x)[kColumns], const float* from) {
+  if constexpr (kColumns == 2) {
+    const float2 y = __ldcg(reinterpret_cast<const float2*>(from));
+    x[0] = y.x, x[1] = y.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const float4 y = __ldcg(reinterpret_cast<const float4*>(from + i));
+      x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    }
+  }
+}
+template <int kColumns>
+__device__ __forceinline__ void write_columns(float* to, const float (&x)[kColumns]) {
+  if constexpr (kColumns == 2) {
+    __stcg(reinterpret_cast<float2*>(to), make_float2(x[0], x[1]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4)
+      __stcg(reinterpret_cast<float4*>(to + i), make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
+  }
+}
+
+/// Where a query's row of out begins.
+__device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& sequence,
+                                         int32_t head, int32_t query) {
+  return static_cast<char*>(p.out.data) +
+         (p.float_out ? 4 : 2) *
+             (sequence.batch * p.out.batch_stride + (sequence.q_row + query) * p.out.row_stride +
+              head * p.out.head_stride);
+}
+
+/// A row key by key. Not inlined: it is rare, and long.
+template <typename T>
+__device__ __noinline__ void exact_cached_row(const DecodeParams& p, int32_t batch, int32_t head,
+                                              int32_t query) {
+  const CachedSequence sequence = p.cache.sequence(batch);
+  const auto at = [&](const Tensor& t, int64_t key) -> const T* {
+    const KeyRows::Place place = sequence.keys.place(key);
+    if (!place.there) return nullptr;
+    return static_cast<const T*>(t.data) + place.offset(t.batch_stride, t.row_stride) +
+           head / p.group * t.head_stride;
+  };
+  const T* const q = static_cast<const T*>(p.q.data) + sequence.batch * p.q.batch_stride +
+                     (sequence.q_row + query) * p.q.row_stride + head * p.q.head_stride;
+  char* const to = out_row(p, sequence, head, query);
+  exact_row_of<T, false>(
+      p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
+      [&](int64_t key) { return at(p.v, key); },
+      [&](int d, float x) {
+        if (p.float_out) {
+          reinterpret_cast<float*>(to)[d] = x;
+        } else {
+          reinterpret_cast<T*>(to)[d] = static_cast<T>(x);
+        }
+      });
+}
+
+/// Divides by the sum, rounds, writes out and lse. Rows that are not finite, or whose scores were
+/// too large (is_coarse), are computed again key by key. kRule: scores were rounded one by one,
+/// so that none is too large. kElements: out need not be made of whole 16-byte units.
+template <typename Shape, bool kRule, bool kElements>
+__device__ __forceinline__ void finish(const DecodeParams& p, const Division& d,
+                                       const TileRows& tile, int32_t row,
+                                       const OpenRow<Shape::kColumns>& open) {
+  using T = typename Shape::T;
+  constexpr int kColumns = Shape::kColumns;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const CachedSequence sequence = p.cache.sequence(tile.batch);
+  const auto packed = static_cast<uint32_t>(tile.first + row);
+  const auto query = static_cast<int32_t>(d.group.divide(packed));
+  const int32_t head =
+      tile.head + static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
+  RowResult result = finish_row(!sequence.mask.row(query).empty(), open.max, open.sum, 1.f);
+  if (!sequence.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
+  if (p.lse && lane == 0) p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
+  char* const out = out_row(p, sequence, head, query);
+  const int column = kColumns * lane;
+  const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
+  float x[kColumns], zero = 0.f;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) x[i] = open.o[i] * result.factor;
+  if (p.float_out) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      zero = __fmaf_rn(x[i], 0.f, zero);
+      if (column + i < p.head_dim_v) reinterpret_cast<float*>(out)[column + i] = x[i];
+    }
+  } else {
+    uint32_t word[kColumns / 2], marks = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      word[i] = ptx::pack<T>(x[2 * i], x[2 * i + 1]);
+      marks = mark_not_finite<T>(marks, word[i]);
+    }
+    if (marked(marks)) zero = __int_as_float(0x7fffffff);
+    auto* const to = reinterpret_cast<T*>(out) + column;
+    if (aligned && kColumns == 2) {
+      *reinterpret_cast<uint32_t*>(to) = word[0];
+    } else if (aligned && kColumns == 4) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[kColumns / 4]);
+    } else if (aligned) {
+      *reinterpret_cast<uint4*>(to) =
+          make_uint4(word[0], word[kColumns / 8], word[kColumns / 4], word[kColumns / 2 - 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (column + i < p.head_dim_v)
+          reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+      }
+    }
+  }
+  const bool again =
+      (!kRule && is_coarse(open.max)) || (zero != 0.f && result.factor == result.factor);
+  if (__any_sync(0xffffffffu, again)) {
+    __syncwarp();  // other lanes write this row there
+    exact_cached_row<T>(p, tile.batch, head, query);
+  }
+}
+
+/// Merges a row's parts, in order, and finishes it.
+template <typename Shape, bool kRule, bool kElements>
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, const Division& d,
+                                            const TileRows& tile, int32_t row,
+                                            const GroupParts& parts) {
+  constexpr int kColumns = Shape::kColumns;
+  // Parts read at once: enough bytes on their way to cover for L2's latency.
+  constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int32_t count = parts.count;
+  OpenRow<kColumns> open;
+  const auto sums = [&](int32_t part) {  // of this lane's part
+    return part < count ? __ldcg(d.part_sums + int64_t{parts.slot(part)} * d.part_rows + row)
+                        : make_float2(-infinity(), 0.f);
+  };
+  const float2 first = sums(lane);
+  open.max = first.x;
+  for (int32_t part = lane + 32; part < count; part += 32) open.max = fmaxf(open.max, sums(part).x);
+  for (int step = 16; step > 0; step /= 2)
+    open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
+#pragma unroll 1
+  for (int32_t from = 0; from < count; from += 32) {
+    const float2 mine = from == 0 ? first : sums(from + lane);
+    const float weight = OpenRow<kColumns>::weight(mine.x, open.max);
+    float sum = mine.y * weight;
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    open.sum += sum;
+    const int32_t here = min(count - from, 32);
+#pragma unroll 1
+    for (int32_t i = 0; i < here; i += kBatch) {
+      float x[kBatch][kColumns];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (i + j < here) {
+          read_written(x[j],
+                       d.part_o + kColumns * lane +
+                           (int64_t{parts.slot(from + i + j)} * d.part_rows + row) * Shape::kWidth);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, (i + j) % 32);
+        if (i + j < here) open.add(x[j], w);
+      }
+    }
+  }
+  finish<Shape, kRule, kElements>(p, d, tile, row, open);
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_DECODE_ROWS_CUH_

@@ -1,0 +1,218 @@
+// What a warp computes: 16 rows of a tile with the keys of its team.
+#ifndef STROBE_CUDA_DECODE_WARP_CUH_
+#define STROBE_CUDA_DECODE_WARP_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/decode/rows.cuh"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+
+namespace strobe::cuda {
+
+/// kRule: softcap, ALiBi, scales that are not positive.
+template <typename Shape, bool kRule>
+struct DecodeWarp {
+  using T = typename Shape::T;
+  static constexpr int kPitch = Shape::kPitch, kKeys = Shape::kKeys;
+  static constexpr int kN = Shape::kWidth / 8, kK = Shape::kWidth / 16;
+  using Scores = float[kKeys / 8][4];
+
+  float o[kN][4];
+  float reference[2], sum[2];  // of rows lane / 4 and 8 more; sum: this lane's part
+  uint32_t q[Shape::kKeepsQ ? kK : 1][4];
+  uint32_t q_address;
+  int2 limits[2];  // keys that a row sees
+  Score score;     // of the first row; the second may have another slope
+  float slope[2], position[2];
+
+  /// Before the first keys of a group, whose Q lies at the shared address `q_tile`; part: which 16
+  /// rows.
+  __device__ __forceinline__ void begin(const DecodeParams& p, const Division& d,
+                                        const TileRows& tile, uint32_t q_tile, int part) {
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+    const Mask mask = p.cache.sequence(tile.batch).mask;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      reference[h] = -infinity();
+      sum[h] = 0.f;
+      const int row = 16 * part + lane / 4 + 8 * h;
+      limits[h] = make_int2(0, 0);
+      slope[h] = position[h] = 0.f;
+      if (row < tile.count) {
+        const auto packed = static_cast<uint32_t>(tile.first + row);
+        const auto query = static_cast<int32_t>(d.group.divide(packed));
+        const Range keys = mask.row(query);
+        limits[h] = make_int2(static_cast<int32_t>(keys.begin), static_cast<int32_t>(keys.end));
+        if constexpr (kRule) {
+          const int32_t head =
+              tile.head +
+              static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
+          slope[h] = alibi_slope_log2(p, tile.batch, head);
+          position[h] = static_cast<float>(mask.position(query));
+        }
+      }
+    }
+    score = Score::of(p, 0.f);
+    q_address = q_tile + static_cast<uint32_t>((16 * part + lane % 16) * kPitch + lane / 16 * 16);
+    if constexpr (Shape::kKeepsQ) {
+#pragma unroll
+      for (int k = 0; k < kK; ++k) ptx::ldmatrix(q[k], q_address + 32 * k);
+    }
+  }
+
+  /// The keys from key0 on, whose K and V lie at the shared addresses.
+  __device__ __forceinline__ void step(uint32_t k_tile, uint32_t v_tile, int32_t key0) {
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    Scores s;
+    multiply_keys(
+        s, k_tile + static_cast<uint32_t>((lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16));
+    const int32_t column = key0 + 2 * (lane % 4);
+    float scale = score.scale_log2;
+    if constexpr (kRule) {
+      apply_rule(s, column);
+      scale = 1.f;
+    }
+    const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
+                     limits[1].y >= key0 + kKeys;
+    if (!__all_sync(0xffffffffu, all)) hide(s, column);
+    raise_references(s, scale);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float subtract = reference_of(reference[h]);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& x = s[n][2 * h + i];
+          x = exp2_fast(kRule ? x - subtract : fmaf(x, scale, -subtract));
+          sum[h] += x;
+        }
+      }
+    }
+    multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
+  }
+
+  /// Leaves O at `rows`, [16 rows of this warp][kOPitch], and maxima and sums at `sums`; count: of
+  /// the tile's rows.
+  __device__ __forceinline__ void leave(float* rows, float2* sums, int part, int32_t count) {
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float total = quad_sum(sum[h]);
+      const int row = 16 * part + lane / 4 + 8 * h;
+      if (row >= count) continue;
+      if (lane % 4 == 0) sums[row] = make_float2(reference[h], total);
+      float* const to = rows + row * Shape::kOPitch + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o[n][2 * h], o[n][2 * h + 1]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void multiply_keys(Scores& s, uint32_t k_address) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kK; ++k) {
+      if constexpr (!Shape::kKeepsQ) ptx::ldmatrix(q[0], q_address + 32 * k);
+      const auto& a = q[Shape::kKeepsQ ? k : 0];
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix(b, k_address + static_cast<uint32_t>(16 * n * kPitch + 32 * k));
+        ptx::mma<T>(s[2 * n], a, b[0], b[1]);
+        ptx::mma<T>(s[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Scores& s, uint32_t v_address) {
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      const uint32_t a[4] = {ptx::pack<T>(s[2 * k][0], s[2 * k][1]),
+                             ptx::pack<T>(s[2 * k][2], s[2 * k][3]),
+                             ptx::pack<T>(s[2 * k + 1][0], s[2 * k + 1][1]),
+                             ptx::pack<T>(s[2 * k + 1][2], s[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kN / 2; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix_trans(b, v_address + static_cast<uint32_t>(16 * k * kPitch + 32 * n));
+        ptx::mma<T>(o[2 * n], a, b[0], b[1]);
+        ptx::mma<T>(o[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  /// Scale, softcap and ALiBi; column: this lane's first key.
+  __device__ __forceinline__ void apply_rule(Scores& s, int32_t column) {
+    const auto apply = [&](auto cap) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Score own = score;
+        own.slope_log2 = slope[h];
+        const Score::Row row = own.row(position[h], column);
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            s[n][2 * h + i] =
+                row.template value<decltype(cap)::value, true>(s[n][2 * h + i], 8 * n + i);
+        }
+      }
+    };
+    const Cap cap = score.cap();
+    if (cap == Cap::kNone) {
+      apply(CapConstant<Cap::kNone>());
+    } else if (cap == Cap::kSmall) {
+      apply(CapConstant<Cap::kSmall>());
+    } else {
+      apply(CapConstant<Cap::kAny>());
+    }
+  }
+
+  __device__ __forceinline__ void hide(Scores& s, int32_t column) const {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t key = column + 8 * n + i % 2;
+        s[n][i] = key >= limits[i / 2].x && key < limits[i / 2].y ? s[n][i] : -infinity();
+      }
+    }
+  }
+
+  /// The running maxima, and what they make of O and the sums.
+  __device__ __forceinline__ void raise_references(const Scores& s, float scale) {
+    float max[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max[h] = fmaxf(s[0][2 * h], s[0][2 * h + 1]);
+#pragma unroll
+      for (int n = 1; n < kKeys / 8; ++n)
+        max[h] = fmaxf(max[h], fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+      max[h] = fmaxf(quad_max(max[h]) * scale, reference[h]);
+    }
+    if (!__any_sync(0xffffffffu, max[0] != reference[0] || max[1] != reference[1])) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float alpha = exp2_fast(reference[h] - reference_of(max[h]));
+      reference[h] = max[h];
+      sum[h] *= alpha;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        o[n][2 * h] *= alpha;
+        o[n][2 * h + 1] *= alpha;
+      }
+    }
+  }
+};
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_DECODE_WARP_CUH_

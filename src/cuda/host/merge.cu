@@ -1,0 +1,93 @@
+#include "core/arithmetic.h"
+#include "core/problem.h"
+#include "cuda/common/element.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/static_order.cuh"
+#include "cuda/host/device_guard.h"
+#include "cuda/host/device_pointer.h"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/machine.h"
+#include "cuda/host/merge.h"
+
+namespace strobe::cuda {
+
+namespace {
+
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kShare = 8;  // columns of a lane: i, i + 32, ...; head_dim_v is at most 256
+
+/// One row of one head, by a warp. As on the CPU (cpu/merge.cpp), natural logarithms: the first
+/// part that is largest counts 1, and what outs hold where lse is -inf is not read.
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs a) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t row =
+      (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + static_cast<int>(threadIdx.x / 32);
+  if (row >= a.batch * a.seqlen_q * a.heads) return;
+  const int64_t b = row / a.heads / a.seqlen_q, i = row / a.heads % a.seqlen_q, h = row % a.heads;
+  const auto at = [&](const strobe_strides& s) { return b * s.batch + i * s.seqlen + h * s.head; };
+  const float* const lses = a.parts > 0 ? a.lses + at(a.lses_strides) : nullptr;
+  const float* const outs = a.parts > 0 ? a.outs + at(a.outs_strides) : nullptr;
+  float largest = -infinity();
+  for (int64_t n = lane; n < a.parts; n += 32) largest = fmaxf(largest, lses[n * a.lses_part]);
+  for (int step = 16; step > 0; step /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  float sum = 0.f, x[kShare] = {};
+  for (int64_t n = 0; n < a.parts; ++n) {
+    const float lse = lses[n * a.lses_part];
+    if (lse == -infinity()) continue;
+    const float weight = expf(lse - largest);
+    const float* const part = outs + n * a.outs_part;
+    sum += weight;
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      const int column = lane + 32 * k;
+      if (column < a.head_dim_v) x[k] = __fmaf_rn(weight, part[column], x[k]);
+    }
+  }
+  const bool empty = sum == 0.f;
+  const float scale = empty ? 0.f : 1.f / sum;
+  const int64_t out = at(a.out_strides);
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    const int column = lane + 32 * k;
+    if (column >= a.head_dim_v) break;
+    const float y = x[k] * scale;
+    if (a.out_dtype == STROBE_FLOAT32) {
+      static_cast<float*>(a.out)[out + column] = y;
+    } else if (a.out_dtype == kBfloat16) {
+      static_cast<Element<kBfloat16>*>(a.out)[out + column] = Element<kBfloat16>(y);
+    } else {
+      static_cast<Element<kFloat16>*>(a.out)[out + column] = Element<kFloat16>(y);
+    }
+  }
+  if (a.lse && lane == 0) a.lse[at(a.lse_strides)] = empty ? -infinity() : largest + logf(sum);
+}
+
+}  // namespace
+
+Status merge(const MergeArgs& a) {
+  const auto& devices = machine().devices;
+  if (static_cast<size_t>(a.device_index) >= devices.size()) {
+    return {STROBE_INVALID_ARGUMENT,
+            format("device_index = %d, expected below the number of CUDA devices, %zu",
+                   a.device_index, devices.size())};
+  }
+  STROBE_RETURN_IF_ERROR(check_device_pointer("outs", a.outs, a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("lses", a.lses, a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, a.device_index));
+  const int64_t rows = a.batch * a.seqlen_q * a.heads;
+  if (rows == 0) return {};
+  const DeviceGuard guard(a.device_index);
+  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
+  const DeviceProperties& device = devices[static_cast<size_t>(a.device_index)];
+  const LaunchTarget target{static_cast<cudaStream_t>(a.stream), a.device_index,
+                            device.multiprocessors, device.shared_bytes};
+  static KernelHandle kernel(reinterpret_cast<const void*>(&merge_kernel));
+  const GridSize grid = grid_for(ceil_div(rows, kWarps));
+  void* args[] = {const_cast<MergeArgs*>(&a)};
+  const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kThreads, args, target);
+  return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+}
+
+}  // namespace strobe::cuda

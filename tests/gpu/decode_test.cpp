@@ -1,0 +1,130 @@
+// How decode kernels split keys: shares of a line, parts of a group, chunks, and where parts lie in
+// the workspace. The walk through a share is played here on the CPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "cuda/decode/shares.h"
+
+namespace strobe::cuda {
+namespace {
+
+TEST(Decode, SharesAreEqualAndHoldEveryUnitOnce) {
+  for (const int32_t blocks : {1, 2, 3, 7, 33, 264}) {
+    for (const int32_t total : {1, 2, 6, 7, 8, 100, 263, 264, 265, 1000, 99999}) {
+      const Shares shares = Shares::make(total, blocks);
+      ASSERT_EQ(shares.blocks, std::min(blocks, total));
+      ASSERT_EQ(shares.begin(0), 0);
+      ASSERT_EQ(shares.begin(shares.blocks), total);
+      for (int32_t b = 0; b < shares.blocks; ++b) {
+        const int32_t units = shares.begin(b + 1) - shares.begin(b);
+        ASSERT_GE(units, total / shares.blocks);
+        ASSERT_LE(units, total / shares.blocks + 1);
+        for (int32_t u = shares.begin(b); u < shares.begin(b + 1); ++u) {
+          ASSERT_EQ(shares.holder(u), b) << total << " units, " << blocks << " blocks";
+        }
+      }
+    }
+  }
+}
+
+TEST(Decode, NothingToShareLeavesNoBlock) { EXPECT_EQ(Shares::make(0, 12).blocks, 0); }
+
+// Every part of a group that is cut has a slot of its own, and whoever merges finds the parts in
+// their order.
+TEST(Decode, PartsAreFoundWhereBlocksLeaveThem) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 2000; ++round) {
+    const auto below = [&](uint32_t n) { return static_cast<int32_t>(random() % n); };
+    std::vector<int32_t> groups(static_cast<size_t>(1 + below(12)));
+    for (int32_t& units : groups) units = 1 + below(round % 2 ? 5 : 40);
+    const int32_t total = std::accumulate(groups.begin(), groups.end(), 0);
+    const Shares shares = Shares::make(total, 1 + below(20));
+    std::map<int32_t, std::vector<int32_t>> slots_of_group;  // in order of blocks
+    std::set<int32_t> slots;
+    std::vector<int32_t> begins{0};
+    for (const int32_t units : groups) begins.push_back(begins.back() + units);
+    for (int32_t block = 0; block < shares.blocks; ++block) {
+      int32_t left = shares.begin(block + 1) - shares.begin(block);
+      int32_t at = shares.begin(block), group = 0;
+      while (begins[static_cast<size_t>(group) + 1] <= at) ++group;
+      for (bool first = true; left > 0; first = false, ++group) {
+        const auto g = static_cast<size_t>(group);
+        const int32_t here = std::min(begins[g + 1] - at, left);
+        if (here < groups[g]) {
+          const int32_t slot = 2 * block + (first ? 0 : 1);
+          ASSERT_TRUE(slots.insert(slot).second);
+          ASSERT_LT(slot, 2 * shares.blocks);
+          slots_of_group[group].push_back(slot);
+        }
+        at += here;
+        left -= here;
+      }
+    }
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const GroupParts parts = GroupParts::of_shares(shares, begins[g], groups[g]);
+      const auto left = slots_of_group.find(static_cast<int32_t>(g));
+      if (left == slots_of_group.end()) {
+        ASSERT_EQ(parts.count, 1);
+        continue;
+      }
+      ASSERT_EQ(parts.count, static_cast<int32_t>(left->second.size()));
+      for (int32_t i = 0; i < parts.count; ++i) {
+        ASSERT_EQ(parts.slot(i), left->second[static_cast<size_t>(i)]);
+      }
+    }
+  }
+}
+
+TEST(Decode, ChunksFollowFromTheUnitsOfAGroupAlone) {
+  for (int32_t most : {1, 2, 16, 128}) {
+    for (int32_t units = 1; units < 700; ++units) {
+      SequenceUnits s{};
+      s.units = units;
+      s.chunk = (units + most - 1) / most;
+      ASSERT_LE(s.chunks(), most);
+      int32_t at = 0, chunks = 0;
+      for (; at < units; at = s.next_chunk(at + 1), ++chunks) {
+        ASSERT_EQ(s.next_chunk(at), at);
+        ASSERT_EQ(at / s.chunk, chunks);
+      }
+      ASSERT_EQ(at, units);
+      ASSERT_EQ(chunks, s.chunks());
+    }
+  }
+}
+
+TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
+  for (const int64_t seqlen_q : {0, 1, 2, 5, 17}) {
+    for (const int64_t seqlen_k : {0, 1, 63, 64, 65, 500}) {
+      for (const int64_t left : {-1, 0, 10, 100}) {
+        for (const bool causal : {false, true}) {
+          const Mask mask = Mask::make({left, -1, 0, causal}, seqlen_q, seqlen_k);
+          for (const int32_t group : {1, 4, 8}) {
+            const UnitRule rule{group, 4, 6, 0};
+            const SequenceUnits s = rule.of(mask, 3);
+            ASSERT_EQ(s.tiles, (seqlen_q * group + 15) / 16);
+            ASSERT_EQ(s.groups, 3 * s.tiles);
+            ASSERT_GE(s.units, 1);
+            ASSERT_EQ(s.chunk, s.units);
+            for (int64_t i = 0; i < seqlen_q; ++i) {
+              const Range keys = mask.row(i);
+              if (keys.empty()) continue;
+              ASSERT_GE(keys.begin, s.first * 64);
+              ASSERT_LE(keys.end, (s.first + s.units) * 64);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strobe::cuda
