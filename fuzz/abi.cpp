@@ -78,6 +78,46 @@ strobe_strides take_strides(Input& in, int64_t rows, int64_t heads, int64_t dim)
   }
 }
 
+// A cache in place of k and v's own tensors, with all that comes with it.
+void take_cache(Input& in, strobe_problem& p) {
+  p.direction = STROBE_FORWARD;
+  p.has_dlse = 0;
+  p.dropout_p = 0;
+  p.cache = static_cast<int32_t>(in.range(1, 2));
+  p.has_seqused_k = in.take<uint8_t>() % 8 != 0;
+  if (p.cache == STROBE_CACHE_PAGED) {
+    p.pages = in.range(0, 12);
+    p.page_size = in.range(1, 17);
+    p.pages_per_sequence = in.range(0, 6);
+    p.block_table_stride = in.flag() ? p.pages_per_sequence + in.range(0, 3) : 0;
+    p.seqlen_k = std::min(p.seqlen_k, p.pages_per_sequence * p.page_size);
+  } else {
+    p.cache_batch = in.flag() ? p.batch + in.range(0, 3) : 0;
+    p.has_cache_batch_idx = in.flag();
+  }
+  if (p.has_seqused_k) p.append = static_cast<int32_t>(in.range(0, 2));
+  if (p.append) p.seqlen_new = in.range(0, 9);
+  if (p.append == STROBE_APPEND_PACKED) p.total_new = in.range(0, 20);
+  p.has_leftpad = in.flag();
+  if (in.flag()) {
+    p.rotary_dim = in.range(1, std::max<int64_t>(p.head_dim / 2, 1)) * 2;
+    p.rotary_rows = in.range(0, 90);
+    p.rotary_interleaved = in.flag();
+    p.has_rotary_position = in.flag();
+  }
+  if (in.flag()) p.out_dtype = STROBE_FLOAT32;
+  const int64_t rows = p.cache == STROBE_CACHE_PAGED ? p.page_size : p.seqlen_k;
+  const int64_t rows_new = p.append == STROBE_APPEND_PACKED ? p.total_new : p.seqlen_new;
+  const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads,
+                dim_v = p.head_dim_v ? p.head_dim_v : p.head_dim;
+  p.k = take_strides(in, rows, heads_kv, p.head_dim);
+  p.v = take_strides(in, rows, heads_kv, dim_v);
+  if (p.append) {
+    p.k_new = take_strides(in, rows_new, heads_kv, p.head_dim);
+    p.v_new = take_strides(in, rows_new, heads_kv, dim_v);
+  }
+}
+
 // Small enough to run, with all that a caller can ask for, in and out of range.
 strobe_problem small_problem(Input& in) {
   strobe_problem p;
@@ -230,17 +270,75 @@ void spoil(Input& in, Args& args) {
   }
 }
 
+// What a launch with a cache carries besides, each array in a block of its very size.
+struct CacheArguments {
+  Tensor k_new, v_new, cos, sin;
+  std::vector<int32_t> table, entries, leftpad, position, starts;
+
+  CacheArguments(Input& in, const strobe_problem& p, int64_t size)
+      : k_new(entries_of_new(p), rows_of_new(p), p.heads_kv, p.head_dim, p.k_new, size, 11),
+        v_new(entries_of_new(p), rows_of_new(p), p.heads_kv, p.head_dim_v, p.v_new, size, 12),
+        cos(p.rotary_dim ? 1 : 0, p.rotary_rows, 1, p.rotary_dim / 2, table_strides(p), size, 13),
+        sin(p.rotary_dim ? 1 : 0, p.rotary_rows, 1, p.rotary_dim / 2, table_strides(p), size, 14) {
+    if (!p.cache) return;
+    const bool any = in.take<uint8_t>() % 8 == 0;
+    const int64_t cells =
+        p.pages_per_sequence ? (p.batch - 1) * p.block_table_stride + p.pages_per_sequence : 0;
+    table.resize(static_cast<size_t>(cells));
+    for (int32_t& page : table) {
+      page = any ? in.take<int32_t>()
+                 : static_cast<int32_t>(in.range(0, std::max<int64_t>(p.pages - 1, 0)));
+    }
+    entries = take_numbers(in, p, p.cache_batch - 1);
+    leftpad = take_numbers(in, p, p.has_leftpad ? in.range(0, p.seqlen_k) : 0);
+    position = take_numbers(in, p, p.has_rotary_position ? p.rotary_rows : 0);
+    starts = take_lengths(in, p, p.total_new, p.seqlen_new);
+  }
+  bool fit() const { return k_new.fits() && v_new.fits() && cos.fits() && sin.fits(); }
+  bool unchanged() const {
+    return k_new.unchanged() && v_new.unchanged() && cos.unchanged() && sin.unchanged();
+  }
+  void give(const strobe_problem& p, strobe_forward_args& args) {
+    args.block_table = p.cache == STROBE_CACHE_PAGED ? table.data() : nullptr;
+    args.cache_batch_idx = p.has_cache_batch_idx ? entries.data() : nullptr;
+    args.leftpad = p.has_leftpad ? leftpad.data() : nullptr;
+    args.k_new = k_new.get();
+    args.v_new = v_new.get();
+    args.cu_seqlens_k_new = p.append == STROBE_APPEND_PACKED ? starts.data() : nullptr;
+    args.rotary_cos = cos.get();
+    args.rotary_sin = sin.get();
+    args.rotary_position = p.has_rotary_position ? position.data() : nullptr;
+  }
+
+ private:
+  static int64_t entries_of_new(const strobe_problem& p) {
+    return p.append == STROBE_APPEND_NONE ? 0 : p.append == STROBE_APPEND_PACKED ? 1 : p.batch;
+  }
+  static int64_t rows_of_new(const strobe_problem& p) {
+    return p.append == STROBE_APPEND_PACKED ? p.total_new : p.seqlen_new;
+  }
+  static strobe_strides table_strides(const strobe_problem& p) {
+    return {0, p.rotary_dim / 2, p.rotary_dim / 2, 1};
+  }
+};
+
 void launch(Input& in, const strobe_plan& plan) {
   const strobe_problem& p = plan.problem;
   const int64_t size = p.dtype == STROBE_FLOAT32 ? 4 : 2;
+  const int64_t size_out = p.out_dtype == STROBE_FLOAT32 ? 4 : 2;
+  // The extents of k and v in batch and seqlen.
+  const bool paged = p.cache == STROBE_CACHE_PAGED;
+  const int64_t entries = paged ? p.pages : p.cache ? p.cache_batch : p.varlen ? 1 : p.batch;
   const int64_t batch = p.varlen ? 1 : p.batch;
-  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
-                rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = paged ? p.page_size
+                                                                     : p.varlen && !p.cache
+                                                                         ? p.total_k
+                                                                         : p.seqlen_k;
   const strobe_strides packed = {rows_q * p.heads, 1, rows_q, 1};  // of lse
   Tensor q(batch, rows_q, p.heads, p.head_dim, p.q, size, 1);
-  Tensor k(batch, rows_k, p.heads_kv, p.head_dim, p.k, size, 2);
-  Tensor v(batch, rows_k, p.heads_kv, p.head_dim_v, p.v, size, 3);
-  Tensor out(batch, rows_q, p.heads, p.head_dim_v, p.out, size, 4);
+  Tensor k(entries, rows_k, p.heads_kv, p.head_dim, p.k, size, 2);
+  Tensor v(entries, rows_k, p.heads_kv, p.head_dim_v, p.v, size, 3);
+  Tensor out(batch, rows_q, p.heads, p.head_dim_v, p.out, size_out, 4);
   Tensor lse(batch, rows_q, p.heads, 1, packed, 4, 5);
   // Forward does not look at the strides of gradients, so they may be anything.
   const int64_t back = p.direction == STROBE_BACKWARD ? batch : 0;
@@ -262,6 +360,8 @@ void launch(Input& in, const strobe_plan& plan) {
                              used_k = take_numbers(in, p, p.has_seqused_k ? p.seqlen_k : 0),
                              position = take_numbers(in, p, p.has_q_position ? 90 : 0),
                              prefix = take_numbers(in, p, p.has_prefix ? p.seqlen_k : 0);
+  CacheArguments cache(in, p, size);
+  if (!cache.fit()) return;
   // No larger than the plan says, so that a launch that wants more is seen.
   const std::unique_ptr<void, decltype(&std::free)> workspace(
       in.flag() ? std::aligned_alloc(64, (plan.workspace_bytes + 63) / 64 * 64) : nullptr,
@@ -275,7 +375,7 @@ void launch(Input& in, const strobe_plan& plan) {
     args.out = out.get();
     args.lse = lse.as<float>();
     args.cu_seqlens_q = p.varlen ? cu_q.data() : nullptr;
-    args.cu_seqlens_k = p.varlen ? cu_k.data() : nullptr;
+    args.cu_seqlens_k = p.varlen && !p.cache ? cu_k.data() : nullptr;
     args.alibi_slopes = p.alibi ? slopes.data() : nullptr;
     args.seqused_q = p.has_seqused_q ? used_q.data() : nullptr;
     args.seqused_k = p.has_seqused_k ? used_k.data() : nullptr;
@@ -290,9 +390,11 @@ void launch(Input& in, const strobe_plan& plan) {
   strobe_status status;
   if (p.direction == STROBE_FORWARD) {
     strobe_forward_args args = {};
+    if (p.cache) cache.give(p, args);
     fill(args);
     status = strobe_forward(&plan, &args);
     REQUIRE(status == STROBE_OK || (out.unchanged() && lse.unchanged()));
+    REQUIRE(cache.unchanged());
   } else {
     strobe_backward_args args = {};
     args.dout = dout.get();
@@ -306,7 +408,8 @@ void launch(Input& in, const strobe_plan& plan) {
     REQUIRE(out.unchanged() && lse.unchanged() && dout.unchanged() && dlse.unchanged());
   }
   require_documented(status);
-  REQUIRE(q.unchanged() && k.unchanged() && v.unchanged());
+  REQUIRE(q.unchanged());
+  REQUIRE((k.unchanged() && v.unchanged()) || (status == STROBE_OK && p.append));
 }
 
 // A plan that strobe_plan_make did not make: all that take one refuse it in the same words.
@@ -370,10 +473,12 @@ void check_dropout_mask(Input& in) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input in(data, size);
-  // A problem that is small and can be run; the same with fields overwritten; or any bytes at
-  // all.
-  const int kind = in.take<uint8_t>() % 4;
+  // A problem that is small and can be run, with a cache or without; the same with fields
+  // overwritten; or any bytes at all.
+  const uint8_t first = in.take<uint8_t>();
+  const int kind = first % 4;
   strobe_problem problem = kind == 3 ? in.take<strobe_problem>() : small_problem(in);
+  if (kind != 3 && first >= 128) take_cache(in, problem);
   for (int64_t fields = kind == 2 ? in.range(1, 4) : 0; fields > 0; --fields) {
     const int64_t value = in.take<int64_t>() >> in.range(0, 63);
     const size_t field = static_cast<size_t>(in.range(0, sizeof problem / sizeof value - 1));

@@ -45,7 +45,9 @@ struct Sequences {
       s.k_row = cu_k[b];
       s.rows_k = cu_k[b + 1] - s.k_row;
     }
-    s.mask = mask_of(b, used_q_of(b, s.rows_q), used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k);
+    const int64_t length_q = used_q_of(b, s.rows_q);
+    const int64_t length_k = used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k;
+    s.mask = mask_of(b, length_q, length_k);
     return s;
   }
 
