@@ -17,6 +17,7 @@ strobe_sources(sources
   src/core/merge.cpp
   src/core/validate.cpp
   src/core/validate_cache.cpp
+  src/cpu/decode_items.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp
   src/cpu/merge.cpp

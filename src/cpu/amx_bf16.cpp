@@ -29,6 +29,9 @@ static void from_floats(int32_t, const float* x, void* y, int64_t n) {
 
 }  // namespace amx
 
+#if STROBE_HAVE_AVX512
+extern const DecodeKernel kAvx512Decode;
+#endif
 extern const InstructionSet kAmx;
 const InstructionSet kAmx = {
     "amx",
@@ -43,6 +46,11 @@ const InstructionSet kAmx = {
     amx::exp2_array,
     amx::to_floats,
     amx::from_floats,
+#if STROBE_HAVE_AVX512
+    &kAvx512Decode,  // reading K and V takes longer than the products do
+#else
+    nullptr,
+#endif
 };
 
 }  // namespace strobe::cpu

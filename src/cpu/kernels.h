@@ -111,6 +111,41 @@ struct Tiles {
                       // (tile_k)
 };
 
+/// Part of the work on a decoded sequence (decode.h): some rows of some key heads, against some
+/// blocks of keys.
+struct DecodeItem {
+  int64_t batch;
+  Range heads;   // key heads
+  Range rows;    // of each of them. Row n is query n / group, and head n % group of the group
+  Range blocks;  // of kDecodeKeys keys
+
+  STROBE_INLINE int64_t row_count() const { return heads.size() * rows.size(); }
+};
+
+/// What blocks of keys give an item's rows, [key head][row]: O before its division, the scores'
+/// maximum and the sum of the weights.
+struct Partial {
+  float* out;  // [rows][dim_v of DecodeShape], in an order of the dimensions that is the kernel's
+  float *max, *sum;
+};
+
+/// Decoding in one instruction set.
+struct DecodeKernel {
+  int64_t few;    // a sequence of at most so many queries is decoded
+  int64_t width;  // rows are padded to multiples of it
+  size_t (*scratch)(const ForwardContext& context);  // bytes for each thread
+  /// The tree of the item's blocks, into `result`. Null: they are all that the sequence's queries
+  /// see, and out and lse are written.
+  void (*blocks)(const ForwardContext& context, const DecodeItem& item, const Partial* result,
+                 std::byte* scratch);
+  /// left takes right in.
+  void (*merge)(const ForwardContext& context, const DecodeItem& item, const Partial& left,
+                const Partial& right);
+  /// Writes out and lse, where the item's blocks are all that the sequence's queries see.
+  void (*finish)(const ForwardContext& context, const DecodeItem& item, const Partial& result,
+                 std::byte* scratch);
+};
+
 struct InstructionSet {
   const char* name;  // "avx512"
   Tiles (*forward_tiles)(const AttentionProblem& problem);
@@ -137,6 +172,8 @@ struct InstructionSet {
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*to_float)(int32_t dtype, const void* x, float* y, int64_t n);
   void (*from_float)(int32_t dtype, const float* x, void* y, int64_t n);
+
+  const DecodeKernel* decode;  // null: its forward kernel takes all sequences
 };
 
 }  // namespace strobe::cpu

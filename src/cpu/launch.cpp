@@ -7,9 +7,11 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include "core/workspace.h"
 #include "cpu/blocks.h"
+#include "cpu/decode_items.h"
 #include "cpu/team.h"
 #include "cpu/turnstile.h"
 
@@ -210,15 +212,6 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
   }
 }
 
-// out and lse of queries that are not in use.
-void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
-  if (queries.empty()) return;
-  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
-  if (!c.lse) return;
-  float* const lse = c.lse + c.lse_index(s, head);
-  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
-}
-
 // dq of queries, dk and dv of keys that are not in use.
 void fill_unused_queries(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
   if (queries.empty()) return;
@@ -259,6 +252,14 @@ Status no_memory(size_t bytes) {
 
 }  // namespace
 
+void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
+  if (queries.empty()) return;
+  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
+  if (!c.lse) return;
+  float* const lse = c.lse + c.lse_index(s, head);
+  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
+}
+
 void fill_plan(const InstructionSet& isa, Plan& plan) {
   const AttentionProblem& p = plan.problem;
   const int64_t threads = p.threads > 0 ? p.threads : default_threads();
@@ -267,14 +268,27 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   const Tiles tiles = forward ? isa.forward_tiles(p) : isa.backward_tiles(p);
   plan.tile_q = tiles.tile_q;
   plan.tile_k = tiles.tile_k;
+  plan.work_items = 0;
   size_t scratch = 0, shared = 0;
-  if (forward) {
+  const DecodeUse decode(isa, p);
+  if (decode.some) {
+    const DecodePlan split(isa, p, min64(threads, useful));
+    plan.work_items = split.work_items;
+    plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
+    plan.tile_q = split.shape.heads * split.shape.item_rows;
+    plan.tile_k = kDecodeKeys;
+    shared = split.bytes;
+    scratch = isa.decode->scratch(forward_context(plan, {}));
+  }
+  if (forward && !decode.all) {
+    plan.tile_q = tiles.tile_q;
+    plan.tile_k = tiles.tile_k;
     const int64_t others = p.batch * p.heads;
     plan.block_q = choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, others,
                                 min64(threads, useful) == 1 ? 1 : threads * kItemsPerThread);
-    plan.work_items = Blocks::of_queries(p, nullptr, plan.block_q).count();
-    scratch = isa.forward_scratch(forward_context(plan, {}));
-  } else {
+    plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
+    scratch = std::max(scratch, isa.forward_scratch(forward_context(plan, {})));
+  } else if (!forward) {
     const int64_t others = p.batch * p.heads_kv;
     if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
       // How many rows a sequence is given beyond those that it uses, its neighbours decide.
@@ -305,18 +319,35 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   const Workspace workspace(args.workspace, plan.workspace_bytes);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
   const ForwardContext context = forward_context(plan, args);
-  const size_t scratch = plan.workspace_bytes / static_cast<size_t>(plan.threads);
-  const ForwardItems items(plan, context.sequences.cu_q);
+  const DecodeUse use(isa, p);
+  std::optional<DecodeItems> decoded;
+  size_t shared = 0;
+  if (use.some) {
+    decoded.emplace(isa, context, plan.threads, workspace.data());
+    shared = decoded->bytes();
+  }
+  const int64_t few = decoded ? decoded->count() : 0;
+  std::byte* const scratch_base = workspace.data() + shared;
+  const size_t scratch = (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
+                         kWorkspaceAlignment * kWorkspaceAlignment;
+  std::optional<ForwardItems> tiled;
+  if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
-  Counter next(items.count());
+  Counter next(few + (tiled ? tiled->count() : 0));
   parallel(plan.threads, [&](int thread) {
+    std::byte* const own = scratch_base + static_cast<size_t>(thread) * scratch;
     next.drain(thread, interrupt, [&](int64_t n) {
-      ForwardItem item = items[n];
+      if (n < few) {
+        decoded->run(n, own);
+        return;
+      }
+      ForwardItem item = (*tiled)[n - few];
       const Sequence s = context.sequence(item.batch);
+      if (use.decoded(isa, s.mask.seqlen_q)) return;
       const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
       if (!queries.used.empty()) {
         item.q_end = queries.used.end;
-        isa.forward_block(context, item, workspace.data() + static_cast<size_t>(thread) * scratch);
+        isa.forward_block(context, item, own);
       }
       fill_unused(context, s, item.head, queries.unused);
     });

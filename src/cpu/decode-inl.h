@@ -1,0 +1,584 @@
+// Decoding in float32 for one instruction set; decode.h says how the work is cut.
+//
+// Layout. The dimensions of a head lie along the lanes, so that K and V are read as they lie in
+// memory, each vector once for kDecodeMicroRows rows. Values of two bytes are read a vector of
+// 4-byte words at a time; of bf16, the lower and the upper halves of the words are the even and the
+// odd dimensions, which Q and O keep apart as well: no shuffle is needed, and the order is undone
+// when O is written.
+#ifndef STROBE_CPU_DECODE_INL_H_
+#define STROBE_CPU_DECODE_INL_H_
+
+#include "cpu/decode.h"
+#include "cpu/score-inl.h"
+
+namespace strobe::cpu::STROBE_ISA {
+
+/// Dimensions that are read together.
+constexpr int64_t kPair = 2 * kLanes;
+constexpr int kDecodeMicroRows = 4;
+// Sums that a step of either product keeps: 16 of AVX-512's and NEON's 32 registers, 8 of AVX2's 16.
+#if HWY_TARGET == HWY_AVX2
+constexpr int kDecodeMicroKeys = 2, kDecodeMicroPairs = 1;
+#else
+constexpr int kDecodeMicroKeys = 4, kDecodeMicroPairs = 2;
+#endif
+/// The most queries of a sequence that is decoded. With more of them, a tile of forward-inl.h fills
+/// its lanes well enough.
+constexpr int64_t kDecodeFew = 8;
+
+#if HWY_TARGET == HWY_SCALAR
+template <typename T>
+constexpr bool kEvenAndOdd = false;
+#else
+template <typename T>
+constexpr bool kEvenAndOdd = false;
+template <>
+inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
+#endif
+
+/// kPair values as float32.
+template <typename T>
+STROBE_SIMD void load_pair(const T* p, VF& first, VF& second) {
+  if constexpr (kEvenAndOdd<T>) {
+    const VU words = hn::LoadU(u32, reinterpret_cast<const uint32_t*>(p));
+    first = hn::BitCast(f32, hn::ShiftLeft<16>(words));
+    second = hn::BitCast(f32, hn::And(words, hn::Set(u32, 0xFFFF0000u)));
+  } else {
+    first = load_as_float(p);
+    second = load_as_float(p + kLanes);
+  }
+}
+
+/// A row of n values (a multiple of kPair) times `factor`, in the order in which load_pair gives
+/// them, and back.
+template <typename T>
+STROBE_SIMD void order_row(const float* from, int64_t n, float factor, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    VF first = load(from + i), second = load(from + i + kLanes);
+#if HWY_TARGET != HWY_SCALAR
+    if constexpr (kEvenAndOdd<T>) hn::LoadInterleaved2(f32, from + i, first, second);
+#endif
+    store(hn::Mul(first, set(factor)), to + i);
+    store(hn::Mul(second, set(factor)), to + i + kLanes);
+  }
+}
+template <typename T>
+STROBE_SIMD void restore_row(const float* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    const VF first = load(from + i), second = load(from + i + kLanes);
+#if HWY_TARGET != HWY_SCALAR
+    if constexpr (kEvenAndOdd<T>) {
+      hn::StoreInterleaved2(first, second, f32, to + i);
+      continue;
+    }
+#endif
+    store(first, to + i);
+    store(second, to + i + kLanes);
+  }
+}
+
+#if HWY_TARGET != HWY_SCALAR
+/// Adds the halves of a vector until kTo lanes are left.
+template <int kTo, typename V>
+STROBE_SIMD auto fold(V v) {
+  using D = hn::DFromV<V>;
+  if constexpr (hn::MaxLanes(D()) == kTo) {
+    return v;
+  } else {
+    const hn::Half<D> half;
+    return fold<kTo>(hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  }
+}
+/// [a0 + a2, b0 + b2, a1 + a3, b1 + b3] of each four lanes.
+STROBE_SIMD VF add_crosswise(VF a, VF b) {
+  return hn::Add(hn::InterleaveLower(f32, a, b), hn::InterleaveUpper(f32, a, b));
+}
+#endif
+
+/// to[i] = sum of the lanes of v[i].
+STROBE_SIMD void store_sums(const VF (&v)[kDecodeMicroKeys], float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  for (int i = 0; i < kDecodeMicroKeys; ++i) to[i] = hn::GetLane(v[i]);
+#else
+  if constexpr (kDecodeMicroKeys == 2) {
+    const auto sums = fold<2>(add_crosswise(v[0], v[1]));
+    hn::StoreU(sums, hn::DFromV<decltype(sums)>(), to);
+  } else {
+    const hn::RepartitionToWide<F> wide;
+    const auto ab = hn::BitCast(wide, add_crosswise(v[0], v[1]));
+    const auto cd = hn::BitCast(wide, add_crosswise(v[2], v[3]));
+    const VF sums = hn::Add(hn::BitCast(f32, hn::InterleaveLower(wide, ab, cd)),
+                            hn::BitCast(f32, hn::InterleaveUpper(wide, ab, cd)));
+    const auto four = fold<4>(sums);
+    hn::StoreU(four, hn::DFromV<decltype(four)>(), to);
+  }
+#endif
+}
+
+/// Rows of memory that will be read soon, fetched a few lines at a time.
+struct Ahead {
+  const std::byte* const* rows;
+  int64_t count, bytes;  // of a row
+  int64_t row = 0, offset = 0;
+
+  STROBE_INLINE void fetch(int64_t lines) {
+    for (; lines > 0 && row < count; --lines) {
+      __builtin_prefetch(rows[row] + offset, 0, 2);
+      offset += 64;
+      if (offset >= bytes) {
+        offset = 0;
+        ++row;
+      }
+    }
+  }
+};
+
+/// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys.
+template <int kRows, typename T>
+static void score_keys(const float* q, int64_t dim, const T* const (&k)[kDecodeMicroKeys],
+                       float* scores) {
+  constexpr int kKeys = kDecodeMicroKeys;
+  VF sum[kRows][kKeys];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::Zero(f32);
+  }
+  for (int64_t i = 0; i < dim; i += kPair) {
+    VF first[kKeys], second[kKeys];
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair(k[j] + i, first[j], second[j]);
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF x = load(q + r * dim + i);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(first[j], x, sum[r][j]);
+    }
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF x = load(q + r * dim + i + kLanes);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(second[j], x, sum[r][j]);
+    }
+  }
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) store_sums(sum[r], scores + r * kDecodeKeys);
+}
+
+/// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
+template <int kRows, int kPairs, typename T>
+static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
+                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines) {
+  VF sum[kRows][2 * kPairs];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
+  }
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    const T* const row = reinterpret_cast<const T*>(v[j] + v_offset);
+    ahead.fetch(lines);
+    VF value[2 * kPairs];
+    STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
+      load_pair(row + e * kPair, value[2 * e], value[2 * e + 1]);
+    }
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF w = set(weights[r * kDecodeKeys + j]);
+      STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+        sum[r][e] = hn::MulAdd(value[e], w, sum[r][e]);
+      }
+    }
+  }
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+      store(sum[r][e], out + r * dim_v + e * kLanes);
+    }
+  }
+}
+
+/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+template <typename Body>
+STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
+  static_assert(kDecodeMicroRows == 4);
+  if (rows >= 4) {
+    body(Rows<4>());
+  } else if (rows == 3) {
+    body(Rows<3>());
+  } else if (rows == 2) {
+    body(Rows<2>());
+  } else {
+    body(Rows<1>());
+  }
+}
+
+struct DecodeScratch {
+  float* q;                                   // [key head][row][dim]
+  float* weights;                             // [key head][row][kDecodeKeys]
+  Range* seen;                                // [row]: keys that its query sees
+  float *root, *again, *tree;                 // partial results; tree: the nodes above place 0
+  float* row;                                 // one row of Q or O
+  std::byte *k, *v;                           // rows with zeros behind
+  const std::byte **k_rows[2], **v_rows;      // of a block of keys, and K's of the next
+};
+
+STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape) {
+  const int64_t rows = shape.heads * shape.item_rows;
+  DecodeScratch s;
+  s.q = arena.take<float>(rows * shape.dim);
+  s.weights = arena.take<float>(rows * kDecodeKeys);
+  s.seen = arena.take<Range>(shape.item_rows);
+  s.root = arena.take<float>(shape.partial_floats());
+  s.again = arena.take<float>(shape.partial_floats());
+  s.tree = arena.take<float>((shape.levels + 1) * shape.partial_floats());
+  s.row = arena.take<float>(2 * max64(shape.dim, shape.dim_v));
+  s.k = arena.take<std::byte>(kDecodeMicroKeys * shape.dim * 4);
+  s.v = arena.take<std::byte>(kDecodeKeys * shape.dim_v * 4);
+  s.k_rows[0] = arena.take<const std::byte*>(kDecodeKeys);
+  s.k_rows[1] = arena.take<const std::byte*>(kDecodeKeys);
+  s.v_rows = arena.take<const std::byte*>(kDecodeKeys);
+  return s;
+}
+
+static void decode_merge(const ForwardContext& c, const DecodeItem& item, const Partial& left,
+                         const Partial& right) {
+  const int64_t dim = round_up(c.problem.head_dim_v, kPair);
+  const int64_t rows = item.rows.size();
+  for (int64_t n = 0; n < item.row_count(); ++n) {
+    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
+    const ScoreRule rule = score_rule(c, item.batch, head_kv * c.group() + row % c.group());
+    const float unit = score_unit(rule) * kLog2e;
+    const float max = left.max[n] > right.max[n] ? left.max[n] : right.max[n];
+    const float reference = max == -kInfinity ? 0 : max;
+    const VF a = exp2(set(left.max[n] - reference), unit);
+    const VF b = exp2(set(right.max[n] - reference), unit);
+    float* const out = left.out + n * dim;
+    const float* const more = right.out + n * dim;
+    for (int64_t e = 0; e < dim; e += kLanes) {
+      store(hn::MulAdd(load(out + e), a, hn::Mul(load(more + e), b)), out + e);
+    }
+    left.sum[n] = left.sum[n] * hn::GetLane(a) + right.sum[n] * hn::GetLane(b);
+    left.max[n] = max;
+  }
+}
+
+/// An item at work.
+template <typename T>
+struct Decode {
+  const ForwardContext& c;
+  const DecodeItem& item;
+  const DecodeShape& shape;
+  const Sequence sequence;
+  const DecodeScratch& s;
+  const Partial& root;
+  const float weight_factor;  // of O, not of the sum
+
+  STROBE_INLINE int64_t query(int64_t row) const { return row / c.group(); }
+  STROBE_INLINE int64_t head(int64_t head_kv, int64_t row) const {
+    return head_kv * c.group() + row % c.group();
+  }
+  STROBE_INLINE Range keys(int64_t block) const {
+    const Range all = sequence.mask.kv_range({0, sequence.mask.seqlen_q});
+    return intersect(all, {block * kDecodeKeys, (block + 1) * kDecodeKeys});
+  }
+  STROBE_INLINE Partial node(int64_t place) const {
+    return place == 0 ? root : shape.partial(s.tree + (place - 1) * shape.partial_floats());
+  }
+  STROBE_INLINE static int64_t head_bytes(const Tensor& t) {
+    return t.head_stride * t.element_size;
+  }
+  /// Bytes from the first value of a row of the cache that the item reads to the last one's end.
+  STROBE_INLINE int64_t run_bytes(const Tensor& t, int64_t dim) const {
+    return (item.heads.size() - 1) * head_bytes(t) + dim * t.element_size;
+  }
+
+  void load_queries() const {
+    for (int64_t r = item.rows.begin; r < item.rows.end; ++r) {
+      s.seen[r - item.rows.begin] = sequence.mask.row(query(r));
+    }
+    for (int64_t h = item.heads.begin, n = 0; h < item.heads.end; ++h) {
+      for (int64_t r = item.rows.begin; r < item.rows.end; ++r, ++n) {
+        const int64_t at = query(r);
+        for (int64_t i = 0; i < shape.dim; i += kLanes) store(hn::Zero(f32), s.row + i);
+        load_rows(c.query_rows(c.q, sequence, head(h, r)), c.problem.dtype, {at, at + 1},
+                  c.problem.head_dim, s.row, shape.dim);
+        const float factor = q_factor(score_rule(c, item.batch, head(h, r)));
+        order_row<T>(s.row, shape.dim, factor, s.q + n * shape.dim);
+      }
+    }
+  }
+
+  /// Where the rows of a block of keys lie in a tensor, for the item's first key head; rounded up
+  /// to whole steps with the last row.
+  void find_rows(const Tensor& t, Range keys, const std::byte** rows) const {
+    const RowView view = c.key_rows(t, sequence, item.heads.begin);
+    const int64_t n = keys.size();
+    for (int64_t j = 0; j < n; ++j) rows[j] = view.row(keys.begin + j);
+    for (int64_t j = n; j < round_up(n, kDecodeMicroKeys); ++j) rows[j] = rows[n - 1];
+  }
+
+  void scores(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
+    const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
+    const int64_t bytes = head_bytes(c.k);
+    // As many lines of V as the step has of K.
+    const int64_t lines =
+        ceil_div(kDecodeMicroKeys * ahead.bytes, 64 * item.heads.size());
+    for (int64_t j = 0; j < keys.size(); j += kDecodeMicroKeys) {
+      for (int64_t h = 0; h < item.heads.size(); ++h) {
+        const T* k[kDecodeMicroKeys];
+        for (int i = 0; i < kDecodeMicroKeys; ++i) {
+          k[i] = reinterpret_cast<const T*>(k_rows[j + i] + h * bytes);
+          if (dim == shape.dim) continue;
+          auto* const copy = reinterpret_cast<T*>(s.k) + i * shape.dim;
+          __builtin_memcpy(copy, k[i], static_cast<size_t>(dim) * sizeof(T));
+          k[i] = copy;
+        }
+        ahead.fetch(lines);
+        for (int64_t r = 0; r < rows; r += kDecodeMicroRows) {
+          const int64_t at = h * rows + r;
+          for_rows(
+              rows - r, [&]<typename R>(R) __attribute__((always_inline)) {
+                score_keys<R::value, T>(s.q + at * shape.dim, shape.dim, k,
+                                        s.weights + at * kDecodeKeys + j);
+              });
+        }
+      }
+    }
+  }
+
+  /// The weights of one row, its maximum and its sum. seen: its keys of the block.
+  template <bool kLinear>
+  void weigh(const ScoreRule& rule, int64_t position, int64_t first_key, int64_t count, Range seen,
+             float* row, float& max_out, float& sum_out) const {
+    const Scorer score{rule};
+    const VI at = hn::Set(i32, static_cast<int32_t>(position));
+    const VI begin = hn::Set(i32, static_cast<int32_t>(seen.begin - 1));
+    const VI end = hn::Set(i32, static_cast<int32_t>(seen.end));
+    VF max = set(-kInfinity);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      VF x = load(row + j);
+      if constexpr (!kLinear) x = score(x, at, count_from(first_key + j)).value;
+      const VI key = count_from(j);
+      const auto sees = hn::RebindMask(f32, hn::And(hn::Gt(key, begin), hn::Gt(end, key)));
+      x = hn::IfThenElse(sees, x, set(-kInfinity));
+      store(x, row + j);
+      max = hn::Max(x, max);  // the second operand where x is NaN, which the sum shows
+    }
+    const float largest = hn::GetLane(hn::MaxOfLanes(f32, max));
+    const VF reference = set(largest == -kInfinity ? 0 : largest);
+    const float unit = score_unit(rule) * kLog2e;
+    VF sum = hn::Zero(f32);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const VF w = exp2(hn::Sub(load(row + j), reference), unit);
+      sum = hn::Add(sum, w);
+      store(hn::Mul(w, set(weight_factor)), row + j);
+    }
+    max_out = largest;
+    sum_out = sum_lanes(sum);
+  }
+
+  STROBE_INLINE Range seen_of_block(int64_t row, Range keys) const {
+    const Range seen = intersect(s.seen[row], keys);
+    if (seen.empty()) return {0, 0};
+    return {seen.begin - keys.begin, seen.end - keys.begin};
+  }
+
+  void weights(Range keys, const Partial& result) const {
+    const int64_t rows = item.rows.size(), count = keys.size();
+    for (int64_t h = 0, n = 0; h < item.heads.size(); ++h) {
+      for (int64_t r = 0; r < rows; ++r, ++n) {
+        const int64_t at = item.rows.begin + r;
+        const ScoreRule rule = score_rule(c, item.batch, head(item.heads.begin + h, at));
+        const int64_t position = sequence.mask.position(query(at));
+        float* const row = s.weights + n * kDecodeKeys;
+        const Range seen = seen_of_block(r, keys);
+        if (rule.linear) {
+          weigh<true>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
+        } else {
+          weigh<false>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
+        }
+      }
+    }
+  }
+
+  void values(Range keys, const Partial& result, Ahead& ahead) const {
+    const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
+    const int64_t columns = ceil_div(shape.dim_v, kDecodeMicroPairs * kPair);
+    const int64_t lines = ceil_div(ahead.bytes, 64 * item.heads.size() * columns);
+    for (int64_t h = 0; h < item.heads.size(); ++h) {
+      const std::byte* const* v = s.v_rows;
+      int64_t offset = h * head_bytes(c.v);
+      const std::byte* copies[kDecodeKeys];
+      if (dim != shape.dim_v) {
+        for (int64_t j = 0; j < keys.size(); ++j) {
+          std::byte* const copy = s.v + j * shape.dim_v * static_cast<int64_t>(sizeof(T));
+          __builtin_memcpy(copy, v[j] + offset, static_cast<size_t>(dim) * sizeof(T));
+          copies[j] = copy;
+        }
+        v = copies;
+        offset = 0;
+      }
+      for (int64_t r = 0; r < rows;) {
+        // Rows that see the same keys of the block share the values. No row touches others: they
+        // might hold NaN.
+        const Range seen = seen_of_block(r, keys);
+        int64_t some = 1;
+        while (some < kDecodeMicroRows && r + some < rows && seen_of_block(r + some, keys) == seen)
+          ++some;
+        const int64_t at = h * rows + r;
+        for_rows(
+            some, [&]<typename R>(R) __attribute__((always_inline)) {
+              const float* const weights = s.weights + at * kDecodeKeys;
+              float* const out = result.out + at * shape.dim_v;
+              int64_t e = 0;
+              for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
+                weigh_values<R::value, kDecodeMicroPairs, T>(
+                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
+                    shape.dim_v, ahead, r == 0 ? lines : 0);
+              }
+              for (; e < shape.dim_v; e += kPair) {
+                weigh_values<R::value, 1, T>(weights, v,
+                                             offset + e * static_cast<int64_t>(sizeof(T)), seen,
+                                             out + e, shape.dim_v, ahead, r == 0 ? lines : 0);
+              }
+            });
+        r += some;
+      }
+    }
+  }
+
+  void run() const {
+    load_queries();
+    if (c.problem.head_dim != shape.dim) {
+      __builtin_memset(s.k, 0, static_cast<size_t>(kDecodeMicroKeys * shape.dim) * 4);
+    }
+    if (c.problem.head_dim_v != shape.dim_v) {
+      __builtin_memset(s.v, 0, static_cast<size_t>(kDecodeKeys * shape.dim_v) * 4);
+    }
+    DecodeTree tree;
+    const auto merge = [&](int64_t place) {
+      decode_merge(c, item, node(place), node(place + 1));
+    };
+    const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
+    const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
+    find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);
+    for (int64_t block = item.blocks.begin, n = 0; block < item.blocks.end; ++block, ++n) {
+      const Range now = keys(block), then = keys(block + 1);
+      const Partial result = node(tree.top());
+      find_rows(c.v, now, s.v_rows);
+      // While K is read, V of the same keys is fetched; while V is read, K of the next.
+      Ahead v{s.v_rows, now.size(), v_bytes};
+      scores(now, s.k_rows[n % 2], v);
+      weights(now, result);
+      Ahead k{s.k_rows[(n + 1) % 2], 0, k_bytes};
+      if (block + 1 < item.blocks.end) {
+        k.count = then.size();
+        find_rows(c.k, then, s.k_rows[(n + 1) % 2]);
+      }
+      values(now, result, k);
+      tree.add(0, block, merge);
+    }
+    tree.end(merge);
+  }
+};
+
+static size_t decode_scratch(const ForwardContext& context) {
+  Arena arena;
+  carve_decode(arena, decode_shape(context.problem, kDecodeFew, kPair));
+  return arena.used();
+}
+
+/// The tree of the item's blocks, with O times `factor`.
+static void decode_tree(const ForwardContext& c, const DecodeItem& item, float factor,
+                        const Partial& root, const DecodeScratch& s, const DecodeShape& shape) {
+  if (item.blocks.empty()) {
+    const int64_t rows = item.row_count();
+    __builtin_memset(root.out, 0, static_cast<size_t>(rows * shape.dim_v) * sizeof(float));
+    for (int64_t n = 0; n < rows; ++n) {
+      root.max[n] = -kInfinity;
+      root.sum[n] = 0;
+    }
+    return;
+  }
+  for_dtype(c.problem.dtype, [&]<typename T>(T*) {
+    Decode<T>{c, item, shape, c.sequence(item.batch), s, root, factor}.run();
+  });
+}
+
+/// out[0, n) = the row of O times `factor`, in the order of the dimensions.
+STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float* to) {
+  for_dtype(
+      dtype, [&]<typename T>(T*) __attribute__((always_inline)) { restore_row<T>(from, n, to); });
+}
+
+/// Before the division a row of O may have overflowed although the mean that it becomes is finite.
+/// This computes the item again with smaller weights, and replaces what is not finite in the output
+/// of the rows whose sum is finite.
+static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
+                         const DecodeScratch& s, const DecodeShape& shape) {
+  const Sequence sequence = c.sequence(item.batch);
+  const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
+  float power = 2;  // sums of weights over this stay below 1/2
+  for (int64_t n = 0; n < item.row_count(); ++n) {
+    while (result.sum[n] < kInfinity && power < 2 * result.sum[n]) power *= 2;
+  }
+  const Partial again = shape.partial(s.again);
+  decode_tree(c, item, 1 / power, again, s, shape);
+  float* const was = s.row + shape.dim_v;
+  for (int64_t n = 0; n < item.row_count(); ++n) {
+    if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
+    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
+    const int64_t query = row / c.group();
+    const RowView out = c.query_rows(c.out, sequence, head_kv * c.group() + row % c.group());
+    restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
+    scale_row(s.row, shape.dim_v, power / again.sum[n]);
+    load_rows(out, c.problem.dtype, {query, query + 1}, dim, was, shape.dim_v);
+    for (int64_t e = 0; e < dim; e += kLanes) {
+      const VF x = load(was + e);
+      store(hn::IfThenElse(hn::Lt(hn::Abs(x), set(kInfinity)), x, load(s.row + e)), s.row + e);
+    }
+    store_row(out, c.problem.dtype, query, dim, s.row, 1);
+  }
+}
+
+static void finish_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
+                           const DecodeScratch& s, const DecodeShape& shape) {
+  const Sequence sequence = c.sequence(item.batch);
+  const int64_t rows = item.rows.size();
+  for (int64_t n = 0; n < item.row_count(); ++n) {
+    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
+    const int64_t query = row / c.group(), head = head_kv * c.group() + row % c.group();
+    const bool empty = sequence.mask.row(query).empty();
+    // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
+    const float sum = result.sum[n];
+    float factor = 1 / sum;
+    if (sum == 0) factor = empty ? 0 : __builtin_nanf("");
+    restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    store_row(c.query_rows(c.out, sequence, head), c.problem.dtype, query, c.problem.head_dim_v,
+              s.row, factor);
+    if (!c.lse) continue;
+    const double unit = score_unit(score_rule(c, item.batch, head));
+    c.lse[c.lse_index(sequence, head) + query] =
+        empty ? -kInfinity
+        : sum == 0
+            ? __builtin_nanf("")
+            : static_cast<float>(static_cast<double>(result.max[n]) * unit + __builtin_log(sum));
+  }
+  if (any_nonfinite(result.out, item.row_count(), shape.dim_v, shape.dim_v)) {
+    mend_decoded(c, item, result, s, shape);
+  }
+}
+
+static void decode_finish(const ForwardContext& c, const DecodeItem& item, const Partial& result,
+                          std::byte* scratch) {
+  const DecodeShape shape = decode_shape(c.problem, kDecodeFew, kPair);
+  Arena arena(scratch);
+  finish_decoded(c, item, result, carve_decode(arena, shape), shape);
+}
+
+static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
+                          std::byte* scratch) {
+  const DecodeShape shape = decode_shape(c.problem, kDecodeFew, kPair);
+  Arena arena(scratch);
+  const DecodeScratch s = carve_decode(arena, shape);
+  const Partial root = result ? *result : shape.partial(s.root);
+  decode_tree(c, item, 1, root, s, shape);
+  if (!result) finish_decoded(c, item, root, s, shape);
+}
+
+}  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_DECODE_INL_H_

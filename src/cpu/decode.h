@@ -1,0 +1,100 @@
+// Sequences of few queries: decoding, where the time is that of reading K and V from memory.
+//
+// The query heads that share a key head, times the few queries, are packed as rows, so that each key
+// and value is read once for all of them. The keys are cut into blocks of kDecodeKeys, at multiples
+// of that in the sequence. Each block's weights and O are computed on their own, against the block's
+// own maximum, and merged with its neighbour's along a binary tree over the numbers of the blocks:
+// blocks 0 and 1, 2 and 3; then 0-1 and 2-3. The tree does not depend on who computes which part of
+// it, so that bits depend neither on the threads nor on the rest of the batch. An item computes a
+// subtree, and the item that ends last among those of a sequence merges their results.
+#ifndef STROBE_CPU_DECODE_H_
+#define STROBE_CPU_DECODE_H_
+
+#include "cpu/kernels.h"
+
+namespace strobe::cpu {
+
+/// Keys of a leaf of the tree.
+inline constexpr int64_t kDecodeKeys = 64;
+
+/// How the rows of a problem are cut into items, and what an item needs.
+struct DecodeShape {
+  int64_t rows;                 // of a key head: the queries that a sequence may have, times group
+  int64_t heads;                // key heads of an item
+  int64_t item_rows;            // of each of its key heads
+  int64_t head_sets, row_sets;  // that the heads, and the rows of a head, are cut into
+  int64_t dim, dim_v;           // padded to the kernel's width
+  int64_t levels;               // of the tree over the keys that a sequence may have
+
+  STROBE_INLINE int64_t sets() const { return head_sets * row_sets; }
+  /// The item of one set, without its batch and its blocks. sequence_rows: as many rows as each of
+  /// its key heads has.
+  STROBE_INLINE DecodeItem item(int64_t set, int64_t heads_kv, int64_t sequence_rows) const {
+    const int64_t head = set / row_sets * heads, row = set % row_sets * item_rows;
+    return {0, {head, min64(head + heads, heads_kv)}, {row, min64(row + item_rows, sequence_rows)},
+            {0, 0}};
+  }
+  STROBE_INLINE int64_t partial_floats() const { return heads * item_rows * (dim_v + 2); }
+  STROBE_INLINE Partial partial(float* at) const {
+    const int64_t n = heads * item_rows;
+    return {at, at + n * dim_v, at + n * dim_v + n};
+  }
+};
+
+/// Rows of an item. Q, O and the tree of 64 rows of 128 values stay in L2.
+inline constexpr int64_t kDecodeRows = 64;
+
+/// few and width: as in DecodeKernel.
+STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t few, int64_t width) {
+  DecodeShape s{};
+  s.rows = min64(p.seqlen_q, few) * (p.heads / p.heads_kv);
+  s.item_rows = max64(1, min64(s.rows, kDecodeRows));
+  // Where a row of the cache holds all heads side by side, an item takes several, so that it reads
+  // memory in the order in which it lies.
+  const bool side_by_side = p.k.head < p.k.seqlen && p.v.head < p.v.seqlen;
+  s.heads = side_by_side ? max64(1, min64(p.heads_kv, kDecodeRows / s.item_rows)) : 1;
+  s.head_sets = ceil_div(p.heads_kv, s.heads);
+  s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));
+  s.dim = round_up(p.head_dim, width);
+  s.dim_v = round_up(p.head_dim_v, width);
+  for (int64_t n = ceil_div(p.seqlen_k, kDecodeKeys); n > 0; n /= 2) ++s.levels;
+  return s;
+}
+
+/// The blocks of keys that some query of a sequence sees.
+STROBE_INLINE Range decode_blocks(const Mask& mask) {
+  const Range keys = mask.kv_range({0, mask.seqlen_q});
+  if (keys.empty()) return {0, 0};
+  return {keys.begin / kDecodeKeys, ceil_div(keys.end, kDecodeKeys)};
+}
+
+/// Merges the nodes of the tree as they come, from left to right. They lie on a stack, and
+/// merge(place) merges what lies at place + 1 into what lies at place.
+class DecodeTree {
+ public:
+  /// Where the next node has to lie.
+  STROBE_INLINE int64_t top() const { return count_; }
+
+  /// Node `index` of `level` lies at top(). Its left neighbour has come before, unless there is
+  /// none.
+  template <typename Merge>
+  STROBE_INLINE void add(int64_t level, int64_t index, const Merge& merge) {
+    for (; index % 2 != 0; ++level, index /= 2) {
+      if (count_ > 0 && level_[count_ - 1] == level) merge(--count_);
+    }
+    level_[count_++] = level;
+  }
+  /// All have come: their root will lie at place 0.
+  template <typename Merge>
+  STROBE_INLINE void end(const Merge& merge) {
+    while (count_ > 1) merge(--count_ - 1);
+  }
+
+ private:
+  int64_t level_[64];
+  int64_t count_ = 0;
+};
+
+}  // namespace strobe::cpu
+
+#endif  // STROBE_CPU_DECODE_H_
