@@ -34,7 +34,10 @@ struct DecodeShape {
     return {0, {head, min64(head + heads, heads_kv)}, {row, min64(row + item_rows, sequence_rows)},
             {0, 0}};
   }
-  STROBE_INLINE int64_t partial_floats() const { return heads * item_rows * (dim_v + 2); }
+  /// Rounded up, so that each is aligned where they lie one behind the other.
+  STROBE_INLINE int64_t partial_floats() const {
+    return round_up(heads * item_rows * (dim_v + 2), 16);
+  }
   STROBE_INLINE Partial partial(float* at) const {
     const int64_t n = heads * item_rows;
     return {at, at + n * dim_v, at + n * dim_v + n};
