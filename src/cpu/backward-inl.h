@@ -17,6 +17,7 @@
 #define STROBE_CPU_BACKWARD_INL_H_
 
 #include "core/visits.h"
+#include "cpu/decode-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/large-lse-inl.h"
 #include "cpu/score-inl.h"
@@ -208,6 +209,27 @@ static void accumulate_seen_only(const BackwardContext& c, const Sequence& seque
   }
 }
 
+/// The products q.k of a sequence whose forward was decoded, as decode-inl.h rounds them: the one
+/// large weight of a row is then exactly 1 again. Rows whose maximum and sum large-lse-inl.h found
+/// keep the rounding that those have. q: the queries' rows; k: the keys'.
+static void decoded_scores(const float* q, const float* k, int64_t dim, int64_t rows, int64_t keys,
+                           const float* lse, float* scores) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (is_large(lse[r])) continue;
+    for (int64_t j = 0; j < keys; j += kDecodeMicroKeys) {
+      VF sum[kDecodeMicroKeys];
+      for (int i = 0; i < kDecodeMicroKeys; ++i) {
+        const float* const key = k + min64(j + i, keys - 1) * dim;
+        sum[i] = hn::Zero(f32);
+        for (int64_t e = 0; e < dim; e += kLanes) {
+          sum[i] = hn::MulAdd(load(key + e), load(q + r * dim + e), sum[i]);
+        }
+      }
+      store_sums(sum, scores + r * kBackwardTileK + j);
+    }
+  }
+}
+
 /// One tile of queries against one group of keys of the block: the step of the algorithm.
 static void backward_step(const BackwardContext& c, const ScoreRule& rule, const Sequence& sequence,
                           int64_t head, Range tile, Range keys, int64_t k_begin, bool nonfinite,
@@ -234,6 +256,11 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
                    p.head_dim_v);
 
   const int64_t lse_at = c.lse_index(sequence, head);
+  // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
+  if (mask.seqlen_q <= kDecodeFew && !rule.dropout && p.dtype == STROBE_FLOAT32) {
+    decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
+                   weights);
+  }
   const bool linear = rule.linear && !rule.dropout;
   const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
                           : (masked ? backward_row<false, true> : backward_row<false, false>);

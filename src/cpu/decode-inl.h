@@ -16,7 +16,8 @@ namespace strobe::cpu::STROBE_ISA {
 /// Dimensions that are read together.
 constexpr int64_t kPair = 2 * kLanes;
 constexpr int kDecodeMicroRows = 4;
-// Sums that a step of either product keeps: 16 of AVX-512's and NEON's 32 registers, 8 of AVX2's 16.
+// Sums that a step of either product keeps: 16 of AVX-512's and NEON's 32 registers, 8 of
+// AVX2's 16.
 #if HWY_TARGET == HWY_AVX2
 constexpr int kDecodeMicroKeys = 2, kDecodeMicroPairs = 1;
 #else
@@ -206,13 +207,13 @@ STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
 }
 
 struct DecodeScratch {
-  float* q;                                   // [key head][row][dim]
-  float* weights;                             // [key head][row][kDecodeKeys]
-  Range* seen;                                // [row]: keys that its query sees
-  float *root, *again, *tree;                 // partial results; tree: the nodes above place 0
-  float* row;                                 // one row of Q or O
-  std::byte *k, *v;                           // rows with zeros behind
-  const std::byte **k_rows[2], **v_rows;      // of a block of keys, and K's of the next
+  float* q;                               // [key head][row][dim]
+  float* weights;                         // [key head][row][kDecodeKeys]
+  Range* seen;                            // [row]: keys that its query sees
+  float *root, *again, *tree;             // partial results; tree: the nodes above place 0
+  float* row;                             // one row of Q or O
+  std::byte *k, *v;                       // rows with zeros behind
+  const std::byte **k_rows[2], **v_rows;  // of a block of keys, and K's of the next
 };
 
 STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape) {
@@ -314,8 +315,7 @@ struct Decode {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
     const int64_t bytes = head_bytes(c.k);
     // As many lines of V as the step has of K.
-    const int64_t lines =
-        ceil_div(kDecodeMicroKeys * ahead.bytes, 64 * item.heads.size());
+    const int64_t lines = ceil_div(kDecodeMicroKeys * ahead.bytes, 64 * item.heads.size());
     for (int64_t j = 0; j < keys.size(); j += kDecodeMicroKeys) {
       for (int64_t h = 0; h < item.heads.size(); ++h) {
         const T* k[kDecodeMicroKeys];
@@ -449,9 +449,7 @@ struct Decode {
       __builtin_memset(s.v, 0, static_cast<size_t>(kDecodeKeys * shape.dim_v) * 4);
     }
     DecodeTree tree;
-    const auto merge = [&](int64_t place) {
-      decode_merge(c, item, node(place), node(place + 1));
-    };
+    const auto merge = [&](int64_t place) { decode_merge(c, item, node(place), node(place + 1)); };
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
     find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);

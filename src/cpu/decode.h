@@ -1,12 +1,13 @@
 // Sequences of few queries: decoding, where the time is that of reading K and V from memory.
 //
-// The query heads that share a key head, times the few queries, are packed as rows, so that each key
-// and value is read once for all of them. The keys are cut into blocks of kDecodeKeys, at multiples
-// of that in the sequence. Each block's weights and O are computed on their own, against the block's
-// own maximum, and merged with its neighbour's along a binary tree over the numbers of the blocks:
-// blocks 0 and 1, 2 and 3; then 0-1 and 2-3. The tree does not depend on who computes which part of
-// it, so that bits depend neither on the threads nor on the rest of the batch. An item computes a
-// subtree, and the item that ends last among those of a sequence merges their results.
+// The query heads that share a key head, times the few queries, are packed as rows, so that each
+// key and value is read once for all of them. The keys are cut into blocks of kDecodeKeys, at
+// multiples of that in the sequence. Each block's weights and O are computed on their own, against
+// the block's own maximum, and merged with its neighbour's along a binary tree over the numbers of
+// the blocks: blocks 0 and 1, 2 and 3; then 0-1 and 2-3. The tree does not depend on who computes
+// which part of it, so that bits depend neither on the threads nor on the rest of the batch. An
+// item computes a subtree, and the item that ends last among those of a sequence merges their
+// results.
 #ifndef STROBE_CPU_DECODE_H_
 #define STROBE_CPU_DECODE_H_
 
@@ -31,7 +32,9 @@ struct DecodeShape {
   /// its key heads has.
   STROBE_INLINE DecodeItem item(int64_t set, int64_t heads_kv, int64_t sequence_rows) const {
     const int64_t head = set / row_sets * heads, row = set % row_sets * item_rows;
-    return {0, {head, min64(head + heads, heads_kv)}, {row, min64(row + item_rows, sequence_rows)},
+    return {0,
+            {head, min64(head + heads, heads_kv)},
+            {row, min64(row + item_rows, sequence_rows)},
             {0, 0}};
   }
   /// Rounded up, so that each is aligned where they lie one behind the other.

@@ -99,8 +99,8 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   const Range blocks = decode_blocks(s.mask);
   const int64_t count = splits(blocks), place = n - first_item_[low];
   const int64_t set = place / count, split = place % count;
-  DecodeItem item = plan_.shape.item(set, context_.problem.heads_kv,
-                                     s.mask.seqlen_q * context_.group());
+  DecodeItem item =
+      plan_.shape.item(set, context_.problem.heads_kv, s.mask.seqlen_q * context_.group());
   item.batch = low;
   if (split == 0 && set % plan_.shape.row_sets == 0) fill_unused(s, item.heads);
   if (item.rows.empty()) return;
@@ -110,10 +110,10 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
     return;
   }
   const int64_t first = blocks.begin / item_blocks_;  // of the tree's nodes at level_
-  item.blocks = intersect(
-      blocks, {(first + split) * item_blocks_, (first + split + 1) * item_blocks_});
-  float* const slots = memory_.slots +
-                       (memory_.first_slot[low] + set * count) * plan_.shape.partial_floats();
+  item.blocks =
+      intersect(blocks, {(first + split) * item_blocks_, (first + split + 1) * item_blocks_});
+  float* const slots =
+      memory_.slots + (memory_.first_slot[low] + set * count) * plan_.shape.partial_floats();
   const auto slot = [&](int64_t i) {
     return plan_.shape.partial(slots + i * plan_.shape.partial_floats());
   };

@@ -1,0 +1,155 @@
+// Sequences of few queries: their keys are split over threads and merged along a tree.
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fixture.h"
+#include "gtest/gtest.h"
+#include "kernels.h"
+#include "runner.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+
+Case Base() {
+  Case c;
+  c.seed = 3;
+  c.scale = std::nanf("");
+  c.heads = 8;
+  c.heads_kv = 2;
+  c.head_dim = c.head_dim_v = 64;
+  c.seqlens_q = {1};
+  c.seqlens_k = {5000};
+  return c;
+}
+
+// Lengths around the borders of blocks and items, and everything that changes which keys a row sees
+// or what is merged.
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    Case c = Base();
+    c.dtype = dtype;
+    cases.push_back(c);
+    c.scale = -0.3f;  // the largest score is the smallest product
+    c.head_dim = 72;  // not whole vectors
+    c.head_dim_v = 40;
+    cases.push_back(c);
+    c = Base();
+    c.dtype = dtype;
+    c.varlen = c.causal = true;
+    c.seqlens_q = {1, 8, 0, 3, 1, 2, 300, 5};
+    c.seqlens_k = {4097, 2048, 100, 63, 0, 6000, 310, 64};
+    cases.push_back(c);
+    c.window_left = 900;
+    c.softcap = 20;
+    c.alibi = STROBE_ALIBI_PER_HEAD;
+    cases.push_back(c);
+    c = Base();
+    c.dtype = dtype;
+    c.heads = 12;  // groups of 1 to 12 rows, and more rows than one item has
+    c.causal = true;
+    for (const int64_t heads_kv : {1, 3, 12}) {
+      c.heads_kv = heads_kv;
+      c.seqlens_q = c.seqlens_k = {7};
+      c.seqlens_k = {1500};
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
+// Kernels that take all of the cases.
+std::vector<CpuKernel> Kernels() {
+  std::vector<CpuKernel> found;
+  for (const CpuKernel& kernel : CpuKernels()) {
+    if (kernel.Takes(Fixture(Base()).MakeProblem(STROBE_FORWARD))) found.push_back(kernel);
+  }
+  return found;
+}
+
+std::string Solve(const Case& c, const CpuKernel& kernel) {
+  Fixture f(c);
+  kernel.RunIn(f);
+  EXPECT_EQ(f.Forward(), "") << kernel.name << ": " << ToString(c);
+  EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
+  return Fixture::Bits(f.out) + f.LseBits();
+}
+
+TEST(Decode, AgreesWithTheOracleAndThreadsChangeNoBit) {
+  for (const CpuKernel& kernel : Kernels()) {
+    for (Case c : Cases()) {
+      c.threads = 1;
+      const std::string one = Solve(c, kernel);
+      for (const int threads : {2, 3, 7}) {
+        c.threads = threads;
+        EXPECT_TRUE(Solve(c, kernel) == one) << kernel.name << ", " << threads << " threads";
+      }
+    }
+  }
+}
+
+TEST(Decode, PlanSaysHowKeysAreSplit) {
+  Case c = Base();
+  c.threads = 2;
+  const strobe_problem problem = Fixture(c).MakeProblem(STROBE_FORWARD);
+  strobe_plan plan;
+  plan.struct_size = sizeof plan;
+  ASSERT_EQ(strobe_plan_make(&problem, &plan), STROBE_OK) << strobe_last_error();
+  EXPECT_EQ(plan.block_q, 0);
+  EXPECT_GT(plan.block_k, 0);
+  EXPECT_LT(plan.block_k, 5000);
+  EXPECT_GT(plan.work_items, 1);
+  EXPECT_EQ(plan.threads, 2);
+}
+
+// What comes before and after in the batch, however long it is, changes no bit of a sequence.
+TEST(Decode, BatchChangesNoBit) {
+  for (const CpuKernel& kernel : Kernels()) {
+    Case c = Base();
+    c.varlen = true;
+    c.threads = 3;
+    c.seqlens_q = {2};
+    c.seqlens_k = {3000};
+    Fixture alone(c);
+    kernel.RunIn(alone);
+    ASSERT_EQ(alone.Forward(), "");
+    c.seqlens_q = {1, 2, 20};
+    c.seqlens_k = {40000, 3000, 20};
+    Fixture among(c);
+    kernel.RunIn(among);
+    for (int64_t head = 0; head < c.heads_kv; ++head) {
+      for (int64_t e = 0; e < c.head_dim; ++e) {
+        for (int64_t j = 0; j < 3000; ++j) {
+          among.k.Set(among.k.Index(0, 40000 + j, head, e),
+                      alone.k.Get(alone.k.Index(0, j, head, e)));
+          among.v.Set(among.v.Index(0, 40000 + j, head, e),
+                      alone.v.Get(alone.v.Index(0, j, head, e)));
+        }
+      }
+    }
+    for (int64_t head = 0; head < c.heads; ++head) {
+      for (int64_t e = 0; e < c.head_dim; ++e) {
+        for (int64_t i = 0; i < 2; ++i) {
+          among.q.Set(among.q.Index(0, 1 + i, head, e), alone.q.Get(alone.q.Index(0, i, head, e)));
+        }
+      }
+    }
+    ASSERT_EQ(among.Forward(), "");
+    for (int64_t head = 0; head < c.heads; ++head) {
+      for (int64_t e = 0; e < c.head_dim; ++e) {
+        for (int64_t i = 0; i < 2; ++i) {
+          EXPECT_EQ(among.out.Get(among.out.Index(0, 1 + i, head, e)),
+                    alone.out.Get(alone.out.Index(0, i, head, e)))
+              << kernel.name;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strobe_test
