@@ -46,6 +46,7 @@ const InstructionSet kAmx = {
     amx::exp2_array,
     amx::to_floats,
     amx::from_floats,
+    nullptr,
 #if STROBE_HAVE_AVX512
     &kAvx512Decode,  // reading K and V takes longer than the products do
 #else

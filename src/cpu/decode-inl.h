@@ -8,6 +8,7 @@
 #ifndef STROBE_CPU_DECODE_INL_H_
 #define STROBE_CPU_DECODE_INL_H_
 
+#include "cpu/cache-inl.h"
 #include "cpu/decode.h"
 #include "cpu/score-inl.h"
 
@@ -294,8 +295,7 @@ struct Decode {
       for (int64_t r = item.rows.begin; r < item.rows.end; ++r, ++n) {
         const int64_t at = query(r);
         for (int64_t i = 0; i < shape.dim; i += kLanes) store(hn::Zero(f32), s.row + i);
-        load_rows(c.query_rows(c.q, sequence, head(h, r)), c.problem.dtype, {at, at + 1},
-                  c.problem.head_dim, s.row, shape.dim);
+        load_query_rows(c, sequence, head(h, r), {at, at + 1}, s.row, shape.dim);
         const float factor = q_factor(score_rule(c, item.batch, head(h, r)));
         order_row<T>(s.row, shape.dim, factor, s.q + n * shape.dim);
       }
@@ -307,7 +307,11 @@ struct Decode {
   void find_rows(const Tensor& t, Range keys, const std::byte** rows) const {
     const RowView view = c.key_rows(t, sequence, item.heads.begin);
     const int64_t n = keys.size();
-    for (int64_t j = 0; j < n; ++j) rows[j] = view.row(keys.begin + j);
+    for (int64_t j = 0; j < n;) {
+      const int64_t end = view.run_end(keys.begin + j, keys.end) - keys.begin;
+      const std::byte* row = view.row(keys.begin + j);
+      for (; j < end; ++j, row += view.row_bytes) rows[j] = row;
+    }
     for (int64_t j = n; j < round_up(n, kDecodeMicroKeys); ++j) rows[j] = rows[n - 1];
   }
 
@@ -523,12 +527,12 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     const RowView out = c.query_rows(c.out, sequence, head_kv * c.group() + row % c.group());
     restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     scale_row(s.row, shape.dim_v, power / again.sum[n]);
-    load_rows(out, c.problem.dtype, {query, query + 1}, dim, was, shape.dim_v);
+    load_rows(out, c.problem.out_dtype, {query, query + 1}, dim, was, shape.dim_v);
     for (int64_t e = 0; e < dim; e += kLanes) {
       const VF x = load(was + e);
       store(hn::IfThenElse(hn::Lt(hn::Abs(x), set(kInfinity)), x, load(s.row + e)), s.row + e);
     }
-    store_row(out, c.problem.dtype, query, dim, s.row, 1);
+    store_row(out, c.problem.out_dtype, query, dim, s.row, 1);
   }
 }
 
@@ -545,7 +549,7 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     float factor = 1 / sum;
     if (sum == 0) factor = empty ? 0 : __builtin_nanf("");
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
-    store_row(c.query_rows(c.out, sequence, head), c.problem.dtype, query, c.problem.head_dim_v,
+    store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
               s.row, factor);
     if (!c.lse) continue;
     const double unit = score_unit(score_rule(c, item.batch, head));

@@ -108,7 +108,9 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %s, expected bf16 (AMX multiplies bf16)", dtype_name(problem.dtype));
   }
 #endif
-  if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
+  if (!kRows[kRow].isa->append) {
+    if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
+  }
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }

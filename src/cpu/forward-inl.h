@@ -16,6 +16,7 @@
 #ifndef STROBE_CPU_FORWARD_INL_H_
 #define STROBE_CPU_FORWARD_INL_H_
 
+#include "cpu/cache-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/score-inl.h"
 
@@ -78,7 +79,7 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
-STROBE_SIMD void start_tile(const Context& c, const Sequence& sequence, const ForwardItem& item,
+STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence, const ForwardItem& item,
                             int64_t q_begin, float* rows, ForwardTile& tile) {
   const AttentionProblem& p = c.problem;
   const int64_t d_padded = round_up(p.head_dim, kLanes);
@@ -87,14 +88,13 @@ STROBE_SIMD void start_tile(const Context& c, const Sequence& sequence, const Fo
   tile.full_keys = sequence.mask.full_range(tile.queries);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
-  const RowView q = c.query_rows(c.q, sequence, item.head);
   const float factor = q_factor(score_rule(c, item.batch, item.head));
   for (int64_t r = 0; r < kForwardTileQ; r += kTransposeRows) {
     const int64_t some = n - r < 0 ? 0 : n - r < kTransposeRows ? n - r : kTransposeRows;
     if (some < kTransposeRows) {
       __builtin_memset(rows, 0, static_cast<size_t>(kTransposeRows * d_padded) * sizeof(float));
     }
-    load_rows(q, p.dtype, {q_begin + r, q_begin + r + some}, p.head_dim, rows, d_padded);
+    load_query_rows(c, sequence, item.head, {q_begin + r, q_begin + r + some}, rows, d_padded);
     transpose_rows(rows, d_padded, p.head_dim, factor, tile.qt + r, kForwardTileQ);
   }
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
@@ -314,7 +314,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
     float factor = 1 / sum;
     if (empty) factor = 0;
     if (sum == 0 && !empty) factor = __builtin_nanf("");
-    store_row(out, p.dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv, factor);
+    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv, factor);
     if (lse)
       lse[r] =
           empty ? -kInfinity
@@ -348,12 +348,12 @@ static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const 
     float* const row = s.rows + r % 4 * dv;
     const int64_t query = tile.queries.begin + r;
     scale_row(row, dv, power / tile.sum[r]);
-    load_rows(out, p.dtype, {query, query + 1}, p.head_dim_v, s.v, dv);
+    load_rows(out, p.out_dtype, {query, query + 1}, p.head_dim_v, s.v, dv);
     for (int64_t e = 0; e < dv; e += kLanes) {
       const VF was = load(s.v + e);
       store(hn::IfThenElse(hn::Lt(hn::Abs(was), set(kInfinity)), was, load(row + e)), row + e);
     }
-    store_row(out, p.dtype, query, p.head_dim_v, row, 1);
+    store_row(out, p.out_dtype, query, p.head_dim_v, row, 1);
   }
 }
 

@@ -59,7 +59,7 @@ const InstructionSet STROBE_ISA_TABLE = {
     STROBE_ISA::exp2_array,
     STROBE_ISA::to_float,
     STROBE_ISA::from_float,
-    &STROBE_JOIN(STROBE_ISA_TABLE, Decode),
+    STROBE_ISA::append_keys,   &STROBE_JOIN(STROBE_ISA_TABLE, Decode),
 };
 
 }  // namespace strobe::cpu

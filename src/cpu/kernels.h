@@ -23,14 +23,20 @@ struct Tensor {
 };
 
 /// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
-/// read or write, and add no strides themselves: rows that lie in another way (in pages, say) are
-/// one more case here.
+/// read or write, and add no strides themselves.
 struct RowView {
   std::byte* first;
-  int64_t row_bytes;  // from a row to the next
+  int64_t row_bytes;       // from a row to the next
+  int64_t page_bytes = 0;  // from a page to the next, where the rows lie in pages
+  KeyRows keys{};          // has pages then
 
-  STROBE_INLINE std::byte* row(int64_t i) const { return first + i * row_bytes; }
-  /// Rows i to i + kRows - 1, without a multiplication for each.
+  STROBE_INLINE std::byte* row(int64_t i) const {
+    if (keys.pages) return first + keys.place(i).offset(page_bytes, row_bytes);
+    return first + i * row_bytes;
+  }
+  /// The end of the run of rows from row i on that lie row_bytes apart: `end` at most.
+  STROBE_INLINE int64_t run_end(int64_t i, int64_t end) const { return keys.run_end(i, end); }
+  /// Rows i to i + kRows - 1, which do not lie in pages, without a multiplication for each.
   template <int kRows>
   STROBE_INLINE void rows(int64_t i, const std::byte* (&at)[kRows]) const {
     at[0] = row(i);
@@ -42,12 +48,15 @@ struct RowView {
 struct Context {
   AttentionProblem problem;  // resolved
   Tensor q, k, v;
-  Sequences sequences;
+  CachedSequences sequences;  // without a cache the base alone
   const float* alibi_slopes;  // null unless ALiBi
   Dropout dropout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
-  STROBE_INLINE Sequence sequence(int64_t batch) const { return sequences.sequence(batch); }
+  STROBE_INLINE Sequence sequence(int64_t batch) const {
+    if (problem.cache) return sequences.sequence(batch);
+    return sequences.Sequences::sequence(batch);
+  }
   /// Query heads that share a key head, and the key head of a query head.
   STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }
   STROBE_INLINE int64_t head_kv(int64_t head) const { return head / group(); }
@@ -58,6 +67,7 @@ struct Context {
   }
   /// The rows of a sequence's keys in a tensor of k's shape: k, v or their gradients.
   STROBE_INLINE RowView key_rows(const Tensor& t, const Sequence& s, int64_t head_kv) const {
+    if (problem.cache) return cached_rows(t, sequences.sequence(s.batch).keys, head_kv);
     return rows(t, s.batch, s.k_row, head_kv);
   }
   /// Place of a head's query 0 in lse, and in everything else with one value a query.
@@ -66,6 +76,13 @@ struct Context {
   }
 
  private:
+  STROBE_INLINE static RowView cached_rows(const Tensor& t, const KeyRows& keys, int64_t head) {
+    if (!t.data) return {nullptr, 0};
+    std::byte* const begin = t.data + head * t.head_stride * t.element_size;
+    const int64_t entry = t.batch_stride * t.element_size, row = t.row_stride * t.element_size;
+    if (keys.pages) return {begin, row, entry, keys};
+    return {begin + keys.place(0).offset(entry, row), row};
+  }
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
     if (!t.data) return {nullptr, 0};  // a tensor without values: nothing of it is read
     const int64_t at = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
@@ -76,6 +93,8 @@ struct Context {
 struct ForwardContext : Context {
   Tensor out;
   float* lse;  // null: not wanted
+  Tensor k_new, v_new;  // what is appended to the cache
+  const std::byte *rotary_cos, *rotary_sin;  // [rotary_rows][rotary_dim / 2], in the problem's dtype
 };
 
 /// Queries [q_begin, q_end) of one head; all of them are in use.
@@ -172,6 +191,10 @@ struct InstructionSet {
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*to_float)(int32_t dtype, const void* x, float* y, int64_t n);
   void (*from_float)(int32_t dtype, const float* x, void* y, int64_t n);
+
+  /// Writes the new keys of a sequence, [new_begin, ...) as CachedSequence counts them, to the cache.
+  /// Null: the instruction set knows no cache.
+  void (*append)(const ForwardContext& context, int64_t batch, Range keys);
 
   const DecodeKernel* decode;  // null: its forward kernel takes all sequences
 };

@@ -56,9 +56,10 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     if (!any) continue;
 
     Arena arena(scratch);
-    const ForwardScratch s = carve_forward(arena, forward_of(c));
+    const ForwardContext forward = forward_of(c);
+    const ForwardScratch s = carve_forward(arena, forward);
     ForwardTile& tile = s.tiles[0];
-    start_tile(c, sequence, item, q, s.rows, tile);
+    start_tile(forward, sequence, item, q, s.rows, tile);
     ScoreRule rule = score_rule(c, item.batch, item.head);
     rule.dropout = false;  // it comes after the softmax
     for (Range block = block_at(tile.keys, tile.keys.begin, kForwardTileK); !block.empty();

@@ -137,9 +137,13 @@ class ForwardItems {
   int64_t block_, piece_, pieces_, whole_, count_;
 };
 
+// packed: its sequences lie end to end, and the batch stride is not used.
+Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
+  return {static_cast<std::byte*>(const_cast<void*>(data)), packed ? 0 : s.batch, s.seqlen, s.head,
+          element_size(dtype)};
+}
 Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
-  return {static_cast<std::byte*>(const_cast<void*>(data)), p.varlen ? 0 : s.batch, s.seqlen,
-          s.head, element_size(p.dtype)};
+  return tensor(data, s, p.varlen, p.dtype);
 }
 
 template <typename Args>
@@ -147,9 +151,9 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   const AttentionProblem& p = plan.problem;
   c.problem = p;
   c.q = tensor(args.q, p.q, p);
-  c.k = tensor(args.k, p.k, p);
-  c.v = tensor(args.v, p.v, p);
-  c.sequences = sequences_of(p, args);
+  c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.dtype);
+  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.dtype);
+  static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
@@ -161,8 +165,15 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
 ForwardContext forward_context(const Plan& plan, const ForwardArgs& args) {
   ForwardContext c{};
   fill_context(plan, args, c);
-  c.out = tensor(args.out, plan.problem.out, plan.problem);
+  const AttentionProblem& p = plan.problem;
+  if (p.cache) c.sequences = cached_sequences_of(p, args);
+  c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
   c.lse = args.lse;
+  const bool packed = p.append == STROBE_APPEND_PACKED;
+  c.k_new = tensor(args.k_new, p.k_new, packed, p.dtype);
+  c.v_new = tensor(args.v_new, p.v_new, packed, p.dtype);
+  c.rotary_cos = static_cast<const std::byte*>(args.rotary_cos);
+  c.rotary_sin = static_cast<const std::byte*>(args.rotary_sin);
   return c;
 }
 
@@ -246,6 +257,38 @@ class Workspace {
   bool failed_ = false;
 };
 
+// Bytes of new keys and values that are worth one more thread.
+constexpr int64_t kAppendBytesPerThread = 128 * 1024;
+// New keys that a thread takes at a time.
+constexpr int64_t kAppendKeys = 16;
+
+// Writes the new keys and values to the cache. All are there before any is read.
+void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& context) {
+  const AttentionProblem& p = plan.problem;
+  const bool packed = p.append == STROBE_APPEND_PACKED;
+  const int64_t rows = packed ? p.total_new : p.batch * p.seqlen_new;
+  const int64_t bytes = rows * p.heads_kv * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
+  const int64_t pieces = ceil_div(p.seqlen_new, kAppendKeys);
+  const int64_t most = p.threads > 0 ? p.threads : default_threads();
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int) {
+    for (;;) {
+      const int64_t n = next.fetch_add(1, std::memory_order_relaxed);
+      if (n >= p.batch * pieces) return;
+      const CachedSequence s = context.sequences.sequence(n / pieces);
+      const int64_t begin = s.new_begin + n % pieces * kAppendKeys;
+      const Range keys{begin, min64(begin + kAppendKeys, s.mask.seqlen_k)};
+      if (!keys.empty()) isa.append(context, s.batch, keys);
+    }
+  };
+  const int64_t threads = min64(most, 1 + bytes / kAppendBytesPerThread);
+  if (threads == 1) {
+    work(0);
+  } else {
+    parallel(static_cast<int>(threads), work);
+  }
+}
+
 Status no_memory(size_t bytes) {
   return {STROBE_OUT_OF_MEMORY, format("a workspace of %zu bytes could not be allocated", bytes)};
 }
@@ -315,6 +358,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
   const AttentionProblem& p = plan.problem;
+  if (p.append) append(isa, plan, forward_context(plan, args));
   if (rows_q(p) == 0) return {};
   const Workspace workspace(args.workspace, plan.workspace_bytes);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);

@@ -1,0 +1,73 @@
+// What a launch with a cache does besides attention: rotary embedding, and new keys and values.
+#ifndef STROBE_CPU_CACHE_INL_H_
+#define STROBE_CPU_CACHE_INL_H_
+
+#include "cpu/simd-inl.h"
+
+namespace strobe::cpu::STROBE_ISA {
+
+/// Turns a row of Q or K, which is float32, by the angles of a position.
+static void rotate_row(const ForwardContext& c, int64_t position, float* row) {
+  const int64_t half = c.problem.rotary_dim / 2;
+  HWY_ALIGN float cosines[128 + kLanes], sines[128 + kLanes];
+  for_dtype(
+      c.problem.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        row_to_float(reinterpret_cast<const T*>(c.rotary_cos) + position * half, half, cosines);
+        row_to_float(reinterpret_cast<const T*>(c.rotary_sin) + position * half, half, sines);
+      });
+  const bool interleaved = c.problem.rotary_interleaved != 0;
+  const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
+  for (int64_t n = 0; n < half; ++n) {
+    const float x = row[n * step], y = row[n * step + other];
+    row[n * step] = x * cosines[n] - y * sines[n];
+    row[n * step + other] = y * cosines[n] + x * sines[n];
+  }
+}
+
+/// Rows of Q as float32, rotated where the problem says so: to[queries.size()][stride], padded with
+/// zeros to whole vectors.
+STROBE_SIMD void load_query_rows(const ForwardContext& c, const Sequence& sequence, int64_t head,
+                                 Range queries, float* to, int64_t stride) {
+  load_rows(c.query_rows(c.q, sequence, head), c.problem.dtype, queries, c.problem.head_dim, to,
+            stride);
+  if (c.problem.rotary_dim == 0) return;
+  const CachedSequence cached = c.sequences.sequence(sequence.batch);
+  for (int64_t i = queries.begin; i < queries.end; ++i, to += stride) {
+    rotate_row(c, c.sequences.query_rotation(cached, i), to);
+  }
+}
+
+static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
+  const AttentionProblem& p = c.problem;
+  const CachedSequence s = c.sequences.sequence(batch);
+  const int64_t dim = p.head_dim, rotated = p.rotary_dim;
+  HWY_ALIGN float values[256 + kLanes];
+  for (int64_t head = 0; head < p.heads_kv; ++head) {
+    const auto row = [&](const Tensor& t, int64_t key) {
+      const int64_t at = s.new_entry * t.batch_stride +
+                         (s.new_row + key - s.new_begin) * t.row_stride + head * t.head_stride;
+      return t.data + at * t.element_size;
+    };
+    const RowView k = c.key_rows(c.k, s, head), v = c.key_rows(c.v, s, head);
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      const std::byte* const from = row(c.k_new, key);
+      __builtin_memcpy(v.row(key), row(c.v_new, key),
+                       static_cast<size_t>(p.head_dim_v * c.v.element_size));
+      for_dtype(
+          p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+            auto* const to = reinterpret_cast<T*>(k.row(key));
+            if (rotated > 0) {
+              row_to_float(reinterpret_cast<const T*>(from), rotated, values);
+              rotate_row(c, s.rotary_start + key - s.new_begin, values);
+              row_from_float(values, 1, rotated, to);
+            }
+            __builtin_memcpy(to + rotated, reinterpret_cast<const T*>(from) + rotated,
+                             static_cast<size_t>(dim - rotated) * sizeof(T));
+          });
+    }
+  }
+}
+
+}  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_CACHE_INL_H_
