@@ -1,8 +1,10 @@
-// What the arithmetic units give by number of threads: no memory, no shared data. How well a launch
-// spreads over threads can be judged by this alone: cores share power and clocks, and the CPUs of a
-// virtual machine may be two to a core without saying so.
+// What the machine gives by number of threads. Arithmetic: no memory, no shared data. How well a
+// launch spreads over threads can be judged by this alone: cores share power and clocks, and the
+// CPUs of a virtual machine may be two to a core without saying so. Reading: each thread reads its
+// share of a block of memory that no cache holds, once, from begin to end; the time of decoding a
+// long KV cache is at least that.
 //
-//     build/release/bin/cpu_peak [THREADS]    TFLOP/s of 1, 2, 4, ... threads, the best of several
+//     build/release/bin/cpu_peak [THREADS]    1, 2, 4, ... threads, the best of several
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -68,20 +71,42 @@ __attribute__((target("amx-tile,amx-bf16"))) double amx_bf16(int64_t rounds) {
   return 4 * 2.0 * 16 * 16 * 32 * static_cast<double>(rounds);
 }
 
-// TFLOP/s of a loop on so many threads at once: the best of kTries.
-double speed(double (*loop)(int64_t), int64_t rounds, int threads) {
+constexpr int64_t kReadBytes = int64_t{1} << 29;  // of all threads together: no cache is as large
+
+// Reads a thread's share of the memory, and returns its bytes.
+__attribute__((target("avx2"))) double read_share(const std::byte* memory, int thread,
+                                                  int threads) {
+  constexpr int64_t kStep = int64_t{kChains} * 32;
+  const int64_t bytes = kReadBytes / threads / kStep * kStep;
+  const std::byte* const begin = memory + thread * bytes;
+  __m256i sum[kChains] = {};
+  for (int64_t i = 0; i < bytes; i += kStep) {
+#pragma GCC unroll 16
+    for (int n = 0; n < kChains; ++n) {
+      const auto* const at = reinterpret_cast<const __m256i*>(begin + i + 32 * n);
+      sum[n] = _mm256_add_epi64(sum[n], _mm256_loadu_si256(at));
+    }
+  }
+  for (__m256i& x : sum) asm volatile("" : "+x"(x));
+  return static_cast<double>(bytes);
+}
+
+// What so many threads do in a second, 10^12 units at a time: the best of kTries. work(thread)
+// returns how many units it has done.
+template <typename Work>
+double speed(int threads, const Work& work) {
   constexpr int kTries = 7;
   double best = 0;
   for (int i = 0; i < kTries; ++i) {
     std::atomic<int> ready{0};
     std::atomic<bool> go{false};
-    std::atomic<double> flop{0};
+    std::atomic<double> done{0};
     std::vector<std::thread> all;
     for (int t = 0; t < threads; ++t) {
-      all.emplace_back([&] {
+      all.emplace_back([&, t] {
         ++ready;
         while (!go) std::this_thread::yield();
-        flop += loop(rounds);
+        done += work(t);
       });
     }
     while (ready < threads) std::this_thread::yield();
@@ -89,7 +114,7 @@ double speed(double (*loop)(int64_t), int64_t rounds, int threads) {
     go = true;
     for (std::thread& t : all) t.join();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-    best = std::max(best, flop / time.count() * 1e-12);
+    best = std::max(best, done / time.count() * 1e-12);
   }
   return best;
 }
@@ -97,10 +122,20 @@ double speed(double (*loop)(int64_t), int64_t rounds, int threads) {
 void report(const char* name, double (*loop)(int64_t), int64_t rounds, int most) {
   double one = 0;
   for (int threads = 1; threads <= most; threads *= 2) {
-    const double now = speed(loop, rounds, threads);
+    const double now = speed(threads, [&](int) { return loop(rounds); });
     if (threads == 1) one = now;
     std::printf("%-9s %3d threads %8.3f TFLOP/s %4.0f %%\n", name, threads, now,
                 100 * now / one / threads);
+    std::fflush(stdout);
+  }
+}
+
+void report_read(int most) {
+  const std::vector<std::byte> memory(kReadBytes, std::byte{1});
+  for (int threads = 1; threads <= most; threads *= 2) {
+    const double now =
+        speed(threads, [&](int thread) { return read_share(memory.data(), thread, threads); });
+    std::printf("%-9s %3d threads %8.1f GB/s\n", "read", threads, 1e3 * now);
     std::fflush(stdout);
   }
 }
@@ -116,6 +151,7 @@ int main(int argc, char** argv) {
   } else if (__builtin_cpu_supports("avx2")) {
     report("fp32", fma_256, 5000000, most);
   }
+  if (__builtin_cpu_supports("avx2")) report_read(most);
   // Linux gives a process the tile registers when it asks: ARCH_REQ_XCOMP_PERM, XTILEDATA.
   constexpr int kAsk = 0x1023, kTiles = 18;
   if (syscall(SYS_arch_prctl, kAsk, kTiles) == 0) report("bf16 AMX", amx_bf16, 1000000, most);

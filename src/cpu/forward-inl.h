@@ -79,8 +79,9 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
-STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence, const ForwardItem& item,
-                            int64_t q_begin, float* rows, ForwardTile& tile) {
+STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
+                            const ForwardItem& item, int64_t q_begin, float* rows,
+                            ForwardTile& tile) {
   const AttentionProblem& p = c.problem;
   const int64_t d_padded = round_up(p.head_dim, kLanes);
   tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};

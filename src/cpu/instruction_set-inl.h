@@ -47,19 +47,13 @@ const DecodeKernel STROBE_JOIN(STROBE_ISA_TABLE, Decode) = {
 
 extern const InstructionSet STROBE_ISA_TABLE;
 const InstructionSet STROBE_ISA_TABLE = {
-    STROBE_STRING(STROBE_ISA),
-    STROBE_ISA::forward_tiles,
-    STROBE_ISA::backward_tiles,
-    STROBE_ISA::kLanes,
-    STROBE_ISA::forward_scratch,
-    STROBE_ISA::backward_scratch,
-    STROBE_ISA::forward_block,
-    STROBE_ISA::backward_delta,
-    STROBE_ISA::backward_block,
-    STROBE_ISA::exp2_array,
-    STROBE_ISA::to_float,
-    STROBE_ISA::from_float,
-    STROBE_ISA::append_keys,   &STROBE_JOIN(STROBE_ISA_TABLE, Decode),
+    STROBE_STRING(STROBE_ISA),   STROBE_ISA::forward_tiles,
+    STROBE_ISA::backward_tiles,  STROBE_ISA::kLanes,
+    STROBE_ISA::forward_scratch, STROBE_ISA::backward_scratch,
+    STROBE_ISA::forward_block,   STROBE_ISA::backward_delta,
+    STROBE_ISA::backward_block,  STROBE_ISA::exp2_array,
+    STROBE_ISA::to_float,        STROBE_ISA::from_float,
+    STROBE_ISA::append_keys,     &STROBE_JOIN(STROBE_ISA_TABLE, Decode),
 };
 
 }  // namespace strobe::cpu

@@ -92,9 +92,10 @@ struct Context {
 
 struct ForwardContext : Context {
   Tensor out;
-  float* lse;  // null: not wanted
+  float* lse;           // null: not wanted
   Tensor k_new, v_new;  // what is appended to the cache
-  const std::byte *rotary_cos, *rotary_sin;  // [rotary_rows][rotary_dim / 2], in the problem's dtype
+  const std::byte *rotary_cos,
+      *rotary_sin;  // [rotary_rows][rotary_dim / 2], in the problem's dtype
 };
 
 /// Queries [q_begin, q_end) of one head; all of them are in use.
@@ -192,8 +193,8 @@ struct InstructionSet {
   void (*to_float)(int32_t dtype, const void* x, float* y, int64_t n);
   void (*from_float)(int32_t dtype, const float* x, void* y, int64_t n);
 
-  /// Writes the new keys of a sequence, [new_begin, ...) as CachedSequence counts them, to the cache.
-  /// Null: the instruction set knows no cache.
+  /// Writes the new keys of a sequence, [new_begin, ...) as CachedSequence counts them, to the
+  /// cache. Null: the instruction set knows no cache.
   void (*append)(const ForwardContext& context, int64_t batch, Range keys);
 
   const DecodeKernel* decode;  // null: its forward kernel takes all sequences

@@ -1,0 +1,188 @@
+// The two products of decoding: q.k of a few rows and keys, and weights times V.
+//
+// Layout. The dimensions of a head lie along the lanes, so that K and V are read as they lie in
+// memory, each vector once for kDecodeMicroRows rows. Values of two bytes are read a vector of
+// 4-byte words at a time; of bf16, the lower and the upper halves of the words are the even and the
+// odd dimensions, which Q and O keep apart as well: no shuffle is needed, and the order is undone
+// when O is written.
+#ifndef STROBE_CPU_DECODE_PRODUCTS_INL_H_
+#define STROBE_CPU_DECODE_PRODUCTS_INL_H_
+
+#include "cpu/decode.h"
+#include "cpu/simd-inl.h"
+
+namespace strobe::cpu::STROBE_ISA {
+
+/// Dimensions that are read together.
+constexpr int64_t kPair = 2 * kLanes;
+constexpr int kDecodeMicroRows = 4;
+// Sums that a step of either product keeps: 16 of AVX-512's and NEON's 32 registers, 8 of
+// AVX2's 16.
+#if HWY_TARGET == HWY_AVX2
+constexpr int kDecodeMicroKeys = 2, kDecodeMicroPairs = 1;
+#else
+constexpr int kDecodeMicroKeys = 4, kDecodeMicroPairs = 2;
+#endif
+#if HWY_TARGET == HWY_SCALAR
+template <typename T>
+constexpr bool kEvenAndOdd = false;
+#else
+template <typename T>
+constexpr bool kEvenAndOdd = false;
+template <>
+inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
+#endif
+
+/// kPair values as float32.
+template <typename T>
+STROBE_SIMD void load_pair(const T* p, VF& first, VF& second) {
+  if constexpr (kEvenAndOdd<T>) {
+    const VU words = hn::LoadU(u32, reinterpret_cast<const uint32_t*>(p));
+    first = hn::BitCast(f32, hn::ShiftLeft<16>(words));
+    second = hn::BitCast(f32, hn::And(words, hn::Set(u32, 0xFFFF0000u)));
+  } else {
+    first = load_as_float(p);
+    second = load_as_float(p + kLanes);
+  }
+}
+
+/// A row of n values (a multiple of kPair) times `factor`, in the order in which load_pair gives
+/// them, and back.
+template <typename T>
+STROBE_SIMD void order_row(const float* from, int64_t n, float factor, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    VF first = load(from + i), second = load(from + i + kLanes);
+#if HWY_TARGET != HWY_SCALAR
+    if constexpr (kEvenAndOdd<T>) hn::LoadInterleaved2(f32, from + i, first, second);
+#endif
+    store(hn::Mul(first, set(factor)), to + i);
+    store(hn::Mul(second, set(factor)), to + i + kLanes);
+  }
+}
+template <typename T>
+STROBE_SIMD void restore_row(const float* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    const VF first = load(from + i), second = load(from + i + kLanes);
+#if HWY_TARGET != HWY_SCALAR
+    if constexpr (kEvenAndOdd<T>) {
+      hn::StoreInterleaved2(first, second, f32, to + i);
+      continue;
+    }
+#endif
+    store(first, to + i);
+    store(second, to + i + kLanes);
+  }
+}
+
+#if HWY_TARGET != HWY_SCALAR
+/// Adds the halves of a vector until kTo lanes are left.
+template <int kTo, typename V>
+STROBE_SIMD auto fold(V v) {
+  using D = hn::DFromV<V>;
+  if constexpr (hn::MaxLanes(D()) == kTo) {
+    return v;
+  } else {
+    const hn::Half<D> half;
+    return fold<kTo>(hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  }
+}
+/// [a0 + a2, b0 + b2, a1 + a3, b1 + b3] of each four lanes.
+STROBE_SIMD VF add_crosswise(VF a, VF b) {
+  return hn::Add(hn::InterleaveLower(f32, a, b), hn::InterleaveUpper(f32, a, b));
+}
+#endif
+
+/// to[i] = sum of the lanes of v[i].
+STROBE_SIMD void store_sums(const VF (&v)[kDecodeMicroKeys], float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  for (int i = 0; i < kDecodeMicroKeys; ++i) to[i] = hn::GetLane(v[i]);
+#else
+  if constexpr (kDecodeMicroKeys == 2) {
+    const auto sums = fold<2>(add_crosswise(v[0], v[1]));
+    hn::StoreU(sums, hn::DFromV<decltype(sums)>(), to);
+  } else {
+    const hn::RepartitionToWide<F> wide;
+    const auto ab = hn::BitCast(wide, add_crosswise(v[0], v[1]));
+    const auto cd = hn::BitCast(wide, add_crosswise(v[2], v[3]));
+    const VF sums = hn::Add(hn::BitCast(f32, hn::InterleaveLower(wide, ab, cd)),
+                            hn::BitCast(f32, hn::InterleaveUpper(wide, ab, cd)));
+    const auto four = fold<4>(sums);
+    hn::StoreU(four, hn::DFromV<decltype(four)>(), to);
+  }
+#endif
+}
+
+/// Rows of memory that will be read soon, fetched a few lines at a time.
+struct Ahead {
+  const std::byte* const* rows;
+  int64_t count, bytes;  // of a row
+  int64_t row = 0, offset = 0;
+
+  STROBE_INLINE void fetch(int64_t lines) {
+    for (; lines > 0 && row < count; --lines) {
+      __builtin_prefetch(rows[row] + offset, 0, 2);
+      offset += 64;
+      if (offset >= bytes) {
+        offset = 0;
+        ++row;
+      }
+    }
+  }
+};
+
+/// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys.
+template <int kRows, typename T>
+static void score_keys(const float* q, int64_t dim, const T* const (&k)[kDecodeMicroKeys],
+                       float* scores) {
+  constexpr int kKeys = kDecodeMicroKeys;
+  VF sum[kRows][kKeys];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::Zero(f32);
+  }
+  for (int64_t i = 0; i < dim; i += kPair) {
+    VF first[kKeys], second[kKeys];
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair(k[j] + i, first[j], second[j]);
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF x = load(q + r * dim + i);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(first[j], x, sum[r][j]);
+    }
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF x = load(q + r * dim + i + kLanes);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(second[j], x, sum[r][j]);
+    }
+  }
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) store_sums(sum[r], scores + r * kDecodeKeys);
+}
+
+/// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
+template <int kRows, int kPairs, typename T>
+static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
+                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines) {
+  VF sum[kRows][2 * kPairs];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
+  }
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    const T* const row = reinterpret_cast<const T*>(v[j] + v_offset);
+    ahead.fetch(lines);
+    VF value[2 * kPairs];
+    STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
+      load_pair(row + e * kPair, value[2 * e], value[2 * e + 1]);
+    }
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF w = set(weights[r * kDecodeKeys + j]);
+      STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+        sum[r][e] = hn::MulAdd(value[e], w, sum[r][e]);
+      }
+    }
+  }
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+      store(sum[r][e], out + r * dim_v + e * kLanes);
+    }
+  }
+}
+
+}  // namespace strobe::cpu::STROBE_ISA
+
+#endif  // STROBE_CPU_DECODE_PRODUCTS_INL_H_
