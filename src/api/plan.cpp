@@ -108,11 +108,14 @@ std::string describe(const Plan& plan) {
   std::string s = "problem    " + to_string(p) + "\n";
   s += format("kernel     %s\n", plan.kernel);
   s += format("tile       %" PRId64 " queries x %" PRId64 " keys\n", plan.tile_q, plan.tile_k);
-  const int64_t block = p.direction == STROBE_FORWARD ? plan.block_q : plan.block_k;
+  const bool forward = p.direction == STROBE_FORWARD;
+  const int64_t block = forward ? plan.block_q : plan.block_k;
   s += format("work       %" PRId64 " items", plan.work_items);
-  if (block)
-    s += format(", each %" PRId64 " %s of a head", block,
-                p.direction == STROBE_FORWARD ? "queries" : "keys");
+  if (block) s += format(", each %" PRId64 " %s of a head", block, forward ? "queries" : "keys");
+  if (forward && plan.block_k) {
+    s += format("%s few queries: each up to %" PRId64 " keys, for all heads that share them",
+                block ? "; of sequences with" : ", of", plan.block_k);
+  }
   s += "\n";
   if (p.device == STROBE_CPU) {
     s += format("threads    %d\n", plan.threads);
