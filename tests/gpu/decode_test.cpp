@@ -1,5 +1,5 @@
-// How decode kernels split keys: shares of a line, parts of a group, chunks, and where parts lie in
-// the workspace. The walk through a share is played here on the CPU.
+// How decode kernels split keys: shares of a line, pieces of a span, chunks, and where pieces lie
+// in the workspace. The walk through a share is played here on the CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -36,53 +36,53 @@ TEST(Decode, SharesAreEqualAndHoldEveryUnitOnce) {
 
 TEST(Decode, NothingToShareLeavesNoBlock) { EXPECT_EQ(Shares::make(0, 12).blocks, 0); }
 
-// Every part of a group that is cut has a slot of its own, and whoever merges finds the parts in
+// Every piece of a span that is cut has a slot of its own, and whoever merges finds the pieces in
 // their order.
-TEST(Decode, PartsAreFoundWhereBlocksLeaveThem) {
+TEST(Decode, PiecesAreFoundWhereBlocksLeaveThem) {
   std::mt19937 random(7);
   for (int round = 0; round < 2000; ++round) {
     const auto below = [&](uint32_t n) { return static_cast<int32_t>(random() % n); };
-    std::vector<int32_t> groups(static_cast<size_t>(1 + below(12)));
-    for (int32_t& units : groups) units = 1 + below(round % 2 ? 5 : 40);
-    const int32_t total = std::accumulate(groups.begin(), groups.end(), 0);
+    std::vector<int32_t> spans(static_cast<size_t>(1 + below(12)));
+    for (int32_t& units : spans) units = 1 + below(round % 2 ? 5 : 40);
+    const int32_t total = std::accumulate(spans.begin(), spans.end(), 0);
     const Shares shares = Shares::make(total, 1 + below(20));
-    std::map<int32_t, std::vector<int32_t>> slots_of_group;  // in order of blocks
+    std::map<int32_t, std::vector<int32_t>> slots_of_span;  // in order of blocks
     std::set<int32_t> slots;
     std::vector<int32_t> begins{0};
-    for (const int32_t units : groups) begins.push_back(begins.back() + units);
+    for (const int32_t units : spans) begins.push_back(begins.back() + units);
     for (int32_t block = 0; block < shares.blocks; ++block) {
       int32_t left = shares.begin(block + 1) - shares.begin(block);
-      int32_t at = shares.begin(block), group = 0;
-      while (begins[static_cast<size_t>(group) + 1] <= at) ++group;
-      for (bool first = true; left > 0; first = false, ++group) {
-        const auto g = static_cast<size_t>(group);
+      int32_t at = shares.begin(block), span = 0;
+      while (begins[static_cast<size_t>(span) + 1] <= at) ++span;
+      for (bool first = true; left > 0; first = false, ++span) {
+        const auto g = static_cast<size_t>(span);
         const int32_t here = std::min(begins[g + 1] - at, left);
-        if (here < groups[g]) {
+        if (here < spans[g]) {
           const int32_t slot = 2 * block + (first ? 0 : 1);
           ASSERT_TRUE(slots.insert(slot).second);
           ASSERT_LT(slot, 2 * shares.blocks);
-          slots_of_group[group].push_back(slot);
+          slots_of_span[span].push_back(slot);
         }
         at += here;
         left -= here;
       }
     }
-    for (size_t g = 0; g < groups.size(); ++g) {
-      const GroupParts parts = GroupParts::of_shares(shares, begins[g], groups[g]);
-      const auto left = slots_of_group.find(static_cast<int32_t>(g));
-      if (left == slots_of_group.end()) {
-        ASSERT_EQ(parts.count, 1);
+    for (size_t g = 0; g < spans.size(); ++g) {
+      const SpanPieces pieces = SpanPieces::of_shares(shares, begins[g], spans[g]);
+      const auto left = slots_of_span.find(static_cast<int32_t>(g));
+      if (left == slots_of_span.end()) {
+        ASSERT_EQ(pieces.count, 1);
         continue;
       }
-      ASSERT_EQ(parts.count, static_cast<int32_t>(left->second.size()));
-      for (int32_t i = 0; i < parts.count; ++i) {
-        ASSERT_EQ(parts.slot(i), left->second[static_cast<size_t>(i)]);
+      ASSERT_EQ(pieces.count, static_cast<int32_t>(left->second.size()));
+      for (int32_t i = 0; i < pieces.count; ++i) {
+        ASSERT_EQ(pieces.slot(i), left->second[static_cast<size_t>(i)]);
       }
     }
   }
 }
 
-TEST(Decode, ChunksFollowFromTheUnitsOfAGroupAlone) {
+TEST(Decode, ChunksFollowFromTheUnitsOfASpanAlone) {
   for (int32_t most : {1, 2, 16, 128}) {
     for (int32_t units = 1; units < 700; ++units) {
       SequenceUnits s{};
@@ -106,11 +106,11 @@ TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
       for (const int64_t left : {-1, 0, 10, 100}) {
         for (const bool causal : {false, true}) {
           const Mask mask = Mask::make({left, -1, 0, causal}, seqlen_q, seqlen_k);
-          for (const int32_t group : {1, 4, 8}) {
-            const UnitRule rule{group, 4, 6, 0};
+          for (const int32_t span : {1, 4, 8}) {
+            const UnitRule rule{span, 4, 6, 0};
             const SequenceUnits s = rule.of(mask, 3);
-            ASSERT_EQ(s.tiles, (seqlen_q * group + 15) / 16);
-            ASSERT_EQ(s.groups, 3 * s.tiles);
+            ASSERT_EQ(s.tiles, (seqlen_q * span + 15) / 16);
+            ASSERT_EQ(s.spans, 3 * s.tiles);
             ASSERT_GE(s.units, 1);
             ASSERT_EQ(s.chunk, s.units);
             for (int64_t i = 0; i < seqlen_q; ++i) {

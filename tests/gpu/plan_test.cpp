@@ -130,6 +130,50 @@ TEST(CudaPlan, PlansAreTheSameForTheSameProblem) {
 }
 
 // The Hopper forward draws no random numbers: with dropout it has to decline, in every shape.
+AttentionProblem paged_problem(int dtype, int64_t head_dim) {
+  AttentionProblem p = problem(dtype, head_dim);
+  p.seqlen_q = 1, p.seqlen_k = 1024;
+  p.cache = STROBE_CACHE_PAGED;
+  p.pages = 500, p.page_size = 16, p.pages_per_sequence = 64;
+  p.has_seqused_k = 1;
+  return p;
+}
+
+TEST(CudaPlan, KeysInACacheHaveAKernelOnEveryDevice) {
+  for (const int cc : {80, 86, 89, 90, 100, 120}) {
+    for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
+      for (int64_t dim = 1; dim <= 256; ++dim) {
+        for (const int out : {STROBE_SAME_DTYPE, static_cast<int>(STROBE_FLOAT32)}) {
+          AttentionProblem p = paged_problem(dtype, dim);
+          p.out_dtype = out;
+          Plan plan;
+          const Status s = plan_for(p, device(cc), plan);
+          ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+          EXPECT_STREQ(plan.kernel, "cuda_sm80");
+          EXPECT_LE(plan.shared_bytes, device(cc).shared_bytes);
+          EXPECT_GE(plan.grid[0], 1);
+          EXPECT_GT(plan.workspace_bytes, 0U);
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, WhatTheDecodeKernelDoesNotDoIsDeclined) {
+  Plan plan;
+  AttentionProblem append = paged_problem(STROBE_BFLOAT16, 128);
+  append.append = STROBE_APPEND_DENSE, append.seqlen_new = 1;
+  Status s = plan_for(append, device(90), plan);
+  EXPECT_FALSE(s.ok());
+  EXPECT_NE(std::string(s.text()).find("append = 1, expected 0"), std::string::npos) << s.text();
+  AttentionProblem rotary = paged_problem(STROBE_BFLOAT16, 128);
+  rotary.rotary_dim = 64, rotary.rotary_rows = 2048;
+  s = plan_for(rotary, device(90), plan);
+  EXPECT_FALSE(s.ok());
+  EXPECT_NE(std::string(s.text()).find("rotary_dim = 64, expected 0"), std::string::npos)
+      << s.text();
+}
+
 TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {
   for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
     for (const int64_t dim : {64, 96, 128, 192, 256}) {

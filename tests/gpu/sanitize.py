@@ -56,6 +56,8 @@ def write_problem(path: Path, row: Row, seqlen_q: int, seqlen_k: int) -> None:
 
 
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
+    if row.direction == "decode":
+        return [[sys.executable, str(ROOT / "tests/gpu/cache.py"), "--count", "40"]]
     if tool != "racecheck":
         return [[str(options.strobe), "check", "--device", "cuda", "--cases", str(options.cases)]]
     small = folder / f"{row.name}.safetensors"

@@ -1,24 +1,26 @@
 // Attention of a few queries to many keys, as fast as memory can be read: decoding. Compute
 // capability 8.0 and newer.
 //
-//   grid           as many blocks as the device runs at once; each reads an equal share of the keys
+//   grid           as many thread blocks as the device runs at once; each reads an equal share of
+//   the keys
 //                  of its column's heads (shares.h)
 //   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
 //                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
 //                  query heads that share the key head. Teams wait for each other only where a
-//                  group ends.
+//                  span ends.
 //   registers      O (float32), sums, references; Q's fragments up to head dimension 128
 //   shared memory  [team][stage] x (K, V): rows 16 bytes longer than they need be (layout.h)
-//                  Q: the group's, replaced where a group ends
-//                  sums: [team][row] maxima and sums; words: each team's free stage, where it puts
-//                  its O when a group ends; whether this block merges
+//                  Q: the span's, replaced where a span ends
+//                  sums: [team][row] maxima and sums; rule: slopes and positions; words: each
+//                  team's free stage, where it puts its O when a span ends; whether this thread
+//                  block merges
 //
 // One stage of a ring is always free: the one that was read last. Its copy is issued when the next
-// one is about to be read, so a group's end finds room for O there, while the other stages fill
-// with the keys of the next group.
+// one is about to be read, so a span's end finds room for O there, while the other stages fill
+// with the keys of the next span.
 //
-// A group that is cut: its blocks write their parts (O, maxima, sums; float32) and count
-// themselves; who comes last reads all parts in order. The counters carry the launch's nonce above
+// A span that is cut: its thread blocks write their pieces (O, maxima, sums; float32) and count
+// themselves; who comes last reads all pieces in order. The counters carry the launch's nonce above
 // the count (hopper/scheduler.cuh says why) and are left as if no launch had been.
 #ifndef STROBE_CUDA_DECODE_DECODE_CUH_
 #define STROBE_CUDA_DECODE_DECODE_CUH_
@@ -27,7 +29,7 @@
 
 #include "cuda/decode/key_copies.cuh"
 #include "cuda/decode/layout.h"
-#include "cuda/decode/parts.cuh"
+#include "cuda/decode/pieces.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/decode/warp.cuh"
 #include "cuda/ptx/barrier.h"
@@ -36,16 +38,16 @@
 
 namespace strobe::cuda {
 
-/// Copies a tile's rows of Q to shared memory, by the whole block; a barrier must follow.
+/// Copies a tile's rows of Q to shared memory, by the whole thread block; a barrier must follow.
 template <typename Shape, bool kElements>
 __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Division& d,
                                              const TileRows& tile, uint32_t to) {
-  constexpr int kChunks = Shape::kWidth / 8;
+  constexpr int kChunks = Shape::kWidth / 8, kUnroll = kElements ? 1 : 2;
   const CachedSequence sequence = p.cache.sequence(tile.batch);
   const char* const first = static_cast<const char*>(p.q.data) +
                             2 * (sequence.batch * p.q.batch_stride +
                                  sequence.q_row * p.q.row_stride + tile.head * p.q.head_stride);
-#pragma unroll 2
+#pragma unroll kUnroll
   for (int i = static_cast<int>(threadIdx.x); i < Shape::kTileRows * kChunks;
        i += Shape::kThreads) {
     const int row = i / kChunks, column = i % kChunks * 8;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Divisi
   }
 }
 
-/// Makes a group's counter one of this launch.
+/// Makes a span's counter one of this launch.
 __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint32_t nonce) {
   unsigned long long old = *static_cast<volatile unsigned long long*>(counter);
   while (old >> 32 != nonce) {
@@ -76,8 +78,8 @@ __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uin
     old = seen;
   }
 }
-/// Counts a part whose writes this thread knows of. Whether it was the last of `count`: then this
-/// thread knows of all parts' writes.
+/// Counts a piece whose writes this thread knows of. Whether it was the last of `count`: then this
+/// thread knows of all pieces' writes.
 __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t count) {
   const bool last = static_cast<uint32_t>(ptx::add_acquire_release(counter, 1)) + 1 ==
                     static_cast<uint32_t>(count);
@@ -93,14 +95,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
   extern __shared__ __align__(128) char shared[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int team = warp / Shape::kTeamWarps, part = warp % Shape::kTeamWarps;
+  const int team = warp / Shape::kTeamWarps, slice = warp % Shape::kTeamWarps;
   const uint32_t ring =
       ptx::shared_address(shared) + static_cast<uint32_t>(team * kStages * Shape::kStage);
   const uint32_t q_tile = ptx::shared_address(shared + Shape::kQOffset);
   auto* const sums = reinterpret_cast<float2*>(shared + Shape::kSumsOffset);
+  auto* const rule_rows =
+      reinterpret_cast<float2*>(shared + Shape::kRuleOffset) + team * Shape::kTileRows;
   auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
-  auto* const parts = reinterpret_cast<Part*>(shared + Shape::kPartsOffset);
+  auto* const pieces = reinterpret_cast<Piece*>(shared + Shape::kPiecesOffset);
   const auto team_sync = [&] {
     if constexpr (Shape::kTeamWarps == 1) {
       __syncwarp();
@@ -111,26 +115,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // The last warp walks through the share, of which one thread goes on.
   constexpr int kWalker = Shape::kThreads - 32;
-  static_assert(sizeof(Part) <= Shape::kPartBytes);
-  static_assert(sizeof(ShareWalk) <= Shape::kPartBytes);
-  auto* const walk = reinterpret_cast<ShareWalk*>(parts + kPartsKept);
+  static_assert(sizeof(Piece) <= Shape::kPieceBytes);
+  static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
+  auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
   if (warp == kWalker / 32) {
     ShareWalk from{};
     const bool some = from.begin(d, p);
     if (lane == 0) {
       *word = some;
-      if (some) from.next(d, p, parts[0]);
+      if (some) from.next(d, p, pieces[0]);
       *walk = from;
     }
   }
   __syncthreads();
   if (!*word) return;
 
-  KeyCopies<Shape, kElements> copies(p, parts, ring, team, thread % Shape::kTeamThreads);
+  KeyCopies<Shape, kElements> copies(p, pieces, ring);
   copies.fill(0, 1);
-  copy_queries<Shape, kElements>(p, d, parts[0].tile, q_tile);
+  copy_queries<Shape, kElements>(p, d, pieces[0].tile, q_tile);
   if (thread == kWalker) {
-    for (int i = 1; i < kPartsKnown && walk->more(); ++i) walk->next(d, p, parts[i]);
+    for (int i = 1; i < kPiecesKnown && walk->more(); ++i) walk->next(d, p, pieces[i]);
   }
   __syncthreads();
 
@@ -138,12 +142,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   int32_t done = 0;  // tiles of this team
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
-    const Part& now = parts[n % kPartsKept];
-    const int32_t known = n + kPartsKnown;
-    const bool whole = now.parts.count == 1;
-    if (thread == kWalker && walk->more()) walk->next(d, p, parts[known % kPartsKept]);
-    if (!whole && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
-    w.begin(p, d, now.tile, q_tile, part);
+    const Piece& now = pieces[n % kPiecesKept];
+    const int32_t known = n + kPiecesKnown;
+    const auto whole = [&] { return now.pieces.count == 1; };
+    if (thread == kWalker && walk->more()) walk->next(d, p, pieces[known % kPiecesKept]);
+    if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
+    w.begin(p, d, now.tile, q_tile, slice, rule_rows);
     copies.fill(done, known);
     {
       const int32_t begin = now.begin, end = now.end;
@@ -156,7 +160,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const uint32_t stage = ring + static_cast<uint32_t>(done % kStages * Shape::kStage);
         copies.issue(known);
         ++done;
-        w.step(stage, stage + Shape::kHalf, key);
+        w.step(p, stage, stage + Shape::kHalf, key, rule_rows + 16 * slice);
       }
     }
 
@@ -164,7 +168,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     team_sync();
     const int32_t free = (done + kStages - 1) % kStages;
     w.leave(reinterpret_cast<float*>(shared + (team * kStages + free) * Shape::kStage),
-            sums + team * Shape::kTileRows, part, now.tile.count);
+            sums + team * Shape::kTileRows, slice, now.tile.count);
     if (thread % Shape::kTeamThreads == 0) free_stage[team] = free;
     __syncthreads();
 #pragma unroll 1
@@ -184,25 +188,25 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                             row * Shape::kOPitch + kColumns * lane);
         open.add(x, weight);
       }
-      if (whole) {
+      if (whole()) {
         finish<Shape, kRule, kElements>(p, d, now.tile, row, open);
       } else {
-        const int64_t at = int64_t{now.slot} * d.part_rows + row;
-        write_columns(d.part_o + at * Shape::kWidth + kColumns * lane, open.o);
-        if (lane == 0) __stcg(d.part_sums + at, make_float2(open.max, open.sum));
+        const int64_t at = int64_t{now.slot} * d.piece_rows + row;
+        write_columns(d.piece_o + at * Shape::kWidth + kColumns * lane, open.o);
+        if (lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
-    if (now.more) copy_queries<Shape, kElements>(p, d, parts[(n + 1) % kPartsKept].tile, q_tile);
+    if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept].tile, q_tile);
     __syncthreads();
 
-    // --- The group's parts together, by who comes last ---
-    if (!whole) {
-      if (thread == 0) *word = arrive_last(d.counters + now.counter, now.parts.count);
+    // --- The span's pieces together, by who comes last ---
+    if (!whole()) {
+      if (thread == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
       if (*word) {
 #pragma unroll 1
         for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps)
-          merge_parts<Shape, kRule, kElements>(p, d, now.tile, row, now.parts);
+          merge_pieces<Shape, kRule, kElements>(p, d, now.tile, row, now.pieces);
       }
     }
     if (!now.more) return;

@@ -30,7 +30,7 @@ constexpr LaunchShape decode_shape() {
 template <DecodeConfig kConfig>
 Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   using Shape = DecodeShapeOf<kConfig>;
-  // Of a group, where its own number of units decides: enough to fill a large device with one
+  // Of a span, where its own number of units decides: enough to fill a large device with one
   // sequence of some heads, few enough that merging is no burden.
   constexpr int64_t kFewestChunks = 16, kMostChunks = 128, kBlocksToFill = 256;
   const int64_t blocks =
@@ -40,7 +40,7 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
   d.columns = static_cast<int32_t>(ceil_div(p.heads_kv, d.heads_per_column));
   const int64_t packed = int64_t{p.cache.seqlen_q} * p.group;  // rows of the longest sequence
   d.most_tiles = static_cast<int32_t>(max64(1, ceil_div(packed, Shape::kTileRows)));
-  d.part_rows = static_cast<int32_t>(min64(packed, Shape::kTileRows));
+  d.piece_rows = static_cast<int32_t>(min64(packed, Shape::kTileRows));
   const auto log2 = [](int32_t x) {
     int32_t shift = 0;
     while (1 << shift < x) ++shift;
@@ -54,7 +54,7 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
     d.rule.most_chunks = static_cast<int32_t>(chunks);
   }
   const int64_t units =
-      int64_t{p.cache.batch} * d.most_groups() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
+      int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
   d.blocks = static_cast<int32_t>(max64(1, min64(blocks / d.columns, units)));
   d.group = Divisor(static_cast<uint32_t>(p.group));
   return d;
@@ -64,20 +64,20 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
 template <DecodeConfig kConfig>
 void carve(Arena& arena, const DecodeParams& p, Division& d) {
   const int64_t slots = int64_t{d.columns} * d.slots_of_column(p.cache.batch);
-  d.counters = arena.take<unsigned long long>(int64_t{d.columns} * p.cache.batch * d.most_groups());
-  d.part_sums = arena.take<float2>(slots * d.part_rows);
-  d.part_o = arena.take<float>(slots * d.part_rows * kConfig.width);
+  d.counters = arena.take<unsigned long long>(int64_t{d.columns} * p.cache.batch * d.most_spans());
+  d.piece_sums = arena.take<float2>(slots * d.piece_rows);
+  d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
 template <DecodeConfig kConfig>
 DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
-  const int64_t groups = int64_t{d.columns} * p.cache.batch * d.most_groups();
+  const int64_t spans = int64_t{d.columns} * p.cache.batch * d.most_spans();
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, DecodeShapeOf<kConfig>::kUnit));
   constexpr int64_t kMost = int64_t{1} << 30;
   const int64_t blocks = int64_t{d.columns} * d.blocks;
-  // Numbers of units, parts and counters are of 32 bits.
-  if (groups >= kMost / max64(units, max64(1, d.rule.most_chunks))) return {blocks, -1};
+  // Numbers of units, pieces and counters are of 32 bits.
+  if (spans >= kMost / max64(units, max64(1, d.rule.most_chunks))) return {blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
   return {blocks, static_cast<int64_t>(arena.used())};

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/decode/parts.cuh"
+#include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_words.h"
 
@@ -25,19 +25,17 @@ __device__ __forceinline__ void read_values(uint32_t (&word)[4], const char* row
 template <typename Shape, bool kElements>
 class KeyCopies {
  public:
-  /// parts: kPartsKept of them in shared memory, in turn.
-  __device__ __forceinline__ KeyCopies(const DecodeParams& p, const Part* parts, uint32_t ring,
-                                       int team, int thread)
+  /// pieces: kPiecesKept of them in shared memory, in turn.
+  /// ring: the shared address of the team's stages.
+  __device__ __forceinline__ KeyCopies(const DecodeParams& p, const Piece* pieces, uint32_t ring)
       : p_(p),
-        parts_(parts),
+        pieces_(pieces),
         ring_(ring),
-        key_(parts[0].key + team * Shape::kKeys),
-        units_(parts[0].units),
-        team_(team),
-        thread_(thread) {}
+        key_(pieces[0].key + team() * Shape::kKeys),
+        units_(pieces[0].units) {}
 
   /// Copies tiles until kStages - 1 are on their way that are not `done`, as far as there are so
-  /// many. known: parts that are known, from the first.
+  /// many. known: pieces that are known, from the first.
   __device__ __forceinline__ void fill(int32_t done, int32_t known) {
     while (issued_ - done < Shape::kStages - 1 && find_tile(known)) copy();
   }
@@ -62,32 +60,40 @@ class KeyCopies {
   static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
   static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
 
+  // Asked for anew each time: registers are short.
+  __device__ __forceinline__ static int team() {
+    return static_cast<int>(threadIdx.x) / Shape::kTeamThreads;
+  }
+  __device__ __forceinline__ static int thread() {
+    return static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
+  }
+
   // The next unit in which this team has keys.
   __device__ __forceinline__ bool find_tile(int32_t known) {
     for (;;) {
-      const Part& x = parts_[part_ % kPartsKept];
+      const Piece& x = pieces_[piece_ % kPiecesKept];
       for (; units_ > 0; --units_, key_ += Shape::kUnit) {
         if (key_ < x.end && key_ + Shape::kKeys > x.begin) return true;
       }
-      if (!x.more || part_ + 1 >= known) return false;
-      ++part_;
-      const Part& next = parts_[part_ % kPartsKept];
-      key_ = next.key + team_ * Shape::kKeys;
+      if (!x.more || piece_ + 1 >= known) return false;
+      ++piece_;
+      const Piece& next = pieces_[piece_ % kPiecesKept];
+      key_ = next.key + team() * Shape::kKeys;
       units_ = next.units;
       ahead_ = -1;
     }
   }
 
   // The page of a key that some row sees.
-  __device__ __forceinline__ static int32_t look_up(const Part& x, int32_t key) {
+  __device__ __forceinline__ static int32_t look_up(const Piece& x, int32_t key) {
     if (key < x.begin || key >= x.end) return -1;
     return __ldg(x.rows.pages +
                  x.rows.page_size.quotient(static_cast<int32_t>(x.rows.first) + key));
   }
 
   __device__ __forceinline__ void copy() {
-    const Part& x = parts_[part_ % kPartsKept];
-    const int chunk = thread_ % kChunks, first = thread_ / kChunks;
+    const Piece& x = pieces_[piece_ % kPiecesKept];
+    const int chunk = thread() % kChunks, first = thread() / kChunks;
     const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
                                                       first * Shape::kPitch + 16 * chunk);
     const int32_t row = key_ + first;
@@ -112,10 +118,10 @@ class KeyCopies {
     } else {
       // A lane looks up the page of one of its warp's rows, one tile ahead.
       const int lane = static_cast<int>(threadIdx.x % 32);
-      const int32_t own =
-          key_ + lane / kRowsOfWarp * kRowsAtOnce + thread_ / 32 * kRowsOfWarp + lane % kRowsOfWarp;
-      const int32_t page = ahead_ == key_ ? page_ : look_up(x, own);
-      if (units_ > 1) {
+      const int32_t own = key_ + lane / kRowsOfWarp * kRowsAtOnce + thread() / 32 * kRowsOfWarp +
+                          lane % kRowsOfWarp;
+      const int32_t page = !kElements && ahead_ == key_ ? page_ : look_up(x, own);
+      if (!kElements && units_ > 1) {
         ahead_ = key_ + Shape::kUnit;
         page_ = look_up(x, own + Shape::kUnit);
       }
@@ -165,12 +171,11 @@ class KeyCopies {
   }
 
   const DecodeParams& p_;
-  const Part* const parts_;
+  const Piece* const pieces_;
   const uint32_t ring_;
-  int32_t key_, units_;  // of the part, from here on: this team's first key, units
-  int32_t part_ = 0, issued_ = 0;
-  int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same part, and its rows' pages
-  const int team_, thread_;
+  int32_t key_, units_;  // of the piece, from here on: this team's first key, units
+  int32_t piece_ = 0, issued_ = 0;
+  int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same piece, and its rows' pages
 };
 
 }  // namespace strobe::cuda

@@ -28,14 +28,15 @@ struct DecodeShape {
   static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in a stage that is free
   static_assert(kTileRows * kOPitch * 4 <= kStage);
 
-  static constexpr int kPartBytes = 160;  // of a Part and a ShareWalk (parts.cuh)
+  static constexpr int kPieceBytes = 160;  // of a Piece and a ShareWalk (pieces.cuh)
 
   static constexpr int kRingBytes = kTeams * kStages * kStage;
   static constexpr int kQOffset = kRingBytes;
-  static constexpr int kSumsOffset = kQOffset + kTileRows * kPitch;  // [team][row]: float2
-  static constexpr int kWordsOffset = kSumsOffset + kTeams * kTileRows * 8;
-  static constexpr int kPartsOffset = kWordsOffset + (kTeams + 1 + 7) / 8 * 8 * 4;
-  static constexpr int kSharedBytes = kPartsOffset + 7 * kPartBytes;
+  static constexpr int kSumsOffset = kQOffset + kTileRows * kPitch;         // [team][row]: float2
+  static constexpr int kRuleOffset = kSumsOffset + kTeams * kTileRows * 8;  // the same
+  static constexpr int kWordsOffset = kRuleOffset + kTeams * kTileRows * 8;
+  static constexpr int kPiecesOffset = kWordsOffset + (kTeams + 1 + 7) / 8 * 8 * 4;
+  static constexpr int kSharedBytes = kPiecesOffset + 7 * kPieceBytes;
 
   /// Whether Q's fragments stay in registers: there is room beside O and few scores.
   static constexpr bool kKeepsQ = kWidth <= 128 && kTeamWarps == 1;

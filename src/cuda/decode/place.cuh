@@ -1,4 +1,4 @@
-// Where a share begins, and what comes after each of its parts.
+// Where a share begins, and what comes after each of its pieces.
 #ifndef STROBE_CUDA_DECODE_PLACE_CUH_
 #define STROBE_CUDA_DECODE_PLACE_CUH_
 
@@ -15,18 +15,18 @@ struct Division {
   UnitRule rule;
   int32_t heads_per_column, columns, blocks;  // blocks of a column
   int32_t most_tiles;                         // of a sequence
-  int32_t part_rows;                          // rows of a part in the workspace
+  int32_t piece_rows;                         // rows of a piece in the workspace
   Divisor group;                              // query heads of a key head
   bool alike;                    // nothing but its place tells one sequence from another: then
   SequenceUnits units;           // this is each of them, in a column of heads_per_column
   uint32_t nonce;                // of this launch, never 0
-  unsigned long long* counters;  // [columns][batch][groups]: parts that have arrived
-  float2* part_sums;             // [slot][part_rows]: a row's maximum and sum
-  float* part_o;                 // [slot][part_rows][width]
+  unsigned long long* counters;  // [columns][batch][spans]: pieces that have arrived
+  float2* piece_sums;            // [slot][piece_rows]: a row's maximum and sum
+  float* piece_o;                // [slot][piece_rows][width]
 
-  STROBE_INLINE constexpr int32_t most_groups() const { return most_tiles * heads_per_column; }
+  STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_column; }
   STROBE_INLINE constexpr int32_t slots_of_column(int32_t batch) const {
-    return rule.most_chunks > 0 ? batch * most_groups() * rule.most_chunks : 2 * blocks;
+    return rule.most_chunks > 0 ? batch * most_spans() * rule.most_chunks : 2 * blocks;
   }
 };
 
@@ -35,7 +35,7 @@ struct Division {
 /// A unit of a column's line. By a whole warp, all lanes alike.
 struct Place {
   SequenceUnits s;
-  int32_t batch, group, unit;  // of the sequence; of the group
+  int32_t batch, span, unit;  // of the sequence; of the span
 
   /// Heads of a column.
   __device__ __forceinline__ static int32_t heads(const Division& d, const DecodeParams& p,
@@ -46,7 +46,7 @@ struct Place {
                                                         int32_t heads, int32_t batch) {
     if (!d.alike) return d.rule.of(p.cache.sequence(batch).mask, heads);
     SequenceUnits s = d.units;
-    s.groups = s.tiles * heads;  // the last column may have fewer
+    s.spans = s.tiles * heads;  // the last column may have fewer
     return s;
   }
 
@@ -90,22 +90,22 @@ struct Place {
     }
   }
 
-  /// To the first unit of the next group, which is there.
-  __device__ __forceinline__ void next_group(const Division& d, const DecodeParams& p,
-                                             int32_t heads) {
+  /// To the first unit of the next span, which is there.
+  __device__ __forceinline__ void next_span(const Division& d, const DecodeParams& p,
+                                            int32_t heads) {
     unit = 0;
-    if (++group < s.groups) return;
-    group = 0;
-    do {  // sequences without queries have no groups
+    if (++span < s.spans) return;
+    span = 0;
+    do {  // sequences without queries have no spans
       if (++batch >= p.cache.batch) return;
       if (!d.alike) s = units(d, p, heads, batch);
-    } while (s.groups == 0);
+    } while (s.spans == 0);
   }
 
  private:
   __device__ __forceinline__ void stand_at(int32_t u) {
-    group = u / s.units;
-    unit = u - group * s.units;
+    span = u / s.units;
+    unit = u - span * s.units;
   }
 };
 

@@ -7,7 +7,7 @@
 #include "cuda/common/forward_exact.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
-#include "cuda/decode/parts.cuh"
+#include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/mma.h"
 
 namespace strobe::cuda {
@@ -17,7 +17,7 @@ template <int kColumns>
 struct OpenRow {
   float max = -infinity(), sum = 0.f, o[kColumns] = {};
 
-  /// What a part with this maximum counts for in a row with maximum `most`.
+  /// What a piece with this maximum counts for in a row with maximum `most`.
   __device__ __forceinline__ static float weight(float max, float most) {
     return exp2_fast(max - reference_of(most));
   }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void read_columns(float (&x)[kColumns], const float* 
     }
   }
 }
-/// The same of what other blocks have written: past L1.
+/// The same of what other thread blocks have written: past L1.
 template <int kColumns>
 __device__ __forceinline__ void read_written(float (&x)[kColumns], const float* from) {
   if constexpr (kColumns == 2) {
@@ -163,24 +163,25 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Division& d,
   }
 }
 
-/// Merges a row's parts, in order, and finishes it.
+/// Merges a row's pieces, in order, and finishes it.
 template <typename Shape, bool kRule, bool kElements>
-__device__ __forceinline__ void merge_parts(const DecodeParams& p, const Division& d,
-                                            const TileRows& tile, int32_t row,
-                                            const GroupParts& parts) {
+__device__ __forceinline__ void merge_pieces(const DecodeParams& p, const Division& d,
+                                             const TileRows& tile, int32_t row,
+                                             const SpanPieces& pieces) {
   constexpr int kColumns = Shape::kColumns;
-  // Parts read at once: enough bytes on their way to cover for L2's latency.
+  // Pieces read at once: enough bytes on their way to cover for L2's latency.
   constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int32_t count = parts.count;
+  const int32_t count = pieces.count;
   OpenRow<kColumns> open;
-  const auto sums = [&](int32_t part) {  // of this lane's part
-    return part < count ? __ldcg(d.part_sums + int64_t{parts.slot(part)} * d.part_rows + row)
-                        : make_float2(-infinity(), 0.f);
+  const auto sums = [&](int32_t piece) {  // of this lane's piece
+    return piece < count ? __ldcg(d.piece_sums + int64_t{pieces.slot(piece)} * d.piece_rows + row)
+                         : make_float2(-infinity(), 0.f);
   };
   const float2 first = sums(lane);
   open.max = first.x;
-  for (int32_t part = lane + 32; part < count; part += 32) open.max = fmaxf(open.max, sums(part).x);
+  for (int32_t piece = lane + 32; piece < count; piece += 32)
+    open.max = fmaxf(open.max, sums(piece).x);
   for (int step = 16; step > 0; step /= 2)
     open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
 #pragma unroll 1
@@ -197,9 +198,9 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const Divisio
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (i + j < here) {
-          read_written(x[j],
-                       d.part_o + kColumns * lane +
-                           (int64_t{parts.slot(from + i + j)} * d.part_rows + row) * Shape::kWidth);
+          read_written(
+              x[j], d.piece_o + kColumns * lane +
+                        (int64_t{pieces.slot(from + i + j)} * d.piece_rows + row) * Shape::kWidth);
         }
       }
 #pragma unroll

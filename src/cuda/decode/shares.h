@@ -1,24 +1,24 @@
 // How a launch's keys are split among the thread blocks that read them: index maps alone, which the
 // tests check on the CPU.
 //
-// The rows of a tile are queries times the query heads that share a key head. A group is all that
+// The rows of a tile are queries times the query heads that share a key head. A span is all that
 // reads the same keys with one tile: a (sequence, key head, tile). Its keys are cut into units.
-// The groups of one head, sequence after sequence, unit after unit, make a line, and the blocks of
-// a column take equal shares of it:
+// The spans of one head, sequence after sequence, unit after unit, make a line, and the thread
+// blocks of a column take equal shares of it:
 //
 //   sequence         0           1           2
 //   unit       |0 1 2 3 4 5|0 1|0 1 2 3 4 5 6 7 8|   the line of a head
 //   block      |   0   |   1   |   2   |    3    |   of the head's column
 //
-// So lengths may be as ragged as they like: all blocks have the same to read. All columns do the
-// same at the same time, each with another head, so that rows in which heads lie side by side are
-// read as a whole. Where there are more heads than blocks, a column has several.
+// So lengths may be as ragged as they like: all thread blocks have the same to read. All columns do
+// the same at the same time, each with another head, so that rows in which heads lie side by side
+// are read as a whole. Where there are more heads than thread blocks, a column has several.
 //
-// What a share holds of a group is a part. A block finishes a group that is all its own; other
-// parts go to the workspace, and the last block to leave one merges them, in order.
+// What a share holds of a span is a piece. A thread block finishes a span that is all its own;
+// other pieces go to the workspace, and the last thread block to leave one merges them, in order.
 //
-// Where results must not depend on the batch, a group is cut into chunks by a rule on its own
-// number of units alone, and a share holds the chunks that begin in it: every chunk is a part.
+// Where results must not depend on the batch, a span is cut into chunks by a rule on its own
+// number of units alone, and a share holds the chunks that begin in it: every chunk is a piece.
 #ifndef STROBE_CUDA_DECODE_SHARES_H_
 #define STROBE_CUDA_DECODE_SHARES_H_
 
@@ -30,17 +30,17 @@
 
 namespace strobe::cuda {
 
-/// How one sequence is cut in one column; its groups are alike.
+/// How one sequence is cut in one column; its spans are alike.
 struct SequenceUnits {
   int32_t tiles;
-  int32_t groups;  // tiles * heads of the column
-  int32_t first;   // the first unit that some query sees
-  int32_t units;   // of a group, at least 1: where no key is seen, there still are rows to write
-  int32_t chunk;   // units of a chunk: all, where groups are not cut
+  int32_t spans;  // tiles * heads of the column
+  int32_t first;  // the first unit that some query sees
+  int32_t units;  // of a span, at least 1: where no key is seen, there still are rows to write
+  int32_t chunk;  // units of a chunk: all, where spans are not cut
 
-  STROBE_INLINE constexpr int32_t all() const { return groups * units; }
+  STROBE_INLINE constexpr int32_t all() const { return spans * units; }
   STROBE_INLINE constexpr int32_t chunks() const { return (units + chunk - 1) / chunk; }
-  /// The unit at which the next chunk of a group begins: `unit` itself, where one does.
+  /// The unit at which the next chunk of a span begins: `unit` itself, where one does.
   STROBE_INLINE constexpr int32_t next_chunk(int32_t unit) const {
     const int32_t next = (unit + chunk - 1) / chunk * chunk;
     return next < units ? next : units;
@@ -52,12 +52,12 @@ struct UnitRule {
   int32_t group;        // query heads of a key head
   int32_t tile_shift;   // a tile has 2^tile_shift rows
   int32_t unit_shift;   // a unit has 2^unit_shift keys
-  int32_t most_chunks;  // of a group; 0: equal shares, no chunks
+  int32_t most_chunks;  // of a span; 0: equal shares, no chunks
 
   STROBE_INLINE constexpr SequenceUnits of(const Mask& mask, int32_t heads) const {
     SequenceUnits s{};
     s.tiles = static_cast<int32_t>(ceil_shift(mask.seqlen_q * group, tile_shift));
-    s.groups = s.tiles * heads;
+    s.spans = s.tiles * heads;
     const Range keys = mask.kv_range({0, mask.seqlen_q});
     s.units = 1;
     if (!keys.empty()) {
@@ -74,7 +74,7 @@ struct UnitRule {
   }
 };
 
-/// Equal shares of `total` units, to within one: at most `blocks`, none of them empty.
+/// Equal shares of `total` units, to within one: at most `thread blocks`, none of them empty.
 struct Shares {
   int32_t blocks, least, larger;  // units of the smaller shares; how many have one more
 
@@ -86,28 +86,28 @@ struct Shares {
   STROBE_INLINE constexpr int32_t begin(int32_t block) const {
     return block * least + (block < larger ? block : larger);
   }
-  /// The block whose share holds the unit.
+  /// The thread block whose share holds the unit.
   STROBE_INLINE constexpr int32_t holder(int32_t unit) const {
     const int32_t of_larger = larger * (least + 1);
     return unit < of_larger ? unit / (least + 1) : larger + (unit - of_larger) / least;
   }
 };
 
-/// The parts of a group in equal shares, and where they lie. A block leaves two at most: one of the
-/// group that its share begins in, one of the group that it ends in.
-struct GroupParts {
+/// The pieces of a span in equal shares, and where they lie. A thread block leaves two at most: one
+/// of the span that its share begins in, one of the span that it ends in.
+struct SpanPieces {
   int32_t first_slot, second_slot, step;  // the others follow the second, `step` apart
   int32_t count;
 
-  /// begin: the group's first unit in the line.
-  STROBE_INLINE static constexpr GroupParts of_shares(const Shares& shares, int32_t begin,
+  /// begin: the span's first unit in the line.
+  STROBE_INLINE static constexpr SpanPieces of_shares(const Shares& shares, int32_t begin,
                                                       int32_t units) {
     const int32_t first = shares.holder(begin), last = shares.holder(begin + units - 1);
-    const bool enters = shares.begin(first) < begin;  // hence it is this block's last part
+    const bool enters = shares.begin(first) < begin;  // hence it is this thread block's last piece
     return {2 * first + (enters ? 1 : 0), 2 * first + 2, 2, last - first + 1};
   }
-  STROBE_INLINE constexpr int32_t slot(int32_t part) const {
-    return part == 0 ? first_slot : second_slot + step * (part - 1);
+  STROBE_INLINE constexpr int32_t slot(int32_t piece) const {
+    return piece == 0 ? first_slot : second_slot + step * (piece - 1);
   }
 };
 

@@ -25,24 +25,21 @@ struct DecodeWarp {
   uint32_t q[Shape::kKeepsQ ? kK : 1][4];
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees
-  Score score;     // of the first row; the second may have another slope
-  float slope[2], position[2];
 
-  /// Before the first keys of a group, whose Q lies at the shared address `q_tile`; part: which 16
-  /// rows.
+  /// Before the first keys of a span, whose Q lies at the shared address `q_tile`; rule_rows, of
+  /// the team: gets slopes and positions; slice: which 16 rows.
   __device__ __forceinline__ void begin(const DecodeParams& p, const Division& d,
-                                        const TileRows& tile, uint32_t q_tile, int part) {
+                                        const TileRows& tile, uint32_t q_tile, int slice,
+                                        float2* rule_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
     const Mask mask = p.cache.sequence(tile.batch).mask;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       reference[h] = -infinity();
       sum[h] = 0.f;
-      const int row = 16 * part + lane / 4 + 8 * h;
+      const int row = 16 * slice + lane / 4 + 8 * h;
       limits[h] = make_int2(0, 0);
-      slope[h] = position[h] = 0.f;
+      float2 of_row = make_float2(0.f, 0.f);
       if (row < tile.count) {
         const auto packed = static_cast<uint32_t>(tile.first + row);
         const auto query = static_cast<int32_t>(d.group.divide(packed));
@@ -52,13 +49,18 @@ struct DecodeWarp {
           const int32_t head =
               tile.head +
               static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-          slope[h] = alibi_slope_log2(p, tile.batch, head);
-          position[h] = static_cast<float>(mask.position(query));
+          of_row = make_float2(alibi_slope_log2(p, tile.batch, head),
+                               static_cast<float>(mask.position(query)));
         }
       }
+      if constexpr (kRule) {
+        if (lane % 4 == 0) rule_rows[16 * slice + lane / 4 + 8 * h] = of_row;
+      }
     }
-    score = Score::of(p, 0.f);
-    q_address = q_tile + static_cast<uint32_t>((16 * part + lane % 16) * kPitch + lane / 16 * 16);
+    if constexpr (kRule) __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+    q_address = q_tile + static_cast<uint32_t>((16 * slice + lane % 16) * kPitch + lane / 16 * 16);
     if constexpr (Shape::kKeepsQ) {
 #pragma unroll
       for (int k = 0; k < kK; ++k) ptx::ldmatrix(q[k], q_address + 32 * k);
@@ -66,15 +68,17 @@ struct DecodeWarp {
   }
 
   /// The keys from key0 on, whose K and V lie at the shared addresses.
-  __device__ __forceinline__ void step(uint32_t k_tile, uint32_t v_tile, int32_t key0) {
+  __device__ __forceinline__ void step(const DecodeParams& p, uint32_t k_tile, uint32_t v_tile,
+                                       int32_t key0, const float2* rule_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     Scores s;
     multiply_keys(
         s, k_tile + static_cast<uint32_t>((lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16));
     const int32_t column = key0 + 2 * (lane % 4);
+    const Score score = Score::of(p, 0.f);  // of constants: they cost less than registers
     float scale = score.scale_log2;
     if constexpr (kRule) {
-      apply_rule(s, column);
+      apply_rule(score, s, column, rule_rows + lane / 4);
       scale = 1.f;
     }
     const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
@@ -99,12 +103,12 @@ struct DecodeWarp {
 
   /// Leaves O at `rows`, [16 rows of this warp][kOPitch], and maxima and sums at `sums`; count: of
   /// the tile's rows.
-  __device__ __forceinline__ void leave(float* rows, float2* sums, int part, int32_t count) {
+  __device__ __forceinline__ void leave(float* rows, float2* sums, int slice, int32_t count) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);
-      const int row = 16 * part + lane / 4 + 8 * h;
+      const int row = 16 * slice + lane / 4 + 8 * h;
       if (row >= count) continue;
       if (lane % 4 == 0) sums[row] = make_float2(reference[h], total);
       float* const to = rows + row * Shape::kOPitch + 2 * (lane % 4);
@@ -150,13 +154,15 @@ struct DecodeWarp {
   }
 
   /// Scale, softcap and ALiBi; column: this lane's first key.
-  __device__ __forceinline__ void apply_rule(Scores& s, int32_t column) {
+  __device__ __forceinline__ void apply_rule(const Score& score, Scores& s, int32_t column,
+                                             const float2* rule_rows) const {
     const auto apply = [&](auto cap) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         Score own = score;
-        own.slope_log2 = slope[h];
-        const Score::Row row = own.row(position[h], column);
+        const float2 of_row = rule_rows[8 * h];
+        own.slope_log2 = of_row.x;
+        const Score::Row row = own.row(of_row.y, column);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll

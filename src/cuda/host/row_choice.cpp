@@ -103,6 +103,8 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(rows[i].name)) return static_cast<int>(i);
+    const bool runs = p.cache == STROBE_CACHE_CONTIGUOUS || p.page_size >= 64;
+    if (rows[i].when == When::kRuns && !runs) continue;
     if (found >= 0) {
       const DecodeConfig& best = rows[static_cast<size_t>(found)].row->config;
       if (c.width > best.width || holds(c) < holds(best)) continue;

@@ -1,6 +1,6 @@
-// The parts of a block's share, one after the other.
-#ifndef STROBE_CUDA_DECODE_PARTS_CUH_
-#define STROBE_CUDA_DECODE_PARTS_CUH_
+// The pieces of a thread block's share, one after the other.
+#ifndef STROBE_CUDA_DECODE_PIECES_CUH_
+#define STROBE_CUDA_DECODE_PIECES_CUH_
 
 #include <cstdint>
 
@@ -13,31 +13,31 @@ struct TileRows {
   int32_t batch, head, first, count;
 };
 
-/// What a share holds of a group, with all that copies, products and merging need to know of it.
-struct Part {
+/// What a share holds of a span, with all that copies, products and merging need to know of it.
+struct Piece {
   TileRows tile;
   const char *k, *v;   // the head's elements in row 0 of entry 0 of the cache, or of page 0
   KeyRows rows;        // where the keys are
-  int32_t key, units;  // the first unit's first key; units of this part
+  int32_t key, units;  // the first unit's first key; units of this piece
   int32_t begin, end;  // keys that some row of the tile sees
-  int32_t counter;     // of the group
-  int32_t slot;        // of this part in the workspace
-  GroupParts parts;    // of the group, with slots of the workspace
+  int32_t counter;     // of the span
+  int32_t slot;        // of this piece in the workspace
+  SpanPieces pieces;   // of the span, with slots of the workspace
   int32_t more;        // whether the share goes on
 };
 
-/// Parts that are known ahead of the one that is computed: the copies may be so far ahead.
-inline constexpr int kPartsKnown = 4;
-/// Parts in shared memory, in turn: while one is computed, the next that becomes known is written,
+/// Pieces that are known ahead of the one that is computed: the copies may be so far ahead.
+inline constexpr int kPiecesKnown = 4;
+/// Pieces in shared memory, in turn: while one is computed, the next that becomes known is written,
 /// and slow warps still look at the one before.
-inline constexpr int kPartsKept = kPartsKnown + 2;
+inline constexpr int kPiecesKept = kPiecesKnown + 2;
 
 #if defined(__CUDACC__)
 
 /// Walks through a share. By a whole warp until it has begun; then by one thread.
 class ShareWalk {
  public:
-  /// False where the block has no share.
+  /// False where the thread block has no share.
   __device__ bool begin(const Division& d, const DecodeParams& p) {
     column_ = static_cast<int32_t>(blockIdx.x) % d.columns;
     block_ = static_cast<int32_t>(blockIdx.x) / d.columns;
@@ -58,22 +58,22 @@ class ShareWalk {
       begin += skip;
       place_.unit += skip;
       if (begin >= end_) return false;
-      if (place_.unit == place_.s.units) place_.next_group(d, p, heads_);
+      if (place_.unit == place_.s.units) place_.next_span(d, p, heads_);
     }
     left_ = end_ - begin;
     return true;
   }
 
-  /// Whether there is another part.
+  /// Whether there is another piece.
   __device__ bool more() const { return left_ > 0; }
-  /// Writes the next part; there is one.
-  __device__ void next(const Division& d, const DecodeParams& p, Part& x) {
+  /// Writes the next piece; there is one.
+  __device__ void next(const Division& d, const DecodeParams& p, Piece& x) {
     const bool chunked = d.rule.most_chunks > 0;
     const SequenceUnits& s = place_.s;
     const int32_t rest = chunked ? min(s.units - place_.unit, s.chunk) : s.units - place_.unit;
     x.units = min(rest, left_);
-    const int32_t head = s.groups == s.tiles ? 0 : place_.group / s.tiles;
-    const int32_t tile = place_.group - head * s.tiles;
+    const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
+    const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = column_ * d.heads_per_column + head;
     const CachedSequence sequence = p.cache.sequence(place_.batch);
     const Mask& mask = sequence.mask;
@@ -90,26 +90,26 @@ class ShareWalk {
     x.rows = sequence.keys;
     x.k = static_cast<const char*>(p.k.data) + 2 * head_kv * p.k.head_stride;
     x.v = static_cast<const char*>(p.v.data) + 2 * head_kv * p.v.head_stride;
-    x.counter = (column_ * p.cache.batch + place_.batch) * d.most_groups() + place_.group;
+    x.counter = (column_ * p.cache.batch + place_.batch) * d.most_spans() + place_.span;
     const int32_t slots = column_ * d.slots_of_column(p.cache.batch);
     if (chunked) {
       const int32_t first_slot =
-          slots + (place_.batch * d.most_groups() + place_.group) * d.rule.most_chunks;
-      x.parts = {first_slot, first_slot + 1, 1, s.chunks()};
+          slots + (place_.batch * d.most_spans() + place_.span) * d.rule.most_chunks;
+      x.pieces = {first_slot, first_slot + 1, 1, s.chunks()};
       x.slot = first_slot + place_.unit / s.chunk;
     } else if (x.units == s.units) {
-      x.parts = {0, 0, 0, 1};
+      x.pieces = {0, 0, 0, 1};
     } else {
-      x.parts = GroupParts::of_shares(shares_, end_ - left_ - place_.unit, s.units);
-      x.parts.first_slot += slots;
-      x.parts.second_slot += slots;
+      x.pieces = SpanPieces::of_shares(shares_, end_ - left_ - place_.unit, s.units);
+      x.pieces.first_slot += slots;
+      x.pieces.second_slot += slots;
       x.slot = slots + 2 * block_ + (first_ ? 0 : 1);
     }
     left_ -= x.units;
     x.more = left_ > 0;
     first_ = false;
     place_.unit += x.units;
-    if (x.more && place_.unit == s.units) place_.next_group(d, p, heads_);
+    if (x.more && place_.unit == s.units) place_.next_span(d, p, heads_);
   }
 
  private:
@@ -123,4 +123,4 @@ class ShareWalk {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_DECODE_PARTS_CUH_
+#endif  // STROBE_CUDA_DECODE_PIECES_CUH_
