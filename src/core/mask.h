@@ -160,11 +160,23 @@ struct BasicMask {
     return m;
   }
 
+  /// The same mask. kWhole: it is known that there are neither chunks nor a prefix, and what looks
+  /// for them is not compiled.
+  template <bool kWhole>
+  STROBE_INLINE constexpr BasicMask known() const {
+    BasicMask m = *this;
+    if (kWhole) m.chunk = m.prefix = 0;
+    return m;
+  }
+
   /// Key position that query i stands at; may lie outside [0, seqlen_k).
   STROBE_INLINE constexpr Int position(Int i) const { return i + offset; }
 
   /// Keys that query i sees.
-  STROBE_INLINE constexpr Range row(Int i) const { return {first_key(i), end_key(i)}; }
+  STROBE_INLINE constexpr Range row(Int i) const {
+    const Int begin = own_chunk(i);
+    return {first_key(i, begin), end_key(i, begin)};
+  }
   STROBE_INLINE constexpr bool allows(Int i, Int j) const { return row(i).contains(j); }
 
   /// Smallest interval that holds every key seen by some query of `q`. What lies outside is
@@ -203,17 +215,22 @@ struct BasicMask {
     const Int rest = position % chunk;
     return position - (rest < 0 ? rest + chunk : rest);
   }
-  STROBE_INLINE constexpr Int first_key(Int i) const {
-    Int key = i + first;
-    if (chunk > 0) key = larger(key, chunk_begin(position(i)));
+  /// Where query i's chunk begins; 0 where there are no chunks.
+  STROBE_INLINE constexpr Int own_chunk(Int i) const {
+    return chunk > 0 ? chunk_begin(position(i)) : 0;
+  }
+  STROBE_INLINE constexpr Int first_key(Int i) const { return first_key(i, own_chunk(i)); }
+  STROBE_INLINE constexpr Int end_key(Int i) const { return end_key(i, own_chunk(i)); }
+  STROBE_INLINE constexpr Int first_key(Int i, Int own_chunk) const {
+    Int key = larger(i + first, own_chunk);
 #if STROBE_BREAK_KERNEL_MASK_MEMBER
     key = larger(key, hidden);
 #endif
     return clamp(key, seqlen_k);
   }
-  STROBE_INLINE constexpr Int end_key(Int i) const {
+  STROBE_INLINE constexpr Int end_key(Int i, Int own_chunk) const {
     Int key = i + last + 1;
-    if (chunk > 0) key = smaller(key, chunk_after(chunk_begin(position(i)), seqlen_k));
+    if (chunk > 0) key = smaller(key, chunk_after(own_chunk, seqlen_k));
     return clamp(larger(key, prefix), seqlen_k);
   }
   // The inverses: the first query whose end_key is past key j, and the first whose first_key is.

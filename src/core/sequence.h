@@ -61,13 +61,23 @@ struct Sequences {
     return s;
   }
 
-  /// The same, when it is known that there is none of the arrays but cu_q and cu_k, and no chunk:
-  /// what looks for them is then not compiled.
-  STROBE_INLINE constexpr Sequences whole() const {
-    Sequences s = *this;
-    s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
-    s.rule.attention_chunk = 0;
-    return s;
+  /// Whether all rows of all sequences are in use, aligned at their ends, without prefixes and
+  /// chunks: what most launches have.
+  STROBE_INLINE constexpr bool is_whole() const {
+    return !used_q && !used_k && !q_position && !prefix && rule.attention_chunk == 0;
+  }
+  /// The same sequences. kWhole: it is known that is_whole(), and what looks for more is not
+  /// compiled.
+  template <bool kWhole>
+  STROBE_INLINE constexpr decltype(auto) known() const {
+    if constexpr (kWhole) {
+      Sequences s = *this;
+      s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
+      s.rule.attention_chunk = 0;
+      return s;
+    } else {
+      return (*this);
+    }
   }
   /// Whether the sequences may differ in their numbers of queries: those of a tile past the end are
   /// then another sequence's rows, or rows that are not in use.

@@ -32,13 +32,13 @@ struct SuspectTile {
   int32_t batch, head, first;
 };
 
-/// Rewrites row `query` of O. By a whole warp: lane i has columns i, i + 32, ... of head_dim. No
+/// Rewrites row `query` of O. kWhole: sequences are whole. By a whole warp: lane i has columns i, i + 32, ... of head_dim. No
 /// value of V enters lse, which is written only where scores were too large for the tiled kernel.
-template <typename T, bool kDropout>
+template <typename T, bool kDropout, bool kWhole>
 __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
-  const Sequence sequence = p.sequence(batch);
+  const Sequence sequence = p.known<kWhole>().sequence(batch);
   const Range keys = sequence.mask.row(query);
   const Score rule = Score::of(p, batch, head);
   const auto row_of = [](const RowsView& view, int64_t row) {
@@ -94,10 +94,10 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
-template <typename T, bool kDropout>
+template <typename T, bool kDropout, bool kWhole>
 __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                            int rows) {
-  const Sequence sequence = p.sequence(tile.batch);
+  const Sequence sequence = p.known<kWhole>().sequence(tile.batch);
   const RowsView view =
       rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.mask.seqlen_q - tile.first;
@@ -109,7 +109,7 @@ __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int 
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
     if (__any_sync(0xffffffffu, zero != 0.f))
-      exact_row<T, kDropout>(p, tile.batch, tile.head, tile.first + row);
+      exact_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
   }
 }
 

@@ -62,7 +62,7 @@
 
 namespace strobe::cuda::sm90 {
 
-template <typename Tr, bool kRule>
+template <typename Tr, bool kRule, bool kWhole>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TensorMaps maps,
                    const __grid_constant__ TileOrder order) {
@@ -95,18 +95,18 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     const bool one_thread = threadIdx.x % 32 == 0;
     if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
     if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
-    if (warp == 2) schedule<Tr>(shared, p, order);
+    if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    Consumer<Tr, kRule>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kRule, kWhole>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Not `warp`, which would have been spilled for this.
-      exact_rows<typename Tr::T, false>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
+      exact_rows<typename Tr::T, false, kWhole>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
                                         Tr::kWarpgroups * kWarpgroupRows);
       i = tile.next;
     }

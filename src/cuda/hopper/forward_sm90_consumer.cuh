@@ -25,8 +25,9 @@ enum class Kind {
   kFast      // unmasked, against the reference that there is
 };
 
-/// A consumer warpgroup. kRule: scores have more to them than a positive scale.
-template <typename Tr, bool kRule>
+/// A consumer warpgroup. kRule: scores have more to them than a positive scale. kWhole: sequences
+/// are whole.
+template <typename Tr, bool kRule, bool kWhole>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const ForwardParams& p,
@@ -58,6 +59,9 @@ class Consumer {
   /// The tile's row that this thread's accumulators 4i + 2r and 4i + 2r + 1 belong to.
   __device__ __forceinline__ int row(int r) const {
     return warpgroup_ * kWarpgroupRows + 16 * warp() + lane() / 4 + 8 * r;
+  }
+  __device__ __forceinline__ static TileMask mask_of(const Tile<Tr::kWarpgroups>& tile) {
+    return tile.mask.template known<kWhole>();
   }
   /// Q's ring moves with the tiles'.
   __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
@@ -126,7 +130,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) result = finish_row(!tile.mask.row(row(r)).empty(), 0.f, 0.f, 1.f);
+      if (sum == 0.f) result = finish_row(!mask_of(tile).row(row(r)).empty(), 0.f, 0.f, 1.f);
       if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -282,7 +286,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       // Rows past the end see what the last one sees: no block is masked on their account.
       const int here = min(row(r), tile.rows - 1);
-      const Range keys = tile.mask.row(here);
+      const Range keys = mask_of(tile).row(here);
       const int from = columns_before(static_cast<int>(keys.begin) - first_key - first_column());
       const int to = columns_before(static_cast<int>(keys.end) - first_key - first_column());
 #pragma unroll

@@ -38,7 +38,6 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
   TileOrder order{StaticOrder::make(p, kConfig.tile_q),
                   TileRule::make(p.rule),
-                  TileOrder::is_whole(p),
                   0,
                   nullptr,
                   {}};
@@ -84,12 +83,18 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
   // round.
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
+  // Most launches have neither that nor more than whole sequences. Their kernel is a sixth shorter,
+  // which counts where sequences are short: a launch reads its code from memory.
   static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true>),
+                   kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false>),
+                   kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false>),
+                   kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[rule].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+  return kernels[rule ? 2 : p.is_whole() ? 0 : 1].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

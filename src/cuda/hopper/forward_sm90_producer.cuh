@@ -12,19 +12,12 @@
 namespace strobe::cuda::sm90 {
 
 /// Takes tiles and works out what the others need to know of them. One warp.
-template <typename Tr>
+template <typename Tr, bool kWhole>
 __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  const auto known = [&]() -> decltype(auto) {
-    if constexpr (Tr::kWholeSequences) {
-      return p.whole();
-    } else {
-      return static_cast<const Sequences&>(p);
-    }
-  };
-  const Sequences& sequences = known();
+  const Sequences& sequences = p.known<kWhole>();
   TileScheduler<kTileQ> scheduler(order, sequences);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
@@ -32,17 +25,8 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     const int lane = ptx::thread_again() % 32;
     shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    Sequence sequence;
-    TileMask mask;
-    // Most launches' sequences are whole. Their masks are made in 32 bits, without a look for
-    // more: the consumers of a short sequence's tile wait for this warp.
-    if (Tr::kWholeSequences || order.whole) {
-      sequence = p.whole().sequence(place.batch);
-      mask = sequence.mask.tile(place.begin, kTileQ, order.rule);
-    } else if constexpr (!Tr::kWholeSequences) {
-      sequence = p.sequence(place.batch);
-      mask = sequence.mask.tile(place.begin, kTileQ);
-    }
+    const Sequence sequence = sequences.sequence(place.batch);
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).known<kWhole>();
     const int rows = mask.seqlen_q;
     if (lane == 0) {
       tile.mask = mask;

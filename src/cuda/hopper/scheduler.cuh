@@ -24,14 +24,8 @@ struct TilePlace {
 
 /// The order, made on the host.
 struct TileOrder {
-  /// Whether lengths are all that tells the sequences apart.
-  STROBE_INLINE static constexpr bool is_whole(const Sequences& s) {
-    return !s.used_q && !s.used_k && !s.q_position && !s.prefix && s.rule.attention_chunk == 0;
-  }
-
   StaticOrder tiles;  // where numbers of queries differ, only an upper bound
   TileRule rule;
-  bool whole;      // no lengths in use, positions, prefixes or chunks
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
