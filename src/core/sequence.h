@@ -41,13 +41,14 @@ struct Sequences {
   STROBE_INLINE constexpr Sequence sequence(int64_t b) const {
     Sequence s{};
     s.batch = b;
-    s.rows_q = seqlen_q;
-    s.rows_k = seqlen_k;
+    // Never negative: without a sign there is nothing for a kernel to extend, and to keep.
+    s.rows_q = static_cast<uint32_t>(seqlen_q);
+    s.rows_k = static_cast<uint32_t>(seqlen_k);
     if (cu_q) {
       s.lse_row = s.q_row = cu_q[b];
       s.rows_q = cu_q[b + 1] - s.q_row;
     } else {
-      s.lse_row = b * heads * seqlen_q;
+      s.lse_row = b * static_cast<uint32_t>(heads) * s.rows_q;
     }
     if (cu_k) {
       s.k_row = cu_k[b];

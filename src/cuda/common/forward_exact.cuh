@@ -32,8 +32,9 @@ struct SuspectTile {
   int32_t batch, head, first;
 };
 
-/// Rewrites row `query` of O. kWhole: sequences are whole. By a whole warp: lane i has columns i, i + 32, ... of head_dim. No
-/// value of V enters lse, which is written only where scores were too large for the tiled kernel.
+/// Rewrites row `query` of O. kWhole: sequences are whole. By a whole warp: lane i has columns i, i
+/// + 32, ... of head_dim. No value of V enters lse, which is written only where scores were too
+/// large for the tiled kernel.
 template <typename T, bool kDropout, bool kWhole>
 __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   constexpr int kShare = 8;  // head_dim <= 256

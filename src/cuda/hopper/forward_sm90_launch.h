@@ -36,11 +36,7 @@ template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q),
-                  TileRule::make(p.rule),
-                  0,
-                  nullptr,
-                  {}};
+  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), 0, nullptr, {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
     order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
   }
@@ -94,7 +90,10 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[rule ? 2 : p.is_whole() ? 0 : 1].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+  return kernels[rule           ? 2
+                 : p.is_whole() ? 0
+                                : 1]
+      .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

@@ -11,7 +11,14 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Takes tiles and works out what the others need to know of them. One warp.
+/// Where every warp waits for the barriers in shared memory to be initialised, once.
+template <typename Tr>
+__device__ __forceinline__ void wait_for_barriers() {
+  ptx::named_barrier_sync<Tr::kThreads>(0);
+}
+
+/// Takes tiles and works out what the others need to know of them. One warp, which begins before
+/// there are barriers: it hands over the first tile when there are.
 template <typename Tr, bool kWhole>
 __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
@@ -23,9 +30,9 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
     const int lane = ptx::thread_again() % 32;
-    shared.tile_ring.empty[at.stage()].wait(at.free());
+    if (at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    const Sequence sequence = sequences.sequence(place.batch);
+    const Sequence sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).known<kWhole>();
     const int rows = mask.seqlen_q;
     if (lane == 0) {
@@ -67,10 +74,12 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.block_end = tile.loaded ? blocks.end : 1;
     }
     __syncwarp();
+    if (at.count == 0) wait_for_barriers<Tr>();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
     shared.request.wait(at.count & 1);
     ++at.count;
   }
+  if (at.count == 0) wait_for_barriers<Tr>();
   const int lane = ptx::thread_again() % 32;
   shared.tile_ring.empty[at.stage()].wait(at.free());
   if (lane == 0) {

@@ -12,8 +12,8 @@ namespace strobe::cuda {
 
 namespace {
 
-constexpr When any = When::kAny, plain = When::kPlain, whole = When::kWhole, few = When::kFew,
-               some = When::kSome, brief = When::kShort;
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
+               few_tiles = When::kFewTiles;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_backward_ROW(name, when)
