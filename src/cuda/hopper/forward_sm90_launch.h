@@ -36,7 +36,8 @@ template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), 0, nullptr, {}};
+  TileOrder order{
+      StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), false, 0, nullptr, {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
     order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
   }
@@ -44,6 +45,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
+  constexpr int kFixedTiles = 8;  // of a thread block
+  order.fixed =
+      !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;

@@ -25,7 +25,7 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
   const Sequences& sequences = p.known<kWhole>();
-  TileScheduler<kTileQ> scheduler(order, sequences);
+  TileScheduler<kTileQ, kWhole> scheduler(order, sequences);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
@@ -76,7 +76,7 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr>();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
-    shared.request.wait(at.count & 1);
+    if (!scheduler.fixed()) shared.request.wait(at.count & 1);
     ++at.count;
   }
   if (at.count == 0) wait_for_barriers<Tr>();
