@@ -11,10 +11,10 @@ namespace strobe::cuda {
 /// and the device.
 enum class When : int8_t {
   kAny,
-  kPlain,    // no softcap, ALiBi or dropout
-  kFew,      // few keys: a query sees up to 256 on average; also where not plain
-  kSome,     // some keys: up to 4096 on average; also where not plain
-  kFewTiles  // no more tiles than multiprocessors
+  kPlain,      // no softcap, ALiBi or dropout
+  kFew,        // few keys: a query sees up to 256 on average; also where not plain
+  kSome,       // some keys: up to 4096 on average; also where not plain
+  kFewQueries  // no more tiles than multiprocessors, or the row's tiles are fuller than larger ones
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it

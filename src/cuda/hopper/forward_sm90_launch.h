@@ -45,7 +45,7 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
-  constexpr int kFixedTiles = 8;  // of a thread block
+  constexpr int kFixedTiles = 4;  // of a thread block
   order.fixed =
       !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;

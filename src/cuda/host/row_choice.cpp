@@ -24,9 +24,14 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
       return keys_up_to(256) || !is_plain;
     case When::kSome:
       return keys_up_to(4096) || !is_plain;
-    case When::kFewTiles:
+    case When::kFewQueries: {
+      if (p.batch_invariant && p.varlen) return false;
+      // A quarter fewer rows than tiles have that are half again as large.
+      const auto rows_of_tiles = [&](int64_t rows) { return ceil_div(p.seqlen_q, rows) * rows; };
+      if (4 * rows_of_tiles(tile_q) <= 3 * rows_of_tiles(tile_q / 2 * 3)) return true;
       return !p.batch_invariant &&
              p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
+    }
     default:
       return true;
   }

@@ -13,7 +13,7 @@ namespace strobe::cuda {
 namespace {
 
 constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
-               few_tiles = When::kFewTiles;
+               few_queries = When::kFewQueries;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_backward_ROW(name, when)
