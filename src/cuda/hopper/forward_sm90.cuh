@@ -91,13 +91,18 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
+  if constexpr (!Tr::kEarlyTile) {
+    if (threadIdx.x == 0) prepare<Tr>(shared, maps, order.stagger);
+    __syncthreads();
+  }
+
   constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
-    if (warp == 0 && one_thread) prepare<Tr>(shared, maps, order.stagger);
+    if (Tr::kEarlyTile && warp == 0 && one_thread) prepare<Tr>(shared, maps, order.stagger);
     if (warp != 2) wait_for_barriers<Tr>();  // the scheduler waits itself
     if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
     if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);

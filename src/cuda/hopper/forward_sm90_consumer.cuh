@@ -200,8 +200,7 @@ class Consumer {
     pending_ = true;
     if constexpr (!kWhole) {
       used_v_ = kTileK;
-      if (masked && p_.used_k)
-        used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
+      if (masked && p_.used_k) used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
     }
 #pragma unroll
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
@@ -219,7 +218,8 @@ class Consumer {
   __device__ __forceinline__ static void zero_from(uint8_t* tile, int begin) {
     constexpr int kRowBytes = SharedTile::kRowBytes, kPanelBytes = SharedTile::kPanelBytes;
     if (begin * kRowBytes >= kPanelBytes) return;
-    const int first = max(begin, 0) * kRowBytes + 16 * static_cast<int>(threadIdx.x % kWarpgroupThreads);
+    const int first =
+        max(begin, 0) * kRowBytes + 16 * static_cast<int>(threadIdx.x % kWarpgroupThreads);
 #pragma unroll 1
     for (int i = first; i < kPanelBytes; i += 16 * kWarpgroupThreads) {
 #pragma unroll

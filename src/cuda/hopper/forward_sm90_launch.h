@@ -45,9 +45,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
-  constexpr int kFixedTiles = 4;  // of a thread block
-  order.fixed =
-      !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
+  constexpr int kFixedTiles = 4;   // of a thread block
+  order.fixed = !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;

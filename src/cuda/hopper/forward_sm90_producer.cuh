@@ -11,14 +11,15 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Where every warp waits for the barriers in shared memory to be initialised, once.
+/// Where every warp waits for the barriers in shared memory to be initialised, once. Without
+/// kEarlyTile the kernel has waited before.
 template <typename Tr>
 __device__ __forceinline__ void wait_for_barriers() {
-  ptx::named_barrier_sync<Tr::kThreads>(0);
+  if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<Tr::kThreads>(0);
 }
 
-/// Takes tiles and works out what the others need to know of them. One warp, which begins before
-/// there are barriers: it hands over the first tile when there are.
+/// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
+/// begins before there are barriers, and hands over the first tile when there are.
 template <typename Tr, bool kWhole>
 __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
@@ -30,7 +31,7 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
     const int lane = ptx::thread_again() % 32;
-    if (at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
+    if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const Sequence sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).known<kWhole>();
