@@ -13,6 +13,7 @@ timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody,
 The grid is the FlashAttention papers': 16k tokens, hidden size 2048. With --peers, "best" is the fastest of
 this run's peers and of this run's cuDNN times the ratio of the best known kernel to cuDNN at that point. FLOP: forward
 4 * seqlen^2 * head_dim * heads * batch, halved when causal; backward 2.5 times that.
+The section "lengths" has the same for sequences as models have them: a tile or a few, batch 32, 16 heads.
 """
 
 from __future__ import annotations
@@ -30,13 +31,33 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpu_features as features
 from gpu_timing import Calls, captured, capturing_stream, interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS, HIDDEN = 16384, 2048
+LENGTHS = (77, 128, 197, 257, 384, 577, 1025, 1500)
+
+
+class Shape(NamedTuple):
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+
+
+def grid_shapes(args: argparse.Namespace) -> list[Shape]:
+    return [
+        Shape(head_dim, causal, seqlen, max(1, TOKENS // seqlen), HIDDEN // head_dim)
+        for head_dim, causal, seqlen in itertools.product(args.head_dims, (False, True), args.seqlens)
+    ]
+
+
+def length_shapes() -> list[Shape]:
+    return [Shape(*point, batch=32, heads=16) for point in itertools.product((64, 80, 128), (False, True), LENGTHS)]
 
 
 def commit() -> str:
@@ -55,28 +76,26 @@ def nvidia_smi(field: str) -> str:
         return ""
 
 
-def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, flush: Any) -> dict[str, Any]:
+def measure(shape: Shape, args: argparse.Namespace, flush: Any, *, slow_peers: bool) -> dict[str, Any]:
     import strobe
     import torch
     from strobe.flash_attn import flash_attn_func
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    batch, heads = max(1, TOKENS // seqlen), HIDDEN // head_dim
+    head_dim, causal, seqlen, batch, heads = shape
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     torch.manual_seed(seqlen + head_dim)
     q, k, v, dout = (
         torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=kind) for _ in range(4)
     )
-    peers = {
-        "fa2": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    if seqlen <= 2048:
-        peers["math"] = SDPBackend.MATH
+    peers = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    if slow_peers:
+        peers["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+        if seqlen <= 2048:
+            peers["math"] = SDPBackend.MATH
     packages: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    problem = features.Problem("", head_dim, seqlen, causal, heads, heads)
+    problem = features.Problem("", head_dim, seqlen, causal, heads, heads, batch=batch)
     for version in (2, 3, 4):
         with contextlib.suppress(Exception):  # not installed, or it cannot: gpu_features says why
             made = {"q": q, "k": k, "v": v, "dout": dout}
@@ -94,7 +113,7 @@ def measure(head_dim: int, causal: bool, seqlen: int, args: argparse.Namespace, 
     reference = forward(peers["fa2"]).transpose(1, 2)
     flop = 4.0 * batch * heads * seqlen * seqlen * head_dim * (0.5 if causal else 1.0)
     point: dict[str, Any] = {
-        "head_dim": head_dim, "causal": causal, "seqlen": seqlen, "batch": batch, "heads": heads,
+        **shape._asdict(),
         "difference_to_fa2": (out.float() - reference.float()).abs().max().item(), "not_captured": {},
     }
 
@@ -139,26 +158,29 @@ def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def run_grid(
-    args: argparse.Namespace, best: dict[tuple[int, int, int], dict[str, str]], flush: Any, end: float,
-    result: dict[str, Any],
-) -> None:
+def run_shapes(
+    shapes: list[Shape], args: argparse.Namespace, known: dict[tuple[int, int, int], dict[str, str]] | None, flush: Any,
+    end: float,
+) -> list[dict[str, Any]]:
+    """known: best_over_cudnn of a shape; None: this run's peers alone make "best", the fast ones of PyTorch."""
     points = []
-    for head_dim, causal, seqlen in itertools.product(args.head_dims, (False, True), args.seqlens):
+    for shape in shapes:
         if time.monotonic() > end:
-            print(f"out of time before head_dim {head_dim}, seqlen {seqlen}")
+            print(f"out of time before head_dim {shape.head_dim}, seqlen {shape.seqlen}")
             break
         with capturing_stream():
-            point = measure(head_dim, causal, seqlen, args, flush)
-        row = best.get((head_dim, int(causal), seqlen))
+            point = measure(shape, args, flush, slow_peers=known is not None)
+        row = (known or {}).get((shape.head_dim, int(shape.causal), shape.seqlen))
         cells = []
         for direction in ("fwd", "bwd"):
             if direction not in point:
                 continue
             speed = point[direction]
+            peers = [x for name, x in speed.items() if name != "strobe"]
             if row:
-                known = speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"])
-                speed["best"] = max([known, *(x for name, x in speed.items() if name != "strobe")])
+                peers.append(speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"]))
+            if row or known is None:
+                speed["best"] = max(peers)
             cells.append(
                 f"{direction} {speed['strobe']:4.0f}"
                 + "".join(
@@ -167,10 +189,9 @@ def run_grid(
                 )
             )
         points.append(point)
-        name = "causal" if causal else "full"
-        print(f"{head_dim:3} {name:6} {seqlen:5}  " + "  |  ".join(cells), flush=True)
-    result["grid"] = points
-    result["summary"] = summarise(points)
+        name = "causal" if shape.causal else "full"
+        print(f"{shape.head_dim:3} {name:6} {shape.seqlen:5}  " + "  |  ".join(cells), flush=True)
+    return points
 
 
 def main() -> int:
@@ -212,9 +233,13 @@ def main() -> int:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")  # several times the L2
     end, sections = time.monotonic() + args.seconds, args.sections.split(",")
     if "grid" in sections:
-        run_grid(args, best, flush, end, result)
+        result["grid"] = run_shapes(grid_shapes(args), args, best, flush, end)
+        result["summary"] = summarise(result["grid"])
+    if "lengths" in sections:
+        result["lengths"] = run_shapes(length_shapes(), args, None, flush, end)
+        result["lengths_summary"] = summarise(result["lengths"])
     for section in sections:
-        if section == "grid":
+        if section in ("grid", "lengths"):
             continue
         if time.monotonic() > end:
             print(f"out of time before section {section}")

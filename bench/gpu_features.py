@@ -424,5 +424,5 @@ def run(section: str, args: Any, flush: Any) -> Any:
 
 
 SECTIONS = (
-    "grid", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
+    "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
 )  # fmt: skip

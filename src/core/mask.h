@@ -66,11 +66,11 @@ struct MaskRule {
 /// A rule in 32 bits, for Mask::tile: worked out once for all tiles. The largest number is no
 /// limit.
 struct TileRule {
-  int32_t left, right, chunk;
+  uint32_t left, right, chunk;  // below 2^31
 
   STROBE_INLINE static constexpr TileRule make(const MaskRule& rule) {
     const auto narrow = [](int64_t x) {
-      return x < 0 || x > INT32_MAX ? INT32_MAX : static_cast<int32_t>(x);
+      return static_cast<uint32_t>(x < 0 || x > INT32_MAX ? INT32_MAX : x);
     };
     return {narrow(rule.window_left), rule.causal ? 0 : narrow(rule.window_right),
             narrow(rule.attention_chunk)};
@@ -120,43 +120,24 @@ struct BasicMask {
   /// registers. rows: at most kTileRows. Lengths are at most kLongest, and |offset| at most 2^30.
   static constexpr Int kTileRows = 1024, kLongest = (Int{1} << 30) - kTileRows;
   STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows) const {
-    // All members by name: one that is added to them and left out here does not compile.
-#if STROBE_BREAK_KERNEL_MASK_MEMBER
-    const auto& [q, k, first_, last_, offset_, chunk_, prefix_, hidden_] = *this;
-#else
-    const auto& [q, k, first_, last_, offset_, chunk_, prefix_] = *this;
-#endif
-    // Ends of the window that are further away from all keys than the tile has rows, mean the same
-    // wherever they are.
-    constexpr Int kFar = Int{1} << 30;
-    const auto near = [](Int x) { return x < -kFar ? -kFar : smaller(x, kFar); };
-    return {
-      static_cast<int32_t>(smaller(rows, q - begin)), static_cast<int32_t>(k),
-          static_cast<int32_t>(near(begin + first_)), static_cast<int32_t>(near(begin + last_)),
-          static_cast<int32_t>(begin + offset_),
-          static_cast<int32_t>(smaller(chunk_, INT32_MAX)),  // no position is further from 0
-          static_cast<int32_t>(prefix_),
-#if STROBE_BREAK_KERNEL_MASK_MEMBER
-          static_cast<int32_t>(hidden_)
-#endif
-    };
+    return tile(begin, rows, near(begin + first), near(begin + last),
+                static_cast<int32_t>(smaller(chunk, INT32_MAX)));  // no position is further from 0
   }
 
   /// The same from the rule that the mask was made from, where registers do not suffice for 64
   /// bits.
   STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows, const TileRule& rule) const {
-    BasicMask<int32_t> m{};
-    m.seqlen_q = static_cast<int32_t>(smaller(rows, seqlen_q - begin));
-    m.seqlen_k = static_cast<int32_t>(seqlen_k);
-    m.offset = static_cast<int32_t>(begin + offset);
-    constexpr int64_t kFar = int64_t{1} << 30;
-    const auto near = [](int64_t x) {
-      return static_cast<int32_t>(x < -kFar ? -kFar : x < kFar ? x : kFar);
-    };
-    m.first = near(int64_t{m.offset} - rule.left);
-    m.last = near(int64_t{m.offset} + rule.right);
-    m.chunk = rule.chunk;
-    m.prefix = static_cast<int32_t>(prefix);
+    const int64_t position = static_cast<int32_t>(begin + offset);
+    return tile(begin, rows, near(position - rule.left), near(position + rule.right),
+                static_cast<int32_t>(rule.chunk));
+  }
+
+  /// The same mask. kWhole: it is known that there are neither chunks nor a prefix, and what looks
+  /// for them is not compiled.
+  template <bool kWhole>
+  STROBE_INLINE constexpr BasicMask known() const {
+    BasicMask m = *this;
+    if (kWhole) m.chunk = m.prefix = 0;
     return m;
   }
 
@@ -164,7 +145,10 @@ struct BasicMask {
   STROBE_INLINE constexpr Int position(Int i) const { return i + offset; }
 
   /// Keys that query i sees.
-  STROBE_INLINE constexpr Range row(Int i) const { return {first_key(i), end_key(i)}; }
+  STROBE_INLINE constexpr Range row(Int i) const {
+    const Int begin = own_chunk(i);
+    return {first_key(i, begin), end_key(i, begin)};
+  }
   STROBE_INLINE constexpr bool allows(Int i, Int j) const { return row(i).contains(j); }
 
   /// Smallest interval that holds every key seen by some query of `q`. What lies outside is
@@ -187,6 +171,31 @@ struct BasicMask {
   }
 
  private:
+  /// Ends of the window that are further away from all keys than a tile has rows, mean the same
+  /// wherever they are.
+  STROBE_INLINE static constexpr int32_t near(int64_t x) {
+    constexpr int64_t kFar = int64_t{1} << 30;
+    return static_cast<int32_t>(x < -kFar ? -kFar : x < kFar ? x : kFar);
+  }
+  /// What both ways to a tile's mask share. All members by name: one that is added to them and left
+  /// out here does not compile.
+  STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows, int32_t tile_first,
+                                                  int32_t tile_last, int32_t tile_chunk) const {
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+    const auto& [q, k, first_, last_, offset_, chunk_, prefix_, hidden_] = *this;
+#else
+    const auto& [q, k, first_, last_, offset_, chunk_, prefix_] = *this;
+#endif
+    return {
+      static_cast<int32_t>(smaller(rows, q - begin)), static_cast<int32_t>(k), tile_first,
+          tile_last, static_cast<int32_t>(begin + offset_), tile_chunk,
+          static_cast<int32_t>(prefix_),
+#if STROBE_BREAK_KERNEL_MASK_MEMBER
+          static_cast<int32_t>(hidden_)
+#endif
+    };
+  }
+
   // No sum below leaves 32 bits where `tile` has made the mask: tests hold that against 64.
   STROBE_INLINE static constexpr Int of(int64_t x) { return static_cast<Int>(x); }
   STROBE_INLINE static constexpr Int clamp(Int x, Int high) {
@@ -203,17 +212,22 @@ struct BasicMask {
     const Int rest = position % chunk;
     return position - (rest < 0 ? rest + chunk : rest);
   }
-  STROBE_INLINE constexpr Int first_key(Int i) const {
-    Int key = i + first;
-    if (chunk > 0) key = larger(key, chunk_begin(position(i)));
+  /// Where query i's chunk begins; 0 where there are no chunks.
+  STROBE_INLINE constexpr Int own_chunk(Int i) const {
+    return chunk > 0 ? chunk_begin(position(i)) : 0;
+  }
+  STROBE_INLINE constexpr Int first_key(Int i) const { return first_key(i, own_chunk(i)); }
+  STROBE_INLINE constexpr Int end_key(Int i) const { return end_key(i, own_chunk(i)); }
+  STROBE_INLINE constexpr Int first_key(Int i, Int own_chunk) const {
+    Int key = larger(i + first, own_chunk);
 #if STROBE_BREAK_KERNEL_MASK_MEMBER
     key = larger(key, hidden);
 #endif
     return clamp(key, seqlen_k);
   }
-  STROBE_INLINE constexpr Int end_key(Int i) const {
+  STROBE_INLINE constexpr Int end_key(Int i, Int own_chunk) const {
     Int key = i + last + 1;
-    if (chunk > 0) key = smaller(key, chunk_after(chunk_begin(position(i)), seqlen_k));
+    if (chunk > 0) key = smaller(key, chunk_after(own_chunk, seqlen_k));
     return clamp(larger(key, prefix), seqlen_k);
   }
   // The inverses: the first query whose end_key is past key j, and the first whose first_key is.

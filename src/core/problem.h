@@ -43,16 +43,6 @@ STROBE_INLINE constexpr int64_t element_size(int32_t dtype) {
 }
 const char* dtype_name(int32_t dtype);
 
-/// Null where a problem has nothing but whole sequences and masks aligned at their ends; else the
-/// first option that asks for more.
-STROBE_INLINE constexpr const char* option_beyond_whole_sequences(const AttentionProblem& p) {
-  return p.has_seqused_q    ? "has_seqused_q"
-         : p.has_seqused_k  ? "has_seqused_k"
-         : p.has_q_position ? "has_q_position"
-         : p.has_prefix     ? "has_prefix"
-                            : nullptr;
-}
-
 /// Extents of k and v: entries (of the batch, of a cache; or pages), and the rows of each. Packed:
 /// one entry.
 STROBE_INLINE constexpr int64_t kv_entries(const AttentionProblem& p) {

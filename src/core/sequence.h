@@ -40,7 +40,7 @@ struct Sequences {
 
   STROBE_INLINE constexpr Sequence sequence(int64_t b) const {
     Sequence s = queries(b);
-    s.rows_k = seqlen_k;
+    s.rows_k = static_cast<uint32_t>(seqlen_k);
     if (cu_k) {
       s.k_row = cu_k[b];
       s.rows_k = cu_k[b + 1] - s.k_row;
@@ -51,13 +51,23 @@ struct Sequences {
     return s;
   }
 
-  /// The same, when it is known that there is none of the arrays but cu_q and cu_k, and no chunk:
-  /// what looks for them is then not compiled.
-  STROBE_INLINE constexpr Sequences whole() const {
-    Sequences s = *this;
-    s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
-    s.rule.attention_chunk = 0;
-    return s;
+  /// Whether all rows of all sequences are in use, aligned at their ends, without prefixes and
+  /// chunks: what most launches have.
+  STROBE_INLINE constexpr bool is_whole() const {
+    return !used_q && !used_k && !q_position && !prefix && rule.attention_chunk == 0;
+  }
+  /// The same sequences. kWhole: it is known that is_whole(), and what looks for more is not
+  /// compiled.
+  template <bool kWhole>
+  STROBE_INLINE constexpr decltype(auto) known() const {
+    if constexpr (kWhole) {
+      Sequences s = *this;
+      s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
+      s.rule.attention_chunk = 0;
+      return s;
+    } else {
+      return (*this);
+    }
   }
   /// Whether the sequences may differ in their numbers of queries: those of a tile past the end are
   /// then another sequence's rows, or rows that are not in use.
@@ -74,12 +84,13 @@ struct Sequences {
   STROBE_INLINE constexpr Sequence queries(int64_t b) const {
     Sequence s{};
     s.batch = b;
-    s.rows_q = seqlen_q;
+    // Never negative: without a sign there is nothing for a kernel to extend, and to keep.
+    s.rows_q = static_cast<uint32_t>(seqlen_q);
     if (cu_q) {
       s.lse_row = s.q_row = cu_q[b];
       s.rows_q = cu_q[b + 1] - s.q_row;
     } else {
-      s.lse_row = b * heads * seqlen_q;
+      s.lse_row = b * static_cast<uint32_t>(heads) * s.rows_q;
     }
     return s;
   }

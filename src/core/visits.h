@@ -32,7 +32,11 @@ STROBE_INLINE constexpr Visits visits_of(Range some, Range all, int64_t block_si
 /// Blocks of `size` keys that some of the queries see.
 template <typename Int>
 STROBE_INLINE constexpr Visits key_visits(const BasicMask<Int>& mask, Range queries, int64_t size) {
-  return visits_of<Int>(mask.kv_range(queries), mask.full_range(queries), size);
+  if (queries.empty()) return {};
+  // kv_range and full_range, both from two rows.
+  const Range first = mask.row(static_cast<Int>(queries.begin));
+  const Range last = mask.row(static_cast<Int>(queries.end - 1));
+  return visits_of<Int>({first.begin, last.end}, {last.begin, first.end}, size);
 }
 
 /// Blocks of `size` queries that see some of the keys.

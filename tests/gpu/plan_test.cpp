@@ -85,6 +85,11 @@ TEST(CudaPlan, ShortSequencesGetTheirOwnTiles) {
   EXPECT_EQ(tile(64, 4096, true, 4), Tile(192, 128));
   EXPECT_EQ(tile(64, 512, false, 32), Tile(192, 128));
   EXPECT_EQ(tile(64, 512, false, 1), Tile(128, 128));  // 128 tiles, 132 multiprocessors
+  EXPECT_EQ(tile(64, 77, false, 32),
+            Tile(128, 128));  // 128 rows of a tile, where 192 are the other
+  EXPECT_EQ(tile(64, 192, false, 32), Tile(192, 128));
+  EXPECT_EQ(tile(64, 256, true, 32), Tile(128, 128));  // 256 of 384
+  EXPECT_EQ(tile(64, 257, true, 32), Tile(192, 128));  // 384 both ways
   EXPECT_EQ(tile(256, 512, false, 32), Tile(128, 64));
   EXPECT_EQ(tile(256, 8192, true, 2), Tile(128, 64));
   EXPECT_EQ(tile(256, 8192, false, 2), Tile(128, 80));

@@ -90,10 +90,10 @@ __device__ __forceinline__ void exact_row_of(const ForwardParams& p, const Seque
   }
 }
 
-/// Rewrites row `query` of O.
-template <typename T, bool kDropout>
+/// Rewrites row `query` of O. kWhole: sequences are whole.
+template <typename T, bool kDropout, bool kWhole>
 __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
-  const Sequence sequence = p.sequence(batch);
+  const Sequence sequence = p.known<kWhole>().sequence(batch);
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
     return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
   };
@@ -113,10 +113,10 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
-template <typename T, bool kDropout>
+template <typename T, bool kDropout, bool kWhole>
 __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                            int rows) {
-  const Sequence sequence = p.sequence(tile.batch);
+  const Sequence sequence = p.known<kWhole>().sequence(tile.batch);
   const RowsView view =
       rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.mask.seqlen_q - tile.first;
@@ -128,7 +128,7 @@ __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int 
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
     if (__any_sync(0xffffffffu, zero != 0.f))
-      exact_row<T, kDropout>(p, tile.batch, tile.head, tile.first + row);
+      exact_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
   }
 }
 

@@ -62,30 +62,39 @@
 
 namespace strobe::cuda::sm90 {
 
-template <typename Tr, bool kRule>
+/// Prepares the barriers. One thread.
+template <typename Tr>
+__device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
+                        const Stagger& stagger) {
+  constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
+  stagger.wait(blockIdx.x);
+  ptx::tma_prefetch(maps.q);
+  ptx::tma_prefetch(maps.k);
+  ptx::tma_prefetch(maps.v);
+  for (auto& ring : shared.q_ring) ring.init(1, 4 * kOfWarp);
+  for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
+  shared.k_ring.init(1, kWarps * kOfWarp);
+  shared.v_ring.init(1, kWarps * kOfWarp);
+  // Warps 0 and 1 are one thread each.
+  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2);
+  shared.request.init(1);
+  shared.suspects = -1;
+  ptx::fence_barrier_init();
+}
+
+/// kRule: scores have more to them than a positive scale. kWhole: Sequences::is_whole().
+template <typename Tr, bool kRule, bool kWhole>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TensorMaps maps,
                    const __grid_constant__ TileOrder order) {
-  constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
+  constexpr int kWarps = 4 * Tr::kWarpgroups;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
-  if (threadIdx.x == 0) {
-    order.stagger.wait(blockIdx.x);
-    ptx::tma_prefetch(maps.q);
-    ptx::tma_prefetch(maps.k);
-    ptx::tma_prefetch(maps.v);
-    for (auto& ring : shared.q_ring) ring.init(1, 4 * kOfWarp);
-    for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
-    shared.k_ring.init(1, kWarps * kOfWarp);
-    shared.v_ring.init(1, kWarps * kOfWarp);
-    // Warps 0 and 1 are one thread each.
-    shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2);
-    shared.request.init(1);
-    shared.suspects = -1;
-    ptx::fence_barrier_init();
+  if constexpr (!Tr::kEarlyTile) {
+    if (threadIdx.x == 0) prepare<Tr>(shared, maps, order.stagger);
+    __syncthreads();
   }
-  __syncthreads();
 
   constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
   // The shuffle tells the compiler that the number is the same for a whole warp.
@@ -93,21 +102,24 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
+    if (Tr::kEarlyTile && warp == 0 && one_thread) prepare<Tr>(shared, maps, order.stagger);
+    if (warp != 2) wait_for_barriers<Tr>();  // the scheduler waits itself
     if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
     if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
-    if (warp == 2) schedule<Tr>(shared, p, order);
+    if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    Consumer<Tr, kRule>(shared, p, warp / 4 - 1).run();
+    wait_for_barriers<Tr>();
+    Consumer<Tr, kRule, kWhole>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Not `warp`, which would have been spilled for this.
-      exact_rows<typename Tr::T, false>(p, tile, static_cast<int>(threadIdx.x / 32) - 4, kWarps,
-                                        Tr::kWarpgroups * kWarpgroupRows);
+      exact_rows<typename Tr::T, false, kWhole>(p, tile, static_cast<int>(threadIdx.x / 32) - 4,
+                                                kWarps, Tr::kWarpgroups * kWarpgroupRows);
       i = tile.next;
     }
   }

@@ -25,8 +25,9 @@ enum class Kind {
   kFast      // unmasked, against the reference that there is
 };
 
-/// A consumer warpgroup. kRule: scores have more to them than a positive scale.
-template <typename Tr, bool kRule>
+/// A consumer warpgroup. kRule: scores have more to them than a positive scale. kWhole: sequences
+/// are whole.
+template <typename Tr, bool kRule, bool kWhole>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const ForwardParams& p,
@@ -59,6 +60,9 @@ class Consumer {
   __device__ __forceinline__ int row(int r) const {
     return warpgroup_ * kWarpgroupRows + 16 * warp() + lane() / 4 + 8 * r;
   }
+  __device__ __forceinline__ static TileMask mask_of(const Tile<Tr::kWarpgroups>& tile) {
+    return tile.mask.template known<kWhole>();
+  }
   /// Q's ring moves with the tiles'.
   __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
   __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
@@ -78,7 +82,12 @@ class Consumer {
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
     const Blocks blocks = tile.part[warpgroup_];
     const int last = tile.block_begin, loaded = tile.loaded;
-    if (real) shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
+    if (real) {
+      shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
+      if (!kWhole && p_.used_q)
+        zero_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
+                                      tile.rows - warpgroup_ * kWarpgroupRows);
+    }
     first_ = true;
     for (int n = tile.block_end - 1; n >= last; --n) {
       done_ = false;
@@ -126,7 +135,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) result = finish_row(!tile.mask.row(row(r)).empty(), 0.f, 0.f, 1.f);
+      if (sum == 0.f) result = finish_row(!mask_of(tile).row(row(r)).empty(), 0.f, 0.f, 1.f);
       if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -141,7 +150,7 @@ class Consumer {
     constexpr bool kMaximum = kKind == Kind::kMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     shared_.k_ring.full[at.stage()].wait(at.phase());
-    if (pending_) shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
+    if (pending_) wait_for_v(v_at);
     take_turn();
     ptx::wgmma_fence();
     issue_qk(at.stage());
@@ -189,8 +198,35 @@ class Consumer {
     if constexpr (!kMaximum) free_k_and_q(at.stage(), last);  // redo needed them
     ++at_.count;
     pending_ = true;
+    if constexpr (!kWhole) {
+      used_v_ = kTileK;
+      if (masked && p_.used_k) used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
+    }
 #pragma unroll
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
+    shared_.v_ring.full[at.stage()].wait(at.phase());
+    if constexpr (!kWhole) zero_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+  }
+  /// Rows of a tile from `begin` on become zeros. They are not in use and may hold NaN, which times
+  /// a weight of 0 would send the tile to exact_rows. Every warpgroup does it for itself before it
+  /// takes its turn, whose barrier orders it for its other warps; a warpgroup that reads the tile
+  /// meanwhile has written the same zeros.
+  template <typename SharedTile>
+  __device__ __forceinline__ static void zero_from(uint8_t* tile, int begin) {
+    constexpr int kRowBytes = SharedTile::kRowBytes, kPanelBytes = SharedTile::kPanelBytes;
+    if (begin * kRowBytes >= kPanelBytes) return;
+    const int first =
+        max(begin, 0) * kRowBytes + 16 * static_cast<int>(threadIdx.x % kWarpgroupThreads);
+#pragma unroll 1
+    for (int i = first; i < kPanelBytes; i += 16 * kWarpgroupThreads) {
+#pragma unroll
+      for (int panel = 0; panel < SharedTile::kPanels; ++panel)
+        *reinterpret_cast<uint4*>(tile + panel * kPanelBytes + i) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_proxy_async();
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -210,7 +246,7 @@ class Consumer {
   __device__ __forceinline__ void skip(bool loaded) {
     if (pending_) {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
-      shared_.v_ring.full[v_at.stage()].wait(v_at.phase());
+      wait_for_v(v_at);
       take_turn();
       ptx::wgmma_fence();
       issue_pv(v_at.stage());
@@ -282,7 +318,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       // Rows past the end see what the last one sees: no block is masked on their account.
       const int here = min(row(r), tile.rows - 1);
-      const Range keys = tile.mask.row(here);
+      const Range keys = mask_of(tile).row(here);
       const int from = columns_before(static_cast<int>(keys.begin) - first_key - first_column());
       const int to = columns_before(static_cast<int>(keys.end) - first_key - first_column());
 #pragma unroll
@@ -472,6 +508,7 @@ class Consumer {
   uint32_t weights_[kTileK / 4];  // P
   float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
   bool pending_ = false;          // O += P V of the block before has still to be done
+  int used_v_ = kTileK;           // its rows of V that are in use, at least; only where not kWhole
   int keep_o_ = 0;                // 0: the pending product overwrites O
   bool first_ = false;            // the block under way is its tile's first
 

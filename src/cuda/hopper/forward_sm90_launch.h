@@ -36,12 +36,8 @@ template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order{StaticOrder::make(p, kConfig.tile_q),
-                  TileRule::make(p.rule),
-                  TileOrder::is_whole(p),
-                  0,
-                  nullptr,
-                  {}};
+  TileOrder order{
+      StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), false, 0, nullptr, {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
     order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
   }
@@ -49,6 +45,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (order.tiles.items > INT32_MAX / 2)
     return cudaErrorInvalidValue;  // tiles are counted in 32 bits
+  constexpr int kFixedTiles = 4;   // of a thread block
+  order.fixed = !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
@@ -84,12 +82,21 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
   // round.
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
+  // Most launches have neither that nor more than whole sequences. Their kernel is a sixth shorter,
+  // which counts where sequences are short: a launch reads its code from memory.
   static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false>), kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true>), kShape.shared_bytes)};
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true>),
+                   kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false>),
+                   kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false>),
+                   kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[rule].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+  return kernels[rule           ? 2
+                 : p.is_whole() ? 0
+                                : 1]
+      .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

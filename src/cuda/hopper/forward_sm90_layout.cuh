@@ -69,9 +69,9 @@ struct Traits {
   // with 3 warpgroups, 512 with 4.
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 504 - 2 * kConsumerRegisters;
-  // The scheduler's registers do not suffice for lengths in use, positions, prefixes and chunks
-  // where three warpgroups compute: `whole` in kernels.def.
-  static constexpr bool kWholeSequences = kWarpgroups == 3;
+  // Whether the first tile is worked out while the barriers are initialised: 1 to 2 % at short
+  // sequences up to width 96, nothing at 128, and 2 % slower at 256, where it is not known why.
+  static constexpr bool kEarlyTile = kWidth <= 96;
   static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);

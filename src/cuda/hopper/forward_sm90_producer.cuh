@@ -11,38 +11,30 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Takes tiles and works out what the others need to know of them. One warp.
+/// Where every warp waits for the barriers in shared memory to be initialised, once. Without
+/// kEarlyTile the kernel has waited before.
 template <typename Tr>
+__device__ __forceinline__ void wait_for_barriers() {
+  if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<Tr::kThreads>(0);
+}
+
+/// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
+/// begins before there are barriers, and hands over the first tile when there are.
+template <typename Tr, bool kWhole>
 __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
                          const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  const auto known = [&]() -> decltype(auto) {
-    if constexpr (Tr::kWholeSequences) {
-      return p.whole();
-    } else {
-      return static_cast<const Sequences&>(p);
-    }
-  };
-  const Sequences& sequences = known();
-  TileScheduler<kTileQ> scheduler(order, sequences);
+  const Sequences& sequences = p.known<kWhole>();
+  TileScheduler<kTileQ, kWhole> scheduler(order, sequences);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
     const int lane = ptx::thread_again() % 32;
-    shared.tile_ring.empty[at.stage()].wait(at.free());
+    if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    Sequence sequence;
-    TileMask mask;
-    // Most launches' sequences are whole. Their masks are made in 32 bits, without a look for
-    // more: the consumers of a short sequence's tile wait for this warp.
-    if (Tr::kWholeSequences || order.whole) {
-      sequence = p.whole().sequence(place.batch);
-      mask = sequence.mask.tile(place.begin, kTileQ, order.rule);
-    } else if constexpr (!Tr::kWholeSequences) {
-      sequence = p.sequence(place.batch);
-      mask = sequence.mask.tile(place.begin, kTileQ);
-    }
+    const Sequence sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).known<kWhole>();
     const int rows = mask.seqlen_q;
     if (lane == 0) {
       tile.mask = mask;
@@ -83,10 +75,12 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.block_end = tile.loaded ? blocks.end : 1;
     }
     __syncwarp();
+    if (at.count == 0) wait_for_barriers<Tr>();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
-    shared.request.wait(at.count & 1);
+    if (!scheduler.fixed()) shared.request.wait(at.count & 1);
     ++at.count;
   }
+  if (at.count == 0) wait_for_barriers<Tr>();
   const int lane = ptx::thread_again() % 32;
   shared.tile_ring.empty[at.stage()].wait(at.free());
   if (lane == 0) {

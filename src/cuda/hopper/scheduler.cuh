@@ -1,7 +1,9 @@
 // Which tile of queries a persistent thread block computes next.
 //
 // The first is its own number; the others come from a counter in global memory, so that a block
-// that was given short tiles, or a slow multiprocessor, takes what is left. The order is
+// that was given short tiles, or a slow multiprocessor, takes what is left. Where there are few
+// tiles for each block, they are fixed: nothing can be evened out there, and the counter's answer
+// would take as long as a short tile. The order is
 // StaticOrder's: under a causal mask the longest tiles first, so that the short ones fill the gaps
 // at the end.
 #ifndef STROBE_CUDA_HOPPER_SCHEDULER_CUH_
@@ -24,14 +26,9 @@ struct TilePlace {
 
 /// The order, made on the host.
 struct TileOrder {
-  /// Whether lengths are all that tells the sequences apart.
-  STROBE_INLINE static constexpr bool is_whole(const Sequences& s) {
-    return !s.used_q && !s.used_k && !s.q_position && !s.prefix && s.rule.attention_chunk == 0;
-  }
-
   StaticOrder tiles;  // where numbers of queries differ, only an upper bound
   TileRule rule;
-  bool whole;      // no lengths in use, positions, prefixes or chunks
+  bool fixed;      // a block takes every gridDim.x-th tile, and needs no counter
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
@@ -39,8 +36,9 @@ struct TileOrder {
 
 #if defined(__CUDACC__)
 
-/// The tiles of one thread block, kTileQ queries each; to be run by one warp.
-template <int kTileQ>
+/// The tiles of one thread block, kTileQ queries each; to be run by one warp. kMayBeFixed: else
+/// TileOrder::fixed is not looked at.
+template <int kTileQ, bool kMayBeFixed>
 class TileScheduler {
  public:
   __device__ TileScheduler(const TileOrder& order, const Sequences& params)
@@ -49,15 +47,18 @@ class TileScheduler {
   /// The next tile; first: the first one. False when there is none; not to be called again then.
   /// (What can be asked for again is not kept: the warp has few registers.)
   __device__ bool next(bool first, TilePlace& place) {
-    if (!first) next_ = fetch();
+    if (!first) next_ = fixed() ? next_ + static_cast<int32_t>(gridDim.x) : fetch();
     const bool there = find(next_, place);
     // A block whose own number is past the end still takes a number, so that the last one knows.
-    if (!there) {
+    if (!there && !fixed()) {
       if (next_ == static_cast<int32_t>(blockIdx.x)) next_ = fetch();
       finish(next_);
     }
     return there;
   }
+
+  /// Whether the next tiles are known beforehand; else the later one asks, the better.
+  __device__ bool fixed() const { return kMayBeFixed && order_.fixed; }
 
   /// Number of the tile that next() gave.
   __device__ int32_t number() const { return next_; }

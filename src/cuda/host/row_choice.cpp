@@ -12,7 +12,6 @@ namespace strobe::cuda {
 namespace {
 
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
-  const bool is_whole = !option_beyond_whole_sequences(p) && p.attention_chunk == 0;
   const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
   // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
   // decide, which are its size and, where lengths vary, the longest.
@@ -22,15 +21,18 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   switch (when) {
     case When::kPlain:
       return is_plain;
-    case When::kWhole:
-      return is_whole;
     case When::kFew:
       return keys_up_to(256) || !is_plain;
     case When::kSome:
       return keys_up_to(4096) || !is_plain;
-    case When::kShort:
-      return !is_whole || (!p.batch_invariant && p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <=
-                                                     device.multiprocessors);
+    case When::kFewQueries: {
+      if (p.batch_invariant && p.varlen) return false;
+      // A quarter fewer rows than tiles have that are half again as large.
+      const auto rows_of_tiles = [&](int64_t rows) { return ceil_div(p.seqlen_q, rows) * rows; };
+      if (4 * rows_of_tiles(tile_q) <= 3 * rows_of_tiles(tile_q / 2 * 3)) return true;
+      return !p.batch_invariant &&
+             p.batch * p.heads * ceil_div(p.seqlen_q, tile_q) <= device.multiprocessors;
+    }
     default:
       return true;
   }
@@ -61,11 +63,10 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    const When when = rows[i].when;  // two of them are what the row can do
-    const bool can =
-        (when != When::kPlain && when != When::kWhole) || suits(when, c.tile_q, p, device);
+    const When when = rows[i].when;  // one of them is what the row can do
+    const bool can = when != When::kPlain || suits(when, c.tile_q, p, device);
     if (can && is_forced(rows[i].name)) return static_cast<int>(i);
-    if (!suits(rows[i].when, c.tile_q, p, device)) continue;
+    if (!suits(when, c.tile_q, p, device)) continue;
     if (found < 0 || c.width < rows[static_cast<size_t>(found)].row->config.width) {
       found = static_cast<int>(i);
     }

@@ -14,8 +14,8 @@ namespace strobe::cuda {
 
 namespace {
 
-constexpr When any = When::kAny, plain = When::kPlain, whole = When::kWhole, few = When::kFew,
-               some = When::kSome, brief = When::kShort, runs = When::kRuns;
+constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
+               few_queries = When::kFewQueries, runs = When::kRuns;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_decode_ROW(name, when)

@@ -326,8 +326,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const bool suspect =
       w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
   if (__syncthreads_or(suspect)) {
-    exact_rows<T, kGeneral>(p, {-1, info->batch, info->head, info->begin},
-                            static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
+    exact_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
+                                   static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
   }
   if (info->v_nonfinite) {
     __syncthreads();
