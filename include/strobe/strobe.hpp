@@ -492,10 +492,9 @@ inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(a
       strobe_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, mask.data())));
   return mask;
 }
-
 }  // namespace v0
 }  // namespace strobe
 
-#include <strobe/machine.hpp>  // IWYU pragma: export
+#include <strobe/machine.hpp>
 
 #endif  // STROBE_STROBE_HPP_
