@@ -11,40 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "input.h"
 #include "strobe/strobe.h"
 
 namespace {
-
-#define REQUIRE(condition)                                                 \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (0)
-
-// Values out of the input; zeros once it is used up.
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
-
-  template <typename T>
-  T take() {
-    T value{};
-    const size_t n = std::min(sizeof value, size_);
-    std::memcpy(static_cast<void*>(&value), data_, n);
-    data_ += n;
-    size_ -= n;
-    return value;
-  }
-  // A value from low to high.
-  int64_t range(int64_t low, int64_t high) { return low + take<uint16_t>() % (high - low + 1); }
-  bool flag() { return take<uint8_t>() % 2 != 0; }
-
- private:
-  const uint8_t* data_;
-  size_t size_;
-};
 
 void require_documented(strobe_status status) {
   REQUIRE(status >= STROBE_OK &&

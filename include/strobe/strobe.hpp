@@ -138,21 +138,17 @@ struct Problem {
 
   // Keys and values in a cache, forward only: strobe.h has the rules.
   Cache cache = Cache::kNone;
-  Append append = Append::kNone;   // needs has_seqused_k
-  int64_t cache_batch = 0;         // contiguous: entries of the cache; 0: batch
-  int64_t pages = 0;               // paged: of the pool
-  int64_t page_size = 0;           // paged: rows of a page
-  int64_t pages_per_sequence = 0;  // paged: columns of block_table
-  int64_t block_table_stride = 0;  // paged: int32s between its rows; 0: pages_per_sequence
-  int64_t seqlen_new = 0;          // append: new rows of each sequence, or of the longest
-  int64_t total_new = 0;           // append packed: new rows of all sequences
+  Append append = Append::kNone;  // needs has_seqused_k
+  int64_t cache_batch = 0;        // contiguous: entries of the cache; 0: batch
+  // paged: pages of the pool, rows of a page, columns of block_table
+  int64_t pages = 0, page_size = 0, pages_per_sequence = 0;
+  int64_t block_table_stride = 0;         // paged: int32s between its rows; 0: pages_per_sequence
+  int64_t seqlen_new = 0, total_new = 0;  // append: of a sequence at most; packed: of all
   Strides k_new = {}, v_new = {};
   int64_t rotary_dim = 0;   // elements that are rotated; even; 0: none
   int64_t rotary_rows = 0;  // positions that rotary_cos and rotary_sin have
   bool rotary_interleaved = false;
-  bool has_cache_batch_idx = false;  // the arguments carry the array of that name
-  bool has_leftpad = false;
-  bool has_rotary_position = false;
+  bool has_cache_batch_idx = false, has_leftpad = false, has_rotary_position = false;
 
   // The same problem for the C interface.
   [[nodiscard]] strobe_problem c() const noexcept {
@@ -250,8 +246,7 @@ struct ForwardArgs {
   const void* k_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim]
   const void* v_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim_v]
   const int32_t* cu_seqlens_k_new = nullptr;  // packed: [batch + 1]
-  const void* rotary_cos = nullptr;           // [rotary_rows, rotary_dim / 2]
-  const void* rotary_sin = nullptr;
+  const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] of the first query and new key
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -479,61 +474,6 @@ inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(a
       [&p](char* text, size_t capacity) { return strobe_why(&p, text, capacity); });
 }
 
-// A row of the kernel table.
-struct Kernel {
-  std::string name;         // "cpu_avx512"
-  std::string unavailable;  // why it cannot run on this machine; "" when it can
-};
-
-struct CudaDevice {
-  std::string name;
-  int32_t compute_capability = 0;  // 90 for 9.0
-  int32_t multiprocessors = 0;
-  int64_t memory_bytes = 0;
-};
-
-// What the library found on this machine.
-struct Machine {
-  std::string cpu_name;  // "" when unknown
-  std::string
-      cpu_isa;  // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
-  std::string cpu_isas;     // all that STROBE_CPU_ISA can force, separated by spaces, widest first
-  int32_t cpu_threads = 0;  // OpenMP's number
-  std::vector<CudaDevice> cuda_devices;
-  std::string cuda_reason;      // why there are none; "" when there are
-  std::string compiler;         // that built the library
-  std::vector<Kernel> kernels;  // in the order in which a plan asks them
-};
-
-// Throws Error.
-[[nodiscard]] inline Machine machine() {
-  strobe_machine m = {};
-  m.struct_size = sizeof m;
-  internal::throw_unless_ok(static_cast<Status>(strobe_machine_info(&m)));
-  Machine machine = {.cpu_name = m.cpu_name,
-                     .cpu_isa = m.cpu_isa,
-                     .cpu_isas = m.cpu_isas,
-                     .cpu_threads = m.cpu_threads,
-                     .cuda_devices = {},
-                     .cuda_reason = m.cuda_reason,
-                     .compiler = m.compiler,
-                     .kernels = {}};
-  for (int32_t i = 0; i < m.cuda_devices; ++i) {
-    strobe_cuda_device d = {};
-    d.struct_size = sizeof d;
-    internal::throw_unless_ok(static_cast<Status>(strobe_cuda_device_info(i, &d)));
-    machine.cuda_devices.push_back({.name = d.name,
-                                    .compute_capability = d.compute_capability,
-                                    .multiprocessors = d.multiprocessors,
-                                    .memory_bytes = d.memory_bytes});
-  }
-  for (int32_t i = 0; const char* kernel = strobe_kernel_name(i); ++i) {
-    const char* reason = strobe_kernel_unavailable(i);
-    machine.kernels.push_back({.name = kernel, .unavailable = reason ? reason : ""});
-  }
-  return machine;
-}
-
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;
 // each is one byte of [batch, heads, seqlen_q, seqlen_k]. For tests and for frameworks that show
 // it. Throws Error, and std::bad_alloc where there is no memory for the mask.
@@ -552,8 +492,9 @@ struct Machine {
       strobe_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, mask.data())));
   return mask;
 }
-
 }  // namespace v0
 }  // namespace strobe
+
+#include <strobe/machine.hpp>
 
 #endif  // STROBE_STROBE_HPP_

@@ -1,0 +1,73 @@
+// What the library found on this machine: strobe::machine(). Part of strobe.hpp, which includes it.
+#ifndef STROBE_MACHINE_HPP_
+#define STROBE_MACHINE_HPP_
+
+#include <strobe/strobe.h>
+
+#include <cstdint>
+#include <string>
+#include <strobe/strobe.hpp>
+#include <vector>
+
+namespace strobe {
+inline namespace v0 {
+
+// A row of the kernel table.
+struct Kernel {
+  std::string name;         // "cpu_avx512"
+  std::string unavailable;  // why it cannot run on this machine; "" when it can
+};
+
+struct CudaDevice {
+  std::string name;
+  int32_t compute_capability = 0;  // 90 for 9.0
+  int32_t multiprocessors = 0;
+  int64_t memory_bytes = 0;
+};
+
+// What the library found on this machine.
+struct Machine {
+  std::string cpu_name;  // "" when unknown
+  std::string
+      cpu_isa;  // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
+  std::string cpu_isas;     // all that STROBE_CPU_ISA can force, separated by spaces, widest first
+  int32_t cpu_threads = 0;  // OpenMP's number
+  std::vector<CudaDevice> cuda_devices;
+  std::string cuda_reason;      // why there are none; "" when there are
+  std::string compiler;         // that built the library
+  std::vector<Kernel> kernels;  // in the order in which a plan asks them
+};
+
+// Throws Error.
+[[nodiscard]] inline Machine machine() {
+  strobe_machine m = {};
+  m.struct_size = sizeof m;
+  internal::throw_unless_ok(static_cast<Status>(strobe_machine_info(&m)));
+  Machine machine = {.cpu_name = m.cpu_name,
+                     .cpu_isa = m.cpu_isa,
+                     .cpu_isas = m.cpu_isas,
+                     .cpu_threads = m.cpu_threads,
+                     .cuda_devices = {},
+                     .cuda_reason = m.cuda_reason,
+                     .compiler = m.compiler,
+                     .kernels = {}};
+  for (int32_t i = 0; i < m.cuda_devices; ++i) {
+    strobe_cuda_device d = {};
+    d.struct_size = sizeof d;
+    internal::throw_unless_ok(static_cast<Status>(strobe_cuda_device_info(i, &d)));
+    machine.cuda_devices.push_back({.name = d.name,
+                                    .compute_capability = d.compute_capability,
+                                    .multiprocessors = d.multiprocessors,
+                                    .memory_bytes = d.memory_bytes});
+  }
+  for (int32_t i = 0; const char* kernel = strobe_kernel_name(i); ++i) {
+    const char* reason = strobe_kernel_unavailable(i);
+    machine.kernels.push_back({.name = kernel, .unavailable = reason ? reason : ""});
+  }
+  return machine;
+}
+
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_MACHINE_HPP_
