@@ -50,7 +50,7 @@ __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};
-__device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true>;
+__device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false>;
 }
 """,
     "hopper/backward_sm90.cuh": """

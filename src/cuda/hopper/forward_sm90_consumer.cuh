@@ -8,6 +8,7 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/tile_rows.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -76,7 +77,6 @@ class Consumer {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
-
   /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, all tiles before
   /// are finished, and this one's last product may still be pending.
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
@@ -85,8 +85,8 @@ class Consumer {
     if (real) {
       shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
       if (!kWhole && p_.used_q)
-        zero_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
-                                      tile.rows - warpgroup_ * kWarpgroupRows);
+        zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
+                                           tile.rows - warpgroup_ * kWarpgroupRows);
     }
     first_ = true;
     for (int n = tile.block_end - 1; n >= last; --n) {
@@ -111,7 +111,6 @@ class Consumer {
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
   }
-
   /// State of a new tile; that of the one before is kept until its O is done.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kRule) rule_ = Score::of(p_, tile.batch, tile.head);
@@ -208,25 +207,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kWhole) zero_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
-  }
-  /// Rows of a tile from `begin` on become zeros. They are not in use and may hold NaN, which times
-  /// a weight of 0 would send the tile to exact_rows. Every warpgroup does it for itself before it
-  /// takes its turn, whose barrier orders it for its other warps; a warpgroup that reads the tile
-  /// meanwhile has written the same zeros.
-  template <typename SharedTile>
-  __device__ __forceinline__ static void zero_from(uint8_t* tile, int begin) {
-    constexpr int kRowBytes = SharedTile::kRowBytes, kPanelBytes = SharedTile::kPanelBytes;
-    if (begin * kRowBytes >= kPanelBytes) return;
-    const int first =
-        max(begin, 0) * kRowBytes + 16 * static_cast<int>(threadIdx.x % kWarpgroupThreads);
-#pragma unroll 1
-    for (int i = first; i < kPanelBytes; i += 16 * kWarpgroupThreads) {
-#pragma unroll
-      for (int panel = 0; panel < SharedTile::kPanels; ++panel)
-        *reinterpret_cast<uint4*>(tile + panel * kPanelBytes + i) = make_uint4(0, 0, 0, 0);
-    }
-    ptx::fence_proxy_async();
+    if constexpr (!kWhole) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -319,8 +300,10 @@ class Consumer {
       // Rows past the end see what the last one sees: no block is masked on their account.
       const int here = min(row(r), tile.rows - 1);
       const Range keys = mask_of(tile).row(here);
-      const int from = columns_before(static_cast<int>(keys.begin) - first_key - first_column());
-      const int to = columns_before(static_cast<int>(keys.end) - first_key - first_column());
+      const int from =
+          columns_before<kTileK>(static_cast<int>(keys.begin) - first_key - first_column());
+      const int to =
+          columns_before<kTileK>(static_cast<int>(keys.end) - first_key - first_column());
 #pragma unroll
       for (int word = 0; word < (kScores + 31) / 32; ++word) {
         const uint32_t seen = low_bits(to - 32 * word) & ~low_bits(from - 32 * word);
@@ -329,15 +312,6 @@ class Consumer {
           score(r, i) = seen >> (i % 32) & 1 ? score(r, i) : -infinity();
       }
     }
-  }
-  /// How many of the columns 0, 1, 8, 9, 16, 17, ... are below x.
-  __device__ __forceinline__ static int columns_before(int x) {
-    x = min(max(x, 0), kTileK);
-    return x / 8 * 2 + min(x % 8, 2);
-  }
-  /// 2^n - 1 for n from 0 to 32; 0 below, all ones above.
-  __device__ __forceinline__ static uint32_t low_bits(int n) {
-    return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
   }
 
   /// What a score is multiplied by to be in units of log 2; the rule has done it already.
@@ -460,7 +434,6 @@ class Consumer {
     }
     arrive(shared_.tile_ring.empty[done_slot_]);
   }
-
   /// Columns 16i to 16i + 15 of the warp's rows.
   __device__ __forceinline__ void store_shared(int i, const uint32_t (&block)[4]) {
     using OTile = typename Tr::OTile;
