@@ -1,0 +1,210 @@
+// Attention backward on Hopper (sm_90a) for wide heads, head_dim 129 to 256: TMA, wgmma, warp
+// specialisation by product (arXiv:2307.08691, algorithm 2). docs/hopper-backward.md draws the
+// pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
+//
+// dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
+// thread block has 64 keys, and each warpgroup some of the five products. It goes through the tiles
+// of 64 queries that see some of its keys, of all query heads that read this key head (or of a part
+// of them), last tile first. What bounds it are the additions of dQ to its sum in L2, which a block
+// makes for its own 64 keys: a pair of neighbouring blocks (a cluster) exchanges dS, and each makes
+// half of dQ's columns from the keys of both, which halves them.
+//
+//   warps      registers  role
+//   0, 1       24         producers, a thread each: K, then Q and lse step by step; V, then dO and
+//                         delta
+//   2, 3       24         idle: a warpgroup gives its registers away as a whole
+//   4 to 7     192        weights:   S, P and dV
+//   8 to 11    192        gradients: dP, dS and dK
+//   12 to 15   104        dQ
+//
+//   barrier          its phases end when                      waited for by
+//   k, v, peer_k     TMA has delivered K, V, the peer's K     weights and dQ; gradients; dQ
+//   q, dout .full    TMA has delivered the tile               weights, gradients
+//   q, dout .empty   weights and gradients are done with it   producers
+//   weights.full     the weights warps have left P            gradients
+//   weights.empty    the gradients warps have read it         weights, two steps later
+//   ds.full          the gradients warps have left dS, and    dQ
+//                    the peer's dS has arrived
+//   ds.empty         dQ has been made of it, here and by the  gradients, two steps later
+//                    peer (hence the peer has got it, too)
+//   1                (hardware) the flags of dV are there     gradients, at the end
+//
+//   shared memory    panels of 64 columns, 128-byte swizzle   (layout: backward_sm90_wide_layout.cuh)
+//   k, v             [panel][64][64]                          q [2], dout [1 or 2]: alike
+//   weights          [2]: P^T, a thread's words as they are   ds [2][own, the peer's][64][64]
+//   peer_k           the peer's keys, the panels of this      lse [2], delta [1 or 2]: in quad_order
+//                    block's half of dQ                       limits of the queries that see each key
+//
+// One step for a query tile i. Nothing is under way at a warpgroup's begin or end of it, where all
+// branches are: ptxas would serialise wgmma across them. The tensor cores are kept busy by the other
+// warpgroups, which are up to two steps apart.
+//
+//   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse), left for the gradients; free Q(i)
+//               wait dO(i) | dV += P^T dO | free dO(i)
+//   gradients   wait dO(i) | dP^T = V dO^T | wait P | dS = P (dP - delta); free dO(i), P
+//               leave dS, send it to the peer | wait Q(i) | dK += dS^T Q | free Q(i)
+//   dQ          wait dS | dQ = dS K (and dS' K' of the peer) | free dS | add it to the sum
+//
+// Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
+
+#include <cstddef>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/hopper/backward_sm90_wide_consumer.cuh"
+#include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90_wide {
+
+/// Panels [first, first + count) of 64 rows of a key head, from `row` on.
+template <typename Tile>
+__device__ __forceinline__ void load_keys(ptx::Barrier& full, uint8_t* tile,
+                                          const CUtensorMap& map, const KeyBlock& block, int row,
+                                          int first, int count) {
+  full.arrive_expect(static_cast<uint32_t>(count) * Tile::kPanelBytes);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    ptx::tma_load(tile + i * Tile::kPanelBytes, map, full, ptx::L2::kEvictFirst, 64 * (first + i),
+                  row, block.item.head_kv, block.map_batch);
+  }
+}
+
+/// Q with lse, or dO with delta: tile after tile into their ring. One thread.
+template <typename Tile, int kStages>
+__device__ __forceinline__ void load_queries(const KeyBlock& block, Ring<kStages>& ring,
+                                             uint8_t (*tiles)[Tile::kBytes], const CUtensorMap& map,
+                                             float (*values)[kQueries], const float* values_from,
+                                             uint32_t tiles_of_head) {
+  RingPosition<kStages> at;
+#pragma unroll 1
+  for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block), ++at.count) {
+    const int stage = at.stage();
+    const int64_t scratch_row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
+                                            static_cast<uint32_t>(now.tile));
+    ptx::Barrier& full = ring.full[stage];
+    ring.empty[stage].wait(at.free());
+    full.arrive_expect(Tile::kBytes + 4 * kQueries);
+#pragma unroll 1
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      ptx::tma_load(tiles[stage] + panel * Tile::kPanelBytes, map, full, ptx::L2::kEvictLast,
+                    64 * panel, block.map_q + now.tile * kQueries, now.head, block.map_batch);
+    }
+    ptx::bulk_load(values[stage], values_from + scratch_row, 4 * kQueries, full);
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks, 1, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p,
+                    const __grid_constant__ BackwardScratch scratch,
+                    const __grid_constant__ BackwardOrder order,
+                    const __grid_constant__ BackwardMaps maps) {
+  constexpr uint32_t kOfWarpgroup = 4 * ptx::kWarpArrivals;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
+
+  const uint32_t rank = Tr::kBlocks == 1 ? 0 : ptx::cluster_rank();
+  const int64_t index = int64_t{blockIdx.y} * (gridDim.x / Tr::kBlocks) + blockIdx.x / Tr::kBlocks;
+  if (index >= order.items) return;
+  const BackwardItem item = backward_item(order, p.heads_kv, index);
+  const Sequence sequence = p.sequence(item.batch);
+  const int32_t item_begin = item.block * Tr::kItemKeys;
+  if (item_begin >= sequence.mask.seqlen_k) {  // of a sequence shorter than the longest
+    if (rank == 0 && threadIdx.x < kFlagWords)
+      scratch.nonfinite[index * kFlagWords + threadIdx.x] = 0;
+    return;
+  }
+  const int32_t key_begin = item_begin + static_cast<int32_t>(rank) * kKeys;
+  if (threadIdx.x == 0) {
+    if (p.total_q > 0) {  // else there are no maps
+      ptx::tma_prefetch(maps.q);
+      ptx::tma_prefetch(maps.k);
+      ptx::tma_prefetch(maps.v);
+      ptx::tma_prefetch(maps.dout);
+    }
+    shared.k_full.init(1);
+    shared.v_full.init(1);
+    shared.peer_k_full.init(1);
+    shared.q_ring.init(1, 2 * kOfWarpgroup);
+    shared.dout_ring.init(1, 2 * kOfWarpgroup);
+    shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
+    shared.ds_ring.init(kOfWarpgroup, Tr::kBlocks * kOfWarpgroup);
+    ptx::fence_barrier_init();
+    KeyBlock& block = shared.block;
+    // Of both blocks of a pair: they go through the same steps.
+    const Range keys{item_begin, min64(item_begin + Tr::kItemKeys, sequence.mask.seqlen_k)};
+    block.visits = QueryVisits::make(sequence.mask, keys, kQueries, Tr::kItemKeys);
+    block.head_begin = item.head_kv * p.group + item.part * order.heads_per_part;
+    block.head_end = min(block.head_begin + order.heads_per_part, (item.head_kv + 1) * p.group);
+    block.item = item;
+    block.number = index;
+    block.k_row = sequence.k_row;
+    block.seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
+    block.scratch = scratch_begin(p, kQueries, item.batch);
+    block.key_begin = key_begin;
+    block.map_batch = p.cu_q ? 0 : item.batch;
+    block.map_q = static_cast<int32_t>(sequence.q_row);
+    block.map_k = static_cast<int32_t>(sequence.k_row) + key_begin;
+  }
+  if (threadIdx.x >= 128 && threadIdx.x < 128 + kKeys) {
+    const int key = static_cast<int>(threadIdx.x) - 128;
+    shared.limits[key] = key_limits(sequence.mask, key_begin + key);
+  }
+  if constexpr (Tr::kBlocks == 1) {
+    __syncthreads();
+  } else {
+    ptx::cluster_sync();  // the peer's barriers are there, too
+  }
+
+  // The shuffle tells the compiler that the number is the same for a whole warp.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp < 4) {
+    ptx::set_max_registers_down<Tr::kProducerRegisters>();
+    const KeyBlock& block = shared.block;
+    if (block.visits.begin < block.visits.end) {
+      if (threadIdx.x == 0) {
+        load_keys<typename Tr::KTile>(shared.k_full, shared.k, maps.k, block, block.map_k, 0,
+                                      Tr::KTile::kPanels);
+        if constexpr (Tr::kBlocks == 2) {
+          constexpr int kPanels = Tr::KTile::kPanels;
+          load_keys<typename Tr::KTile>(
+              shared.peer_k_full, shared.peer_k, maps.k, block,
+              block.map_k + (rank == 0 ? kKeys : -kKeys), peer_panels<kPanels>(rank).first,
+              Tr::kPeerPanels);
+        }
+        load_queries<typename Tr::QTile>(block, shared.q_ring, shared.q, maps.q, shared.lse,
+                                         scratch.lse, scratch.tiles);
+      } else if (threadIdx.x == 32) {
+        load_keys<typename Tr::VTile>(shared.v_full, shared.v, maps.v, block, block.map_k, 0,
+                                      Tr::VTile::kPanels);
+        load_queries<typename Tr::DoutTile>(block, shared.dout_ring, shared.dout, maps.dout,
+                                            shared.delta, scratch.delta, scratch.tiles);
+      }
+    }
+  } else if (warp < 8) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    WeightsWarpgroup<Tr>(shared, p, scratch).run(order);
+  } else if (warp < 12) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    GradientsWarpgroup<Tr>(shared, p, scratch).run(order, rank);
+  } else {
+    ptx::set_max_registers_down<Tr::kDqRegisters>();
+    DqWarpgroup<Tr>(shared, p, scratch).run(rank);
+  }
+  // The peer may still read this block's dS, or arrive at its barriers.
+  if constexpr (Tr::kBlocks == 2) {
+    __syncwarp();
+    ptx::cluster_sync();
+  }
+}
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_

@@ -1,0 +1,412 @@
+// Hopper backward, wide heads: the warpgroups that compute. backward_sm90_wide.cuh has the whole
+// picture, and the step that this file is about.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/common/seen_queries.cuh"
+#include "cuda/hopper/backward_sm90_weights.cuh"
+#include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/opaque.h"
+#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90_wide {
+
+/// What the three have in common.
+template <typename Tr>
+struct Warpgroup {
+  using T = typename Tr::T;
+  typename Tr::Shared& shared;
+  const BackwardParams& p;
+  const BackwardScratch& scratch;
+
+  __device__ __forceinline__ Warpgroup(typename Tr::Shared& shared_, const BackwardParams& p_,
+                                       const BackwardScratch& scratch_)
+      : shared(shared_), p(p_), scratch(scratch_) {}
+
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  /// Of the warpgroup's four. It has the accumulators' rows 16 * warp() to 16 * warp() + 15.
+  __device__ __forceinline__ static int warp() { return ptx::thread_again() / 32 % 4; }
+  __device__ __forceinline__ static void arrive(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (ptx::arrives(lane())) barrier.arrive();
+  }
+  /// A shared address for a descriptor. Computed anew in each step, behind the compiler's back: it
+  /// would otherwise keep every address through all steps. In a cluster an address has high bits
+  /// that say which block's it is; a descriptor is always this block's.
+  __device__ __forceinline__ static uint32_t fresh(const void* shared) {
+    uint32_t address = ptx::shared_address(shared);
+    ptx::make_opaque(address);
+    return address & 0x3ffffu;
+  }
+  /// Where P^T of queries 16j to 16j + 15 passes from a thread of one warpgroup to one of the next.
+  __device__ __forceinline__ uint32_t weights_of(int stage, int j) const {
+    return ptx::shared_address(shared.weights[stage]) +
+           static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
+  }
+  /// Whether a query sees the thread's two keys, 8 rows apart.
+  template <bool kMasked>
+  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(const QueryStep& now) const {
+    return SeenQueries<kMasked ? 2 : 0>(
+        ptx::shared_address(shared.limits + 16 * warp() + lane() / 4), now.tile * kQueries);
+  }
+  /// acc = the block's keys times the queries of a tile: both K-major.
+  template <typename Keys, typename Queries>
+  __device__ __forceinline__ static void issue_scores(float (&acc)[kQueries / 2],
+                                                      const uint8_t* keys, const uint8_t* queries) {
+    const auto a = ptx::Descriptor::make(fresh(keys), 0);
+    const auto b = ptx::Descriptor::make(fresh(queries), 0);
+#pragma unroll
+    for (int i = 0; i < 4 * Keys::kPanels; ++i) {
+      ptx::Wgmma<T, kQueries>::ss(acc, a.at(i / 4 * Keys::kPanelBytes + i % 4 * 32),
+                                  b.at(i / 4 * Queries::kPanelBytes + i % 4 * 32), i != 0);
+    }
+  }
+  /// sum += values of (keys, queries) times rows of dO or Q. In pieces of 128 columns where these
+  /// divide the width: ptxas does not take 256 of a kernel that begins with 128 registers.
+  template <typename Rows, int kCount>
+  __device__ __forceinline__ static void issue_sum(float (&sum)[kCount],
+                                                   const uint32_t (&values)[kQueries / 4],
+                                                   const uint8_t* rows) {
+    constexpr int kColumns = 2 * kCount, kPiece = kColumns % 128 == 0 ? 128 : kColumns;
+    const auto b = ptx::Descriptor::make(fresh(rows), Rows::kPanelBytes);
+#pragma unroll
+    for (int piece = 0; piece < kColumns / kPiece; ++piece) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i) {
+        ptx::Wgmma<T, kPiece>::rs(
+            sum + piece * (kPiece / 2), values + 4 * i,
+            b.at(piece * (kPiece / 64) * Rows::kPanelBytes + i * 16 * Rows::kRowBytes), 1);
+      }
+    }
+  }
+  /// Bit h: whether row h of the thread's two, where it is a key, has an infinity or a NaN that a
+  /// product with a weight of 0 may have made, unless all tiles were full. Of the whole warp.
+  template <int kCount>
+  __device__ __forceinline__ uint32_t suspects(const float (&sum)[kCount], int half) const {
+    const KeyBlock& block = shared.block;
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      found |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
+                 fabsf(sum[4 * i + 2 * half + 1]) < infinity());
+    }
+    const int key = block.key_begin + 16 * warp() + lane() / 4 + 8 * half;
+    return __any_sync(0xffffffffu, found && key < block.seqlen_k && !block.visits.all_full());
+  }
+  /// Rows of dK or dV to where they belong: the tensor, or the sums of its part of the group.
+  template <int kCount>
+  __device__ __forceinline__ void store(const float (&sum)[kCount], float scale,
+                                        const Tensor& tensor, int32_t dim, float* parts_sum,
+                                        const BackwardOrder& order) const {
+    const KeyBlock& block = shared.block;
+    const BackwardItem& item = block.item;
+    const int32_t seqlen = block.seqlen_k;
+    const int32_t key = block.key_begin + 16 * warp() + lane() / 4;
+    const auto& blocks = reinterpret_cast<const float(&)[1][kCount / 4][4]>(sum);
+    if (order.parts > 1) {
+      const int64_t first = (p.cu_k ? block.k_row : int64_t{item.batch} * p.seqlen_k) + key;
+      const int64_t stride = int64_t{p.heads_kv} * order.parts * 2 * Tr::kWidth;
+      store_part_sums(parts_sum + first * stride +
+                          (int64_t{item.head_kv} * order.parts + item.part) * 2 * Tr::kWidth +
+                          2 * (lane() % 4),
+                      stride, seqlen - key, blocks, scale);
+    } else {
+      store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
+                            key, 0, blocks, scale, lane());
+    }
+  }
+};
+
+/// Warpgroup 1: S, P and dV.
+template <typename Tr>
+struct WeightsWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using typename Base::T;
+  using Base::Base;
+  using Base::shared;
+
+  __device__ __forceinline__ void run(const BackwardOrder& order) {
+    const KeyBlock& block = shared.block;
+    float dv[Tr::kWidthV / 2];
+    ptx::clear(dv);
+    if (block.visits.begin < block.visits.end) {
+      shared.k_full.wait(0);
+#pragma unroll 1
+      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+        if (block.visits.is_full(now.tile)) {
+          step<false>(dv, now);
+        } else {
+          step<true>(dv, now);
+        }
+      }
+    }
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t found = Base::suspects(dv, half);
+      if (Base::lane() == 0) shared.nonfinite[Base::warp()][half] = found;
+    }
+    ptx::named_barrier_arrive<256>(1);
+    Base::store(dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v, Base::scratch.dv,
+                order);
+  }
+
+ private:
+  template <bool kMasked>
+  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], const QueryStep& now) {
+    float s[kQueries / 2];
+    uint32_t weights[kQueries / 4];
+    const int stage = at_.stage();
+    shared.q_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
+        s, shared.k, shared.q[stage]);  // S^T = K Q^T
+    ptx::wgmma_commit();
+    const auto seen = Base::template seen<kMasked>(now);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    const float scale = Base::p.scale * kLog2e;
+    const int lane = Base::lane();
+    const float4* const lses = reinterpret_cast<const float4*>(shared.lse[stage]) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lses[4 * j], lane, 16 * j, seen,
+                                     reinterpret_cast<uint32_t(&)[4]>(weights[4 * j]));
+    }
+    Base::arrive(shared.q_ring.empty[stage]);
+
+    shared.weights_ring.empty[stage].wait(at_.free());
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      ptx::store_shared_words(Base::weights_of(stage, j),
+                              reinterpret_cast<const uint32_t(&)[4]>(weights[4 * j]));
+    }
+    Base::arrive(shared.weights_ring.full[stage]);
+
+    const int dout_stage = dout_at_.stage();
+    shared.dout_ring.full[dout_stage].wait(dout_at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_sum<typename Tr::DoutTile>(dv, weights,
+                                                    shared.dout[dout_stage]);  // dV += P^T dO
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dv);
+    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    ++at_.count;
+    ++dout_at_.count;
+  }
+
+  RingPosition<2> at_;
+  RingPosition<Tr::kDoutStages> dout_at_;
+};
+
+/// Warpgroup 2: dP, dS and dK.
+template <typename Tr>
+struct GradientsWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using typename Base::T;
+  using Base::Base;
+  using Base::shared;
+
+  __device__ __forceinline__ void run(const BackwardOrder& order, uint32_t rank) {
+    const KeyBlock& block = shared.block;
+    float dk[Tr::kWidth / 2];
+    ptx::clear(dk);
+    if (block.visits.begin < block.visits.end) {
+      shared.v_full.wait(0);
+#pragma unroll 1
+      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+        if (block.visits.is_full(now.tile)) {
+          step<false>(dk, now, rank);
+        } else {
+          step<true>(dk, now, rank);
+        }
+      }
+    }
+    ptx::named_barrier_sync<256>(1);  // what the weights warpgroup says of dV
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t found =
+          Base::suspects(dk, half) | shared.nonfinite[Base::warp()][half] |
+          (Tr::kBlocks == 2 ? Base::suspects(dk, 1 - half) | shared.nonfinite[Base::warp()][1 - half]
+                            : 0);
+      if (Base::lane() == 0) {
+        Base::scratch.nonfinite[block.number * kFlagWords +
+                                flag_word<Tr::kBlocks>(rank, Base::warp(), half)] = found;
+      }
+    }
+    Base::store(dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
+  }
+
+ private:
+  template <bool kMasked>
+  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], const QueryStep& now,
+                                       uint32_t rank) {
+    float dp[kQueries / 2];
+    uint32_t ds[kQueries / 4];
+    const int stage = at_.stage(), dout_stage = dout_at_.stage();
+    shared.dout_ring.full[dout_stage].wait(dout_at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
+        dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
+    ptx::wgmma_commit();
+    const auto seen = Base::template seen<kMasked>(now);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    shared.weights_ring.full[stage].wait(at_.phase());
+    const int lane = Base::lane();
+    const float4* const deltas =
+        reinterpret_cast<const float4*>(shared.delta[dout_stage]) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      uint32_t weights[4];
+      ptx::load_shared_words(Base::weights_of(stage, j), weights);
+      sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, deltas[4 * j], lane, 16 * j,
+                                seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
+    }
+    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    Base::arrive(shared.weights_ring.empty[stage]);
+    leave_ds(ds, stage, rank);
+
+    shared.q_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_sum<typename Tr::QTile>(dk, ds, shared.q[stage]);  // dK += dS^T Q
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    Base::arrive(shared.q_ring.empty[stage]);
+    ++at_.count;
+    ++dout_at_.count;
+  }
+
+  /// dS to shared memory for dQ, and of a pair to the other block's too.
+  __device__ __forceinline__ void leave_ds(const uint32_t (&ds)[kQueries / 4], int stage,
+                                           uint32_t rank) {
+    using Tile = typename Tr::DsTile;
+    const int warp = Base::warp(), lane = Base::lane();
+    const uint32_t tile = ptx::shared_address(shared.ds[stage][0]);
+    // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+    const uint32_t rows =
+        tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
+                                     Tile::fragment_offset(lane, 0));
+    shared.ds_ring.empty[stage].wait(at_.free());
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
+      ptx::stmatrix(rows ^ static_cast<uint32_t>(32 * j), block);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::Barrier& full = shared.ds_ring.full[stage];
+    if constexpr (Tr::kBlocks == 2) {
+      constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
+      if (lane == 0) {
+        full.arrive_expect(kBytes);  // what the other block sends
+        const uint32_t first = static_cast<uint32_t>(warp) * kBytes;
+        ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, rank ^ 1),
+                  tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), rank ^ 1));
+      } else if (ptx::arrives(lane)) {
+        full.arrive();
+      }
+    } else {
+      if (ptx::arrives(lane)) full.arrive();
+    }
+  }
+
+  RingPosition<2> at_;
+  RingPosition<Tr::kDoutStages> dout_at_;
+};
+
+/// Warpgroup 3: dQ.
+template <typename Tr>
+struct DqWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using typename Base::T;
+  using Base::Base;
+  using Base::shared;
+
+  __device__ __forceinline__ void run(uint32_t rank) {
+    const KeyBlock& block = shared.block;
+    if (block.visits.begin >= block.visits.end) return;
+    shared.k_full.wait(0);
+    if constexpr (Tr::kBlocks == 2) shared.peer_k_full.wait(0);
+    RingPosition<2> at;
+#pragma unroll 1
+    for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+      const int64_t tile = int64_t{now.head} * Base::scratch.tiles + block.scratch +
+                           static_cast<uint32_t>(now.tile);
+      float* const sum = Base::scratch.dq + tile * (kQueries * Tr::kWidth);
+      const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at.count);
+      const int past = share.first + share.count;
+      shared.ds_ring.full[at.stage()].wait(at.phase());
+#pragma unroll 1
+      for (int panel = share.first; panel < past;) {
+        if (panel + 2 <= past) {
+          add_panels<2>(sum, at.stage(), panel, panel + 2 == past, rank);
+          panel += 2;
+        } else {
+          add_panels<1>(sum, at.stage(), panel, true, rank);
+          ++panel;
+        }
+      }
+      ++at.count;
+    }
+  }
+
+ private:
+  /// Adds kPanels panels of dQ to their tile's sum in global memory: nobody waits for the additions.
+  template <int kPanels>
+  __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
+                                             uint32_t rank) {
+    float dq[32 * kPanels];
+    ptx::wgmma_fence();
+    issue_dq(dq, shared.ds[stage][0], shared.k + panel * Tr::KTile::kPanelBytes, 0);
+    if constexpr (Tr::kBlocks == 2) {
+      const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+      issue_dq(dq, shared.ds[stage][1], shared.peer_k + (panel - first) * Tr::KTile::kPanelBytes,
+               1);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    if (last) free_ds(stage, rank);
+    float* const to = sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
+#pragma unroll
+    for (int j = 0; j < 8 * kPanels; ++j) {
+      const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+      sum_add(to + 128 * j, x);
+    }
+  }
+  /// dQ = dS K over 64 keys.
+  template <int kCount>
+  __device__ __forceinline__ static void issue_dq(float (&dq)[kCount], const uint8_t* ds,
+                                                  const uint8_t* keys, int keep) {
+    const auto a = ptx::Descriptor::make(Base::fresh(ds), Tr::DsTile::kPanelBytes);
+    const auto b = ptx::Descriptor::make(Base::fresh(keys), Tr::KTile::kPanelBytes);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      ptx::Wgmma<T, 2 * kCount>::ss_mn(dq, a.at(i * 16 * Tr::DsTile::kRowBytes),
+                                       b.at(i * 16 * Tr::KTile::kRowBytes), keep || i != 0);
+    }
+  }
+  /// dS may be written anew: here, and by what the other block sends.
+  __device__ __forceinline__ void free_ds(int stage, uint32_t rank) {
+    ptx::Barrier& empty = shared.ds_ring.empty[stage];
+    __syncwarp();
+    if (ptx::arrives(Base::lane())) {
+      empty.arrive();
+      if constexpr (Tr::kBlocks == 2)
+        ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), rank ^ 1));
+    }
+  }
+};
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_

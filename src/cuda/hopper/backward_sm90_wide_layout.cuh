@@ -1,0 +1,72 @@
+// Hopper backward, wide heads: the numbers of a configuration, and what lies in shared memory.
+// backward_sm90_wide.cuh has the kernel, and the whole picture.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_
+
+#include <type_traits>
+
+#include "cuda/common/config.h"
+#include "cuda/common/element.h"
+#include "cuda/common/tile.cuh"
+#include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_wide_maps.cuh"
+#include "cuda/hopper/pipeline.cuh"
+
+namespace strobe::cuda::sm90_wide {
+
+using sm90::BackwardMaps;
+using sm90::KeyBlock;
+using sm90::QueryStep;
+using sm90::QueryVisits;
+
+/// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
+/// template arguments of class type), and the width of V's rows, which may be less than K's.
+template <int kDtype, int kWidth_, int kWidthV_, int kItemKeys_>
+struct WideTraits {
+  static constexpr bool kBf16 = kDtype == kBfloat16;
+  using T = Element<kDtype>;
+  static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;
+  static constexpr int kItemKeys = kItemKeys_, kBlocks = kItemKeys / kKeys;
+  static constexpr int kThreads = 512;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 192, kDqRegisters = 104;
+
+  using KTile = SharedTile<kKeys, kWidth>;
+  using VTile = SharedTile<kKeys, kWidthV>;
+  using QTile = SharedTile<kQueries, kWidth>;
+  using DoutTile = SharedTile<kQueries, kWidthV>;
+  using DsTile = SharedTile<kKeys, kQueries>;  // [key][query]
+
+  static constexpr int kPeerPanels = kBlocks == 1 ? 0 : peer_panels<KTile::kPanels>(0).count;
+  static constexpr int kPeerBytes = kPeerPanels * KTile::kPanelBytes;
+  static constexpr int kWeightsBytes = kKeys * kQueries * 2;
+  /// Stages of dO: two where there is room.
+  static constexpr int kFixedBytes =
+      KTile::kBytes + VTile::kBytes + kPeerBytes + 2 * QTile::kBytes + 2 * kWeightsBytes +
+      2 * kBlocks * DsTile::kBytes;
+  static constexpr int kMostBytes = 232448;  // that a Hopper thread block has
+  static constexpr int kDoutStages =
+      kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
+
+  /// What the kernels before and after are told.
+  using Form = typename sm90::BackwardTraits<kDtype, 128, 64, 128>::Form;
+
+  struct alignas(1024) Shared {
+    uint8_t k[KTile::kBytes], v[VTile::kBytes];
+    uint8_t q[2][QTile::kBytes], dout[kDoutStages][DoutTile::kBytes];
+    uint8_t ds[2][kBlocks][DsTile::kBytes];  // of this block's keys, and of its peer's
+    uint8_t weights[2][kWeightsBytes];
+    uint8_t peer_k[kPeerBytes > 0 ? kPeerBytes : 16];
+    alignas(16) float lse[2][kQueries], delta[kDoutStages][kQueries];
+    int2 limits[kKeys];  // queries [x, y) that see the key
+    KeyBlock block;
+    uint32_t nonfinite[4][2];  // dV's rows of each warp: the upper eight, the lower eight
+    ptx::Barrier k_full, v_full, peer_k_full;
+    Ring<2> q_ring, weights_ring, ds_ring;
+    Ring<kDoutStages> dout_ring;
+  };
+  static_assert(sizeof(Shared) <= kMostBytes);
+};
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_
