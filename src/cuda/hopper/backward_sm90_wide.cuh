@@ -55,6 +55,7 @@
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/hopper/backward_sm90_wide_consumer.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/hopper/backward_sm90_wide_producer.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/tma.h"
@@ -62,43 +63,6 @@
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90_wide {
-
-/// Panels [first, first + count) of 64 rows of a key head, from `row` on.
-template <typename Tile>
-__device__ __forceinline__ void load_keys(ptx::Barrier& full, uint8_t* tile,
-                                          const CUtensorMap& map, const KeyBlock& block, int row,
-                                          int first, int count) {
-  full.arrive_expect(static_cast<uint32_t>(count) * Tile::kPanelBytes);
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    ptx::tma_load(tile + i * Tile::kPanelBytes, map, full, ptx::L2::kEvictFirst, 64 * (first + i),
-                  row, block.item.head_kv, block.map_batch);
-  }
-}
-
-/// Q with lse, or dO with delta: tile after tile into their ring. One thread.
-template <typename Tile, int kStages>
-__device__ __forceinline__ void load_queries(const KeyBlock& block, Ring<kStages>& ring,
-                                             uint8_t (*tiles)[Tile::kBytes], const CUtensorMap& map,
-                                             float (*values)[kQueries], const float* values_from,
-                                             uint32_t tiles_of_head) {
-  RingPosition<kStages> at;
-#pragma unroll 1
-  for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block), ++at.count) {
-    const int stage = at.stage();
-    const int64_t scratch_row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
-                                            static_cast<uint32_t>(now.tile));
-    ptx::Barrier& full = ring.full[stage];
-    ring.empty[stage].wait(at.free());
-    full.arrive_expect(Tile::kBytes + 4 * kQueries);
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      ptx::tma_load(tiles[stage] + panel * Tile::kPanelBytes, map, full, ptx::L2::kEvictLast,
-                    64 * panel, block.map_q + now.tile * kQueries, now.head, block.map_batch);
-    }
-    ptx::bulk_load(values[stage], values_from + scratch_row, 4 * kQueries, full);
-  }
-}
 
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks, 1, 1)
@@ -111,17 +75,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   const uint32_t rank = Tr::kBlocks == 1 ? 0 : ptx::cluster_rank();
-  const int64_t index = int64_t{blockIdx.y} * (gridDim.x / Tr::kBlocks) + blockIdx.x / Tr::kBlocks;
-  if (index >= order.items) return;
-  const BackwardItem item = backward_item(order, p.heads_kv, index);
-  const Sequence sequence = p.sequence(item.batch);
-  const int32_t item_begin = item.block * Tr::kItemKeys;
-  if (item_begin >= sequence.mask.seqlen_k) {  // of a sequence shorter than the longest
-    if (rank == 0 && threadIdx.x < kFlagWords)
-      scratch.nonfinite[index * kFlagWords + threadIdx.x] = 0;
-    return;
-  }
-  const int32_t key_begin = item_begin + static_cast<int32_t>(rank) * kKeys;
   if (threadIdx.x == 0) {
     if (p.total_q > 0) {  // else there are no maps
       ptx::tma_prefetch(maps.q);
@@ -129,33 +82,18 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
     }
-    shared.k_full.init(1);
-    shared.v_full.init(1);
-    shared.peer_k_full.init(1);
+    shared.block_ring.init(ptx::kWarpArrivals, 3 * kOfWarpgroup + 3);
+    shared.drawn_ring.init(1, 1);
+    shared.request.init(1);
+    for (ptx::Barrier& full : shared.nonfinite_full) full.init(kOfWarpgroup);
+    shared.k_ring.init(1, 2 * kOfWarpgroup);
+    shared.v_ring.init(1, kOfWarpgroup);
+    shared.peer_k_ring.init(1, kOfWarpgroup);
     shared.q_ring.init(1, 2 * kOfWarpgroup);
     shared.dout_ring.init(1, 2 * kOfWarpgroup);
     shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
     shared.ds_ring.init(kOfWarpgroup, Tr::kBlocks * kOfWarpgroup);
     ptx::fence_barrier_init();
-    KeyBlock& block = shared.block;
-    // Of both blocks of a pair: they go through the same steps.
-    const Range keys{item_begin, min64(item_begin + Tr::kItemKeys, sequence.mask.seqlen_k)};
-    block.visits = QueryVisits::make(sequence.mask, keys, kQueries, Tr::kItemKeys);
-    block.head_begin = item.head_kv * p.group + item.part * order.heads_per_part;
-    block.head_end = min(block.head_begin + order.heads_per_part, (item.head_kv + 1) * p.group);
-    block.item = item;
-    block.number = index;
-    block.k_row = sequence.k_row;
-    block.seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
-    block.scratch = scratch_begin(p, kQueries, item.batch);
-    block.key_begin = key_begin;
-    block.map_batch = p.cu_q ? 0 : item.batch;
-    block.map_q = static_cast<int32_t>(sequence.q_row);
-    block.map_k = static_cast<int32_t>(sequence.k_row) + key_begin;
-  }
-  if (threadIdx.x >= 128 && threadIdx.x < 128 + kKeys) {
-    const int key = static_cast<int>(threadIdx.x) - 128;
-    shared.limits[key] = key_limits(sequence.mask, key_begin + key);
   }
   if constexpr (Tr::kBlocks == 1) {
     __syncthreads();
@@ -167,25 +105,18 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
-    const KeyBlock& block = shared.block;
-    if (block.visits.begin < block.visits.end) {
-      if (threadIdx.x == 0) {
-        load_keys<typename Tr::KTile>(shared.k_full, shared.k, maps.k, block, block.map_k, 0,
-                                      Tr::KTile::kPanels);
-        if constexpr (Tr::kBlocks == 2) {
-          constexpr int kPanels = Tr::KTile::kPanels;
-          load_keys<typename Tr::KTile>(
-              shared.peer_k_full, shared.peer_k, maps.k, block,
-              block.map_k + (rank == 0 ? kKeys : -kKeys), peer_panels<kPanels>(rank).first,
-              Tr::kPeerPanels);
-        }
-        load_queries<typename Tr::QTile>(block, shared.q_ring, shared.q, maps.q, shared.lse,
-                                         scratch.lse, scratch.tiles);
-      } else if (threadIdx.x == 32) {
-        load_keys<typename Tr::VTile>(shared.v_full, shared.v, maps.v, block, block.map_k, 0,
-                                      Tr::VTile::kPanels);
-        load_queries<typename Tr::DoutTile>(block, shared.dout_ring, shared.dout, maps.dout,
-                                            shared.delta, scratch.delta, scratch.tiles);
+    if (warp == 2) {
+      Scheduler<Tr>(shared, p, scratch, order).run();
+    } else if (threadIdx.x % 32 == 0) {
+      if (warp == 0) {
+        load_queries<Tr, typename Tr::QTile, true>(shared, shared.q_ring, shared.q, maps.q,
+                                                   shared.lse, scratch.lse, scratch.tiles);
+      } else if (warp == 1) {
+        load_queries<Tr, typename Tr::DoutTile, false>(shared, shared.dout_ring, shared.dout,
+                                                       maps.dout, shared.delta, scratch.delta,
+                                                       scratch.tiles);
+      } else {
+        load_keys<Tr>(shared, maps, rank);
       }
     }
   } else if (warp < 8) {

@@ -54,9 +54,22 @@ struct Warpgroup {
   }
   /// Whether a query sees the thread's two keys, 8 rows apart.
   template <bool kMasked>
-  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(const QueryStep& now) const {
+  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot,
+                                                               const QueryStep& now) const {
     return SeenQueries<kMasked ? 2 : 0>(
-        ptx::shared_address(shared.limits + 16 * warp() + lane() / 4), now.tile * kQueries);
+        ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4), now.tile * kQueries);
+  }
+  /// Calls run(block, slot) for item after item.
+  template <typename Run>
+  __device__ __forceinline__ void for_each_item(const Run& run) {
+#pragma unroll 1
+    for (RingPosition<2> at;; ++at.count) {
+      shared.block_ring.full[at.stage()].wait(at.phase());
+      const KeyBlock& block = shared.blocks[at.stage()];
+      if (block.number < 0) return;
+      run(block, at);
+      arrive(shared.block_ring.empty[at.stage()]);
+    }
   }
   /// acc = the block's keys times the queries of a tile: both K-major.
   template <typename Keys, typename Queries>
@@ -91,8 +104,8 @@ struct Warpgroup {
   /// Bit h: whether row h of the thread's two, where it is a key, has an infinity or a NaN that a
   /// product with a weight of 0 may have made, unless all tiles were full. Of the whole warp.
   template <int kCount>
-  __device__ __forceinline__ uint32_t suspects(const float (&sum)[kCount], int half) const {
-    const KeyBlock& block = shared.block;
+  __device__ __forceinline__ static uint32_t suspects(const KeyBlock& block,
+                                                      const float (&sum)[kCount], int half) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -104,10 +117,9 @@ struct Warpgroup {
   }
   /// Rows of dK or dV to where they belong: the tensor, or the sums of its part of the group.
   template <int kCount>
-  __device__ __forceinline__ void store(const float (&sum)[kCount], float scale,
-                                        const Tensor& tensor, int32_t dim, float* parts_sum,
-                                        const BackwardOrder& order) const {
-    const KeyBlock& block = shared.block;
+  __device__ __forceinline__ void store(const KeyBlock& block, const float (&sum)[kCount],
+                                        float scale, const Tensor& tensor, int32_t dim,
+                                        float* parts_sum, const BackwardOrder& order) const {
     const BackwardItem& item = block.item;
     const int32_t seqlen = block.seqlen_k;
     const int32_t key = block.key_begin + 16 * warp() + lane() / 4;
@@ -135,32 +147,36 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
   using Base::shared;
 
   __device__ __forceinline__ void run(const BackwardOrder& order) {
-    const KeyBlock& block = shared.block;
-    float dv[Tr::kWidthV / 2];
-    ptx::clear(dv);
-    if (block.visits.begin < block.visits.end) {
-      shared.k_full.wait(0);
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+      const int slot = item.stage();
+      float dv[Tr::kWidthV / 2];
+      ptx::clear(dv);
+      if (has_steps(block)) {
+        shared.k_ring.full[0].wait(k_at_.phase());
 #pragma unroll 1
-      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-        if (block.visits.is_full(now.tile)) {
-          step<false>(dv, now);
-        } else {
-          step<true>(dv, now);
+        for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+          if (block.visits.is_full(now.tile)) {
+            step<false>(dv, slot, now);
+          } else {
+            step<true>(dv, slot, now);
+          }
         }
+        ++k_at_.count;
       }
-    }
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t found = Base::suspects(dv, half);
-      if (Base::lane() == 0) shared.nonfinite[Base::warp()][half] = found;
-    }
-    ptx::named_barrier_arrive<256>(1);
-    Base::store(dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v, Base::scratch.dv,
-                order);
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t found = Base::suspects(block, dv, half);
+        if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()][half] = found;
+      }
+      Base::arrive(shared.nonfinite_full[slot]);
+      Base::store(block, dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
+                  Base::scratch.dv, order);
+    });
   }
 
  private:
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], const QueryStep& now) {
+  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], int slot,
+                                       const QueryStep& now) {
     float s[kQueries / 2];
     uint32_t weights[kQueries / 4];
     const int stage = at_.stage();
@@ -169,9 +185,10 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
         s, shared.k, shared.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    const auto seen = Base::template seen<kMasked>(now);
+    const auto seen = Base::template seen<kMasked>(slot, now);
     ptx::wgmma_wait<0>();
     ptx::pin(s);
+    if (is_last(shared.blocks[slot], now)) Base::arrive(shared.k_ring.empty[0]);
     const float scale = Base::p.scale * kLog2e;
     const int lane = Base::lane();
     const float4* const lses = reinterpret_cast<const float4*>(shared.lse[stage]) + lane % 4;
@@ -203,6 +220,7 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     ++dout_at_.count;
   }
 
+  RingPosition<1> k_at_;
   RingPosition<2> at_;
   RingPosition<Tr::kDoutStages> dout_at_;
 };
@@ -216,38 +234,43 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
   using Base::shared;
 
   __device__ __forceinline__ void run(const BackwardOrder& order, uint32_t rank) {
-    const KeyBlock& block = shared.block;
-    float dk[Tr::kWidth / 2];
-    ptx::clear(dk);
-    if (block.visits.begin < block.visits.end) {
-      shared.v_full.wait(0);
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+      const int slot = item.stage();
+      float dk[Tr::kWidth / 2];
+      ptx::clear(dk);
+      if (has_steps(block)) {
+        shared.v_ring.full[0].wait(v_at_.phase());
 #pragma unroll 1
-      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-        if (block.visits.is_full(now.tile)) {
-          step<false>(dk, now, rank);
-        } else {
-          step<true>(dk, now, rank);
+        for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+          if (block.visits.is_full(now.tile)) {
+            step<false>(dk, slot, now, rank);
+          } else {
+            step<true>(dk, slot, now, rank);
+          }
+        }
+        ++v_at_.count;
+      }
+      shared.nonfinite_full[slot].wait(item.phase());  // what the weights warpgroup says of dV
+      uint32_t found[2];
+      for (int half = 0; half < 2; ++half) {
+        found[half] =
+            Base::suspects(block, dk, half) | shared.nonfinite[slot][Base::warp()][half];
+      }
+      if (Base::lane() == 0) {
+        uint32_t* const flags = Base::scratch.nonfinite + block.number * kFlagWords;
+        for (int half = 0; half < 2; ++half) {
+          flags[flag_word<Tr::kBlocks>(rank, Base::warp(), half)] =
+              Tr::kBlocks == 2 ? found[0] | found[1] : found[half];
         }
       }
-    }
-    ptx::named_barrier_sync<256>(1);  // what the weights warpgroup says of dV
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t found =
-          Base::suspects(dk, half) | shared.nonfinite[Base::warp()][half] |
-          (Tr::kBlocks == 2 ? Base::suspects(dk, 1 - half) | shared.nonfinite[Base::warp()][1 - half]
-                            : 0);
-      if (Base::lane() == 0) {
-        Base::scratch.nonfinite[block.number * kFlagWords +
-                                flag_word<Tr::kBlocks>(rank, Base::warp(), half)] = found;
-      }
-    }
-    Base::store(dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
+      Base::store(block, dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
+    });
   }
 
  private:
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], const QueryStep& now,
-                                       uint32_t rank) {
+  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], int slot,
+                                       const QueryStep& now, uint32_t rank) {
     float dp[kQueries / 2];
     uint32_t ds[kQueries / 4];
     const int stage = at_.stage(), dout_stage = dout_at_.stage();
@@ -256,9 +279,10 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
         dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
-    const auto seen = Base::template seen<kMasked>(now);
+    const auto seen = Base::template seen<kMasked>(slot, now);
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
+    if (is_last(shared.blocks[slot], now)) Base::arrive(shared.v_ring.empty[0]);
     shared.weights_ring.full[stage].wait(at_.phase());
     const int lane = Base::lane();
     const float4* const deltas =
@@ -319,6 +343,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     }
   }
 
+  RingPosition<1> v_at_;
   RingPosition<2> at_;
   RingPosition<Tr::kDoutStages> dout_at_;
 };
@@ -332,31 +357,34 @@ struct DqWarpgroup : Warpgroup<Tr> {
   using Base::shared;
 
   __device__ __forceinline__ void run(uint32_t rank) {
-    const KeyBlock& block = shared.block;
-    if (block.visits.begin >= block.visits.end) return;
-    shared.k_full.wait(0);
-    if constexpr (Tr::kBlocks == 2) shared.peer_k_full.wait(0);
-    RingPosition<2> at;
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2>) {
+      if (!has_steps(block)) return;
+      shared.k_ring.full[0].wait(k_at_.phase());
+      if constexpr (Tr::kBlocks == 2) shared.peer_k_ring.full[0].wait(k_at_.phase());
 #pragma unroll 1
-    for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-      const int64_t tile = int64_t{now.head} * Base::scratch.tiles + block.scratch +
-                           static_cast<uint32_t>(now.tile);
-      float* const sum = Base::scratch.dq + tile * (kQueries * Tr::kWidth);
-      const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at.count);
-      const int past = share.first + share.count;
-      shared.ds_ring.full[at.stage()].wait(at.phase());
+      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
+        const int64_t tile = int64_t{now.head} * Base::scratch.tiles + block.scratch +
+                             static_cast<uint32_t>(now.tile);
+        float* const sum = Base::scratch.dq + tile * (kQueries * Tr::kWidth);
+        const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at_.count);
+        const int past = share.first + share.count;
+        shared.ds_ring.full[at_.stage()].wait(at_.phase());
 #pragma unroll 1
-      for (int panel = share.first; panel < past;) {
-        if (panel + 2 <= past) {
-          add_panels<2>(sum, at.stage(), panel, panel + 2 == past, rank);
-          panel += 2;
-        } else {
-          add_panels<1>(sum, at.stage(), panel, true, rank);
-          ++panel;
+        for (int panel = share.first; panel < past;) {
+          if (Tr::kEvenShares || panel + 2 <= past) {
+            add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
+            panel += 2;
+          } else {
+            add_panels<1>(sum, at_.stage(), panel, true, rank);
+            ++panel;
+          }
         }
+        ++at_.count;
       }
-      ++at.count;
-    }
+      Base::arrive(shared.k_ring.empty[0]);
+      if constexpr (Tr::kBlocks == 2) Base::arrive(shared.peer_k_ring.empty[0]);
+      ++k_at_.count;
+    });
   }
 
  private:
@@ -405,6 +433,9 @@ struct DqWarpgroup : Warpgroup<Tr> {
         ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), rank ^ 1));
     }
   }
+
+  RingPosition<1> k_at_;
+  RingPosition<2> at_;
 };
 
 }  // namespace strobe::cuda::sm90_wide

@@ -70,11 +70,11 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
                         BackwardMaps& maps, const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
-  // Clusters lie along x.
-  const GridSize grid = grid_for(order.items * Tr::kBlocks);
-  const auto whole = static_cast<uint32_t>(ceil_div(grid.x, Tr::kBlocks) * Tr::kBlocks);
+  // Persistent: as many clusters as there is room for, or items.
+  const auto blocks = static_cast<uint32_t>(
+      Tr::kBlocks * min64(order.items, max64(1, target.multiprocessors / Tr::kBlocks)));
   void* args[] = {&p, &scratch, &order, &maps};
-  return kernel.launch(dim3(whole, grid.y), Tr::kThreads, args, target);
+  return kernel.launch(dim3(blocks), Tr::kThreads, args, target);
 }
 
 template <BackwardConfig kConfig>
@@ -90,6 +90,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
+  // Items are drawn in 32 bits, and each cluster draws one past the end.
+  if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
   using Stages = BackwardStages<typename Tr::T, kQueries, Tr::kItemKeys, Tr::kWidth,
                                 typename Tr::Form>;
   cudaError_t error = cudaSuccess;

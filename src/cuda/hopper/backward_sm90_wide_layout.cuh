@@ -19,6 +19,15 @@ using sm90::KeyBlock;
 using sm90::QueryStep;
 using sm90::QueryVisits;
 
+/// Whether any query sees any of an item's keys.
+__device__ __forceinline__ bool has_steps(const KeyBlock& block) {
+  return block.visits.begin < block.visits.end;
+}
+/// Whether a step is the item's last.
+__device__ __forceinline__ bool is_last(const KeyBlock& block, const QueryStep& now) {
+  return now.tile == block.visits.begin && now.head == block.head_end - 1;
+}
+
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.
 template <int kDtype, int kWidth_, int kWidthV_, int kItemKeys_>
@@ -28,7 +37,7 @@ struct WideTraits {
   static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;
   static constexpr int kItemKeys = kItemKeys_, kBlocks = kItemKeys / kKeys;
   static constexpr int kThreads = 512;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 192, kDqRegisters = 104;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 192, kDqRegisters = 96;
 
   using KTile = SharedTile<kKeys, kWidth>;
   using VTile = SharedTile<kKeys, kWidthV>;
@@ -47,6 +56,10 @@ struct WideTraits {
   static constexpr int kDoutStages =
       kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
 
+  /// Whether a block makes dQ two panels at a time, always.
+  static constexpr bool kEvenShares = dq_share<KTile::kPanels, kBlocks>(0, 0).count % 2 == 0 &&
+                                      dq_share<KTile::kPanels, kBlocks>(0, 1).count % 2 == 0;
+
   /// What the kernels before and after are told.
   using Form = typename sm90::BackwardTraits<kDtype, 128, 64, 128>::Form;
 
@@ -57,10 +70,14 @@ struct WideTraits {
     uint8_t weights[2][kWeightsBytes];
     uint8_t peer_k[kPeerBytes > 0 ? kPeerBytes : 16];
     alignas(16) float lse[2][kQueries], delta[kDoutStages][kQueries];
-    int2 limits[kKeys];  // queries [x, y) that see the key
-    KeyBlock block;
-    uint32_t nonfinite[4][2];  // dV's rows of each warp: the upper eight, the lower eight
-    ptx::Barrier k_full, v_full, peer_k_full;
+    // Of this item, and of the next.
+    KeyBlock blocks[2];
+    int2 limits[2][kKeys];         // queries [x, y) that see the key
+    uint32_t nonfinite[2][4][2];   // dV's rows of each warp: the upper eight, the lower eight
+    uint32_t drawn[2];             // numbers that the other block has drawn for both
+    Ring<2> block_ring, drawn_ring;
+    ptx::Barrier request, nonfinite_full[2];
+    Ring<1> k_ring, v_ring, peer_k_ring;
     Ring<2> q_ring, weights_ring, ds_ring;
     Ring<kDoutStages> dout_ring;
   };

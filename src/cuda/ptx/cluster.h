@@ -31,6 +31,13 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
 }
+/// Writes a word into another block's shared memory; its four bytes count towards its barrier.
+__device__ __forceinline__ void send_word(uint32_t to, uint32_t word, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+      "r"(word), "r"(barrier)
+      : "memory");
+}
 /// Copies `bytes`, a multiple of 16, from here to another block's shared memory; they count towards
 /// its barrier. This memory was written before a fence_proxy_async() of the writers.
 __device__ __forceinline__ void send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
