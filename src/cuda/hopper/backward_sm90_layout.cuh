@@ -22,8 +22,9 @@ namespace strobe::cuda::sm90 {
 struct QueryVisits {
   int32_t begin, end, full_begin, full_end;
 
-  __device__ __forceinline__ static QueryVisits make(const Mask& mask, Range keys, int32_t tile_q,
-                                                     int32_t tile_k) {
+  template <typename Int>
+  __device__ __forceinline__ static QueryVisits make(const BasicMask<Int>& mask, Range keys,
+                                                     int32_t tile_q, int32_t tile_k) {
     const Visits v = query_visits(mask, keys, tile_q);
     const auto begin = static_cast<int32_t>(v.blocks.begin);
     const auto end = static_cast<int32_t>(v.blocks.end);

@@ -91,7 +91,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.
-  if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
+  if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
   using Stages = BackwardStages<typename Tr::T, kQueries, Tr::kItemKeys, Tr::kWidth,
                                 typename Tr::Form>;
   cudaError_t error = cudaSuccess;

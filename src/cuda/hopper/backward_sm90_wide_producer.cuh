@@ -6,10 +6,12 @@
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/common/seen_queries.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warp_arrivals.h"
@@ -81,38 +83,56 @@ class Scheduler {
     for (;; index = draw()) {
       if (index >= order_.items) return false;
       if (!(p_.cu_k || p_.used_k)) return true;
+      __builtin_assume(order_.items <= INT32_MAX);
       const BackwardItem item = backward_item(order_, p_.heads_kv, index);
       if (item.block * Tr::kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
       if (rank() == 0 && lane() < kFlagWords)
         scratch_.nonfinite[int64_t{index} * kFlagWords + lane()] = 0;
     }
   }
-  /// Writes the item's record, and its keys' limits.
-  __device__ __forceinline__ void describe(uint32_t index, int slot) {
+  /// The item, and its sequence's mask in 32 bits: all its queries as one tile.
+  struct Found {
+    BackwardItem item;
+    Sequence sequence;
+    TileMask mask;
+  };
+  __device__ __forceinline__ Found look_up(uint32_t index) const {
+    __builtin_assume(order_.items <= INT32_MAX);  // the launcher saw to it
     const BackwardItem item = backward_item(order_, p_.heads_kv, index);
     const Sequence sequence = p_.sequence(item.batch);
-    const int32_t item_begin = item.block * Tr::kItemKeys;
-    const int32_t key_begin = item_begin + static_cast<int32_t>(rank()) * kKeys;
+    return {item, sequence, sequence.mask.tile(0, sequence.mask.seqlen_q)};
+  }
+  /// Writes the item's record, and its keys' limits. (Looked up three times, for fewer registers.)
+  __device__ __forceinline__ void describe(uint32_t index, int slot) {
+    KeyBlock& block = shared_.blocks[slot];
     if (lane() == 0) {
-      KeyBlock& block = shared_.blocks[slot];
+      const auto [item, sequence, mask] = look_up(index);
       // Of both blocks of a pair: they go through the same steps.
-      const Range keys{item_begin, min64(item_begin + Tr::kItemKeys, sequence.mask.seqlen_k)};
-      block.visits = QueryVisits::make(sequence.mask, keys, kQueries, Tr::kItemKeys);
-      block.head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
-      block.head_end = min(block.head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
+      const int32_t begin = item.block * Tr::kItemKeys;
+      const Range keys{begin, min(begin + Tr::kItemKeys, mask.seqlen_k)};
+      block.visits = QueryVisits::make(mask, keys, kQueries, Tr::kItemKeys);
+    }
+    ptx::make_opaque(index);
+    if (lane() == 0) {
+      const auto [item, sequence, mask] = look_up(index);
       block.item = item;
       block.number = index;
       block.k_row = sequence.k_row;
-      block.seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
+      block.seqlen_k = mask.seqlen_k;
+      block.head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
+      block.head_end = min(block.head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
       block.scratch = scratch_begin(p_, kQueries, item.batch);
-      block.key_begin = key_begin;
+      block.key_begin = item.block * Tr::kItemKeys + static_cast<int32_t>(rank()) * kKeys;
       block.map_batch = p_.cu_q ? 0 : item.batch;
       block.map_q = static_cast<int32_t>(sequence.q_row);
-      block.map_k = static_cast<int32_t>(sequence.k_row) + key_begin;
+      block.map_k = static_cast<int32_t>(sequence.k_row) + block.key_begin;
     }
+    ptx::make_opaque(index);
+    const auto [item, sequence, mask] = look_up(index);
+    const int32_t key_begin = item.block * Tr::kItemKeys + static_cast<int32_t>(rank()) * kKeys;
 #pragma unroll 1
     for (int key = lane(); key < kKeys; key += 32)
-      shared_.limits[slot][key] = key_limits(sequence.mask, key_begin + key);
+      shared_.limits[slot][key] = key_limits(mask, key_begin + key);
   }
 
   typename Tr::Shared& shared_;
