@@ -3,43 +3,54 @@
 // pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
 //
 // dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
-// thread block has 64 keys, and each warpgroup some of the five products. It goes through the tiles
-// of 64 queries that see some of its keys, of all query heads that read this key head (or of a part
-// of them), last tile first. What bounds it are the additions of dQ to its sum in L2, which a block
-// makes for its own 64 keys: a pair of neighbouring blocks (a cluster) exchanges dS, and each makes
-// half of dQ's columns from the keys of both, which halves them.
+// thread block has 64 keys, and each warpgroup some of the five products. What bounds it are the
+// additions of dQ to its sum in L2. Therefore two neighbouring blocks (a cluster) may work as a pair
+// on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both, which
+// halves the additions.
 //
-//   warps      registers  role
-//   0, 1       24         producers, a thread each: K, then Q and lse step by step; V, then dO and
-//                         delta
-//   2, 3       24         idle: a warpgroup gives its registers away as a whole
-//   4 to 7     192        weights:   S, P and dV
-//   8 to 11    192        gradients: dP, dS and dK
-//   12 to 15   104        dQ
+// A work item is 64 keys (a pair: 128) of a key head, with the tiles of 64 queries that see some of
+// them, of all query heads that read this key head (or of a part of them), last tile first. Blocks
+// stay, and draw item after item: an item's results leave under the begin of the next one.
 //
-//   barrier          its phases end when                      waited for by
-//   k, v, peer_k     TMA has delivered K, V, the peer's K     weights and dQ; gradients; dQ
-//   q, dout .full    TMA has delivered the tile               weights, gradients
-//   q, dout .empty   weights and gradients are done with it   producers
-//   weights.full     the weights warps have left P            gradients
-//   weights.empty    the gradients warps have read it         weights, two steps later
-//   ds.full          the gradients warps have left dS, and    dQ
-//                    the peer's dS has arrived
-//   ds.empty         dQ has been made of it, here and by the  gradients, two steps later
-//                    peer (hence the peer has got it, too)
-//   1                (hardware) the flags of dV are there     gradients, at the end
+//   warps     registers  role
+//   0         32         producer, one thread: Q and lse, step by step; it asks for the next item
+//   1         32         producer, one thread: dO and delta
+//   2         32         scheduler: draws items, and says what they are
+//   3         32         producer, one thread: V, K, the peer's K
+//   4 to 7    192        weights:   S, P and dV
+//   8 to 11   192        gradients: dP, dS and dK
+//   12 to 15  96         dQ
 //
-//   shared memory    panels of 64 columns, 128-byte swizzle   (layout: backward_sm90_wide_layout.cuh)
-//   k, v             [panel][64][64]                          q [2], dout [1 or 2]: alike
-//   weights          [2]: P^T, a thread's words as they are   ds [2][own, the peer's][64][64]
-//   peer_k           the peer's keys, the panels of this      lse [2], delta [1 or 2]: in quad_order
-//                    block's half of dQ                       limits of the queries that see each key
+//   barrier            its phases end when                      waited for by
+//   block.full         the scheduler has described an item      all but the scheduler
+//   block.empty        all but the scheduler have finished it   scheduler, two items later
+//   drawn              (pair) block 0 has drawn a number for    the other scheduler; block 0's, two
+//                      both; block 1 has got it                 numbers later
+//   request            an item is nearly loaded                 scheduler
+//   k, v, peer_k .full TMA has delivered K, V, the peer's K     weights and dQ; gradients; dQ
+//   k, v, peer_k .empty they have been read for the last time   producer
+//   q, dout .full      TMA has delivered the tile               weights, gradients
+//   q, dout .empty     weights and gradients are done with it   producers
+//   weights.full       the weights warps have left P            gradients
+//   weights.empty      the gradients warps have read it         weights, two steps later
+//   ds.full            the gradients warps have left dS, and    dQ
+//                      the peer's dS has arrived
+//   ds.empty           dQ has been made of it, here and by the  gradients, two steps later
+//                      peer (hence the peer has got it, too)
+//   nonfinite_full     the flags of dV are there                gradients, at an item's end
+//
+//   shared memory    panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_wide_layout.cuh)
+//   k, v             [panel][64][64]                         q [2], dout [1 or 2]: alike
+//   weights          [2]: P^T, a thread's words as they are  ds [2][own, the peer's][64][64]
+//   peer_k           the peer's keys, the panels of this     lse [2], delta [1 or 2]: in quad_order
+//                    block's half of dQ
+//   blocks, limits   [2]: what an item is; queries that see each of its keys
 //
 // One step for a query tile i. Nothing is under way at a warpgroup's begin or end of it, where all
 // branches are: ptxas would serialise wgmma across them. The tensor cores are kept busy by the other
 // warpgroups, which are up to two steps apart.
 //
-//   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse), left for the gradients; free Q(i)
+//   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse); free Q(i); leave P for the gradients
 //               wait dO(i) | dV += P^T dO | free dO(i)
 //   gradients   wait dO(i) | dP^T = V dO^T | wait P | dS = P (dP - delta); free dO(i), P
 //               leave dS, send it to the peer | wait Q(i) | dK += dS^T Q | free Q(i)
