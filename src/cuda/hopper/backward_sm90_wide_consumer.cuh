@@ -20,6 +20,24 @@
 
 namespace strobe::cuda::sm90_wide {
 
+/// Calls run(tile, full, last) for each step of an item: last tile first, head after head; and
+/// next_head(head) before each head. What it needs of the item is in registers: a load from shared
+/// memory waits behind the operands of wgmma.
+template <typename NextHead, typename Run>
+__device__ __forceinline__ void for_each_step(const KeyBlock& block, const NextHead& next_head,
+                                              const Run& run) {
+  const int32_t begin = block.visits.begin;
+  const int32_t full_begin = block.visits.full_begin, full_end = block.visits.full_end;
+#pragma unroll 1
+  for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
+    next_head(head);
+    --left;
+#pragma unroll 1
+    for (int32_t tile = block.visits.end - 1; tile >= begin; --tile)
+      run(tile, full_begin <= tile && tile < full_end, left == 0 && tile == begin);
+  }
+}
+
 /// What the three have in common.
 template <typename Tr>
 struct Warpgroup {
@@ -32,12 +50,17 @@ struct Warpgroup {
                                        const BackwardScratch& scratch_)
       : shared(shared_), p(p_), scratch(scratch_) {}
 
-  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  // (What follows from where a thread stands is computed anew: kept, it would be spilled.)
+  __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
   /// Of the warpgroup's four. It has the accumulators' rows 16 * warp() to 16 * warp() + 15.
   __device__ __forceinline__ static int warp() { return ptx::thread_again() / 32 % 4; }
   __device__ __forceinline__ static void arrive(ptx::Barrier& barrier) {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
+  }
+  /// In the ring of dO, of a step's place in the other rings.
+  __device__ __forceinline__ static RingPosition<Tr::kDoutStages> dout_at(RingPosition<2> at) {
+    return {at.count};
   }
   /// A shared address for a descriptor. Computed anew in each step, behind the compiler's back: it
   /// would otherwise keep every address through all steps. In a cluster an address has high bits
@@ -52,12 +75,19 @@ struct Warpgroup {
     return ptx::shared_address(shared.weights[stage]) +
            static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
   }
+  /// lse or delta of the lane's queries, from shared memory in quad_order.
+  __device__ __forceinline__ static void load_of_queries(float4 (&x)[kQueries / 16],
+                                                         const float* values) {
+    const float4* const from = reinterpret_cast<const float4*>(values) + lane() % 4;
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) x[j] = from[4 * j];
+  }
   /// Whether a query sees the thread's two keys, 8 rows apart.
   template <bool kMasked>
-  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot,
-                                                               const QueryStep& now) const {
+  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot, int32_t tile) const {
     return SeenQueries<kMasked ? 2 : 0>(
-        ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4), now.tile * kQueries);
+        ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4),
+        tile * kQueries);
   }
   /// Calls run(block, slot) for item after item.
   template <typename Run>
@@ -153,14 +183,15 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       ptx::clear(dv);
       if (has_steps(block)) {
         shared.k_ring.full[0].wait(k_at_.phase());
-#pragma unroll 1
-        for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-          if (block.visits.is_full(now.tile)) {
-            step<false>(dv, slot, now);
-          } else {
-            step<true>(dv, slot, now);
-          }
-        }
+        for_each_step(
+            block, [](int32_t) {},
+            [&](int32_t tile, bool full, bool last) {
+              if (full) {
+                step<false>(dv, slot, tile, last);
+              } else {
+                step<true>(dv, slot, tile, last);
+              }
+            });
         ++k_at_.count;
       }
       for (int half = 0; half < 2; ++half) {
@@ -175,8 +206,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
 
  private:
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], int slot,
-                                       const QueryStep& now) {
+  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], int slot, int32_t tile,
+                                       bool last) {
     float s[kQueries / 2];
     uint32_t weights[kQueries / 4];
     const int stage = at_.stage();
@@ -185,30 +216,32 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
         s, shared.k, shared.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    const auto seen = Base::template seen<kMasked>(slot, now);
+    // What is to be had from shared memory, under the product: it takes long to come. (A masked step
+    // has no registers for it.)
+    float4 lse[kQueries / 16];
+    if constexpr (!kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    shared.weights_ring.empty[stage].wait(at_.free());
     ptx::wgmma_wait<0>();
     ptx::pin(s);
-    if (is_last(shared.blocks[slot], now)) Base::arrive(shared.k_ring.empty[0]);
+    if constexpr (kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    const auto seen = Base::template seen<kMasked>(slot, tile);
+    if (last) Base::arrive(shared.k_ring.empty[0]);
     const float scale = Base::p.scale * kLog2e;
-    const int lane = Base::lane();
-    const float4* const lses = reinterpret_cast<const float4*>(shared.lse[stage]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
-      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lses[4 * j], lane, 16 * j, seen,
+      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lse[j], Base::lane(), 16 * j, seen,
                                      reinterpret_cast<uint32_t(&)[4]>(weights[4 * j]));
     }
-    Base::arrive(shared.q_ring.empty[stage]);
-
-    shared.weights_ring.empty[stage].wait(at_.free());
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       ptx::store_shared_words(Base::weights_of(stage, j),
                               reinterpret_cast<const uint32_t(&)[4]>(weights[4 * j]));
     }
     Base::arrive(shared.weights_ring.full[stage]);
+    Base::arrive(shared.q_ring.empty[stage]);
 
-    const int dout_stage = dout_at_.stage();
-    shared.dout_ring.full[dout_stage].wait(dout_at_.phase());
+    const int dout_stage = Base::dout_at(at_).stage();
+    shared.dout_ring.full[dout_stage].wait(Base::dout_at(at_).phase());
     ptx::wgmma_fence();
     Base::template issue_sum<typename Tr::DoutTile>(dv, weights,
                                                     shared.dout[dout_stage]);  // dV += P^T dO
@@ -217,12 +250,10 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     ptx::pin(dv);
     Base::arrive(shared.dout_ring.empty[dout_stage]);
     ++at_.count;
-    ++dout_at_.count;
   }
 
   RingPosition<1> k_at_;
   RingPosition<2> at_;
-  RingPosition<Tr::kDoutStages> dout_at_;
 };
 
 /// Warpgroup 2: dP, dS and dK.
@@ -240,14 +271,15 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       ptx::clear(dk);
       if (has_steps(block)) {
         shared.v_ring.full[0].wait(v_at_.phase());
-#pragma unroll 1
-        for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-          if (block.visits.is_full(now.tile)) {
-            step<false>(dk, slot, now, rank);
-          } else {
-            step<true>(dk, slot, now, rank);
-          }
-        }
+        for_each_step(
+            block, [](int32_t) {},
+            [&](int32_t tile, bool full, bool last) {
+              if (full) {
+                step<false>(dk, slot, tile, last);
+              } else {
+                step<true>(dk, slot, tile, last);
+              }
+            });
         ++v_at_.count;
       }
       shared.nonfinite_full[slot].wait(item.phase());  // what the weights warpgroup says of dV
@@ -269,34 +301,35 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
 
  private:
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], int slot,
-                                       const QueryStep& now, uint32_t rank) {
+  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], int slot, int32_t tile,
+                                       bool last) {
     float dp[kQueries / 2];
     uint32_t ds[kQueries / 4];
-    const int stage = at_.stage(), dout_stage = dout_at_.stage();
-    shared.dout_ring.full[dout_stage].wait(dout_at_.phase());
+    const int stage = at_.stage(), dout_stage = Base::dout_at(at_).stage();
+    shared.dout_ring.full[dout_stage].wait(Base::dout_at(at_).phase());
     ptx::wgmma_fence();
     Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
         dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
-    const auto seen = Base::template seen<kMasked>(slot, now);
+    float4 delta[kQueries / 16];
+    if constexpr (!kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
+    shared.ds_ring.empty[stage].wait(at_.free());
+    shared.weights_ring.full[stage].wait(at_.phase());
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    if (is_last(shared.blocks[slot], now)) Base::arrive(shared.v_ring.empty[0]);
-    shared.weights_ring.full[stage].wait(at_.phase());
-    const int lane = Base::lane();
-    const float4* const deltas =
-        reinterpret_cast<const float4*>(shared.delta[dout_stage]) + lane % 4;
+    if constexpr (kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
+    const auto seen = Base::template seen<kMasked>(slot, tile);
+    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    if (last) Base::arrive(shared.v_ring.empty[0]);
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       uint32_t weights[4];
       ptx::load_shared_words(Base::weights_of(stage, j), weights);
-      sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, deltas[4 * j], lane, 16 * j,
-                                seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
+      sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
+                                16 * j, seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
     }
-    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    leave_ds(ds, stage);
     Base::arrive(shared.weights_ring.empty[stage]);
-    leave_ds(ds, stage, rank);
 
     shared.q_ring.full[stage].wait(at_.phase());
     ptx::wgmma_fence();
@@ -306,12 +339,10 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     ptx::pin(dk);
     Base::arrive(shared.q_ring.empty[stage]);
     ++at_.count;
-    ++dout_at_.count;
   }
 
   /// dS to shared memory for dQ, and of a pair to the other block's too.
-  __device__ __forceinline__ void leave_ds(const uint32_t (&ds)[kQueries / 4], int stage,
-                                           uint32_t rank) {
+  __device__ __forceinline__ void leave_ds(const uint32_t (&ds)[kQueries / 4], int stage) {
     using Tile = typename Tr::DsTile;
     const int warp = Base::warp(), lane = Base::lane();
     const uint32_t tile = ptx::shared_address(shared.ds[stage][0]);
@@ -319,7 +350,6 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     const uint32_t rows =
         tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
                                      Tile::fragment_offset(lane, 0));
-    shared.ds_ring.empty[stage].wait(at_.free());
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
@@ -332,9 +362,9 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
       if (lane == 0) {
         full.arrive_expect(kBytes);  // what the other block sends
-        const uint32_t first = static_cast<uint32_t>(warp) * kBytes;
-        ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, rank ^ 1),
-                  tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), rank ^ 1));
+        const uint32_t first = static_cast<uint32_t>(warp) * kBytes, peer = ptx::cluster_rank() ^ 1;
+        ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, peer),
+                  tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), peer));
       } else if (ptx::arrives(lane)) {
         full.arrive();
       }
@@ -345,7 +375,6 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
 
   RingPosition<1> v_at_;
   RingPosition<2> at_;
-  RingPosition<Tr::kDoutStages> dout_at_;
 };
 
 /// Warpgroup 3: dQ.
@@ -361,26 +390,30 @@ struct DqWarpgroup : Warpgroup<Tr> {
       if (!has_steps(block)) return;
       shared.k_ring.full[0].wait(k_at_.phase());
       if constexpr (Tr::kBlocks == 2) shared.peer_k_ring.full[0].wait(k_at_.phase());
+      float* of_head = nullptr;  // the sum of the head's tile 0
+      for_each_step(
+          block,
+          [&](int32_t head) {
+            of_head = Base::scratch.dq + (int64_t{head} * Base::scratch.tiles + block.scratch) *
+                                             (kQueries * Tr::kWidth);
+          },
+          [&](int32_t tile, bool, bool) {
+            float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
+            const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at_.count);
+            const int past = share.first + share.count;
+            shared.ds_ring.full[at_.stage()].wait(at_.phase());
 #pragma unroll 1
-      for (QueryStep now = QueryStep::first(block); !now.done(block); now.advance(block)) {
-        const int64_t tile = int64_t{now.head} * Base::scratch.tiles + block.scratch +
-                             static_cast<uint32_t>(now.tile);
-        float* const sum = Base::scratch.dq + tile * (kQueries * Tr::kWidth);
-        const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at_.count);
-        const int past = share.first + share.count;
-        shared.ds_ring.full[at_.stage()].wait(at_.phase());
-#pragma unroll 1
-        for (int panel = share.first; panel < past;) {
-          if (Tr::kEvenShares || panel + 2 <= past) {
-            add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
-            panel += 2;
-          } else {
-            add_panels<1>(sum, at_.stage(), panel, true, rank);
-            ++panel;
-          }
-        }
-        ++at_.count;
-      }
+            for (int panel = share.first; panel < past;) {
+              if (Tr::kEvenShares || panel + 2 <= past) {
+                add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
+                panel += 2;
+              } else {
+                add_panels<1>(sum, at_.stage(), panel, true, rank);
+                ++panel;
+              }
+            }
+            ++at_.count;
+          });
       Base::arrive(shared.k_ring.empty[0]);
       if constexpr (Tr::kBlocks == 2) Base::arrive(shared.peer_k_ring.empty[0]);
       ++k_at_.count;

@@ -23,11 +23,6 @@ using sm90::QueryVisits;
 __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
   return block.visits.begin < block.visits.end;
 }
-/// Whether a step is the item's last.
-__device__ __forceinline__ bool is_last(const KeyBlock& block, const QueryStep& now) {
-  return now.tile == block.visits.begin && now.head == block.head_end - 1;
-}
-
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.
 template <int kDtype, int kWidth_, int kWidthV_, int kItemKeys_>
