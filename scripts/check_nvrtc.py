@@ -56,7 +56,7 @@ __device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
 """,
     "hopper/backward_sm90_wide.cuh": """
 namespace strobe::cuda::sm90_wide {
-__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256, 128>>;
+__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256>>;
 }
 """,
 }

@@ -134,7 +134,8 @@ static_assert(same(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kM
 static_assert(same(Mask::make({0, 0, 1, true}, kMost, kMost, kFar, 0), kMost - 1024));
 static_assert(same(Mask::make({0, 0, INT32_MAX, false}, kMost, kMost, -kFar, 0), 0));
 static_assert(same_queries(Mask::make({}, kMost, kMost)) &&
-              same_queries(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kMost, kFar, 0)) &&
+              same_queries(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kMost, kFar,
+                                      0)) &&
               same_queries(Mask::make({0, 0, INT32_MAX, false}, kMost, kMost, -kFar, 0)) &&
               same_queries(Mask::make({0, 0, 1, true}, kMost, kMost, kFar, 0)));
 

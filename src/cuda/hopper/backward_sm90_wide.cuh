@@ -3,14 +3,14 @@
 // pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
 //
 // dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
-// thread block has 64 keys, and each warpgroup some of the five products. What bounds it are the
-// additions of dQ to its sum in L2. Therefore two neighbouring blocks (a cluster) may work as a pair
-// on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both, which
-// halves the additions.
+// thread block has 64 keys, and each warpgroup some of the five products. What would bound it are
+// the additions of dQ to its sum in L2. Therefore two neighbouring blocks (a cluster) work as a
+// pair on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both,
+// which halves the additions.
 //
-// A work item is 64 keys (a pair: 128) of a key head, with the tiles of 64 queries that see some of
-// them, of all query heads that read this key head (or of a part of them), last tile first. Blocks
-// stay, and draw item after item: an item's results leave under the begin of the next one.
+// A work item is 128 keys of a key head, with the tiles of 64 queries that see some of them, of all
+// query heads that read this key head (or of a part of them), last tile first. Pairs stay, and draw
+// item after item: an item's results leave under the begin of the next one.
 //
 //   warps     registers  role
 //   0         32         producer, one thread: Q and lse, step by step; it asks for the next item
@@ -24,8 +24,8 @@
 //   barrier            its phases end when                      waited for by
 //   block.full         the scheduler has described an item      all but the scheduler
 //   block.empty        all but the scheduler have finished it   scheduler, two items later
-//   drawn              (pair) block 0 has drawn a number for    the other scheduler; block 0's, two
-//                      both; block 1 has got it                 numbers later
+//   drawn.full, .empty block 0 has drawn a number for both;     block 1's scheduler; block 0's, two
+//                      block 1 has got it                       numbers later
 //   request            an item is nearly loaded                 scheduler
 //   k, v, peer_k .full TMA has delivered K, V, the peer's K     weights and dQ; gradients; dQ
 //   k, v, peer_k .empty they have been read for the last time   producer
@@ -39,7 +39,7 @@
 //                      peer (hence the peer has got it, too)
 //   nonfinite_full     the flags of dV are there                gradients, at an item's end
 //
-//   shared memory    panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_wide_layout.cuh)
+//   shared memory    panels of 64 columns, 128-byte swizzle: backward_sm90_wide_layout.cuh
 //   k, v             [panel][64][64]                         q [2], dout [1 or 2]: alike
 //   weights          [2]: P^T, a thread's words as they are  ds [2][own, the peer's][64][64]
 //   peer_k           the peer's keys, the panels of this     lse [2], delta [1 or 2]: in quad_order
@@ -47,8 +47,8 @@
 //   blocks, limits   [2]: what an item is; queries that see each of its keys
 //
 // One step for a query tile i. Nothing is under way at a warpgroup's begin or end of it, where all
-// branches are: ptxas would serialise wgmma across them. The tensor cores are kept busy by the other
-// warpgroups, which are up to two steps apart.
+// branches are: ptxas would serialise wgmma across them. The tensor cores are kept busy by the
+// other warpgroups, which are up to two steps apart.
 //
 //   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse); free Q(i); leave P for the gradients
 //               wait dO(i) | dV += P^T dO | free dO(i)
@@ -76,7 +76,7 @@
 namespace strobe::cuda::sm90_wide {
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks, 1, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
                     const __grid_constant__ BackwardOrder order,
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
-  const uint32_t rank = Tr::kBlocks == 1 ? 0 : ptx::cluster_rank();
+  const uint32_t rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     if (p.total_q > 0) {  // else there are no maps
       ptx::tma_prefetch(maps.q);
@@ -103,14 +103,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
     shared.q_ring.init(1, 2 * kOfWarpgroup);
     shared.dout_ring.init(1, 2 * kOfWarpgroup);
     shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
-    shared.ds_ring.init(kOfWarpgroup, Tr::kBlocks * kOfWarpgroup);
+    shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
     ptx::fence_barrier_init();
   }
-  if constexpr (Tr::kBlocks == 1) {
-    __syncthreads();
-  } else {
-    ptx::cluster_sync();  // the peer's barriers are there, too
-  }
+  ptx::cluster_sync();  // the peer's barriers are there, too
 
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
@@ -141,10 +137,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(Tr::kBlocks,
     DqWarpgroup<Tr>(shared, p, scratch).run(rank);
   }
   // The peer may still read this block's dS, or arrive at its barriers.
-  if constexpr (Tr::kBlocks == 2) {
-    __syncwarp();
-    ptx::cluster_sync();
-  }
+  __syncwarp();
+  ptx::cluster_sync();
 }
 
 }  // namespace strobe::cuda::sm90_wide

@@ -85,9 +85,10 @@ struct Warpgroup {
   /// Whether a query sees the thread's two keys, 8 rows apart.
   template <bool kMasked>
   __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot, int32_t tile) const {
-    return SeenQueries<kMasked ? 2 : 0>(
-        ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4),
-        tile * kQueries);
+    return SeenQueries < kMasked
+               ? 2
+               : 0 > (ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4),
+                      tile * kQueries);
   }
   /// Calls run(block, slot) for item after item.
   template <typename Run>
@@ -131,19 +132,23 @@ struct Warpgroup {
       }
     }
   }
-  /// Bit h: whether row h of the thread's two, where it is a key, has an infinity or a NaN that a
-  /// product with a weight of 0 may have made, unless all tiles were full. Of the whole warp.
+  /// Whether one of the warp's rows, of those that are keys, has an infinity or a NaN that a
+  /// product with a weight of 0 may have made: unless all tiles were full.
   template <int kCount>
-  __device__ __forceinline__ static uint32_t suspects(const KeyBlock& block,
-                                                      const float (&sum)[kCount], int half) {
+  __device__ __forceinline__ static bool suspects(const KeyBlock& block,
+                                                  const float (&sum)[kCount]) {
     bool found = false;
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-      found |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
-                 fabsf(sum[4 * i + 2 * half + 1]) < infinity());
+    for (int half = 0; half < 2; ++half) {
+      bool of_row = false;
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        of_row |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
+                    fabsf(sum[4 * i + 2 * half + 1]) < infinity());
+      }
+      found |= of_row && block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
     }
-    const int key = block.key_begin + 16 * warp() + lane() / 4 + 8 * half;
-    return __any_sync(0xffffffffu, found && key < block.seqlen_k && !block.visits.all_full());
+    return __any_sync(0xffffffffu, found && !block.visits.all_full());
   }
   /// Rows of dK or dV to where they belong: the tensor, or the sums of its part of the group.
   template <int kCount>
@@ -172,9 +177,9 @@ struct Warpgroup {
 template <typename Tr>
 struct WeightsWarpgroup : Warpgroup<Tr> {
   using Base = Warpgroup<Tr>;
-  using typename Base::T;
   using Base::Base;
   using Base::shared;
+  using typename Base::T;
 
   __device__ __forceinline__ void run(const BackwardOrder& order) {
     Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
@@ -194,10 +199,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
             });
         ++k_at_.count;
       }
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t found = Base::suspects(block, dv, half);
-        if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()][half] = found;
-      }
+      const bool found = Base::suspects(block, dv);
+      if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()] = found;
       Base::arrive(shared.nonfinite_full[slot]);
       Base::store(block, dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
                   Base::scratch.dv, order);
@@ -216,8 +219,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
         s, shared.k, shared.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    // What is to be had from shared memory, under the product: it takes long to come. (A masked step
-    // has no registers for it.)
+    // What is to be had from shared memory, under the product: it takes long to come. (A masked
+    // step has no registers for it.)
     float4 lse[kQueries / 16];
     if constexpr (!kMasked) Base::load_of_queries(lse, shared.lse[stage]);
     shared.weights_ring.empty[stage].wait(at_.free());
@@ -260,9 +263,9 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
 template <typename Tr>
 struct GradientsWarpgroup : Warpgroup<Tr> {
   using Base = Warpgroup<Tr>;
-  using typename Base::T;
   using Base::Base;
   using Base::shared;
+  using typename Base::T;
 
   __device__ __forceinline__ void run(const BackwardOrder& order, uint32_t rank) {
     Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
@@ -283,17 +286,9 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
         ++v_at_.count;
       }
       shared.nonfinite_full[slot].wait(item.phase());  // what the weights warpgroup says of dV
-      uint32_t found[2];
-      for (int half = 0; half < 2; ++half) {
-        found[half] =
-            Base::suspects(block, dk, half) | shared.nonfinite[slot][Base::warp()][half];
-      }
+      const bool found = Base::suspects(block, dk) || shared.nonfinite[slot][Base::warp()] != 0;
       if (Base::lane() == 0) {
-        uint32_t* const flags = Base::scratch.nonfinite + block.number * kFlagWords;
-        for (int half = 0; half < 2; ++half) {
-          flags[flag_word<Tr::kBlocks>(rank, Base::warp(), half)] =
-              Tr::kBlocks == 2 ? found[0] | found[1] : found[half];
-        }
+        Base::scratch.nonfinite[block.number * kFlagWords + flag_word(rank, Base::warp())] = found;
       }
       Base::store(block, dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
     });
@@ -347,9 +342,8 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     const int warp = Base::warp(), lane = Base::lane();
     const uint32_t tile = ptx::shared_address(shared.ds[stage][0]);
     // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
-    const uint32_t rows =
-        tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
-                                     Tile::fragment_offset(lane, 0));
+    const uint32_t rows = tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
+                                                       Tile::fragment_offset(lane, 0));
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
@@ -358,18 +352,14 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     ptx::fence_proxy_async();
     __syncwarp();
     ptx::Barrier& full = shared.ds_ring.full[stage];
-    if constexpr (Tr::kBlocks == 2) {
-      constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
-      if (lane == 0) {
-        full.arrive_expect(kBytes);  // what the other block sends
-        const uint32_t first = static_cast<uint32_t>(warp) * kBytes, peer = ptx::cluster_rank() ^ 1;
-        ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, peer),
-                  tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), peer));
-      } else if (ptx::arrives(lane)) {
-        full.arrive();
-      }
-    } else {
-      if (ptx::arrives(lane)) full.arrive();
+    constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
+    if (lane == 0) {
+      full.arrive_expect(kBytes);  // what the other block sends
+      const uint32_t first = static_cast<uint32_t>(warp) * kBytes, peer = ptx::cluster_rank() ^ 1;
+      ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, peer),
+                tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), peer));
+    } else if (ptx::arrives(lane)) {
+      full.arrive();
     }
   }
 
@@ -381,15 +371,15 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
 template <typename Tr>
 struct DqWarpgroup : Warpgroup<Tr> {
   using Base = Warpgroup<Tr>;
-  using typename Base::T;
   using Base::Base;
   using Base::shared;
+  using typename Base::T;
 
   __device__ __forceinline__ void run(uint32_t rank) {
     Base::for_each_item([&](const KeyBlock& block, RingPosition<2>) {
       if (!has_steps(block)) return;
       shared.k_ring.full[0].wait(k_at_.phase());
-      if constexpr (Tr::kBlocks == 2) shared.peer_k_ring.full[0].wait(k_at_.phase());
+      shared.peer_k_ring.full[0].wait(k_at_.phase());
       float* of_head = nullptr;  // the sum of the head's tile 0
       for_each_step(
           block,
@@ -399,7 +389,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
           },
           [&](int32_t tile, bool, bool) {
             float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
-            const DqShare share = dq_share<Tr::KTile::kPanels, Tr::kBlocks>(rank, at_.count);
+            const DqShare share = dq_share<Tr::KTile::kPanels>(rank, at_.count);
             const int past = share.first + share.count;
             shared.ds_ring.full[at_.stage()].wait(at_.phase());
 #pragma unroll 1
@@ -415,29 +405,27 @@ struct DqWarpgroup : Warpgroup<Tr> {
             ++at_.count;
           });
       Base::arrive(shared.k_ring.empty[0]);
-      if constexpr (Tr::kBlocks == 2) Base::arrive(shared.peer_k_ring.empty[0]);
+      Base::arrive(shared.peer_k_ring.empty[0]);
       ++k_at_.count;
     });
   }
 
  private:
-  /// Adds kPanels panels of dQ to their tile's sum in global memory: nobody waits for the additions.
+  /// Adds kPanels panels of dQ to their tile's sum in global memory: nobody waits for that.
   template <int kPanels>
   __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
                                              uint32_t rank) {
     float dq[32 * kPanels];
     ptx::wgmma_fence();
     issue_dq(dq, shared.ds[stage][0], shared.k + panel * Tr::KTile::kPanelBytes, 0);
-    if constexpr (Tr::kBlocks == 2) {
-      const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
-      issue_dq(dq, shared.ds[stage][1], shared.peer_k + (panel - first) * Tr::KTile::kPanelBytes,
-               1);
-    }
+    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+    issue_dq(dq, shared.ds[stage][1], shared.peer_k + (panel - first) * Tr::KTile::kPanelBytes, 1);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::pin(dq);
     if (last) free_ds(stage, rank);
-    float* const to = sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
+    float* const to =
+        sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
 #pragma unroll
     for (int j = 0; j < 8 * kPanels; ++j) {
       const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
@@ -462,8 +450,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
     __syncwarp();
     if (ptx::arrives(Base::lane())) {
       empty.arrive();
-      if constexpr (Tr::kBlocks == 2)
-        ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), rank ^ 1));
+      ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), rank ^ 1));
     }
   }
 

@@ -20,15 +20,15 @@
 namespace strobe::cuda::sm90_wide {
 
 template <BackwardConfig c>
-using TraitsOf = WideTraits<c.dtype, c.width, c.width, c.tile_k>;
+using TraitsOf = WideTraits<c.dtype, c.width, c.width>;
 /// The same for a V that is narrower than K: 192 and 128 are a usual pair.
 template <BackwardConfig c>
-using NarrowTraitsOf = WideTraits<c.dtype, c.width, 128, c.tile_k>;
+using NarrowTraitsOf = WideTraits<c.dtype, c.width, 128>;
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
   using Tr = TraitsOf<kConfig>;
-  static_assert(kConfig.tile_q == kQueries);
+  static_assert(kConfig.tile_q == kQueries && kConfig.tile_k == kItemKeys);
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
@@ -72,7 +72,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
                              sizeof(typename Tr::Shared));
   // Persistent: as many clusters as there is room for, or items.
   const auto blocks = static_cast<uint32_t>(
-      Tr::kBlocks * min64(order.items, max64(1, target.multiprocessors / Tr::kBlocks)));
+      kBlocks * min64(order.items, max64(1, target.multiprocessors / kBlocks)));
   void* args[] = {&p, &scratch, &order, &maps};
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target);
 }
@@ -92,8 +92,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.
   if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
-  using Stages = BackwardStages<typename Tr::T, kQueries, Tr::kItemKeys, Tr::kWidth,
-                                typename Tr::Form>;
+  using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::Form>;
   cudaError_t error = cudaSuccess;
   thread_local BackwardMaps maps;
   // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.

@@ -25,12 +25,11 @@ __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
 }
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.
-template <int kDtype, int kWidth_, int kWidthV_, int kItemKeys_>
+template <int kDtype, int kWidth_, int kWidthV_>
 struct WideTraits {
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;
-  static constexpr int kItemKeys = kItemKeys_, kBlocks = kItemKeys / kKeys;
   static constexpr int kThreads = 512;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 192, kDqRegisters = 96;
 
@@ -40,20 +39,20 @@ struct WideTraits {
   using DoutTile = SharedTile<kQueries, kWidthV>;
   using DsTile = SharedTile<kKeys, kQueries>;  // [key][query]
 
-  static constexpr int kPeerPanels = kBlocks == 1 ? 0 : peer_panels<KTile::kPanels>(0).count;
+  static constexpr int kPeerPanels = peer_panels<KTile::kPanels>(0).count;
   static constexpr int kPeerBytes = kPeerPanels * KTile::kPanelBytes;
   static constexpr int kWeightsBytes = kKeys * kQueries * 2;
   /// Stages of dO: two where there is room.
-  static constexpr int kFixedBytes =
-      KTile::kBytes + VTile::kBytes + kPeerBytes + 2 * QTile::kBytes + 2 * kWeightsBytes +
-      2 * kBlocks * DsTile::kBytes;
+  static constexpr int kFixedBytes = KTile::kBytes + VTile::kBytes + kPeerBytes +
+                                     2 * QTile::kBytes + 2 * kWeightsBytes +
+                                     2 * kBlocks * DsTile::kBytes;
   static constexpr int kMostBytes = 232448;  // that a Hopper thread block has
   static constexpr int kDoutStages =
       kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
 
   /// Whether a block makes dQ two panels at a time, always.
-  static constexpr bool kEvenShares = dq_share<KTile::kPanels, kBlocks>(0, 0).count % 2 == 0 &&
-                                      dq_share<KTile::kPanels, kBlocks>(0, 1).count % 2 == 0;
+  static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
+                                      dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
 
   /// What the kernels before and after are told.
   using Form = typename sm90::BackwardTraits<kDtype, 128, 64, 128>::Form;
@@ -63,13 +62,13 @@ struct WideTraits {
     uint8_t q[2][QTile::kBytes], dout[kDoutStages][DoutTile::kBytes];
     uint8_t ds[2][kBlocks][DsTile::kBytes];  // of this block's keys, and of its peer's
     uint8_t weights[2][kWeightsBytes];
-    uint8_t peer_k[kPeerBytes > 0 ? kPeerBytes : 16];
+    uint8_t peer_k[kPeerBytes];
     alignas(16) float lse[2][kQueries], delta[kDoutStages][kQueries];
     // Of this item, and of the next.
     KeyBlock blocks[2];
-    int2 limits[2][kKeys];         // queries [x, y) that see the key
-    uint32_t nonfinite[2][4][2];   // dV's rows of each warp: the upper eight, the lower eight
-    uint32_t drawn[2];             // numbers that the other block has drawn for both
+    int2 limits[2][kKeys];     // queries [x, y) that see the key
+    uint32_t nonfinite[2][4];  // whether dV's rows of a warp are
+    uint32_t drawn[2];         // numbers that the other block has drawn for both
     Ring<2> block_ring, drawn_ring;
     ptx::Barrier request, nonfinite_full[2];
     Ring<1> k_ring, v_ring, peer_k_ring;

@@ -9,12 +9,13 @@
 
 namespace strobe::cuda::sm90_wide {
 
-/// Keys and queries of a thread block's step.
+/// Keys and queries of a thread block's step; blocks of a cluster, and their keys together.
 inline constexpr int kKeys = 64, kQueries = 64;
+inline constexpr int kBlocks = 2, kItemKeys = kBlocks * kKeys;
 
-/// Where the weights warpgroup leaves four words of P^T for the gradients warpgroup, in bytes: those
-/// of queries 16j to 16j + 15 that `thread` of a warpgroup has. Nobody else reads them, so all that
-/// counts is that neighbouring threads are neighbours.
+/// Where the weights warpgroup leaves four words of P^T for the gradients warpgroup, in bytes:
+/// those of queries 16j to 16j + 15 that `thread` of a warpgroup has. Nobody else reads them, so
+/// all that counts is that neighbouring threads are neighbours.
 STROBE_INLINE constexpr int weights_offset(int thread, int j) { return 16 * (128 * j + thread); }
 
 /// Panels of 64 columns of dQ that a block makes in a step.
@@ -22,11 +23,10 @@ struct DqShare {
   int first, count;
 };
 
-/// A single block makes all of them from its 64 keys. Of a pair each makes a half from the keys of
-/// both; of three panels one makes two and the other one, which changes with every step.
-template <int kPanels, int kBlocks>
+/// Each block of a pair makes a half from the keys of both; of three panels one block makes two and
+/// the other one, which changes with every step.
+template <int kPanels>
 STROBE_INLINE constexpr DqShare dq_share(uint32_t rank, uint32_t step) {
-  if constexpr (kBlocks == 1) return {0, kPanels};
   if constexpr (kPanels % 2 == 0) return {static_cast<int>(rank) * kPanels / 2, kPanels / 2};
   const int low = static_cast<int>((kPanels + 1 - step % 2) / 2);  // panels of block 0
   return rank == 0 ? DqShare{0, low} : DqShare{low, kPanels - low};
@@ -34,7 +34,7 @@ STROBE_INLINE constexpr DqShare dq_share(uint32_t rank, uint32_t step) {
 /// Panels of the other block's K that a block of a pair holds, from the first that is ever its.
 template <int kPanels>
 STROBE_INLINE constexpr DqShare peer_panels(uint32_t rank) {
-  if constexpr (kPanels % 2 == 0) return dq_share<kPanels, 2>(rank, 0);
+  if constexpr (kPanels % 2 == 0) return dq_share<kPanels>(rank, 0);
   const int first = static_cast<int>(rank) * (kPanels / 2);
   return {first, kPanels / 2 + 1};
 }
@@ -46,12 +46,11 @@ STROBE_INLINE constexpr int sum_block(int row_block, int chunk) {
   return (row_block * (kWidth / 8) + chunk) * 128;
 }
 
-/// Words that say which of an item's rows of dK and dV are not finite: eight, each for as many
-/// keys. Which words 16 rows of a block belong to: those of the upper eight, and of the lower.
-inline constexpr int kFlagWords = 8;
-template <int kBlocks>
-STROBE_INLINE constexpr int flag_word(uint32_t rank, int warp, int half) {
-  return kBlocks == 2 ? 4 * static_cast<int>(rank) + warp : 2 * warp + half;
+/// Words that say which of an item's rows of dK and dV are not finite, each for 16 keys: which is a
+/// warp's.
+inline constexpr int kFlagWords = kItemKeys / 16;
+STROBE_INLINE constexpr int flag_word(uint32_t rank, int warp) {
+  return kKeys / 16 * static_cast<int>(rank) + warp;
 }
 
 }  // namespace strobe::cuda::sm90_wide

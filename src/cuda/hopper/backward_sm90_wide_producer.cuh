@@ -27,7 +27,7 @@ class Scheduler {
       : shared_(shared), p_(p), scratch_(scratch), order_(order) {}
 
   __device__ __forceinline__ void run() {
-    uint32_t index = blockIdx.x / Tr::kBlocks;
+    uint32_t index = blockIdx.x / kBlocks;
 #pragma unroll 1
     for (RingPosition<2> at;; ++at.count) {
       const bool found = find(index);
@@ -48,9 +48,7 @@ class Scheduler {
  private:
   // (What can be asked for again is not kept: the warp has few registers.)
   __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
-  __device__ __forceinline__ static uint32_t rank() {
-    return Tr::kBlocks == 1 ? 0 : ptx::cluster_rank();
-  }
+  __device__ __forceinline__ static uint32_t rank() { return ptx::cluster_rank(); }
 
   /// The next number that nobody has; block 0 of a pair draws for both.
   __device__ __forceinline__ uint32_t draw() {
@@ -60,12 +58,10 @@ class Scheduler {
     ptx::Barrier& empty = shared_.drawn_ring.empty[slot];
     if (lane() == 0) {
       if (rank() == 0) {
-        number = gridDim.x / Tr::kBlocks + atomicAdd(scratch_.ticket, 1u);
-        if constexpr (Tr::kBlocks == 2) {
-          empty.wait(drawn_at_.free());
-          ptx::send_word(ptx::shared_of(ptx::shared_address(&shared_.drawn[slot]), 1), number,
-                         ptx::shared_of(ptx::shared_address(&full), 1));
-        }
+        number = gridDim.x / kBlocks + atomicAdd(scratch_.ticket, 1u);
+        empty.wait(drawn_at_.free());
+        ptx::send_word(ptx::shared_of(ptx::shared_address(&shared_.drawn[slot]), 1), number,
+                       ptx::shared_of(ptx::shared_address(&full), 1));
       } else {
         full.arrive_expect(4);
         full.wait(drawn_at_.phase());
@@ -85,7 +81,7 @@ class Scheduler {
       if (!(p_.cu_k || p_.used_k)) return true;
       __builtin_assume(order_.items <= INT32_MAX);
       const BackwardItem item = backward_item(order_, p_.heads_kv, index);
-      if (item.block * Tr::kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
+      if (item.block * kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
       if (rank() == 0 && lane() < kFlagWords)
         scratch_.nonfinite[int64_t{index} * kFlagWords + lane()] = 0;
     }
@@ -108,9 +104,9 @@ class Scheduler {
     if (lane() == 0) {
       const auto [item, sequence, mask] = look_up(index);
       // Of both blocks of a pair: they go through the same steps.
-      const int32_t begin = item.block * Tr::kItemKeys;
-      const Range keys{begin, min(begin + Tr::kItemKeys, mask.seqlen_k)};
-      block.visits = QueryVisits::make(mask, keys, kQueries, Tr::kItemKeys);
+      const int32_t begin = item.block * kItemKeys;
+      const Range keys{begin, min(begin + kItemKeys, mask.seqlen_k)};
+      block.visits = QueryVisits::make(mask, keys, kQueries, kItemKeys);
     }
     ptx::make_opaque(index);
     if (lane() == 0) {
@@ -122,14 +118,14 @@ class Scheduler {
       block.head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
       block.head_end = min(block.head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
       block.scratch = scratch_begin(p_, kQueries, item.batch);
-      block.key_begin = item.block * Tr::kItemKeys + static_cast<int32_t>(rank()) * kKeys;
+      block.key_begin = item.block * kItemKeys + static_cast<int32_t>(rank()) * kKeys;
       block.map_batch = p_.cu_q ? 0 : item.batch;
       block.map_q = static_cast<int32_t>(sequence.q_row);
       block.map_k = static_cast<int32_t>(sequence.k_row) + block.key_begin;
     }
     ptx::make_opaque(index);
     const auto [item, sequence, mask] = look_up(index);
-    const int32_t key_begin = item.block * Tr::kItemKeys + static_cast<int32_t>(rank()) * kKeys;
+    const int32_t key_begin = item.block * kItemKeys + static_cast<int32_t>(rank()) * kKeys;
 #pragma unroll 1
     for (int key = lane(); key < kKeys; key += 32)
       shared_.limits[slot][key] = key_limits(mask, key_begin + key);
@@ -177,11 +173,9 @@ __device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const Bac
     load(shared.v_ring, shared.v, Tr::VTile::kPanelBytes, maps.v, block.map_k, 0,
          Tr::VTile::kPanels);
     load(shared.k_ring, shared.k, KTile::kPanelBytes, maps.k, block.map_k, 0, KTile::kPanels);
-    if constexpr (Tr::kBlocks == 2) {
-      load(shared.peer_k_ring, shared.peer_k, KTile::kPanelBytes, maps.k,
-           block.map_k + (rank == 0 ? kKeys : -kKeys), peer_panels<KTile::kPanels>(rank).first,
-           Tr::kPeerPanels);
-    }
+    load(shared.peer_k_ring, shared.peer_k, KTile::kPanelBytes, maps.k,
+         block.map_k + (rank == 0 ? kKeys : -kKeys), peer_panels<KTile::kPanels>(rank).first,
+         Tr::kPeerPanels);
     ++at.count;
   });
 }
