@@ -101,8 +101,9 @@ TEST(TileMask, EqualsMaskAtTheLimits) {
                   ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 16));
                 }
                 for (const int64_t key : {int64_t{0}, seqlen_k / 2, seqlen_k - 1}) {
-                  if (key >= 0 && key < seqlen_k)
+                  if (key >= 0 && key < seqlen_k) {
                     ASSERT_NO_FATAL_FAILURE(expect_same_queries(mask, key));
+                  }
                 }
               }
             }
