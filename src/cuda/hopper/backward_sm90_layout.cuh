@@ -59,13 +59,16 @@ struct alignas(16) KeyBlock {
 struct QueryStep {
   int32_t head, tile;
 
-  __device__ __forceinline__ static QueryStep first(const KeyBlock& block) {
+  template <typename Block>
+  __device__ __forceinline__ static QueryStep first(const Block& block) {
     return {block.head_begin, block.visits.end - 1};
   }
-  __device__ __forceinline__ bool done(const KeyBlock& block) const {
+  template <typename Block>
+  __device__ __forceinline__ bool done(const Block& block) const {
     return head >= block.head_end;
   }
-  __device__ __forceinline__ void advance(const KeyBlock& block) {
+  template <typename Block>
+  __device__ __forceinline__ void advance(const Block& block) {
     if (--tile < block.visits.begin) {
       tile = block.visits.end - 1;
       ++head;

@@ -15,9 +15,22 @@
 namespace strobe::cuda::sm90_wide {
 
 using sm90::BackwardMaps;
-using sm90::KeyBlock;
 using sm90::QueryStep;
 using sm90::QueryVisits;
+
+/// A block's half of a work item: 64 keys of a key head, with all query heads that read them, or a
+/// part of these.
+struct alignas(16) KeyBlock {
+  QueryVisits visits;  // of both halves: they go through the same steps
+  BackwardItem item;
+  int64_t number;  // of the item; negative: there is none, and the thread block ends
+  int64_t k_row;   // of the sequence's first key
+  int32_t seqlen_k;
+  int32_t head_begin, head_end;  // query heads
+  uint32_t scratch;              // the sequence's first scratch tile of head 0
+  int32_t key_begin;
+  int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
+};
 
 /// Whether any query sees any of an item's keys.
 __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
@@ -54,8 +67,12 @@ struct WideTraits {
   static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
                                       dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
 
-  /// What the kernels before and after are told.
-  using Form = typename sm90::BackwardTraits<kDtype, 128, 64, 128>::Form;
+  /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
+  /// 2^12 (backward_scratch.cuh).
+  struct Form {
+    static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false;
+  };
 
   struct alignas(1024) Shared {
     uint8_t k[KTile::kBytes], v[VTile::kBytes];
