@@ -59,6 +59,11 @@ constexpr BackwardConfig kC{90, kBfloat16, 128, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
 }
 """,
+    "hopper/backward_sm90_wide.cuh": """
+namespace strobe::cuda::sm90_wide {
+__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256>>;
+}
+""",
 }
 
 
@@ -120,7 +125,7 @@ def main() -> int:
     headers = [str(p.relative_to(source)).replace("_launch.h", ".cuh") for p in launches]
     failed = 0
     for header in headers:
-        arch = "90a" if header.endswith("sm90.cuh") else "80"
+        arch = "90a" if "_sm90" in header else "80"
         options = ["--std=c++20", f"--gpu-architecture=compute_{arch}", f"-I{ROOT / 'src'}"]
         options += [f"-I{include}", f"-I{include / 'cccl'}"]
         text = f'#include "cuda/{header}"\n'

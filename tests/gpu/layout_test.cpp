@@ -12,6 +12,7 @@
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/hopper/backward_sm90_wide_maps.cuh"
 
 namespace strobe::cuda {
 namespace {
@@ -242,6 +243,95 @@ TEST(QuadOrder, FourQueriesOfALaneAreSideBySide) {
       EXPECT_EQ(quad_order(8 * (j + 1) + accumulator_column(lane, 0)), first + 2);
       EXPECT_EQ(quad_order(8 * (j + 1) + accumulator_column(lane, 1)), first + 3);
     }
+  }
+}
+
+// The Hopper backward for wide heads (backward_sm90_wide_maps.cuh).
+
+TEST(WideBackward, WeightsPassFromThreadToThread) {
+  std::set<int> places;
+  for (int j = 0; j < sm90_wide::kQueries / 16; ++j) {
+    for (int first = 0; first < 128; first += 8) {  // eight threads store at a time
+      std::array<int, 8> offsets{};
+      for (int i = 0; i < 8; ++i) {
+        offsets[i] = sm90_wide::weights_offset(first + i, j);
+        EXPECT_TRUE(places.insert(offsets[i]).second);
+        EXPECT_EQ(offsets[i] % 16, 0);
+      }
+      EXPECT_EQ(banks_touched(offsets), 32);
+    }
+  }
+  EXPECT_EQ(places.size() * 16, size_t{sm90_wide::kKeys * sm90_wide::kQueries * 2});
+  EXPECT_EQ(*places.rbegin() + 16, sm90_wide::kKeys * sm90_wide::kQueries * 2);
+}
+
+// A pair makes each panel of dQ once a step, both as many in the long run, from keys that are
+// there.
+template <int kPanels>
+void check_shares() {
+  std::array<int, 2> made{};
+  for (uint32_t step = 0; step < 8; ++step) {
+    std::multiset<int> panels;
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      const auto share = sm90_wide::dq_share<kPanels>(rank, step);
+      const auto there = sm90_wide::peer_panels<kPanels>(rank);
+      EXPECT_EQ(there.count, sm90_wide::peer_panels<kPanels>(0).count) << "the room is the same";
+      EXPECT_GE(share.first, there.first);
+      EXPECT_LE(share.first + share.count, there.first + there.count);
+      EXPECT_LE(there.first + there.count, kPanels);
+      for (int i = 0; i < share.count; ++i) panels.insert(share.first + i);
+      made[rank] += share.count;
+    }
+    std::multiset<int> all;
+    for (int i = 0; i < kPanels; ++i) all.insert(i);
+    EXPECT_EQ(panels, all) << "step " << step;
+  }
+  EXPECT_EQ(made[0], made[1]);
+}
+
+TEST(WideBackward, EveryPanelOfDqOnce) {
+  check_shares<3>();
+  check_shares<4>();
+}
+
+// What a warp leaves of dS, 16 keys, is one piece of memory: it sends that to the other block.
+TEST(WideBackward, AWarpsDsIsOnePiece) {
+  using Tile = SharedTile<sm90_wide::kKeys, sm90_wide::kQueries>;
+  constexpr int kPiece = Tile::kBytes / 4;
+  for (int row = 0; row < sm90_wide::kKeys; ++row) {
+    for (int column = 0; column < sm90_wide::kQueries; column += 8) {
+      EXPECT_EQ(Tile::offset(row, column) / kPiece, row / 16);
+    }
+  }
+}
+
+// The four warps' accumulators of all panels fill the sum of a tile, each place once.
+template <int kWidth>
+void check_sum() {
+  std::set<int> places;
+  for (int warp = 0; warp < 4; ++warp) {
+    for (int panel = 0; panel < kWidth / 64; ++panel) {
+      for (int j = 0; j < 8; ++j) {
+        const int at = sm90_wide::sum_block<kWidth>(warp, 8 * panel) + 128 * j;
+        EXPECT_EQ(at, sm90_wide::sum_block<kWidth>(warp, 8 * panel + j));
+        EXPECT_TRUE(places.insert(at).second);
+      }
+    }
+  }
+  EXPECT_EQ(places.size() * 128, size_t{sm90_wide::kQueries * kWidth});
+  EXPECT_EQ(*places.rbegin() + 128, sm90_wide::kQueries * kWidth);
+}
+
+TEST(WideBackward, AccumulatorsFillTheSumOfDq) {
+  check_sum<192>();
+  check_sum<256>();
+}
+
+// In the order of the item's keys, each for as many: what backward_post.cuh takes them for.
+TEST(WideBackward, FlagsAreInTheOrderOfKeys) {
+  for (int key = 0; key < sm90_wide::kItemKeys; ++key) {
+    EXPECT_EQ(sm90_wide::flag_word(static_cast<uint32_t>(key / 64), key / 16 % 4),
+              key / (sm90_wide::kItemKeys / sm90_wide::kFlagWords));
   }
 }
 

@@ -216,7 +216,7 @@ TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
 }
 
 TEST(CudaPlan, HoppersBackwardTakesPlainProblems) {
-  for (const int64_t dim : {40, 64, 80, 128}) {
+  for (const int64_t dim : {40, 64, 80, 128, 136, 192, 256}) {
     Plan plan;
     AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
     ASSERT_TRUE(plan_for(p, device(90), plan).ok());
@@ -225,17 +225,33 @@ TEST(CudaPlan, HoppersBackwardTakesPlainProblems) {
 }
 
 TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
-  for (int which = 0; which < 5; ++which) {
-    AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
-    if (which == 0) p.softcap = 20.f;
-    if (which == 1) p.alibi = STROBE_ALIBI_PER_HEAD;
-    if (which == 2) p.dropout_p = 0.1f;
-    if (which == 3) p.deterministic = 1;
-    if (which == 4) p.head_dim = 136;
+  for (const int64_t dim : {64, 256}) {
+    for (int which = 0; which < 4; ++which) {
+      AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
+      if (which == 0) p.softcap = 20.f;
+      if (which == 1) p.alibi = STROBE_ALIBI_PER_HEAD;
+      if (which == 2) p.dropout_p = 0.1f;
+      if (which == 3) p.deterministic = 1;
+      Plan plan;
+      const Status s = plan_for(p, device(90), plan);
+      ASSERT_TRUE(s.ok()) << s.text();
+      EXPECT_STREQ(plan.kernel, "cuda_sm80") << which;
+    }
+  }
+}
+
+// Its kernel for wide heads draws work items in 32 bits.
+TEST(CudaPlan, HoppersWideBackwardHasAMostOfItems) {
+  for (const bool many : {false, true}) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, 256, STROBE_BACKWARD);
+    p.varlen = 1;
+    p.batch = many ? 1 << 20 : 1 << 10;
+    p.total_q = p.total_k = p.seqlen_q = p.seqlen_k = 1 << 20;
+    p.heads = p.heads_kv = 16;
     Plan plan;
     const Status s = plan_for(p, device(90), plan);
     ASSERT_TRUE(s.ok()) << s.text();
-    EXPECT_STREQ(plan.kernel, "cuda_sm80") << which;
+    EXPECT_STREQ(plan.kernel, many ? "cuda_sm80" : "cuda_sm90");
   }
 }
 

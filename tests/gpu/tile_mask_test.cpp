@@ -38,6 +38,19 @@ void expect_same(const MaskRule& rule, const Mask& mask, int64_t first, int32_t 
   }
 }
 
+// From the side of the keys, all queries being one tile: what the backward pass asks.
+void expect_same_queries(const Mask& mask, int64_t key) {
+  const TileMask whole = mask.tile(0, mask.seqlen_q);
+  ASSERT_EQ(whole.seqlen_q, mask.seqlen_q);
+  ASSERT_EQ(whole.q_range({key, key + 1}), mask.q_range({key, key + 1})) << "key " << key;
+  for (const int64_t size : {64, 128}) {
+    const Range keys{key, std::min(key + 2 * size, mask.seqlen_k)};
+    const Visits narrow = query_visits(whole, keys, size), wide = query_visits(mask, keys, size);
+    ASSERT_EQ(narrow.blocks, wide.blocks) << "key " << key;
+    ASSERT_EQ(narrow.full, wide.full) << "key " << key;
+  }
+}
+
 TEST(TileMask, EqualsMaskOnShortSequences) {
   for (const int64_t seqlen_q : {1, 2, 5, 9}) {
     for (const int64_t seqlen_k : {0, 1, 4, 7, 12}) {
@@ -54,6 +67,8 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
                   for (int64_t first = 0; first < seqlen_q; first += 4) {
                     ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 4));
                   }
+                  for (int64_t key = 0; key < seqlen_k; ++key)
+                    ASSERT_NO_FATAL_FAILURE(expect_same_queries(mask, key));
                 }
               }
             }
@@ -85,6 +100,11 @@ TEST(TileMask, EqualsMaskAtTheLimits) {
                 for (const int64_t first : {int64_t{0}, seqlen_q / 2, seqlen_q - 1}) {
                   ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 16));
                 }
+                for (const int64_t key : {int64_t{0}, seqlen_k / 2, seqlen_k - 1}) {
+                  if (key >= 0 && key < seqlen_k) {
+                    ASSERT_NO_FATAL_FAILURE(expect_same_queries(mask, key));
+                  }
+                }
               }
             }
           }
@@ -101,6 +121,11 @@ constexpr bool same(const Mask& mask, int64_t first) {
   return tile.row(0) == mask.row(first) && tile.row(last) == mask.row(first + last) &&
          tile.q_range({0, 1}).begin >= 0;
 }
+constexpr bool same_queries(const Mask& mask) {
+  const TileMask whole = mask.tile(0, mask.seqlen_q);
+  const Range last{mask.seqlen_k - 1, mask.seqlen_k};
+  return whole.q_range({0, 1}) == mask.q_range({0, 1}) && whole.q_range(last) == mask.q_range(last);
+}
 constexpr int64_t kMost = kLongestSequence, kFar = Sequences::kFurthestPosition;
 static_assert(same(Mask::make({}, 1, kMost), 0) && same(Mask::make({}, kMost, kMost), kMost - 1) &&
               same(Mask::make({}, kMost, 1), 0));
@@ -109,6 +134,11 @@ static_assert(same(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, false}, kMost, k
 static_assert(same(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kMost, -kFar, 0), 0));
 static_assert(same(Mask::make({0, 0, 1, true}, kMost, kMost, kFar, 0), kMost - 1024));
 static_assert(same(Mask::make({0, 0, INT32_MAX, false}, kMost, kMost, -kFar, 0), 0));
+static_assert(same_queries(Mask::make({}, kMost, kMost)) &&
+              same_queries(Mask::make({INT64_MAX, INT64_MAX, INT64_MAX, true}, kMost, kMost, kFar,
+                                      0)) &&
+              same_queries(Mask::make({0, 0, INT32_MAX, false}, kMost, kMost, -kFar, 0)) &&
+              same_queries(Mask::make({0, 0, 1, true}, kMost, kMost, kFar, 0)));
 
 }  // namespace
 }  // namespace strobe::cuda

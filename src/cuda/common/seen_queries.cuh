@@ -10,7 +10,8 @@
 namespace strobe::cuda {
 
 /// Queries that see a key, as kernels keep them in shared memory; none of a key past the end.
-__device__ __forceinline__ int2 key_limits(const Mask& mask, int64_t key) {
+template <typename Int>
+__device__ __forceinline__ int2 key_limits(const BasicMask<Int>& mask, int64_t key) {
   const Range seen = key < mask.seqlen_k ? mask.q_range({key, key + 1}) : Range{0, 0};
   if (seen.empty()) return make_int2(0, 0);
   return make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));

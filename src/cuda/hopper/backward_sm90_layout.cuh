@@ -22,8 +22,9 @@ namespace strobe::cuda::sm90 {
 struct QueryVisits {
   int32_t begin, end, full_begin, full_end;
 
-  __device__ __forceinline__ static QueryVisits make(const Mask& mask, Range keys, int32_t tile_q,
-                                                     int32_t tile_k) {
+  template <typename Int>
+  __device__ __forceinline__ static QueryVisits make(const BasicMask<Int>& mask, Range keys,
+                                                     int32_t tile_q, int32_t tile_k) {
     const Visits v = query_visits(mask, keys, tile_q);
     const auto begin = static_cast<int32_t>(v.blocks.begin);
     const auto end = static_cast<int32_t>(v.blocks.end);
@@ -58,13 +59,16 @@ struct alignas(16) KeyBlock {
 struct QueryStep {
   int32_t head, tile;
 
-  __device__ __forceinline__ static QueryStep first(const KeyBlock& block) {
+  template <typename Block>
+  __device__ __forceinline__ static QueryStep first(const Block& block) {
     return {block.head_begin, block.visits.end - 1};
   }
-  __device__ __forceinline__ bool done(const KeyBlock& block) const {
+  template <typename Block>
+  __device__ __forceinline__ bool done(const Block& block) const {
     return head >= block.head_end;
   }
-  __device__ __forceinline__ void advance(const KeyBlock& block) {
+  template <typename Block>
+  __device__ __forceinline__ void advance(const Block& block) {
     if (--tile < block.visits.begin) {
       tile = block.visits.end - 1;
       ++head;

@@ -152,6 +152,17 @@ std::string tma_declines(const AttentionProblem& p) {
   if (!forward && p.softcap > 0) return "softcap > 0, expected 0 for the backward pass";
   if (!forward && p.alibi) return "alibi, expected none for the backward pass";
   if (!forward && p.deterministic) return "deterministic, expected false for the backward pass";
+  // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
+  // its group each, in 32 bits.
+  const int64_t most_items = int64_t{INT32_MAX} - 65536;
+  const int64_t blocks_of_head = p.batch * ceil_div(p.seqlen_k, int64_t{128});
+  if (!forward && max64(p.head_dim, p.head_dim_v) > 128 &&
+      p.heads > most_items / max64(1, blocks_of_head)) {
+    return format("batch * heads * seqlen_k / 128 = %lld * %lld * %lld, expected at most %lld",
+                  static_cast<long long>(p.batch), static_cast<long long>(p.heads),
+                  static_cast<long long>(ceil_div(p.seqlen_k, int64_t{128})),
+                  static_cast<long long>(most_items));
+  }
   if (forward && p.head_dim_v % 8 != 0) {
     return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
                   static_cast<long long>(p.head_dim_v));

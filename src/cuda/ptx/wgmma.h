@@ -38,6 +38,13 @@ __device__ __forceinline__ void pin(float (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
+/// Sets the registers to 0, here: the compiler would set variables to 0 as early as it can, which
+/// may be before the warpgroup has got registers for them.
+template <int kCount>
+__device__ __forceinline__ void clear(float (&r)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(r[i])::"memory");
+}
 
 /// Sets this warpgroup's registers per thread. Every warp of it has to come by.
 template <int kRegisters>

@@ -1,0 +1,76 @@
+// Hopper backward: P^T and dS^T from accumulators, 16 queries at a time, as operands of the next
+// product.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WEIGHTS_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WEIGHTS_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/backward_pre.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/ptx/mma.h"
+#include "cuda/ptx/packed.h"
+
+namespace strobe::cuda::sm90 {
+
+/// Query of a lane's i-th of eight accumulators: two neighbouring 16 x 8 blocks of S^T.
+__device__ __forceinline__ constexpr int query_of(int lane, int i) {
+  return 2 * (lane % 4) + i / 4 * 8 + i % 2;
+}
+
+/// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is. scale: in
+/// log 2 units. lse: of the lane's four queries, in quad_order. seen(row, query - first_query)
+template <typename T, bool kMasked, typename Seen>
+__device__ __forceinline__ void take_weights(const float* s, float scale, const float4& lse,
+                                             int lane, int first_query, const Seen& seen,
+                                             uint32_t (&weights)[4]) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  const float references[4] = {lse.x, lse.y, lse.z, lse.w};
+  float w[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    w[i] = exp2_fast(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]));
+    if constexpr (kMasked) {
+      if (!seen(i / 2 % 2, first_query + query_of(lane, i))) w[i] = 0.f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    weights[i] = ptx::min_or_nan_pair<T>(ptx::pack<T>(w[2 * i], w[2 * i + 1]),
+                                         kBf16 ? 0x3f803f80u : 0x6c006c00u);  // 1, 4096
+  }
+}
+
+/// Two weights times two values. bf16 has float32's exponents: the product may be taken of packed
+/// values. fp16's weights are too large for that (Form::kScale).
+template <typename T>
+__device__ __forceinline__ uint32_t times_weights(uint32_t weights, float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return ptx::multiply_pair<T>(weights, ptx::pack<T>(low, high));
+  } else {
+    const float2 w = unpack<T>(weights);
+    return ptx::pack<T>(w.x * low, w.y * high);
+  }
+}
+
+/// dS^T = P^T (dP^T - delta), packed. weight_scale: what weights are held times (Form::kScale).
+template <typename T, bool kMasked, typename Seen>
+__device__ __forceinline__ void take_ds(const float* dp, const uint32_t (&weights)[4],
+                                        float weight_scale, const float4& delta, int lane,
+                                        int first_query, const Seen& seen, uint32_t (&ds)[4]) {
+  const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x[i] = fmaf(dp[i], 1.f / weight_scale, -deltas[i / 4 * 2 + i % 2]);
+    if constexpr (kMasked) {
+      if (!seen(i / 2 % 2, first_query + query_of(lane, i))) x[i] = 0.f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ds[i] = times_weights<T>(weights[i], x[2 * i], x[2 * i + 1]);
+}
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WEIGHTS_CUH_

@@ -1,0 +1,146 @@
+// Attention backward on Hopper (sm_90a) for wide heads, head_dim 129 to 256: TMA, wgmma, warp
+// specialisation by product (arXiv:2307.08691, algorithm 2). docs/hopper-backward.md draws the
+// pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
+//
+// dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
+// thread block has 64 keys, and each warpgroup some of the five products. What would bound it are
+// the additions of dQ to its sum in L2. Therefore two neighbouring blocks (a cluster) work as a
+// pair on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both,
+// which halves the additions.
+//
+// A work item is 128 keys of a key head, with the tiles of 64 queries that see some of them, of all
+// query heads that read this key head (or of a part of them), last tile first. Pairs stay, and draw
+// item after item: an item's results leave under the begin of the next one.
+//
+//   warps     registers  role
+//   0         32         producer, one thread: Q and lse, step by step; it asks for the next item
+//   1         32         producer, one thread: dO and delta
+//   2         32         scheduler: draws items, and says what they are
+//   3         32         producer, one thread: V, K, the peer's K
+//   4 to 7    192        weights:   S, P and dV
+//   8 to 11   192        gradients: dP, dS and dK
+//   12 to 15  96         dQ
+//
+//   barrier            its phases end when                      waited for by
+//   block.full         the scheduler has described an item      all but the scheduler
+//   block.empty        all but the scheduler have finished it   scheduler, two items later
+//   drawn.full, .empty block 0 has drawn a number for both;     block 1's scheduler; block 0's, two
+//                      block 1 has got it                       numbers later
+//   request            an item is nearly loaded                 scheduler
+//   k, v, peer_k .full TMA has delivered K, V, the peer's K     weights and dQ; gradients; dQ
+//   k, v, peer_k .empty they have been read for the last time   producer
+//   q, dout .full      TMA has delivered the tile               weights, gradients
+//   q, dout .empty     weights and gradients are done with it   producers
+//   weights.full       the weights warps have left P            gradients
+//   weights.empty      the gradients warps have read it         weights, two steps later
+//   ds.full            the gradients warps have left dS, and    dQ
+//                      the peer's dS has arrived
+//   ds.empty           dQ has been made of it, here and by the  gradients, two steps later
+//                      peer (hence the peer has got it, too)
+//   nonfinite_full     the flags of dV are there                gradients, at an item's end
+//
+//   shared memory    panels of 64 columns, 128-byte swizzle: backward_sm90_wide_layout.cuh
+//   k, v             [panel][64][64]                         q [2], dout [1 or 2]: alike
+//   weights          [2]: P^T, a thread's words as they are  ds [2][own, the peer's][64][64]
+//   peer_k           the peer's keys, the panels of this     lse [2], delta [1 or 2]: in quad_order
+//                    block's half of dQ
+//   blocks, limits   [2]: what an item is; queries that see each of its keys
+//
+// One step for a query tile i. Nothing is under way at a warpgroup's begin or end of it, where all
+// branches are: ptxas would serialise wgmma across them. The tensor cores are kept busy by the
+// other warpgroups, which are up to two steps apart.
+//
+//   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse); free Q(i); leave P for the gradients
+//               wait dO(i) | dV += P^T dO | free dO(i)
+//   gradients   wait dO(i) | dP^T = V dO^T | wait P | dS = P (dP - delta); free dO(i), P
+//               leave dS, send it to the peer | wait Q(i) | dK += dS^T Q | free Q(i)
+//   dQ          wait dS | dQ = dS K (and dS' K' of the peer) | free dS | add it to the sum
+//
+// Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
+
+#include <cstddef>
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/hopper/backward_sm90_wide_consumer.cuh"
+#include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/hopper/backward_sm90_wide_producer.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90_wide {
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p,
+                    const __grid_constant__ BackwardScratch scratch,
+                    const __grid_constant__ BackwardOrder order,
+                    const __grid_constant__ BackwardMaps maps) {
+  constexpr uint32_t kOfWarpgroup = 4 * ptx::kWarpArrivals;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
+
+  const uint32_t rank = ptx::cluster_rank();
+  if (threadIdx.x == 0) {
+    if (p.total_q > 0) {  // else there are no maps
+      ptx::tma_prefetch(maps.q);
+      ptx::tma_prefetch(maps.k);
+      ptx::tma_prefetch(maps.v);
+      ptx::tma_prefetch(maps.dout);
+    }
+    shared.block_ring.init(ptx::kWarpArrivals, 3 * kOfWarpgroup + 3);
+    shared.drawn_ring.init(1, 1);
+    shared.request.init(1);
+    for (ptx::Barrier& full : shared.nonfinite_full) full.init(kOfWarpgroup);
+    shared.k_ring.init(1, 2 * kOfWarpgroup);
+    shared.v_ring.init(1, kOfWarpgroup);
+    shared.peer_k_ring.init(1, kOfWarpgroup);
+    shared.q_ring.init(1, 2 * kOfWarpgroup);
+    shared.dout_ring.init(1, 2 * kOfWarpgroup);
+    shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
+    shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
+    ptx::fence_barrier_init();
+  }
+  ptx::cluster_sync();  // the peer's barriers are there, too
+
+  // The shuffle tells the compiler that the number is the same for a whole warp.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp < 4) {
+    ptx::set_max_registers_down<Tr::kProducerRegisters>();
+    if (warp == 2) {
+      Scheduler<Tr>(shared, p, scratch, order).run();
+    } else if (threadIdx.x % 32 == 0) {
+      if (warp == 0) {
+        load_queries<Tr, typename Tr::QTile, true>(shared, shared.q_ring, shared.q, maps.q,
+                                                   shared.lse, scratch.lse, scratch.tiles);
+      } else if (warp == 1) {
+        load_queries<Tr, typename Tr::DoutTile, false>(shared, shared.dout_ring, shared.dout,
+                                                       maps.dout, shared.delta, scratch.delta,
+                                                       scratch.tiles);
+      } else {
+        load_keys<Tr>(shared, maps, rank);
+      }
+    }
+  } else if (warp < 8) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    WeightsWarpgroup<Tr>(shared, p, scratch).run(order);
+  } else if (warp < 12) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    GradientsWarpgroup<Tr>(shared, p, scratch).run(order, rank);
+  } else {
+    ptx::set_max_registers_down<Tr::kDqRegisters>();
+    DqWarpgroup<Tr>(shared, p, scratch).run(rank);
+  }
+  // The peer may still read this block's dS, or arrive at its barriers.
+  __syncwarp();
+  ptx::cluster_sync();
+}
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_

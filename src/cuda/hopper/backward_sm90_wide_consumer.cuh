@@ -1,0 +1,463 @@
+// Hopper backward, wide heads: the warpgroups that compute. backward_sm90_wide.cuh has the whole
+// picture, and the step that this file is about.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
+
+#include "cuda/common/backward_math.cuh"
+#include "cuda/common/seen_queries.cuh"
+#include "cuda/hopper/backward_sm90_weights.cuh"
+#include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/opaque.h"
+#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+#include "cuda/ptx/wgmma.h"
+
+namespace strobe::cuda::sm90_wide {
+
+/// Calls run(tile, full, last) for each step of an item: last tile first, head after head; and
+/// next_head(head) before each head. What it needs of the item is in registers: a load from shared
+/// memory waits behind the operands of wgmma.
+template <typename NextHead, typename Run>
+__device__ __forceinline__ void for_each_step(const KeyBlock& block, const NextHead& next_head,
+                                              const Run& run) {
+  const int32_t begin = block.visits.begin;
+  const int32_t full_begin = block.visits.full_begin, full_end = block.visits.full_end;
+#pragma unroll 1
+  for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
+    next_head(head);
+    --left;
+#pragma unroll 1
+    for (int32_t tile = block.visits.end - 1; tile >= begin; --tile)
+      run(tile, full_begin <= tile && tile < full_end, left == 0 && tile == begin);
+  }
+}
+
+/// What the three have in common.
+template <typename Tr>
+struct Warpgroup {
+  using T = typename Tr::T;
+  typename Tr::Shared& shared;
+  const BackwardParams& p;
+  const BackwardScratch& scratch;
+
+  __device__ __forceinline__ Warpgroup(typename Tr::Shared& shared_, const BackwardParams& p_,
+                                       const BackwardScratch& scratch_)
+      : shared(shared_), p(p_), scratch(scratch_) {}
+
+  // (What follows from where a thread stands is computed anew: kept, it would be spilled.)
+  __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
+  /// Of the warpgroup's four. It has the accumulators' rows 16 * warp() to 16 * warp() + 15.
+  __device__ __forceinline__ static int warp() { return ptx::thread_again() / 32 % 4; }
+  __device__ __forceinline__ static void arrive(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (ptx::arrives(lane())) barrier.arrive();
+  }
+  /// In the ring of dO, of a step's place in the other rings.
+  __device__ __forceinline__ static RingPosition<Tr::kDoutStages> dout_at(RingPosition<2> at) {
+    return {at.count};
+  }
+  /// A shared address for a descriptor. Computed anew in each step, behind the compiler's back: it
+  /// would otherwise keep every address through all steps. In a cluster an address has high bits
+  /// that say which block's it is; a descriptor is always this block's.
+  __device__ __forceinline__ static uint32_t fresh(const void* shared) {
+    uint32_t address = ptx::shared_address(shared);
+    ptx::make_opaque(address);
+    return address & 0x3ffffu;
+  }
+  /// Where P^T of queries 16j to 16j + 15 passes from a thread of one warpgroup to one of the next.
+  __device__ __forceinline__ uint32_t weights_of(int stage, int j) const {
+    return ptx::shared_address(shared.weights[stage]) +
+           static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
+  }
+  /// lse or delta of the lane's queries, from shared memory in quad_order.
+  __device__ __forceinline__ static void load_of_queries(float4 (&x)[kQueries / 16],
+                                                         const float* values) {
+    const float4* const from = reinterpret_cast<const float4*>(values) + lane() % 4;
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) x[j] = from[4 * j];
+  }
+  /// Whether a query sees the thread's two keys, 8 rows apart.
+  template <bool kMasked>
+  __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot, int32_t tile) const {
+    return SeenQueries < kMasked
+               ? 2
+               : 0 > (ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4),
+                      tile * kQueries);
+  }
+  /// Calls run(block, slot) for item after item.
+  template <typename Run>
+  __device__ __forceinline__ void for_each_item(const Run& run) {
+#pragma unroll 1
+    for (RingPosition<2> at;; ++at.count) {
+      shared.block_ring.full[at.stage()].wait(at.phase());
+      const KeyBlock& block = shared.blocks[at.stage()];
+      if (block.number < 0) return;
+      run(block, at);
+      arrive(shared.block_ring.empty[at.stage()]);
+    }
+  }
+  /// acc = the block's keys times the queries of a tile: both K-major.
+  template <typename Keys, typename Queries>
+  __device__ __forceinline__ static void issue_scores(float (&acc)[kQueries / 2],
+                                                      const uint8_t* keys, const uint8_t* queries) {
+    const auto a = ptx::Descriptor::make(fresh(keys), 0);
+    const auto b = ptx::Descriptor::make(fresh(queries), 0);
+#pragma unroll
+    for (int i = 0; i < 4 * Keys::kPanels; ++i) {
+      ptx::Wgmma<T, kQueries>::ss(acc, a.at(i / 4 * Keys::kPanelBytes + i % 4 * 32),
+                                  b.at(i / 4 * Queries::kPanelBytes + i % 4 * 32), i != 0);
+    }
+  }
+  /// sum += values of (keys, queries) times rows of dO or Q. In pieces of 128 columns where these
+  /// divide the width: ptxas does not take 256 of a kernel that begins with 128 registers.
+  template <typename Rows, int kCount>
+  __device__ __forceinline__ static void issue_sum(float (&sum)[kCount],
+                                                   const uint32_t (&values)[kQueries / 4],
+                                                   const uint8_t* rows) {
+    constexpr int kColumns = 2 * kCount, kPiece = kColumns % 128 == 0 ? 128 : kColumns;
+    const auto b = ptx::Descriptor::make(fresh(rows), Rows::kPanelBytes);
+#pragma unroll
+    for (int piece = 0; piece < kColumns / kPiece; ++piece) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i) {
+        ptx::Wgmma<T, kPiece>::rs(
+            sum + piece * (kPiece / 2), values + 4 * i,
+            b.at(piece * (kPiece / 64) * Rows::kPanelBytes + i * 16 * Rows::kRowBytes), 1);
+      }
+    }
+  }
+  /// Whether one of the warp's rows, of those that are keys, has an infinity or a NaN that a
+  /// product with a weight of 0 may have made: unless all tiles were full.
+  template <int kCount>
+  __device__ __forceinline__ static bool suspects(const KeyBlock& block,
+                                                  const float (&sum)[kCount]) {
+    bool found = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bool of_row = false;
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        of_row |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
+                    fabsf(sum[4 * i + 2 * half + 1]) < infinity());
+      }
+      found |= of_row && block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
+    }
+    return __any_sync(0xffffffffu, found && !block.visits.all_full());
+  }
+  /// Rows of dK or dV to where they belong: the tensor, or the sums of its part of the group.
+  template <int kCount>
+  __device__ __forceinline__ void store(const KeyBlock& block, const float (&sum)[kCount],
+                                        float scale, const Tensor& tensor, int32_t dim,
+                                        float* parts_sum, const BackwardOrder& order) const {
+    const BackwardItem& item = block.item;
+    const int32_t seqlen = block.seqlen_k;
+    const int32_t key = block.key_begin + 16 * warp() + lane() / 4;
+    const auto& blocks = reinterpret_cast<const float(&)[1][kCount / 4][4]>(sum);
+    if (order.parts > 1) {
+      const int64_t first = (p.cu_k ? block.k_row : int64_t{item.batch} * p.seqlen_k) + key;
+      const int64_t stride = int64_t{p.heads_kv} * order.parts * 2 * Tr::kWidth;
+      store_part_sums(parts_sum + first * stride +
+                          (int64_t{item.head_kv} * order.parts + item.part) * 2 * Tr::kWidth +
+                          2 * (lane() % 4),
+                      stride, seqlen - key, blocks, scale);
+    } else {
+      store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
+                            key, 0, blocks, scale, lane());
+    }
+  }
+};
+
+/// Warpgroup 1: S, P and dV.
+template <typename Tr>
+struct WeightsWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using Base::Base;
+  using Base::shared;
+  using typename Base::T;
+
+  __device__ __forceinline__ void run(const BackwardOrder& order) {
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+      const int slot = item.stage();
+      float dv[Tr::kWidthV / 2];
+      ptx::clear(dv);
+      if (has_steps(block)) {
+        shared.k_ring.full[0].wait(k_at_.phase());
+        for_each_step(
+            block, [](int32_t) {},
+            [&](int32_t tile, bool full, bool last) {
+              if (full) {
+                step<false>(dv, slot, tile, last);
+              } else {
+                step<true>(dv, slot, tile, last);
+              }
+            });
+        ++k_at_.count;
+      }
+      const bool found = Base::suspects(block, dv);
+      if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()] = found;
+      Base::arrive(shared.nonfinite_full[slot]);
+      Base::store(block, dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
+                  Base::scratch.dv, order);
+    });
+  }
+
+ private:
+  template <bool kMasked>
+  __device__ __forceinline__ void step(float (&dv)[Tr::kWidthV / 2], int slot, int32_t tile,
+                                       bool last) {
+    float s[kQueries / 2];
+    uint32_t weights[kQueries / 4];
+    const int stage = at_.stage();
+    shared.q_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
+        s, shared.k, shared.q[stage]);  // S^T = K Q^T
+    ptx::wgmma_commit();
+    // What is to be had from shared memory, under the product: it takes long to come. (A masked
+    // step has no registers for it.)
+    float4 lse[kQueries / 16];
+    if constexpr (!kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    shared.weights_ring.empty[stage].wait(at_.free());
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    if constexpr (kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    const auto seen = Base::template seen<kMasked>(slot, tile);
+    if (last) Base::arrive(shared.k_ring.empty[0]);
+    const float scale = Base::p.scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lse[j], Base::lane(), 16 * j, seen,
+                                     reinterpret_cast<uint32_t(&)[4]>(weights[4 * j]));
+    }
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      ptx::store_shared_words(Base::weights_of(stage, j),
+                              reinterpret_cast<const uint32_t(&)[4]>(weights[4 * j]));
+    }
+    Base::arrive(shared.weights_ring.full[stage]);
+    Base::arrive(shared.q_ring.empty[stage]);
+
+    const int dout_stage = Base::dout_at(at_).stage();
+    shared.dout_ring.full[dout_stage].wait(Base::dout_at(at_).phase());
+    ptx::wgmma_fence();
+    Base::template issue_sum<typename Tr::DoutTile>(dv, weights,
+                                                    shared.dout[dout_stage]);  // dV += P^T dO
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dv);
+    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    ++at_.count;
+  }
+
+  RingPosition<1> k_at_;
+  RingPosition<2> at_;
+};
+
+/// Warpgroup 2: dP, dS and dK.
+template <typename Tr>
+struct GradientsWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using Base::Base;
+  using Base::shared;
+  using typename Base::T;
+
+  __device__ __forceinline__ void run(const BackwardOrder& order, uint32_t rank) {
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+      const int slot = item.stage();
+      float dk[Tr::kWidth / 2];
+      ptx::clear(dk);
+      if (has_steps(block)) {
+        shared.v_ring.full[0].wait(v_at_.phase());
+        for_each_step(
+            block, [](int32_t) {},
+            [&](int32_t tile, bool full, bool last) {
+              if (full) {
+                step<false>(dk, slot, tile, last);
+              } else {
+                step<true>(dk, slot, tile, last);
+              }
+            });
+        ++v_at_.count;
+      }
+      shared.nonfinite_full[slot].wait(item.phase());  // what the weights warpgroup says of dV
+      const bool found = Base::suspects(block, dk) || shared.nonfinite[slot][Base::warp()] != 0;
+      if (Base::lane() == 0) {
+        Base::scratch.nonfinite[block.number * kFlagWords + flag_word(rank, Base::warp())] = found;
+      }
+      Base::store(block, dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
+    });
+  }
+
+ private:
+  template <bool kMasked>
+  __device__ __forceinline__ void step(float (&dk)[Tr::kWidth / 2], int slot, int32_t tile,
+                                       bool last) {
+    float dp[kQueries / 2];
+    uint32_t ds[kQueries / 4];
+    const int stage = at_.stage(), dout_stage = Base::dout_at(at_).stage();
+    shared.dout_ring.full[dout_stage].wait(Base::dout_at(at_).phase());
+    ptx::wgmma_fence();
+    Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
+        dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
+    ptx::wgmma_commit();
+    float4 delta[kQueries / 16];
+    if constexpr (!kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
+    shared.ds_ring.empty[stage].wait(at_.free());
+    shared.weights_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    if constexpr (kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
+    const auto seen = Base::template seen<kMasked>(slot, tile);
+    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    if (last) Base::arrive(shared.v_ring.empty[0]);
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      uint32_t weights[4];
+      ptx::load_shared_words(Base::weights_of(stage, j), weights);
+      sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
+                                16 * j, seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
+    }
+    leave_ds(ds, stage);
+    Base::arrive(shared.weights_ring.empty[stage]);
+
+    shared.q_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_sum<typename Tr::QTile>(dk, ds, shared.q[stage]);  // dK += dS^T Q
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    Base::arrive(shared.q_ring.empty[stage]);
+    ++at_.count;
+  }
+
+  /// dS to shared memory for dQ, and of a pair to the other block's too.
+  __device__ __forceinline__ void leave_ds(const uint32_t (&ds)[kQueries / 4], int stage) {
+    using Tile = typename Tr::DsTile;
+    const int warp = Base::warp(), lane = Base::lane();
+    const uint32_t tile = ptx::shared_address(shared.ds[stage][0]);
+    // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+    const uint32_t rows = tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
+                                                       Tile::fragment_offset(lane, 0));
+#pragma unroll
+    for (int j = 0; j < kQueries / 16; ++j) {
+      const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
+      ptx::stmatrix(rows ^ static_cast<uint32_t>(32 * j), block);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::Barrier& full = shared.ds_ring.full[stage];
+    constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
+    if (lane == 0) {
+      full.arrive_expect(kBytes);  // what the other block sends
+      const uint32_t first = static_cast<uint32_t>(warp) * kBytes, peer = ptx::cluster_rank() ^ 1;
+      ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, peer),
+                tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), peer));
+    } else if (ptx::arrives(lane)) {
+      full.arrive();
+    }
+  }
+
+  RingPosition<1> v_at_;
+  RingPosition<2> at_;
+};
+
+/// Warpgroup 3: dQ.
+template <typename Tr>
+struct DqWarpgroup : Warpgroup<Tr> {
+  using Base = Warpgroup<Tr>;
+  using Base::Base;
+  using Base::shared;
+  using typename Base::T;
+
+  __device__ __forceinline__ void run(uint32_t rank) {
+    Base::for_each_item([&](const KeyBlock& block, RingPosition<2>) {
+      if (!has_steps(block)) return;
+      shared.k_ring.full[0].wait(k_at_.phase());
+      shared.peer_k_ring.full[0].wait(k_at_.phase());
+      float* of_head = nullptr;  // the sum of the head's tile 0
+      for_each_step(
+          block,
+          [&](int32_t head) {
+            of_head = Base::scratch.dq + (int64_t{head} * Base::scratch.tiles + block.scratch) *
+                                             (kQueries * Tr::kWidth);
+          },
+          [&](int32_t tile, bool, bool) {
+            float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
+            const DqShare share = dq_share<Tr::KTile::kPanels>(rank, at_.count);
+            const int past = share.first + share.count;
+            shared.ds_ring.full[at_.stage()].wait(at_.phase());
+#pragma unroll 1
+            for (int panel = share.first; panel < past;) {
+              if (Tr::kEvenShares || panel + 2 <= past) {
+                add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
+                panel += 2;
+              } else {
+                add_panels<1>(sum, at_.stage(), panel, true, rank);
+                ++panel;
+              }
+            }
+            ++at_.count;
+          });
+      Base::arrive(shared.k_ring.empty[0]);
+      Base::arrive(shared.peer_k_ring.empty[0]);
+      ++k_at_.count;
+    });
+  }
+
+ private:
+  /// Adds kPanels panels of dQ to their tile's sum in global memory: nobody waits for that.
+  template <int kPanels>
+  __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
+                                             uint32_t rank) {
+    float dq[32 * kPanels];
+    ptx::wgmma_fence();
+    issue_dq(dq, shared.ds[stage][0], shared.k + panel * Tr::KTile::kPanelBytes, 0);
+    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+    issue_dq(dq, shared.ds[stage][1], shared.peer_k + (panel - first) * Tr::KTile::kPanelBytes, 1);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    if (last) free_ds(stage, rank);
+    float* const to =
+        sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
+#pragma unroll
+    for (int j = 0; j < 8 * kPanels; ++j) {
+      const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+      sum_add(to + 128 * j, x);
+    }
+  }
+  /// dQ = dS K over 64 keys.
+  template <int kCount>
+  __device__ __forceinline__ static void issue_dq(float (&dq)[kCount], const uint8_t* ds,
+                                                  const uint8_t* keys, int keep) {
+    const auto a = ptx::Descriptor::make(Base::fresh(ds), Tr::DsTile::kPanelBytes);
+    const auto b = ptx::Descriptor::make(Base::fresh(keys), Tr::KTile::kPanelBytes);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      ptx::Wgmma<T, 2 * kCount>::ss_mn(dq, a.at(i * 16 * Tr::DsTile::kRowBytes),
+                                       b.at(i * 16 * Tr::KTile::kRowBytes), keep || i != 0);
+    }
+  }
+  /// dS may be written anew: here, and by what the other block sends.
+  __device__ __forceinline__ void free_ds(int stage, uint32_t rank) {
+    ptx::Barrier& empty = shared.ds_ring.empty[stage];
+    __syncwarp();
+    if (ptx::arrives(Base::lane())) {
+      empty.arrive();
+      ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), rank ^ 1));
+    }
+  }
+
+  RingPosition<1> k_at_;
+  RingPosition<2> at_;
+};
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_

@@ -1,0 +1,100 @@
+// Hopper backward, wide heads: the numbers of a configuration, and what lies in shared memory.
+// backward_sm90_wide.cuh has the kernel, and the whole picture.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_
+
+#include <type_traits>
+
+#include "cuda/common/config.h"
+#include "cuda/common/element.h"
+#include "cuda/common/tile.cuh"
+#include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_wide_maps.cuh"
+#include "cuda/hopper/pipeline.cuh"
+
+namespace strobe::cuda::sm90_wide {
+
+using sm90::BackwardMaps;
+using sm90::QueryStep;
+using sm90::QueryVisits;
+
+/// A block's half of a work item: 64 keys of a key head, with all query heads that read them, or a
+/// part of these.
+struct alignas(16) KeyBlock {
+  QueryVisits visits;  // of both halves: they go through the same steps
+  BackwardItem item;
+  int64_t number;  // of the item; negative: there is none, and the thread block ends
+  int64_t k_row;   // of the sequence's first key
+  int32_t seqlen_k;
+  int32_t head_begin, head_end;  // query heads
+  uint32_t scratch;              // the sequence's first scratch tile of head 0
+  int32_t key_begin;
+  int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
+};
+
+/// Whether any query sees any of an item's keys.
+__device__ __forceinline__ bool has_steps(const KeyBlock& block) {
+  return block.visits.begin < block.visits.end;
+}
+/// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
+/// template arguments of class type), and the width of V's rows, which may be less than K's.
+template <int kDtype, int kWidth_, int kWidthV_>
+struct WideTraits {
+  static constexpr bool kBf16 = kDtype == kBfloat16;
+  using T = Element<kDtype>;
+  static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;
+  static constexpr int kThreads = 512;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 192, kDqRegisters = 96;
+
+  using KTile = SharedTile<kKeys, kWidth>;
+  using VTile = SharedTile<kKeys, kWidthV>;
+  using QTile = SharedTile<kQueries, kWidth>;
+  using DoutTile = SharedTile<kQueries, kWidthV>;
+  using DsTile = SharedTile<kKeys, kQueries>;  // [key][query]
+
+  static constexpr int kPeerPanels = peer_panels<KTile::kPanels>(0).count;
+  static constexpr int kPeerBytes = kPeerPanels * KTile::kPanelBytes;
+  static constexpr int kWeightsBytes = kKeys * kQueries * 2;
+  /// Stages of dO: two where there is room.
+  static constexpr int kFixedBytes = KTile::kBytes + VTile::kBytes + kPeerBytes +
+                                     2 * QTile::kBytes + 2 * kWeightsBytes +
+                                     2 * kBlocks * DsTile::kBytes;
+  static constexpr int kMostBytes = 232448;  // that a Hopper thread block has
+  static constexpr int kDoutStages =
+      kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
+
+  /// Whether a block makes dQ two panels at a time, always.
+  static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
+                                      dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
+
+  /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
+  /// 2^12 (backward_scratch.cuh).
+  struct Form {
+    static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false;
+  };
+
+  struct alignas(1024) Shared {
+    uint8_t k[KTile::kBytes], v[VTile::kBytes];
+    uint8_t q[2][QTile::kBytes], dout[kDoutStages][DoutTile::kBytes];
+    uint8_t ds[2][kBlocks][DsTile::kBytes];  // of this block's keys, and of its peer's
+    uint8_t weights[2][kWeightsBytes];
+    uint8_t peer_k[kPeerBytes];
+    alignas(16) float lse[2][kQueries], delta[kDoutStages][kQueries];
+    // Of this item, and of the next.
+    KeyBlock blocks[2];
+    int2 limits[2][kKeys];     // queries [x, y) that see the key
+    uint32_t nonfinite[2][4];  // whether dV's rows of a warp are
+    uint32_t drawn[2];         // numbers that the other block has drawn for both
+    Ring<2> block_ring, drawn_ring;
+    ptx::Barrier request, nonfinite_full[2];
+    Ring<1> k_ring, v_ring, peer_k_ring;
+    Ring<2> q_ring, weights_ring, ds_ring;
+    Ring<kDoutStages> dout_ring;
+  };
+  static_assert(sizeof(Shared) <= kMostBytes);
+};
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAYOUT_CUH_

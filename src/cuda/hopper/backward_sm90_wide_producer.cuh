@@ -1,0 +1,221 @@
+// Hopper backward, wide heads: the four warps that compute nothing. backward_sm90_wide.cuh has the
+// whole picture.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
+
+#include "cuda/common/backward_order.cuh"
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/common/seen_queries.cuh"
+#include "cuda/common/tile_mask.h"
+#include "cuda/hopper/backward_sm90_wide_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/opaque.h"
+#include "cuda/ptx/thread_again.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warp_arrivals.h"
+
+namespace strobe::cuda::sm90_wide {
+
+/// Takes items, and works out what the others need to know of them. One warp.
+template <typename Tr>
+class Scheduler {
+ public:
+  __device__ __forceinline__ Scheduler(typename Tr::Shared& shared, const BackwardParams& p,
+                                       const BackwardScratch& scratch, const BackwardOrder& order)
+      : shared_(shared), p_(p), scratch_(scratch), order_(order) {}
+
+  __device__ __forceinline__ void run() {
+    uint32_t index = blockIdx.x / kBlocks;
+#pragma unroll 1
+    for (RingPosition<2> at;; ++at.count) {
+      const bool found = find(index);
+      shared_.block_ring.empty[at.stage()].wait(at.free());
+      if (found) {
+        describe(index, at.stage());
+      } else if (lane() == 0) {
+        shared_.blocks[at.stage()].number = -1;
+      }
+      __syncwarp();
+      if (ptx::arrives(lane())) shared_.block_ring.full[at.stage()].arrive();
+      if (!found) return;
+      shared_.request.wait(at.count & 1);
+      index = draw();
+    }
+  }
+
+ private:
+  // (What can be asked for again is not kept: the warp has few registers.)
+  __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
+  __device__ __forceinline__ static uint32_t rank() { return ptx::cluster_rank(); }
+
+  /// The next number that nobody has; block 0 of a pair draws for both.
+  __device__ __forceinline__ uint32_t draw() {
+    uint32_t number = 0;
+    const int slot = drawn_at_.stage();
+    ptx::Barrier& full = shared_.drawn_ring.full[slot];
+    ptx::Barrier& empty = shared_.drawn_ring.empty[slot];
+    if (lane() == 0) {
+      if (rank() == 0) {
+        number = gridDim.x / kBlocks + atomicAdd(scratch_.ticket, 1u);
+        empty.wait(drawn_at_.free());
+        ptx::send_word(ptx::shared_of(ptx::shared_address(&shared_.drawn[slot]), 1), number,
+                       ptx::shared_of(ptx::shared_address(&full), 1));
+      } else {
+        full.arrive_expect(4);
+        full.wait(drawn_at_.phase());
+        number = *static_cast<volatile uint32_t*>(&shared_.drawn[slot]);
+        ptx::arrive_at(ptx::shared_of(ptx::shared_address(&empty), 0));
+      }
+    }
+    ++drawn_at_.count;
+    return __shfl_sync(0xffffffffu, number, 0);
+  }
+  /// From `index` on, the first item that there is and nobody has: sequences shorter than the
+  /// longest have fewer. Those that there are not have no rows that are not finite.
+  __device__ __forceinline__ bool find(uint32_t& index) {
+#pragma unroll 1
+    for (;; index = draw()) {
+      if (index >= order_.items) return false;
+      if (!(p_.cu_k || p_.used_k)) return true;
+      __builtin_assume(order_.items <= INT32_MAX);
+      const BackwardItem item = backward_item(order_, p_.heads_kv, index);
+      if (item.block * kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
+      if (rank() == 0 && lane() < kFlagWords)
+        scratch_.nonfinite[int64_t{index} * kFlagWords + lane()] = 0;
+    }
+  }
+  /// The item, and its sequence's mask in 32 bits: all its queries as one tile.
+  struct Found {
+    BackwardItem item;
+    Sequence sequence;
+    TileMask mask;
+  };
+  __device__ __forceinline__ Found look_up(uint32_t index) const {
+    __builtin_assume(order_.items <= INT32_MAX);  // the launcher saw to it
+    const BackwardItem item = backward_item(order_, p_.heads_kv, index);
+    const Sequence sequence = p_.sequence(item.batch);
+    return {item, sequence, sequence.mask.tile(0, sequence.mask.seqlen_q)};
+  }
+  /// Writes the item's record, and its keys' limits. (Looked up three times, for fewer registers.)
+  __device__ __forceinline__ void describe(uint32_t index, int slot) {
+    KeyBlock& block = shared_.blocks[slot];
+    if (lane() == 0) {
+      const auto [item, sequence, mask] = look_up(index);
+      // Of both blocks of a pair: they go through the same steps.
+      const int32_t begin = item.block * kItemKeys;
+      const Range keys{begin, min(begin + kItemKeys, mask.seqlen_k)};
+      block.visits = QueryVisits::make(mask, keys, kQueries, kItemKeys);
+    }
+    ptx::make_opaque(index);
+    if (lane() == 0) {
+      const auto [item, sequence, mask] = look_up(index);
+      block.item = item;
+      block.number = index;
+      block.k_row = sequence.k_row;
+      block.seqlen_k = mask.seqlen_k;
+      block.head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
+      block.head_end = min(block.head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
+      block.scratch = scratch_begin(p_, kQueries, item.batch);
+      block.key_begin = item.block * kItemKeys + static_cast<int32_t>(rank()) * kKeys;
+      block.map_batch = p_.cu_q ? 0 : item.batch;
+      block.map_q = static_cast<int32_t>(sequence.q_row);
+      block.map_k = static_cast<int32_t>(sequence.k_row) + block.key_begin;
+    }
+    ptx::make_opaque(index);
+    const auto [item, sequence, mask] = look_up(index);
+    const int32_t key_begin = item.block * kItemKeys + static_cast<int32_t>(rank()) * kKeys;
+#pragma unroll 1
+    for (int key = lane(); key < kKeys; key += 32)
+      shared_.limits[slot][key] = key_limits(mask, key_begin + key);
+  }
+
+  typename Tr::Shared& shared_;
+  const BackwardParams& p_;
+  const BackwardScratch& scratch_;
+  const BackwardOrder& order_;
+  RingPosition<2> drawn_at_;
+};
+
+/// Calls run(block) for item after item, in one thread.
+template <typename Tr, typename Run>
+__device__ __forceinline__ void for_each_item_loaded(typename Tr::Shared& shared, const Run& run) {
+#pragma unroll 1
+  for (RingPosition<2> at;; ++at.count) {
+    shared.block_ring.full[at.stage()].wait(at.phase());
+    const KeyBlock& block = shared.blocks[at.stage()];
+    if (block.number < 0) return;
+    run(block);
+    shared.block_ring.empty[at.stage()].arrive();
+  }
+}
+
+/// V and K of each item, and what is needed of the peer's K. One thread.
+template <typename Tr>
+__device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const BackwardMaps& maps,
+                                          uint32_t rank) {
+  using KTile = typename Tr::KTile;
+  RingPosition<1> at;
+  for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) {
+    if (!has_steps(block)) return;
+    const auto load = [&](Ring<1>& ring, uint8_t* tile, int panel_bytes, const CUtensorMap& map,
+                          int row, int first, int count) {
+      ring.empty[0].wait(at.free());
+      ring.full[0].arrive_expect(static_cast<uint32_t>(count * panel_bytes));
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        ptx::tma_load(tile + i * panel_bytes, map, ring.full[0], ptx::L2::kEvictFirst,
+                      64 * (first + i), row, block.item.head_kv, block.map_batch);
+      }
+    };
+    // V is free first.
+    load(shared.v_ring, shared.v, Tr::VTile::kPanelBytes, maps.v, block.map_k, 0,
+         Tr::VTile::kPanels);
+    load(shared.k_ring, shared.k, KTile::kPanelBytes, maps.k, block.map_k, 0, KTile::kPanels);
+    load(shared.peer_k_ring, shared.peer_k, KTile::kPanelBytes, maps.k,
+         block.map_k + (rank == 0 ? kKeys : -kKeys), peer_panels<KTile::kPanels>(rank).first,
+         Tr::kPeerPanels);
+    ++at.count;
+  });
+}
+
+/// Q with lse, or dO with delta, of each step. One thread. kAsks: it asks for the next item.
+template <typename Tr, typename Tile, bool kAsks, int kStages>
+__device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<kStages>& ring,
+                                             uint8_t (*tiles)[Tile::kBytes], const CUtensorMap& map,
+                                             float (*values)[kQueries], const float* values_from,
+                                             uint32_t tiles_of_head) {
+  RingPosition<kStages> at;
+  for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) {
+    if (!has_steps(block)) {
+      if constexpr (kAsks) shared.request.arrive();
+      return;
+    }
+    // Two steps before the item's last: early enough for the next one to be there in time, late
+    // enough for the last items of all to go to whoever is free.
+    int to_last = (block.visits.end - block.visits.begin) * (block.head_end - block.head_begin);
+    if (kAsks && to_last <= 2) shared.request.arrive();
+#pragma unroll 1
+    for (QueryStep now = QueryStep::first(block); !now.done(block);
+         now.advance(block), ++at.count, --to_last) {
+      if (kAsks && to_last == 3) shared.request.arrive();
+      const int stage = at.stage();
+      const int64_t row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
+                                      static_cast<uint32_t>(now.tile));
+      ptx::Barrier& full = ring.full[stage];
+      ring.empty[stage].wait(at.free());
+      full.arrive_expect(Tile::kBytes + 4 * kQueries);
+#pragma unroll 1
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::tma_load(tiles[stage] + panel * Tile::kPanelBytes, map, full, ptx::L2::kEvictLast,
+                      64 * panel, block.map_q + now.tile * kQueries, now.head, block.map_batch);
+      }
+      ptx::bulk_load(values[stage], values_from + row, 4 * kQueries, full);
+    }
+  });
+}
+
+}  // namespace strobe::cuda::sm90_wide
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
