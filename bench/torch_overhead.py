@@ -11,14 +11,19 @@ PyTorch's scaled_dot_product_attention on a GPU's host.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import strobe
 import torch
-from strobe import _library, functional
 from strobe.flash_attn import flash_attn_func
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
+import header  # noqa: E402
 
 
 def microseconds(
@@ -39,25 +44,39 @@ def microseconds(
     return {name: seconds / calls * 1e6 for name, seconds in best.items()}
 
 
-def c_function(q: Any, k: Any, v: Any) -> Callable[[], Any]:
-    """strobe_forward with its plan and arguments at hand."""
-    functional.FORWARD_LAUNCHES.clear()
-    out = strobe.attention(q, k, v, causal=True)
-    (launch,) = functional.FORWARD_LAUNCHES.values()
-    workspace = launch.new_workspace(q) if launch.new_workspace else None
-    stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
-    arguments = _library.pack_forward(
-        _library.FORWARD_ARGS_SIZE,
-        *(x.data_ptr() for x in (q, k, v, out)),
-        *[0] * 6,
-        0 if workspace is None else workspace.data_ptr(),
-        launch.workspace_bytes,
-        stream,
-    )
-    # The tensors must live as long as the arguments that point to them.
-    return lambda _keep=(q, k, v, out, workspace): _library.forward(
-        launch.address, arguments
-    )
+def c_function(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """strobe_forward with its plan and arguments at hand, and a C function that does nothing: ctypes
+    takes as long for either.
+    """
+    library = ctypes.CDLL(strobe.info().library)
+    problem, plan, args = header.Problem(), header.Plan(), header.ForwardArgs()
+    pointer = ctypes.byref
+    library.strobe_problem_init(pointer(problem), ctypes.c_size_t(ctypes.sizeof(problem)))
+    problem.dtype, problem.device = (1, 1) if q.is_cuda else (0, 0)
+    problem.batch, problem.seqlen_q, problem.heads, problem.head_dim = q.shape
+    problem.seqlen_k = k.shape[1]
+    problem.causal = 1
+    problem.threads = torch.get_num_threads()
+    plan.struct_size, args.struct_size = ctypes.sizeof(plan), ctypes.sizeof(args)
+    assert library.strobe_plan_make(pointer(problem), pointer(plan)) == 0
+    out = torch.empty_like(q)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        setattr(args, name, x.data_ptr())
+    if q.is_cuda:
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        args.stream = torch.cuda.current_stream().cuda_stream
+    keep = (q, k, v, out, workspace)  # as long as the arguments that point to them
+    plan_address, args_address = ctypes.addressof(plan), ctypes.addressof(args)
+    forward, nothing = library.strobe_forward, library.strobe_version
+    for function in (forward, nothing):
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        function.restype = ctypes.c_int
+    assert forward(plan_address, args_address) == 0
+    return {
+        "C function": lambda _keep=(keep, plan, args): forward(plan_address, args_address),
+        "ctypes": lambda: nothing(plan_address, args_address),
+    }
 
 
 def measure(device: str) -> dict[str, float]:
@@ -65,6 +84,7 @@ def measure(device: str) -> dict[str, float]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(1, 1, 1, 64, dtype=dtype, device=device) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    arrays = [torch.randn(1, 1, 1, 64).numpy() for _ in range(3)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     dout = torch.randn_like(q)
 
@@ -80,8 +100,11 @@ def measure(device: str) -> dict[str, float]:
 
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     quick: dict[str, Callable[[], Any]] = {
-        "C function": c_function(q, k, v),
+        **c_function(q, k, v),
         "strobe.attention": lambda: strobe.attention(q, k, v, causal=True),
+        "strobe.attention, NumPy": lambda: strobe.attention(
+            *arrays, causal=True, threads=1
+        ),
         "flash_attn_func": lambda: flash_attn_func(q, k, v, causal=True),
         "scaled_dot_product_attention": lambda: sdpa(*heads_first, is_causal=True),
     }
@@ -90,8 +113,16 @@ def measure(device: str) -> dict[str, float]:
         "scaled_dot_product_attention, with gradient": lambda: torchs(*leaves),
         "backward of flash_attn_func": backward(ours),
         "backward of scaled_dot_product_attention": backward(torchs),
+        "flash_attn_func, forward and backward": lambda: torch.autograd.grad(
+            ours(*leaves), leaves, dout
+        ),
+        "scaled_dot_product_attention, forward and backward": lambda: torch.autograd.grad(
+            torchs(*leaves), leaves, dout
+        ),
     }
-    return microseconds(quick) | microseconds(slow, 20)
+    found = microseconds(quick) | microseconds(slow, 20)
+    found["C function"] -= found.pop("ctypes")
+    return found
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ or recompute them, and activation checkpointing, which replays the generators, s
 weights dropped.
 
 Arrays, layouts and options are those of `strobe.attention`, whose docstring describes them. Kernels
-for CPU and CUDA are one Python function: `strobe.attention` finds the device's kernel, PyTorch's
-current stream, and takes workspaces from PyTorch's allocator.
+for CPU and CUDA are one function of `_core`, which finds the device's kernel, PyTorch's current
+stream, and takes workspaces from PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _options, _questions, _s_dmask, functional
+from . import _core, _options, _questions, _s_dmask
 from ._errors import InvalidArgument, Unsupported
 from ._generator import draw_dropout_state as draw_dropout_state
 from ._generator import seed_and_offset as seed_and_offset
@@ -70,98 +70,10 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    *more: Any,
-) -> tuple[Tensor, Tensor]:
-    """The kernel of attention_forward: (out, lse), new contiguous tensors."""
-    seed, offset = seed_and_offset(rng_state)
-    out, lse = functional.attention(
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        causal=causal,
-        window=(window_left, window_right),
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        dropout_offset=offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        return_lse=True,
-        **_options.by_name(more),
-    )
-    return out, lse
-
-
-def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    *more: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel of attention_backward: new contiguous tensors. dout None: out was not used."""
-    seed, offset = seed_and_offset(rng_state)
-    dq, dk, dv = functional.attention_backward(
-        torch.zeros_like(out) if dout is None else rows_contiguous(dout),
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        rows_contiguous(out),
-        lse.contiguous(),
-        causal=causal,
-        window=(window_left, window_right),
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        dropout_offset=offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dlse=None if dlse is None else dlse.contiguous(),
-        deterministic=deterministic,
-        **_options.by_name(more),
-    )
-    return dq, dk, dv
+# The kernels of attention_forward and attention_backward: new contiguous tensors. What has rows
+# that are not contiguous is copied, a dout of None (out was not used) is zero.
+forward: Final = _core.operator_forward
+backward: Final = _core.operator_backward
 
 
 def _fake_forward(
@@ -231,21 +143,52 @@ def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """attention_forward for eager tensors: 17 us where the operator's own autograd takes 80."""
+    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes.
+
+    options: the operator's arguments after q, k and v, in one tuple: each argument costs time, and
+    each result, so lse is one only where wants_lse.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], wants_lse: bool
+    ) -> Any:
         """As the operator."""
-        output = forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+        out, lse = forward(q, k, v, *options)
+        if _has_arrays(options):
+            arrays = [x for x in options if isinstance(x, torch.Tensor)]
+            ctx.save_for_backward(q, k, v, out, lse, *arrays)
+            ctx.options = tuple(_SAVED if isinstance(x, torch.Tensor) else x for x in options)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = options
+        if not wants_lse:
+            return out
+        ctx.set_materialize_grads(False)  # no zeros for an lse or an out that nobody used
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """As the operator's derivative."""
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        options, saved = ctx.options, ctx.saved_tensors
+        if len(saved) > 5:
+            arrays = iter(saved[5:])
+            options = [next(arrays) if x is _SAVED else x for x in options]
+            saved = saved[:5]
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        return _gradients(compute, ctx, dout, dlse)
+        dq, dk, dv = compute(dout, dlse, *saved, *options)
+        return dq, dk, dv, None, None
+
+
+_SAVED: Final = object()  # in place of an option that was saved as a tensor
+
+
+def _has_arrays(options: tuple[Any, ...]) -> bool:
+    """Whether some may be tensors: cu_seqlens, slopes, the generator's state, the tail's arrays."""
+    return not options[0] is options[1] is options[2] is options[3] is None or len(options) > 13
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -360,15 +303,13 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
         return _vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
 
 
-def differentiable(plain: bool) -> Any:
-    """attention_forward as a function of the arguments `forward` has. plain: nobody but autograd
-    watches.
-    """
+def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
+    """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply
+        return Attention.apply(q, k, v, options, True)
     if torch._C._functorch.maybe_current_level() is not None:
-        return Transformed.apply
-    return attention_forward
+        return Transformed.apply(q, k, v, *options)
+    return attention_forward(q, k, v, *options)
 
 
 # ---------------------------------------------------------------------------------- dropout weights

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn.attention import bias
 
-from . import _calls, _flash_attn, _operators, _repeat, _sdpa
+from . import _calls, _flash_attn, _operators, _sdpa
 from ._calls import Verdict
 from ._masks import Block, Blocks
 
@@ -286,5 +286,5 @@ def is_traced() -> bool:
     return (
         torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or _repeat.pre_dispatch()
+        or _flash_attn.pre_dispatch()
     )

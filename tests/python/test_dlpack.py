@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import strobe
-from strobe import _dlpack, functional
+from strobe import _core
 
 import cases
 from cases import DTYPES, Array, Case
