@@ -23,7 +23,7 @@ import torch
 from strobe.flash_attn import flash_attn_func
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
-import header  # noqa: E402
+import header
 
 
 def microseconds(

@@ -13,7 +13,7 @@ Plans* const plans = new Plans[2];  // never freed: Python may have ended before
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) #name,
 const char* const kSlotNames[kSlots] = {
-    "dout", "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
+    "dout",         "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
     "cu_seqlens_k", "dq", "dk", "dv",
 #include "core/options.def"
 };
@@ -195,8 +195,10 @@ bool Call::write_key(Key& key) const {
     if (!PyArg_ParseTuple(PyTuple_GetItem(scalars.get(), i), "sO", &name, &value)) return false;
     for (const char* letter = name; *letter != '\0'; ++letter)
       key.add(static_cast<uint64_t>(*letter));
-    if (PyFloat_Check(value)) key.add(PyFloat_AsDouble(value));
-    else key.add(static_cast<uint64_t>(PyLong_AsLongLong(value)));
+    if (PyFloat_Check(value))
+      key.add(PyFloat_AsDouble(value));
+    else
+      key.add(static_cast<uint64_t>(PyLong_AsLongLong(value)));
   }
   return PyErr_Occurred() == nullptr;
 }
@@ -226,8 +228,8 @@ bool Call::make(const Key& key) {
   Ref scale_given(has_scale ? PyFloat_FromDouble(scale) : Ref::borrowed(Py_None).release());
   Ref length_given[2];
   for (int i = 0; i < 2; ++i)
-    length_given[i] = Ref(has_length[i] ? PyLong_FromLongLong(lengths[i])
-                                        : Ref::borrowed(Py_None).release());
+    length_given[i] =
+        Ref(has_length[i] ? PyLong_FromLongLong(lengths[i]) : Ref::borrowed(Py_None).release());
   Ref options(Py_BuildValue(
       "{s:O,s:L,s:L,s:O,s:d,s:d,s:O,s:O,s:L,s:O,s:O,s:O}", "causal", causal ? Py_True : Py_False,
       "window_left", static_cast<long long>(left), "window_right", static_cast<long long>(right),
@@ -268,8 +270,7 @@ bool Call::make(const Key& key) {
 bool Call::check_writable(Slot slot) {
   const Tensor& tensor = tensors[slot];
   if (tensor.object == nullptr || (!tensor.is_torch() && !tensor.read_only)) return true;
-  Ref checked =
-      call_python("_arrays", "check_writable", "(sO)", kSlotNames[slot], tensor.object);
+  Ref checked = call_python("_arrays", "check_writable", "(sO)", kSlotNames[slot], tensor.object);
   return static_cast<bool>(checked);
 }
 
@@ -330,8 +331,7 @@ void Call::fill(Arguments& arguments) {
 #define STROBE_CHOICE(...)
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
-#define STROBE_ARRAY(name, ...) \
-  arguments.name = static_cast<const int32_t*>(data(kArray_##name));
+#define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
 #include "core/options.def"
 }
 

@@ -23,7 +23,7 @@ enum Slot {
   kDq,
   kDk,
   kDv,
-  // One number for each sequence: src/core/options.def
+// One number for each sequence: src/core/options.def
 #define STROBE_ARRAY(name, ...) kArray_##name,
 #define STROBE_FLAG(...)
 #define STROBE_CHOICE(...)
@@ -39,8 +39,8 @@ struct Call {
   ~Call();
 
   // Each returns false where an exception is set.
-  bool give(Slot slot, PyObject* array);  // None: not given
-  bool give_more(const char* function, PyObject* more);  // a dict of the rarer options
+  bool give(Slot slot, PyObject* array);                    // None: not given
+  bool give_more(const char* function, PyObject* more);     // a dict of the rarer options
   bool give_tail(PyObject* const* tail, Py_ssize_t count);  // the same, in the table's order
   bool give_window(PyObject* window);
   bool give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k);

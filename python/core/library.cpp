@@ -38,8 +38,7 @@ bool check_abi(const std::string& path) {
     return import_error(path + " has version " + (version.empty() ? "(none)" : version) +
                         ", expected " + wanted + "x");
   strobe_problem problem{};
-  if (!fits(path, "strobe_problem", sizeof problem,
-            library.problem_init(&problem, sizeof problem)))
+  if (!fits(path, "strobe_problem", sizeof problem, library.problem_init(&problem, sizeof problem)))
     return false;
   strobe_machine machine{};
   machine.struct_size = sizeof machine;
@@ -82,12 +81,12 @@ PyObject* load(PyObject*, PyObject* given) {
     return nullptr;
   }
   Library found;
-#define X(name)                                                                              \
-  found.name = reinterpret_cast<decltype(found.name)>(dlsym(handle, "strobe_" #name));       \
-  if (found.name == nullptr) {                                                               \
-    import_error(path + " has no function strobe_" #name                                     \
-                        ": it is another library or another version");                       \
-    return nullptr;                                                                          \
+#define X(name)                                                                        \
+  found.name = reinterpret_cast<decltype(found.name)>(dlsym(handle, "strobe_" #name)); \
+  if (found.name == nullptr) {                                                         \
+    import_error(path + " has no function strobe_" #name                               \
+                        ": it is another library or another version");                 \
+    return nullptr;                                                                    \
   }
   STROBE_PYTHON_FUNCTIONS(X)
 #undef X
@@ -112,11 +111,11 @@ constexpr Type type_of(float) { return Type::kFloat; }
 constexpr Type type_of(strobe_strides) { return Type::kStrides; }
 
 #define FIELD(name) {#name, offsetof(strobe_problem, name), type_of(strobe_problem{}.name)},
-constexpr Field kFields[] = {
-    FIELD(direction) FIELD(dtype) FIELD(device) FIELD(device_index) FIELD(batch) FIELD(seqlen_q)
-        FIELD(seqlen_k) FIELD(heads) FIELD(heads_kv) FIELD(head_dim) FIELD(head_dim_v)
-            FIELD(varlen) FIELD(total_q) FIELD(total_k) FIELD(q) FIELD(k) FIELD(v) FIELD(out)
-                FIELD(dout) FIELD(dq) FIELD(dk) FIELD(dv)
+constexpr Field kFields[] = {FIELD(direction) FIELD(dtype) FIELD(device) FIELD(device_index)
+                                 FIELD(batch) FIELD(seqlen_q) FIELD(seqlen_k) FIELD(heads)
+                                     FIELD(heads_kv) FIELD(head_dim) FIELD(head_dim_v) FIELD(varlen)
+                                         FIELD(total_q) FIELD(total_k) FIELD(q) FIELD(k) FIELD(v)
+                                             FIELD(out) FIELD(dout) FIELD(dq) FIELD(dk) FIELD(dv)
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)
 #define STROBE_CHOICE(field, ...) FIELD(field)
@@ -141,8 +140,10 @@ bool set_field(strobe_problem& problem, const Field& field, PyObject* value) {
   } else {
     const long long number = PyLong_AsLongLong(value);
     const int32_t half = static_cast<int32_t>(number);
-    if (field.type == Type::kInt64) std::memcpy(at, &number, sizeof number);
-    else std::memcpy(at, &half, sizeof half);
+    if (field.type == Type::kInt64)
+      std::memcpy(at, &number, sizeof number);
+    else
+      std::memcpy(at, &half, sizeof half);
   }
   return PyErr_Occurred() == nullptr;
 }

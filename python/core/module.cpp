@@ -64,8 +64,7 @@ bool give_options(Call& call, const char* function, PyObject* const* a) {
          to_flag("causal", a[7], &call.causal) &&
          to_flag("batch_invariant", a[8], &call.batch_invariant) &&
          (a[9] == Py_None || (call.has_scale = true, to_real("scale", a[9], &call.scale))) &&
-         to_real("softcap", a[10], &call.softcap) &&
-         to_real("dropout_p", a[11], &call.dropout_p) &&
+         to_real("softcap", a[10], &call.softcap) && to_real("dropout_p", a[11], &call.dropout_p) &&
          to_seed("dropout_seed", a[12], &call.seed) &&
          to_seed("dropout_offset", a[13], &call.offset);
 }
@@ -127,11 +126,9 @@ bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
   return call.give(kAlibi, a[2]) && call.give(kCuQ, a[0]) && call.give(kCuK, a[1]) &&
          call.give_tail(a + 13, count - 13) && call.give_lengths(a[4], a[5]) &&
          to_integer("window[0]", a[9], 64, &call.left) &&
-         to_integer("window[1]", a[10], 64, &call.right) &&
-         to_flag("causal", a[8], &call.causal) &&
+         to_integer("window[1]", a[10], 64, &call.right) && to_flag("causal", a[8], &call.causal) &&
          (a[7] == Py_None || (call.has_scale = true, to_real("scale", a[7], &call.scale))) &&
-         to_real("softcap", a[11], &call.softcap) &&
-         to_real("dropout_p", a[6], &call.dropout_p);
+         to_real("softcap", a[11], &call.softcap) && to_real("dropout_p", a[6], &call.dropout_p);
 }
 
 bool number_of_threads(Call& call) {
@@ -173,37 +170,46 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return results(call, 3);
 }
 
-// --------------------------------------------------------------------------- flash_attn's functions
+// --------------------------------------------------------------------------- flash_attn's
+// functions
 
-// Functions, each with its arguments, that say whether somebody must see each operator; and
-// torch.autograd.forward_ad, whose level says it of forward-mode differentiation.
-PyObject *watchers = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+// Functions that say whether somebody must see each operator: see _watchers of _flash_attn.py. And
+// where torch.autograd.forward_ad says it of forward-mode differentiation.
+constexpr int kOften = 3;
+PyObject *often[kOften], *seldom[2], *forward_ad = nullptr, *level_name = nullptr;
 PyObject* device_names[2];
 
 PyObject* set_watchers(PyObject*, PyObject* arguments) {
-  PyObject *functions, *module;
-  if (!PyArg_ParseTuple(arguments, "OO", &functions, &module)) return nullptr;
-  level_name = PyUnicode_InternFromString("_current_level");
+  PyObject *functions[kOften], *rare[2], *names, *level;
+  if (!PyArg_ParseTuple(arguments, "(OOO)(OO)OO", &functions[0], &functions[1], &functions[2],
+                        &rare[0], &rare[1], &names, &level))
+    return nullptr;
+  if (PyDict_GetItem(names, level) == nullptr) {
+    PyErr_SetObject(PyExc_KeyError, level);
+    return nullptr;
+  }
+  for (int i = 0; i < kOften; ++i) often[i] = Ref::borrowed(functions[i]).release();
+  for (int i = 0; i < 2; ++i) seldom[i] = Ref::borrowed(rare[i]).release();
+  level_name = Ref::borrowed(level).release();
   device_names[0] = PyUnicode_InternFromString("cpu");
   device_names[1] = PyUnicode_InternFromString("cuda");
-  forward_ad = Ref::borrowed(module).release();
-  Ref level(PyObject_GetAttr(forward_ad, level_name));
-  if (!level) return nullptr;
-  watchers = Ref::borrowed(functions).release();
+  forward_ad = Ref::borrowed(names).release();
   Py_RETURN_NONE;
+}
+
+bool denies(PyObject* function) {
+  Ref found(PyObject_CallNoArgs(function));
+  return found && PyObject_IsTrue(found.get()) == 0;
 }
 
 // Whether nobody watches; on false an exception may be set.
 bool unwatched() {
-  if (watchers == nullptr) return false;
-  const Py_ssize_t count = PyTuple_Size(watchers);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* watcher = PyTuple_GetItem(watchers, i);
-    Ref found(PyObject_Call(PyTuple_GetItem(watcher, 0), PyTuple_GetItem(watcher, 1), nullptr));
-    if (!found || PyObject_IsTrue(found.get()) != 0) return false;
-  }
-  Ref level(PyObject_GetAttr(forward_ad, level_name));
-  return level && PyLong_AsLong(level.get()) < 0 && PyErr_Occurred() == nullptr;
+  if (forward_ad == nullptr) return false;
+  for (PyObject* function : often)
+    if (!denies(function)) return false;
+  if (!denies(seldom[0]) && !denies(seldom[1])) return false;
+  PyObject* level = PyDict_GetItem(forward_ad, level_name);  // borrowed
+  return level != nullptr && PyLong_AsLong(level) < 0 && PyErr_Occurred() == nullptr;
 }
 
 PyObject* is_unwatched(PyObject*, PyObject*) {
@@ -258,8 +264,8 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (a[i] != Py_None && !is_small_integer(a[i])) return general();
   if (!unwatched() || says_yes(torch.is_autocast_enabled, device_names[has(a[0], is_cuda)]))
     return general();
-  if ((has(a[0], requires_grad) || has(a[1], requires_grad) || has(a[2], requires_grad)) &&
-      says_yes(torch.is_grad_enabled, nullptr))
+  if (says_yes(torch.is_grad_enabled, nullptr) &&
+      (has(a[0], requires_grad) || has(a[1], requires_grad) || has(a[2], requires_grad)))
     return Py_BuildValue("(OOOOOOdOOOOOO)", a[3], a[4], a[11], Py_None, a[5], a[6], 0.0, a[7],
                          causal, PyTuple_GetItem(window, 0), PyTuple_GetItem(window, 1), a[10],
                          a[12]);

@@ -15,8 +15,10 @@ namespace strobe_python {
 class Key {
  public:
   void add(uint64_t word) {
-    if (size_ < kMost) words_[size_] = word;
-    else more_.push_back(word);
+    if (size_ < kMost)
+      words_[size_] = word;
+    else
+      more_.push_back(word);
     ++size_;
     hash_ = (hash_ ^ word) * 0x9E3779B97F4A7C15u;
     hash_ ^= hash_ >> 29;

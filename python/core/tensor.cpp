@@ -60,8 +60,7 @@ std::unordered_map<PyTypeObject*, Class> classes;
 const DLExchangeApi* exchange_of(PyTypeObject* type) {
   Ref capsule(
       PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
-  void* found =
-      capsule ? PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api") : nullptr;
+  void* found = capsule ? PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api") : nullptr;
   PyErr_Clear();
   const auto* api = static_cast<const DLExchangeApi*>(found);
   const bool known = api != nullptr && api->version.major == 1 &&
@@ -162,9 +161,9 @@ void read_layout(const DLTensor& found, Tensor& tensor) {
   tensor.on_cuda = found.device_type == kDlCuda;
   tensor.device_index = tensor.on_cuda ? found.device_id : 0;
   tensor.ndim = found.ndim;
-  tensor.plain = found.ndim <= kMaxAxes && tensor.dtype != kOtherType &&
-                 (tensor.on_cuda || found.device_type == kDlCpu ||
-                  found.device_type == kDlCudaHost);
+  tensor.plain =
+      found.ndim <= kMaxAxes && tensor.dtype != kOtherType &&
+      (tensor.on_cuda || found.device_type == kDlCpu || found.device_type == kDlCudaHost);
   if (!tensor.plain) return;
   int64_t step = 1;
   for (int axis = found.ndim - 1; axis >= 0; --axis) {
@@ -213,8 +212,8 @@ bool take_over(const char* name, PyObject* capsule, Tensor& tensor) {
   DLManaged& managed = *tensor.managed;
   // The capsule is renamed the moment that its tensor is taken over, as DLPack asks.
   if (PyCapsule_IsValid(capsule, "dltensor_versioned") != 0) {
-    managed.versioned = static_cast<DLManagedTensorVersioned*>(
-        PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+    managed.versioned =
+        static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
     PyCapsule_SetName(capsule, "used_dltensor_versioned");
     const DLVersion version = managed.versioned->version;
     if (version.major != 1) {  // to give it back is all that may be done with it
@@ -305,8 +304,7 @@ bool read_attributes(PyObject* object, Tensor& tensor) {
   return PyErr_Occurred() == nullptr;
 }
 
-bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange,
-                Tensor& tensor) {
+bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor) {
   if (exchange != nullptr) {
     DLTensor found;
     if (exchange->tensor_from_object(object, &found) != 0) return unreadable(name, object);
@@ -325,7 +323,8 @@ bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchang
   return true;
 }
 
-// ------------------------------------------------------------------------------ methods of Python's
+// ------------------------------------------------------------------------------ methods of
+// Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
   PyObject *given[5], *dtypes[4];

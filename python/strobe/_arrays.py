@@ -158,8 +158,7 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
     """Why an array has no address, where its library said `error`."""
     if isinstance(array, ArraySpec):
         return InvalidArgument(
-            f"{name} is an ArraySpec, which has no data: it is for strobe.plan and "
-            "strobe.why only"
+            f"{name} is an ArraySpec, which has no data: it is for strobe.plan and strobe.why only"
         )
     try:
         if _is_tensor(array):

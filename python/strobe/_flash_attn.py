@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,33 +36,28 @@ def pre_dispatch() -> bool:
     )
 
 
-def _watchers() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """Who must see each operator: dispatch modes (fake tensors, FLOP counters, export), functorch
-    transforms (vmap, grad), torch.jit.trace, forward-mode autograd, tracing before dispatch.
+def _watchers() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Functions that say whether somebody must see each operator, and of such a somebody who is
+    never without a mode for functions, (whether there is one of these, the answer).
 
-    PyTorch has public names for none of these questions but one. Calls go by its dispatcher, which
-    is right and slower, where one of the names is missing.
+    These are dispatch modes (fake tensors, FLOP counters, export), functorch transforms (vmap,
+    grad), torch.jit.trace; and tracing before dispatch. PyTorch has public names for none of these
+    questions, or slow ones. Where a name is missing, calls go by its dispatcher: right, and slower.
     """
-    level = torch._C._functorch.maybe_current_level
-    watchers: list[tuple[Any, tuple[Any, ...]]] = [
-        (torch._C._len_torch_dispatch_stack, ()),
-        (level, ()),
-        (torch._C._get_tracing_state, ()),
-    ]
-    if _PRE_DISPATCH is not None:
-        watchers.append((torch._C._dispatch_tls_is_dispatch_key_included, (_PRE_DISPATCH,)))
-    for function, arguments in watchers:
-        function(*arguments)
-    return tuple(watchers)
+    often = (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._are_functorch_transforms_active,
+        torch._C._is_tracing,
+    )
+    seldom = (torch._C._len_torch_function_stack, pre_dispatch)
+    for function in (*often, *seldom):
+        function()
+    return often, seldom
 
 
-_KNOWN_WATCHERS: Final[tuple[tuple[Any, tuple[Any, ...]], ...]]
-try:
-    introduce_torch()
-    _KNOWN_WATCHERS = _watchers()
-    _core.set_watchers(_KNOWN_WATCHERS, forward_ad)
-except (AttributeError, TypeError):  # pragma: no cover - a PyTorch that renamed one of them
-    _KNOWN_WATCHERS = ()
+introduce_torch()
+with suppress(AttributeError, TypeError, KeyError):  # a PyTorch that renamed one of them
+    _core.set_watchers(*_watchers(), forward_ad.__dict__, "_current_level")
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:

@@ -54,5 +54,6 @@ def _load() -> tuple[str, Path]:
     raise ImportError(f"strobe: the library was not found. Tried:{listed}\n{hint}.")
 
 
-VERSION: Final[str]
-VERSION, LIBRARY_PATH = _load()
+_LOADED: Final = _load()
+VERSION: Final[str] = _LOADED[0]
+LIBRARY_PATH: Final[Path] = _LOADED[1]

@@ -2,9 +2,9 @@
 
 One row each, in the order of strobe_problem's fields. From the rows follow the arguments of
 `attention`, `attention_backward`, `plan` and `why`, and the tails of the operators' schemas
-(`_operators`); the extension reads src/core/options.def itself. tests/python/test_options.py compares them with
-src/core/options.def. The options that nearly every call has (causal, window, scale, ...) are
-written out in those functions: that saves a microsecond of each call.
+(`_operators`); the extension reads src/core/options.def itself, and tests/python/test_options.py
+compares the two. The options that nearly every call has (causal, window, scale, ...) are written
+out in those functions, which saves time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ and for the words of what the library refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -242,7 +241,7 @@ def _flop(problem: dict[str, Any]) -> float:
     rows = problem["total_q"] if "varlen" in problem else problem["batch"] * problem["seqlen_q"]
     scores: float = float(rows) * problem["heads"] * problem["seqlen_k"]
     products = 5.0 if problem["direction"] else 2.0
-    return scores * products * (problem["head_dim"] + problem["head_dim_v"])
+    return float(scores * products * (problem["head_dim"] + problem["head_dim_v"]))
 
 
 def make(
@@ -279,7 +278,8 @@ def _gradients(shapes: Shapes, arrays: dict[str, Any]) -> tuple[Any, ...]:
             check_like_lse(name, spec_of(name, arrays[name]), shapes)
     shapes.problem["has_dlse"] = int("dlse" in arrays)
     inputs = [shapes.tensors[name] for name in "qkv"]
-    axes = (DENSE_Q, DENSE_K, DENSE_V) if len(shapes.q.shape) == 4 else (VARLEN_Q, VARLEN_K, VARLEN_V)
+    varlen = len(shapes.q.shape) == 3
+    axes = (VARLEN_Q, VARLEN_K, VARLEN_V) if varlen else (DENSE_Q, DENSE_K, DENSE_V)
     if "dq" not in arrays:
         return tuple(allocator(spec.shape, spec.dtype, spec) for spec in inputs)
     for name, like, axis_names in zip(("dq", "dk", "dv"), inputs, axes, strict=True):

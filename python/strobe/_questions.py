@@ -173,5 +173,6 @@ def dropout_mask(
     except (MemoryError, ValueError):
         listed = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
         raise OutOfMemory(f"a mask with {listed} cannot be allocated") from None
-    _core.dropout_mask(*sizes, probability, *numbers, mask.ctypes.data)
+    arguments: Any = (*sizes, probability, *numbers, mask.ctypes.data)
+    _core.dropout_mask(*arguments)
     return mask

@@ -284,7 +284,7 @@ def attention_backward(
         for index, array in enumerate((dq, dk, dv)):
             if array is None:
                 raise InvalidArgument(f"grads[{index}] = None, expected an array")
-    return _core.backward(
+    found: tuple[Any, Any, Any] = _core.backward(
         dout,
         q,
         k,
@@ -312,3 +312,4 @@ def attention_backward(
         dropout_offset,
         more,
     )
+    return found

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-import strobe
-
 import header
+import strobe
 
 _SOURCE = """
 #define _GNU_SOURCE
@@ -50,11 +49,11 @@ def record(program: str, folder: Path) -> tuple[Any, list[tuple[Any, Any]]]:
     """
     source, library, records = folder / "record.c", folder / "libstrobe.so", folder / "records"
     source.write_text(f'#define RECORD "{records}"\n{_SOURCE}')
-    command = [compiler(), "-shared", "-fPIC", f"-I{header.ROOT / 'include'}", source]
+    command: list[Any] = [compiler(), "-shared", "-fPIC", f"-I{header.ROOT / 'include'}", source]
     real = Path(strobe.info().library).resolve()
-    link = ["-Wl,--no-as-needed", real, f"-Wl,-rpath,{real.parent}"]
+    link: list[Any] = ["-Wl,--no-as-needed", real, f"-Wl,-rpath,{real.parent}"]
     subprocess.run([*command, "-o", library, *link], check=True)
-    # The loader looks for the real one by the name that it gives itself, which a wheel's file has not.
+    # The loader looks for the real one by the name that it gives itself; a wheel's has another.
     (folder / f"libstrobe.so.{strobe.__version__.partition('.')[0]}").symlink_to(real)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
     found = subprocess.run(

@@ -163,7 +163,7 @@ def test_what_it_says_without_memory_of_its_own(rng: np.random.Generator) -> Non
     assert "takes it" in found
     assert q.exported == q.deleted == 3
     q = Producer(cases.normal(rng, ()))
-    with pytest.raises(strobe.InvalidArgument, match="q.ndim = 0, expected 4"):
+    with pytest.raises(strobe.InvalidArgument, match=r"q\.ndim = 0, expected 4"):
         strobe.attention(q, q, q)
     assert q.exported == q.deleted
 

@@ -1,5 +1,5 @@
-"""The extension: that it keeps nothing of a call, in memory or in references, and what it says where
-it cannot be.
+"""The extension: that it keeps nothing of a call, in memory or in references, and what it says
+where it cannot be.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def numpy_calls() -> tuple[list[Any], dict[str, Callable[[], Any]]]:
         "out": lambda: strobe.attention(q, k, v, out=out, alibi_slopes=slopes, seqused_k=used),
         "backward": lambda: strobe.attention_backward(out, q, k, v, out, lse),
         "grads": lambda: strobe.attention_backward(out, q, k, v, out, lse, grads=three),
-        "converted": lambda: strobe.attention(q, k, v, window=[np.int64(1), 1], scale=1),
+        "converted": lambda: function(q, k, v, window=[np.int64(1), 1], scale=1),
         "no array": refused(lambda: function(q, [1], v)),
         "wrong shape": refused(lambda: strobe.attention(q, k[:, :1], v)),
         "wrong value": refused(lambda: strobe.attention(q, k, v, dropout_seed=-1)),
@@ -67,13 +67,16 @@ def torch_calls() -> tuple[list[Any], dict[str, Callable[[], Any]]]:
     q, k, v = (torch.randn(1, 2, 1, 8) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     columns = torch.randn(1, 2, 8, 1).transpose(2, 3)
-    return [q, k, v, *leaves], {
-        "forward": lambda: flash_attn_func(q, k, v, causal=True),
-        "copied": lambda: flash_attn_func(columns, k, v),
-        "gradient": lambda: torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves),
-        "operator": lambda: flash_attn_func(q, k, v, 0.0, None, False, (-1, -1), 0.0, None, 1),
-        "refused": refused(lambda: flash_attn_func(q, k[:, :1], v)),
-    }
+    return (
+        [q, k, v, *leaves],
+        {
+            "forward": lambda: flash_attn_func(q, k, v, causal=True),
+            "copied": lambda: flash_attn_func(columns, k, v),
+            "gradient": lambda: torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves),
+            "operator": lambda: flash_attn_func(q, k, v, causal=1),  # type: ignore[arg-type]
+            "refused": refused(lambda: flash_attn_func(q, k[:, :1], v)),
+        },
+    )
 
 
 @pytest.mark.parametrize("library", [numpy_calls, torch_calls])

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import strobe
+from recorder import compiler
 from strobe._checks import DTYPE_CODES
 
 import cases
 from cases import Case
-from recorder import compiler
 
 HEADER = Path(__file__).resolve().parents[2] / "include" / "strobe" / "strobe.h"
 

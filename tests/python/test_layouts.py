@@ -5,6 +5,7 @@ copied.
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 
 import strobe
+from recorder import record
 from strobe import _core
 
 import cases
 from cases import Array, Case, Inputs
-from recorder import record
 
 
 def heads_first(x: Array) -> Array:
@@ -160,7 +161,7 @@ shared = Producer(q)
 strobe.attention(shared, k, v, out=out, alibi_slopes=slopes)
 assert shared.exported == shared.deleted == 1
 named = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "alibi_slopes": slopes}
-print(json.dumps({name: (x.ctypes.data, *(s // 2 for s in x.strides)) for name, x in named.items()}))
+print(json.dumps({n: (x.ctypes.data, *(s // 2 for s in x.strides)) for n, x in named.items()}))
 """
 
 

@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import header
 import strobe
 from strobe import _core, _options, _plans
 from strobe._checks import DTYPE_CODES
 from strobe._plans import make_problem
 
 import cases
-import header
 from cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
