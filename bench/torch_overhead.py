@@ -23,7 +23,7 @@ import torch
 from strobe.flash_attn import flash_attn_func
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
-import header
+import capi
 
 
 def microseconds(
@@ -48,34 +48,36 @@ def c_function(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     """strobe_forward with its plan and arguments at hand, and a C function that does nothing: ctypes
     takes as long for either.
     """
-    library = ctypes.CDLL(strobe.info().library)
-    problem, plan, args = header.Problem(), header.Plan(), header.ForwardArgs()
-    pointer = ctypes.byref
-    library.strobe_problem_init(pointer(problem), ctypes.c_size_t(ctypes.sizeof(problem)))
-    problem.dtype, problem.device = (1, 1) if q.is_cuda else (0, 0)
+    problem = capi.new_problem()
+    problem.dtype, problem.device = (1, capi.CUDA) if q.is_cuda else (0, capi.CPU)
     problem.batch, problem.seqlen_q, problem.heads, problem.head_dim = q.shape
     problem.seqlen_k = k.shape[1]
     problem.causal = 1
     problem.threads = torch.get_num_threads()
-    plan.struct_size, args.struct_size = ctypes.sizeof(plan), ctypes.sizeof(args)
-    assert library.strobe_plan_make(pointer(problem), pointer(plan)) == 0
-    out = torch.empty_like(q)
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        setattr(args, name, x.data_ptr())
+    plan = capi.make_plan(problem)
+    tensors = (q, k, v, torch.empty_like(q))
+    workspace, stream = None, 0
     if q.is_cuda:
-        args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        args.stream = torch.cuda.current_stream().cuda_stream
-    keep = (q, k, v, out, workspace)  # as long as the arguments that point to them
-    plan_address, args_address = ctypes.addressof(plan), ctypes.addressof(args)
-    forward, nothing = library.strobe_forward, library.strobe_version
-    for function in (forward, nothing):
-        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        function.restype = ctypes.c_int
-    assert forward(plan_address, args_address) == 0
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+        stream = torch.cuda.current_stream().cuda_stream
+    arguments = capi.pack_forward(
+        capi.FORWARD_ARGS_SIZE,
+        *(x.data_ptr() for x in tensors),
+        *[0] * 6,
+        0 if workspace is None else workspace.data_ptr(),
+        0 if workspace is None else workspace.numel(),
+        stream,
+    )
+    forward, nothing = capi.forward, capi.LIBRARY.strobe_version
+    nothing.argtypes = forward.argtypes
+    address = ctypes.addressof(plan)
+    capi.check(forward(address, arguments))
     return {
-        "C function": lambda _keep=(keep, plan, args): forward(plan_address, args_address),
-        "ctypes": lambda: nothing(plan_address, args_address),
+        # The tensors must live as long as the arguments that point to them.
+        "C function": lambda _keep=(tensors, workspace, plan): forward(
+            address, arguments
+        ),
+        "ctypes": lambda: nothing(address, arguments),
     }
 
 

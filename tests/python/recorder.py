@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import header
+import capi
 import strobe
 
 _SOURCE = """
@@ -49,7 +49,7 @@ def record(program: str, folder: Path) -> tuple[Any, list[tuple[Any, Any]]]:
     """
     source, library, records = folder / "record.c", folder / "libstrobe.so", folder / "records"
     source.write_text(f'#define RECORD "{records}"\n{_SOURCE}')
-    command: list[Any] = [compiler(), "-shared", "-fPIC", f"-I{header.ROOT / 'include'}", source]
+    command: list[Any] = [compiler(), "-shared", "-fPIC", f"-I{capi.ROOT / 'include'}", source]
     real = Path(strobe.info().library).resolve()
     link: list[Any] = ["-Wl,--no-as-needed", real, f"-Wl,-rpath,{real.parent}"]
     subprocess.run([*command, "-o", library, *link], check=True)
@@ -67,8 +67,8 @@ def record(program: str, folder: Path) -> tuple[Any, list[tuple[Any, Any]]]:
     )
     assert found.returncode == 0, found.stderr
     data, seen = records.read_bytes(), []
-    sizes = ctypes.sizeof(header.Problem), ctypes.sizeof(header.ForwardArgs)
+    sizes = ctypes.sizeof(capi.Problem), ctypes.sizeof(capi.ForwardArgs)
     for start in range(0, len(data), sum(sizes)):
-        problem = header.Problem.from_buffer_copy(data, start)
-        seen.append((problem, header.ForwardArgs.from_buffer_copy(data, start + sizes[0])))
+        problem = capi.Problem.from_buffer_copy(data, start)
+        seen.append((problem, capi.ForwardArgs.from_buffer_copy(data, start + sizes[0])))
     return json.loads(found.stdout), [each for each in seen if each[0].seqlen_q]

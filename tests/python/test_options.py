@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import header
+import capi
 import strobe
 from strobe import _core, _options, _plans
 from strobe._checks import DTYPE_CODES
@@ -30,7 +30,7 @@ TABLE = (ROOT / "src/core/options.def").read_text()
 
 
 def test_constants_are_those_of_the_header() -> None:
-    named = dict(re.findall(r"STROBE_(\w+) = (\d+)", header.TEXT))
+    named = dict(re.findall(r"STROBE_(\w+) = (\d+)", capi.HEADER))
     ours = {"FLOAT32": "float32", "BFLOAT16": "bfloat16", "FLOAT16": "float16"}
     assert {name: DTYPE_CODES[code] for name, code in ours.items()} == {
         name: int(named[name]) for name in ours
@@ -42,7 +42,7 @@ def test_constants_are_those_of_the_header() -> None:
 
 
 def test_every_field_of_a_problem_can_be_set() -> None:
-    fields = dict(header.fields("strobe_problem"))
+    fields = dict(capi.fields("strobe_problem"))
     del fields["struct_size"]
     wrong = {name: (0, 0, 0, "x") if name in STRIDED else "x" for name in fields}
     for name, value in wrong.items():
@@ -120,7 +120,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("total_q", "total_k", "q", "k", "v", "out", "dout", "dq", "dk", "dv"),
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
-    assert {name for name, _ in header.fields("strobe_problem")} == shapes | rows
+    assert {name for name, _ in capi.fields("strobe_problem")} == shapes | rows
 
 
 # -------------------------------------------------------------------------------- what they compute
