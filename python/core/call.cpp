@@ -248,8 +248,9 @@ bool Call::make(const Key& key) {
       return false;
     }
   PyObject *capsule, *allocators, *workspace;
-  int small, is_long;
-  if (!PyArg_ParseTuple(made.get(), "OOOpp", &capsule, &allocators, &workspace, &small, &is_long))
+  int small, is_long, is_short;
+  if (!PyArg_ParseTuple(made.get(), "OOOppp", &capsule, &allocators, &workspace, &small, &is_long,
+                        &is_short))
     return false;
   auto launch = std::make_shared<Launch>();
   const void* plan = PyCapsule_GetPointer(capsule, kPlanCapsule);
@@ -260,6 +261,7 @@ bool Call::make(const Key& key) {
   if (workspace != Py_None && !take_allocator(workspace, launch->workspace)) return false;
   launch->small = small != 0;
   launch->is_long = is_long != 0;
+  launch->is_short = is_short != 0;
   plans[backward].keep(key, launch);
   launch_ = std::move(launch);
   return true;
@@ -359,15 +361,15 @@ bool Call::launch_it() {
     gradients.dk = data(kDk);
     gradients.dv = data(kDv);
   }
-  PyThreadState* thread = PyEval_SaveThread();
-  without_gil_ = true;
+  PyThreadState* thread = launch_->is_short ? nullptr : PyEval_SaveThread();
+  without_gil_ = thread != nullptr;
   if (listens) {
     forward.interrupt = gradients.interrupt = interrupted;
     forward.interrupt_data = gradients.interrupt_data = &thread;
   }
   const strobe_status status = backward ? library.backward(&launch_->plan, &gradients)
                                         : library.forward(&launch_->plan, &forward);
-  PyEval_RestoreThread(thread);
+  if (thread != nullptr) PyEval_RestoreThread(thread);
   without_gil_ = false;
   return status == STROBE_OK || fail(status);
 }

@@ -62,10 +62,11 @@ struct Allocator {
 // A plan and all that a call needs besides the addresses of its tensors.
 struct Launch {
   strobe_plan plan;
-  Allocator results[3];  // out and lse, or dq, dk and dv
-  Allocator workspace;   // CUDA: the framework's memory; without: the library makes its own
-  bool small = false;    // so small a workspace that the library keeps it, but not in a graph
-  bool is_long = false;  // enough for a user to lose patience: Ctrl-C is heard
+  Allocator results[3];   // out and lse, or dq, dk and dv
+  Allocator workspace;    // CUDA: the framework's memory; without: the library makes its own
+  bool small = false;     // so small a workspace that the library keeps it, but not in a graph
+  bool is_long = false;   // enough for a user to lose patience: Ctrl-C is heard
+  bool is_short = false;  // microseconds: no other thread would get far meanwhile
 };
 
 // The GIL is its lock: one that a fork could leave locked is not needed.

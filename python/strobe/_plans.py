@@ -230,6 +230,8 @@ def check_like_lse(name: str, spec: Spec, shapes: Shapes) -> None:
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
 # slow one.
 _LONG: Final = 4e9
+# A few microseconds on the slowest CPU that one would use.
+_SHORT: Final = 1e5
 # A forward launch on CUDA that needs so little workspace finds it in the library's own, which keeps
 # it for each stream: a quarter of what an allocation costs. Not in a graph, whose replays must not
 # share it with launches.
@@ -246,9 +248,9 @@ def _flop(problem: dict[str, Any]) -> float:
 
 def make(
     backward: bool, arrays: dict[str, Any], options: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], Any, bool, bool]:
+) -> tuple[Any, tuple[Any, ...], Any, bool, bool, bool]:
     """(plan, allocators of results, allocator of a workspace or None, whether the library keeps so
-    small a workspace, whether the launch is long), for `_core`.
+    small a workspace, whether the launch is long, and whether it is short), for `_core`.
     """
     shapes = make_problem(backward, arrays, options)
     q = shapes.q
@@ -266,7 +268,9 @@ def make(
     on_cuda = q.device == "cuda"
     workspace = allocator((size,), "uint8", q) if on_cuda and size else None
     small = not backward and size <= _OWN_WORKSPACE
-    return plan, results, workspace, small, not on_cuda and _flop(shapes.problem) > _LONG
+    flop = _flop(shapes.problem)
+    is_long, is_short = not on_cuda and flop > _LONG, not on_cuda and flop < _SHORT
+    return plan, results, workspace, small, is_long, is_short
 
 
 def _gradients(shapes: Shapes, arrays: dict[str, Any]) -> tuple[Any, ...]:

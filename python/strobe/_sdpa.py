@@ -12,7 +12,6 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.attention import bias
 
 from . import _arrays, _flash_attn, _masks, _operators, _questions, functional
 from ._calls import Verdict
@@ -50,10 +49,17 @@ def _stands_for_another(x: Tensor) -> bool:
     return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
+def is_causal_bias(attn_mask: Any) -> bool:
+    """Whether this is a mask of torch.nn.attention.bias, by name: to import that module imports
+    PyTorch's compiler, which takes a second.
+    """
+    return isinstance(attn_mask, torch.Tensor) and type(attn_mask).__name__ == "CausalBias"
+
+
 def is_lower_right(attn_mask: Any) -> bool:
     """Whether this is torch.nn.attention.bias.causal_lower_right(...): Strobe's causal."""
-    return isinstance(attn_mask, bias.CausalBias) and (
-        attn_mask.variant == bias.CausalVariant.LOWER_RIGHT
+    return is_causal_bias(attn_mask) and (
+        attn_mask.variant.name == "LOWER_RIGHT"
         or attn_mask.seq_len_q == attn_mask.seq_len_kv
     )
 
@@ -62,7 +68,7 @@ def mask_objection(query: Tensor, key: Tensor, attn_mask: Any, is_causal: Any) -
     """What is against this mask, whatever it holds."""
     if is_causal:
         return "attn_mask and is_causal are both given"
-    if isinstance(attn_mask, bias.CausalBias):
+    if is_causal_bias(attn_mask):
         if not is_lower_right(attn_mask):
             return "attn_mask is causal_upper_left(...) with different lengths"
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (query.shape[2], key.shape[2]):
@@ -233,7 +239,7 @@ def judge(
     kind = mask_objection(query, key, attn_mask, is_causal)
     if kind:
         return Verdict(kind=kind, detail=_describe(attn_mask)), None
-    if isinstance(attn_mask, bias.CausalBias):
+    if is_causal_bias(attn_mask):
         return verdict, None
     if torch._C._functorch.maybe_current_level() is not None:
         return Verdict(kind="attn_mask under a transform of torch.func"), None

@@ -12,7 +12,6 @@ from functools import wraps
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.nn.attention import bias
 
 from . import _calls, _flash_attn, _operators, _sdpa
 from ._calls import Verdict
@@ -257,7 +256,7 @@ def traced(
     if kind:
         declined(kind)
         return None
-    lower_right = isinstance(attn_mask, bias.CausalBias)
+    lower_right = _sdpa.is_causal_bias(attn_mask)
     query, key, value = _flash_attn._autocast(query, key, value)
     rng_state = _operators.dropout_state(device=query.device) if dropout_p > 0 else None
     out: Tensor
