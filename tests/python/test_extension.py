@@ -163,6 +163,39 @@ def test_in_development_mode() -> None:
     assert "SystemError" not in result.stderr
 
 
+OLDER = """
+import torch
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    del torch.Tensor.__dlpack_c_exchange_api__  # as PyTorch before 2.10
+import strobe
+from strobe.flash_attn import flash_attn_func
+q, k, v = (torch.randn(2, 5, 4, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+flash_attn_func(q, k.transpose(0, 1).contiguous().transpose(0, 1), v, causal=True).sum().backward()
+inputs = (q.detach(), k.detach(), v.detach())
+wanted = strobe.attention(*(x.float().numpy() for x in inputs))
+assert abs(strobe.attention(*inputs).float().numpy() - wanted).max() < 0.02
+for wrong, word in (
+    (torch._neg_view(inputs[0]), "negative bit"),
+    (inputs[0].to_sparse(), "layout"),
+    (inputs[0].to("meta"), "meta"),
+    (inputs[0].double(), "float64"),
+    (inputs[0][None], "ndim = 5"),
+):
+    try:
+        strobe.attention(wrong, *inputs[1:])
+    except strobe.Error as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(word)
+"""
+
+
+def test_a_pytorch_without_an_exchange_api() -> None:
+    pytest.importorskip("torch")
+    result = python("-c", OLDER)
+    assert result.returncode == 0, result.stderr
+
+
 def test_subinterpreters_are_refused() -> None:
     program = (
         "import strobe\n"
