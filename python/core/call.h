@@ -5,6 +5,7 @@
 
 #include "plans.h"
 #include "tensor.h"
+#include "values.h"
 
 namespace strobe_python {
 
@@ -81,13 +82,6 @@ struct Call {
   void* stream_ = nullptr;
   bool without_gil_ = false;  // as when the interpreter ends a thread that waits for it
 };
-
-// Plain values: an exact type is taken as it is, what else a caller hands over Python converts or
-// refuses by name.
-bool to_integer(const char* name, PyObject* value, int bits, int64_t* number);
-bool to_flag(const char* name, PyObject* value, bool* flag);
-bool to_real(const char* name, PyObject* value, double* number);
-bool to_seed(const char* name, PyObject* value, uint64_t* number);
 
 extern Plans* const plans;  // forward, backward
 

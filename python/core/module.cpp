@@ -157,7 +157,7 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
     const Slot slot = kSlotsInOrder[i];
     PyObject* array = a[i];
     if (slot == kDout && array == Py_None) {  // out was not used
-      copies.push_back(call_python("_arrays", "zeros_like", "(O)", a[5]));
+      copies.push_back(call_python("_operators", "zeros_like", "(O)", a[5]));
       if (!copies.back()) return nullptr;
       array = copies.back().get();
     }

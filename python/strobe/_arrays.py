@@ -388,11 +388,6 @@ def _torch_allocator(shape: tuple[int, ...], dtype: str, like: Spec) -> Allocato
     return (torch.empty_like, (model,))
 
 
-def zeros_like(array: Any) -> Any:
-    """Of a tensor."""
-    return _torch().zeros_like(array)
-
-
 def torch_stream(device_index: int) -> int:
     """cudaStream_t of PyTorch's current stream, where no exchange API (PyTorch 2.10) says it."""
     address: int = _torch().cuda.current_stream(device_index).cuda_stream

@@ -26,6 +26,7 @@ from . import _core, _options, _questions, _s_dmask
 from ._errors import InvalidArgument, Unsupported
 from ._generator import draw_dropout_state as draw_dropout_state
 from ._generator import seed_and_offset as seed_and_offset
+from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
     raise ImportError(
@@ -74,6 +75,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 # that are not contiguous is copied, a dout of None (out was not used) is zero.
 forward: Final = _core.operator_forward
 backward: Final = _core.operator_backward
+zeros_like: Final = torch.zeros_like
 
 
 def _fake_forward(
@@ -194,66 +196,6 @@ def _has_arrays(options: tuple[Any, ...]) -> bool:
 # --------------------------------------------------------------------------------------------- vmap
 
 
-def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """(batch, ...) with a vmapped dimension of `size` as (size * batch, ...)."""
-    if x is None:
-        return None
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _fold_options(
-    options: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, randomness: str
-) -> tuple[Any, ...]:
-    """Options of a dense problem whose batch is `size` times larger."""
-    cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
-    if rng_state is not None and randomness != "different":
-        raise Unsupported(
-            f"dropout_p > 0 under vmap with randomness={randomness!r}: expected 'different', each "
-            "entry drops weights of its own"
-        )
-    if alibi_slopes is not None:
-        if alibi_slopes.ndim == (1 if dims[2] is None else 2):  # (heads) for each entry
-            if dims[2] is not None:
-                slopes = alibi_slopes.movedim(dims[2], 0).unsqueeze(1)
-                alibi_slopes = slopes.expand(size, batch, -1).reshape(size * batch, -1)
-        else:
-            alibi_slopes = _fold(alibi_slopes, dims[2], size)
-        alibi_slopes = alibi_slopes.contiguous()
-    plain = 13  # options before the tail
-    tail = options[plain:]
-    folded = [
-        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
-        for x, dim in zip(tail, dims[plain:], strict=True)
-    ]
-    return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
-
-
-def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
-    """A vmap rule that makes the vmapped dimension a part of the batch.
-
-    operator: its first `tensors` arguments are (batch, ...); query: which of them is q.
-    """
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        size = info.batch_size
-        q, q_dim = arguments[query], in_dims[query]
-        batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-        folded = [
-            _fold(x, dim, size)
-            for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)
-        ]
-        options = _fold_options(
-            arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
-        )
-        found = operator(*folded, *options)
-        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
-
-    return rule
-
-
 class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
     """attention_backward under torch.func: grad, vjp, jacrev, vmap of them."""
 
@@ -275,7 +217,7 @@ class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """Makes the vmapped dimension a part of the batch."""
-        return _vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
+        return vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
 
 
 class Transformed(torch.autograd.Function):  # type: ignore[misc]
@@ -300,7 +242,7 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """Makes the vmapped dimension a part of the batch."""
-        return _vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
+        return vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
 
 
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
@@ -406,7 +348,7 @@ def _register() -> None:
             ("attention_forward", attention_forward, 3, 2, 0),
             ("attention_backward", attention_backward, 7, 3, 2),
         ):
-            rule = _vmap_over(overload, tensors, results, query)
+            rule = vmap_over(overload, tensors, results, query)
             torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
 
 

@@ -14,7 +14,8 @@ from . import _core
 from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._options import documented, split
-from ._plans import Shapes, longest, make_problem, plan_of, why_text
+from ._plans import longest, plan_of, why_text
+from ._problem import Shapes, make_problem
 from ._values import flag, integer, pair, real, seed
 
 # .text: what became of this thread's latest call of PyTorch's attention, for `why`. Set by

@@ -3,7 +3,7 @@
 Each call takes three steps, as the C library does: the arguments become a *problem*, the problem a
 *plan*, and the plan is *launched*. `_core` keeps plans by shapes, strides, dtypes, devices and
 options, so that a problem that was seen before skips the first two. Checks of shapes, strides and
-options run when a plan is made (`_plans`); what a key cannot hold (addresses, the contents of
+options run when a plan is made (`_problem`); what a key cannot hold (addresses, the contents of
 cu_seqlens) the library checks at each call.
 """
 

@@ -15,9 +15,9 @@ import pytest
 
 import capi
 import strobe
-from strobe import _core, _options, _plans
+from strobe import _core, _options, _problem
 from strobe._checks import DTYPE_CODES
-from strobe._plans import make_problem
+from strobe._problem import make_problem
 
 import cases
 from cases import Case
@@ -35,7 +35,7 @@ def test_constants_are_those_of_the_header() -> None:
     assert {name: DTYPE_CODES[code] for name, code in ours.items()} == {
         name: int(named[name]) for name in ours
     }
-    assert (_plans._ALIBI_PER_HEAD, _plans._ALIBI_PER_BATCH_HEAD) == (
+    assert (_problem._ALIBI_PER_HEAD, _problem._ALIBI_PER_BATCH_HEAD) == (
         int(named["ALIBI_PER_HEAD"]),
         int(named["ALIBI_PER_BATCH_HEAD"]),
     )
