@@ -43,9 +43,10 @@ struct DLExchangeApi {
   DLVersion version;
   void* previous;
   void* allocate;
-  void* managed_from_object;
+  int (*managed_from_object)(void* object, DLManagedTensorVersioned** tensor);
   void* managed_to_object;
-  int (*tensor_from_object)(void* object, DLTensor* tensor);  // -1: an exception is set
+  int (*tensor_from_object)(void* object,
+                            DLTensor* tensor);  // may be null; -1: an exception is set
   int (*current_work_stream)(int32_t device_type, int32_t device_id, void** stream);
 };
 

@@ -64,7 +64,7 @@ const DLExchangeApi* exchange_of(PyTypeObject* type) {
   PyErr_Clear();
   const auto* api = static_cast<const DLExchangeApi*>(found);
   const bool known = api != nullptr && api->version.major == 1 &&
-                     api->tensor_from_object != nullptr && api->current_work_stream != nullptr;
+                     api->managed_from_object != nullptr && api->current_work_stream != nullptr;
   return known ? api : nullptr;
 }
 
@@ -307,9 +307,16 @@ bool read_attributes(PyObject* object, Tensor& tensor) {
 bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor) {
   if (exchange != nullptr) {
     DLTensor found;
-    if (exchange->tensor_from_object(object, &found) != 0) return unreadable(name, object);
+    DLManagedTensorVersioned* managed = nullptr;
+    if (exchange->tensor_from_object != nullptr) {
+      if (exchange->tensor_from_object(object, &found) != 0) return unreadable(name, object);
+    } else {
+      if (exchange->managed_from_object(object, &managed) != 0) return unreadable(name, object);
+      found = managed->tensor;
+    }
     read_layout(found, tensor);
     tensor.data = static_cast<char*>(found.data) + found.byte_offset;
+    if (managed != nullptr && managed->deleter != nullptr) managed->deleter(managed);
   } else if (!read_attributes(object, tensor)) {
     return unreadable(name, object);
   }
