@@ -79,8 +79,10 @@ class Plans {
     return nullptr;
   }
   void keep(const Key& key, std::shared_ptr<Launch> launch) {
+    // What is freed may run Python, and that another call: last, when all is in order again.
+    decltype(by_hash_)::node_type oldest;
     if (ages_.size() >= kCapacity) {
-      by_hash_.erase(by_hash_.find(ages_.front()));
+      oldest = by_hash_.extract(by_hash_.find(ages_.front()));
       ages_.pop_front();
     }
     by_hash_.emplace(key.hash(), Entry{key.words(), std::move(launch)});
@@ -88,7 +90,8 @@ class Plans {
   }
   size_t size() const { return by_hash_.size(); }
   void clear() {
-    by_hash_.clear();
+    decltype(by_hash_) freed;
+    freed.swap(by_hash_);
     ages_.clear();
   }
 
