@@ -4,6 +4,7 @@
 if(SKBUILD)
   # A wheel has no symbolic links and takes one file: the library, beside the Python code that loads it.
   install(FILES "$<TARGET_FILE:strobe>" DESTINATION . RENAME libstrobe.so COMPONENT python)
+  install(TARGETS strobe_python LIBRARY DESTINATION . COMPONENT python)
   return()
 endif()
 

@@ -20,8 +20,9 @@ case $part in
   *) echo "setup: got part '$part', expected demo, test, ci, bench or plots" >&2; exit 2 ;;
 esac
 case $part in
-  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu python3-dev) ;;&  # python3-dev: torch.compile's C++
+  test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
+  test | ci | bench) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
   test | ci | bench | plots) packages+=(python3 python3-venv) ;;
 esac
 

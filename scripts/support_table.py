@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
+
+import capi
 
 BEGIN, END = "<!-- support table: scripts/support_table.py -->", "<!-- end of support table -->"
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -40,10 +43,7 @@ FEATURES: dict[str, dict[str, object]] = {
 
 
 def takes(library: Any, index: int, fields: dict[str, object]) -> bool:
-    from strobe import _library
-
-    problem = _library.Problem()
-    library.strobe_problem_init(ctypes.byref(problem), ctypes.sizeof(problem))
+    problem = capi.new_problem()
     wanted = {"dtype": BFLOAT16, "batch": 2, "seqlen_q": 128, "seqlen_k": 128, "heads": 4, "head_dim": 64, **fields}
     for field, value in wanted.items():
         setattr(problem, field, value)
@@ -57,16 +57,7 @@ def line(name: str, answers: list[bool]) -> str:
 
 def cpu_rows() -> dict[str, str]:
     """A line of the table per CPU kernel of the library."""
-    sys.path.insert(0, str(ROOT / "python"))
-    from strobe import _library
-
-    library = _library.LIBRARY
-    library.strobe_kernel_name.restype = ctypes.c_char_p
-    library.strobe_kernel_name.argtypes = [ctypes.c_int32]
-    library.strobe_kernel_declines.restype = ctypes.c_size_t
-    library.strobe_kernel_declines.argtypes = [
-        ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
-    ]
+    library = capi.LIBRARY
     lines = {}
     for index in itertools.count():
         raw = library.strobe_kernel_name(index)

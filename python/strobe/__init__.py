@@ -10,10 +10,10 @@ machine.
 
 from __future__ import annotations
 
+from ._library import VERSION as __version__  # isort: skip - first: it opens the library
 from ._arrays import ArraySpec
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import info
-from ._library import VERSION as __version__
 from ._questions import dropout_mask, plan, why
 from .functional import attention, attention_backward
 

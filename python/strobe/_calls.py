@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Final
 
-from .functional import latest_answer
+from ._questions import latest_answer
 
 # What `strobe.why()` says of a block in which nothing has been called yet.
 _NO_CALL: Final = (

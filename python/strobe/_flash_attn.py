@@ -3,66 +3,70 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
 
-from . import _operators, _repeat
-from ._arrays import cannot_be_read
+from . import _core, _operators
+from ._arrays import cannot_be_read, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._tensors import check_dense, check_readable, first_line
 from ._values import flag, integer, pair, real
-from .functional import attention
 
 Tensor: TypeAlias = torch.Tensor
 
 # What a function of `flash_attn` returns: out, or (out, softmax_lse, S_dmask).
 Result: TypeAlias = Any
 
-# Bound once: each look-up of a module's attribute costs 30 ns.
-_Tensor: Final = torch.Tensor
 _is_tracing: Final = torch.compiler.is_dynamo_compiling
-_is_grad_enabled: Final = torch.is_grad_enabled
-_is_autocast_enabled: Final = torch.is_autocast_enabled
-_attention_and_launch: Final[Any] = attention  # its overloads do not show what `_repeat` needs
 
 
 # -------------------------------------------------------------------------------- without dispatch
 
+# Whether operators are traced before dispatch, on a stack of modes of its own (export).
+_PRE_DISPATCH: Final = getattr(torch._C.DispatchKey, "PreDispatch", None)
 
-def _number_of_modes() -> int:
-    """How many are at work that must see each operator: dispatch modes (fake tensors, FLOP
-    counters, export), functorch transforms (vmap, grad), torch.jit.trace, forward-mode autograd,
-    tracing before dispatch.
-    """
-    count: int = (
-        torch._C._len_torch_dispatch_stack()
-        + (torch._C._functorch.maybe_current_level() is not None)
-        + (torch._C._get_tracing_state() is not None)
-        + (forward_ad._current_level >= 0)
-        + _repeat.pre_dispatch()
+
+def pre_dispatch() -> bool:
+    """Whether operators are traced before dispatch, on a stack of modes of its own (export)."""
+    return _PRE_DISPATCH is not None and torch._C._dispatch_tls_is_dispatch_key_included(
+        _PRE_DISPATCH
     )
-    return count
 
 
-try:
-    _number_of_modes()
-    _KNOWS_MODES = True
-except (AttributeError, TypeError):  # pragma: no cover - a PyTorch that renamed one of them
-    _KNOWS_MODES = False
+def _watchers() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Functions that say whether somebody must see each operator, and of such a somebody who is
+    never without a mode for functions, (whether there is one of these, the answer).
+
+    These are dispatch modes (fake tensors, FLOP counters, export), functorch transforms (vmap,
+    grad), torch.jit.trace; and tracing before dispatch. PyTorch has public names for none of these
+    questions, or slow ones. Where a name is missing, calls go by its dispatcher: right, and slower.
+    """
+    often = (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._are_functorch_transforms_active,
+        torch._C._is_tracing,
+    )
+    seldom = (torch._C._len_torch_function_stack, pre_dispatch)
+    for function in (*often, *seldom):
+        function()
+    return often, seldom
+
+
+introduce_torch()
+with suppress(AttributeError, TypeError, KeyError):  # a PyTorch that renamed one of them
+    _core.set_watchers(*_watchers(), forward_ad.__dict__, "_current_level")
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:
     """Whether these are tensors as they come and nobody but autograd watches."""
     return (
-        type(q) is _Tensor
-        and type(k) is _Tensor
-        and type(v) is _Tensor
+        all(type(x) is torch.Tensor for x in (q, k, v))
         and (q.is_cpu or q.is_cuda)
         and not (q.is_neg() or k.is_neg() or v.is_neg())
-        and _KNOWS_MODES
-        and not _number_of_modes()
+        and _core.unwatched()
     )
 
 
@@ -218,6 +222,31 @@ def call(
 
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     """
+    tracing = _is_tracing()
+    no_dropout = type(dropout_p) in (float, int) and dropout_p == 0
+    if not tracing and no_dropout and return_attn_probs is False:
+        try:
+            found = _core.flash(
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q,
+                max_seqlen_k,
+                softmax_scale,
+                causal,
+                window_size,
+                softcap,
+                alibi_slopes,
+                deterministic,
+            )
+            if type(found) is tuple:  # autograd watches
+                found = _operators.Attention.apply(q, k, v, found, False)
+            if found is not None:
+                return found
+        except InvalidArgument:
+            pass  # below, a contiguous copy may help, and if not, the message is given
     if cu_seqlens_q is not None:
         names = _PACKED_NAMES if packed == "qkv" else {}
         max_seqlen_q = as_integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
@@ -230,47 +259,11 @@ def call(
         dropout_p = as_number("dropout_p", dropout_p)
     if type(return_attn_probs) is not bool:
         return_attn_probs = _flag("return_attn_probs", return_attn_probs)
-    if alibi_slopes is not None and not isinstance(alibi_slopes, _Tensor):
+    if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
         raise InvalidArgument(
             f"alibi_slopes is of type {type(alibi_slopes).__name__:.60}, expected a torch.Tensor"
         )
-    tracing = _is_tracing()
-    options_of_call = (softmax_scale, causal, window_size, softcap)
-    direct = not tracing and dropout_p == 0 and not return_attn_probs
-    repeats = direct and alibi_slopes is None and cu_seqlens_q is None and type(causal) is bool
-    if repeats:
-        out = _repeat.again(q, k, v, options_of_call)
-        if out is not None:
-            return out
     plain = not tracing and _is_plain(q, k, v)
-    if (
-        plain
-        and direct
-        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and _is_grad_enabled())
-        and not _is_autocast_enabled("cpu" if q.is_cpu else "cuda")
-    ):
-        try:
-            out, launch = _attention_and_launch(
-                q,
-                k,
-                v,
-                causal=causal,
-                window=window_size,
-                scale=softmax_scale,
-                softcap=softcap,
-                alibi_slopes=alibi_slopes,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                _with_launch=True,
-            )
-            if repeats:
-                _repeat.remember(q, k, v, options_of_call, launch)
-            return out
-        except InvalidArgument:
-            pass  # below, a contiguous copy may help, and if not, the message is given
-
     if alibi_slopes is not None:
         check_dense("alibi_slopes", alibi_slopes)
     if packed != "qkv":
@@ -309,7 +302,7 @@ def call(
         out, lse = _operators.attention_forward(q, k, v, *options)
     else:
         try:
-            out, lse = _operators.differentiable(plain)(q, k, v, *options)
+            out, lse = _operators.differentiable(plain, q, k, v, options)
         except Error as error:
             raise _by_name(error, packed) from None
         except (AssertionError, NotImplementedError, TypeError) as error:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import _calls, _operators, _sdpa, functional
+from . import _blocks, _calls, _operators, _sdpa, functional
 from ._calls import Verdict
 from ._errors import Unsupported
 
@@ -115,9 +115,9 @@ def _forward(
     if out.stride(-1) != 1 or out.shape != (*query.shape[:3], value.shape[3]):
         out = query.new_empty((*query.shape[:3], value.shape[3]))
     _, lse = functional.attention(
-        _sdpa.rows(query),
-        _sdpa.rows(key),
-        _sdpa.rows(value),
+        _blocks.rows(query),
+        _blocks.rows(key),
+        _blocks.rows(value),
         out=out.transpose(1, 2),
         return_lse=True,
         **options,
@@ -136,11 +136,11 @@ def _backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     functional.attention_backward(
-        _sdpa.rows(grad_out),
-        _sdpa.rows(query),
-        _sdpa.rows(key),
-        _sdpa.rows(value),
-        _sdpa.rows(out),
+        _blocks.rows(grad_out),
+        _blocks.rows(query),
+        _blocks.rows(key),
+        _blocks.rows(value),
+        _blocks.rows(out),
         logsumexp.contiguous(),
         grads=(grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)),
         **options,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import _library
+from . import _core, _library
 
 
 @dataclass(frozen=True)
@@ -73,35 +72,6 @@ class Info:
         return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    library = _library.LIBRARY
-    kernels: list[Kernel] = []
-    while (name := library.strobe_kernel_name(len(kernels))) is not None:
-        kernels.append(
-            Kernel(
-                _library.text(name), _library.text(library.strobe_kernel_unavailable(len(kernels)))
-            )
-        )
-    return tuple(kernels)
-
-
-def _cuda_devices(count: int) -> tuple[CudaDevice, ...]:
-    devices = []
-    for index in range(count):
-        device = _library.CudaDevice()
-        device.struct_size = ctypes.sizeof(device)
-        _library.check(_library.LIBRARY.strobe_cuda_device_info(index, ctypes.addressof(device)))
-        devices.append(
-            CudaDevice(
-                _library.text(device.name),
-                device.compute_capability,
-                device.multiprocessors,
-                device.memory_bytes,
-            )
-        )
-    return tuple(devices)
-
-
 def _installed(distribution: str) -> str:
     """Version of a distribution, "" if it is not there."""
     from importlib import metadata  # 20 ms that `import strobe` need not take
@@ -119,21 +89,21 @@ def info() -> Info:
     Raises:
         DeviceError: the CUDA driver failed while it was asked about its devices.
     """
-    machine = _library.Machine()
-    machine.struct_size = ctypes.sizeof(machine)
-    _library.check(_library.LIBRARY.strobe_machine_info(ctypes.addressof(machine)))
+    machine = _core.machine()
     return Info(
         version=_library.VERSION,
         library=os.fspath(_library.LIBRARY_PATH),
-        compiler=_library.text(machine.compiler),
+        compiler=machine["compiler"],
         python=platform.python_version(),
         numpy=np.__version__,
         torch=_installed("torch"),
-        cpu=_library.text(machine.cpu_name),
-        cpu_isa=_library.text(machine.cpu_isa),
-        cpu_isas=tuple(_library.text(machine.cpu_isas).split()),
-        cpu_threads=machine.cpu_threads,
-        cuda_devices=_cuda_devices(machine.cuda_devices),
-        cuda_reason=_library.text(machine.cuda_reason),
-        kernels=_kernels(),
+        cpu=machine["cpu_name"],
+        cpu_isa=machine["cpu_isa"],
+        cpu_isas=tuple(machine["cpu_isas"].split()),
+        cpu_threads=machine["cpu_threads"],
+        cuda_devices=tuple(
+            CudaDevice(*_core.cuda_device(index)) for index in range(machine["cuda_devices"])
+        ),
+        cuda_reason=machine["cuda_reason"],
+        kernels=tuple(Kernel(*row) for row in _core.kernels()),
     )

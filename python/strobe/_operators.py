@@ -12,8 +12,8 @@ or recompute them, and activation checkpointing, which replays the generators, s
 weights dropped.
 
 Arrays, layouts and options are those of `strobe.attention`, whose docstring describes them. Kernels
-for CPU and CUDA are one Python function: `strobe.attention` finds the device's kernel, PyTorch's
-current stream, and takes workspaces from PyTorch's allocator.
+for CPU and CUDA are one function of `_core`, which finds the device's kernel, PyTorch's current
+stream, and takes workspaces from PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _options, _questions, _s_dmask, functional
+from . import _core, _options, _questions, _s_dmask
 from ._errors import InvalidArgument, Unsupported
 from ._generator import draw_dropout_state as draw_dropout_state
 from ._generator import seed_and_offset as seed_and_offset
+from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
     raise ImportError(
@@ -70,98 +71,11 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    *more: Any,
-) -> tuple[Tensor, Tensor]:
-    """The kernel of attention_forward: (out, lse), new contiguous tensors."""
-    seed, offset = seed_and_offset(rng_state)
-    out, lse = functional.attention(
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        causal=causal,
-        window=(window_left, window_right),
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        dropout_offset=offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        return_lse=True,
-        **_options.by_name(more),
-    )
-    return out, lse
-
-
-def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    *more: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel of attention_backward: new contiguous tensors. dout None: out was not used."""
-    seed, offset = seed_and_offset(rng_state)
-    dq, dk, dv = functional.attention_backward(
-        torch.zeros_like(out) if dout is None else rows_contiguous(dout),
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        rows_contiguous(out),
-        lse.contiguous(),
-        causal=causal,
-        window=(window_left, window_right),
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        dropout_offset=offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dlse=None if dlse is None else dlse.contiguous(),
-        deterministic=deterministic,
-        **_options.by_name(more),
-    )
-    return dq, dk, dv
+# The kernels of attention_forward and attention_backward: new contiguous tensors. What has rows
+# that are not contiguous is copied, a dout of None (out was not used) is zero.
+forward: Final = _core.operator_forward
+backward: Final = _core.operator_backward
+zeros_like: Final = torch.zeros_like
 
 
 def _fake_forward(
@@ -231,84 +145,55 @@ def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """attention_forward for eager tensors: 17 us where the operator's own autograd takes 80."""
+    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes.
+
+    options: the operator's arguments after q, k and v, in one tuple: each argument costs time, and
+    each result, so lse is one only where wants_lse.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], wants_lse: bool
+    ) -> Any:
         """As the operator."""
-        output = forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+        out, lse = forward(q, k, v, *options)
+        if _has_arrays(options):
+            arrays = [x for x in options if isinstance(x, torch.Tensor)]
+            ctx.save_for_backward(q, k, v, out, lse, *arrays)
+            ctx.options = tuple(_SAVED if isinstance(x, torch.Tensor) else x for x in options)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = options
+        if not wants_lse:
+            return out
+        ctx.set_materialize_grads(False)  # no zeros for an lse or an out that nobody used
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """As the operator's derivative."""
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        options, saved = ctx.options, ctx.saved_tensors
+        if len(saved) > 5:
+            arrays = iter(saved[5:])
+            options = [next(arrays) if x is _SAVED else x for x in options]
+            saved = saved[:5]
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        return _gradients(compute, ctx, dout, dlse)
+        dq, dk, dv = compute(dout, dlse, *saved, *options)
+        return dq, dk, dv, None, None
+
+
+_SAVED: Final = object()  # in place of an option that was saved as a tensor
+
+
+def _has_arrays(options: tuple[Any, ...]) -> bool:
+    """Whether some may be tensors: cu_seqlens, slopes, the generator's state, the tail's arrays."""
+    return not options[0] is options[1] is options[2] is options[3] is None or len(options) > 13
 
 
 # --------------------------------------------------------------------------------------------- vmap
-
-
-def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """(batch, ...) with a vmapped dimension of `size` as (size * batch, ...)."""
-    if x is None:
-        return None
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _fold_options(
-    options: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, randomness: str
-) -> tuple[Any, ...]:
-    """Options of a dense problem whose batch is `size` times larger."""
-    cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
-    if rng_state is not None and randomness != "different":
-        raise Unsupported(
-            f"dropout_p > 0 under vmap with randomness={randomness!r}: expected 'different', each "
-            "entry drops weights of its own"
-        )
-    if alibi_slopes is not None:
-        if alibi_slopes.ndim == (1 if dims[2] is None else 2):  # (heads) for each entry
-            if dims[2] is not None:
-                slopes = alibi_slopes.movedim(dims[2], 0).unsqueeze(1)
-                alibi_slopes = slopes.expand(size, batch, -1).reshape(size * batch, -1)
-        else:
-            alibi_slopes = _fold(alibi_slopes, dims[2], size)
-        alibi_slopes = alibi_slopes.contiguous()
-    plain = 13  # options before the tail
-    tail = options[plain:]
-    folded = [
-        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
-        for x, dim in zip(tail, dims[plain:], strict=True)
-    ]
-    return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
-
-
-def _vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
-    """A vmap rule that makes the vmapped dimension a part of the batch.
-
-    operator: its first `tensors` arguments are (batch, ...); query: which of them is q.
-    """
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        size = info.batch_size
-        q, q_dim = arguments[query], in_dims[query]
-        batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-        folded = [
-            _fold(x, dim, size)
-            for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)
-        ]
-        options = _fold_options(
-            arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
-        )
-        found = operator(*folded, *options)
-        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
-
-    return rule
 
 
 class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
@@ -332,7 +217,7 @@ class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """Makes the vmapped dimension a part of the batch."""
-        return _vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
+        return vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
 
 
 class Transformed(torch.autograd.Function):  # type: ignore[misc]
@@ -357,18 +242,16 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """Makes the vmapped dimension a part of the batch."""
-        return _vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
+        return vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
 
 
-def differentiable(plain: bool) -> Any:
-    """attention_forward as a function of the arguments `forward` has. plain: nobody but autograd
-    watches.
-    """
+def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
+    """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply
+        return Attention.apply(q, k, v, options, True)
     if torch._C._functorch.maybe_current_level() is not None:
-        return Transformed.apply
-    return attention_forward
+        return Transformed.apply(q, k, v, *options)
+    return attention_forward(q, k, v, *options)
 
 
 # ---------------------------------------------------------------------------------- dropout weights
@@ -465,7 +348,7 @@ def _register() -> None:
             ("attention_forward", attention_forward, 3, 2, 0),
             ("attention_backward", attention_backward, 7, 3, 2),
         ):
-            rule = _vmap_over(overload, tensors, results, query)
+            rule = vmap_over(overload, tensors, results, query)
             torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
 
 

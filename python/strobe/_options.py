@@ -1,15 +1,14 @@
 """The options of a problem that a call takes by keyword alone and that most calls do without.
 
-One row each, in the order of strobe_problem's fields. From the rows follow the tails of the C
-structs (`_library`), the arguments of `attention`, `attention_backward`, `plan` and `why`, and the
-tails of the operators' schemas (`_operators`). tests/python/test_options.py compares them with
-src/core/options.def. The options that nearly every call has (causal, window, scale, ...) are
-written out in those functions: that saves a microsecond of each call.
+One row each, in the order of strobe_problem's fields. From the rows follow the arguments of
+`attention`, `attention_backward`, `plan` and `why`, and the tails of the operators' schemas
+(`_operators`); the extension reads src/core/options.def itself, and tests/python/test_options.py
+compares the two. The options that nearly every call has (causal, window, scale, ...) are written
+out in those functions, which saves time.
 """
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,12 +34,7 @@ class Scalar:
     name: str
     default: Any
     convert: Callable[[str, Any], Any]
-    c_type: Any
     torch_type: str  # in an operator's schema
-
-    @property
-    def field(self) -> tuple[str, Any]:
-        return self.name, self.c_type
 
     @property
     def schema(self) -> str:
@@ -57,16 +51,12 @@ class Numbers:
     default: None = None
 
     @property
-    def field(self) -> tuple[str, Any]:
-        return f"has_{self.name}", ctypes.c_int32
-
-    @property
     def schema(self) -> str:
         return f"Tensor? {self.name}=None"
 
 
 ROWS: Final[tuple[Scalar | Numbers, ...]] = (
-    Scalar("attention_chunk", 0, integer, ctypes.c_int64, "SymInt"),
+    Scalar("attention_chunk", 0, integer, "SymInt"),
     Numbers("seqused_q"),
     Numbers("seqused_k"),
     Numbers("q_position"),
@@ -79,8 +69,6 @@ _ROWS: Final = {row.name: row for row in ROWS}
 # What of them a call gave: values by name, sorted as above and hashable; and arrays by name.
 Scalars: TypeAlias = tuple[tuple[str, Any], ...]
 Arrays: TypeAlias = dict[str, Any]
-NO_SCALARS: Final[Scalars] = ()
-NO_ARRAYS: Final[Arrays] = {}
 
 
 def split(function: str, more: dict[str, Any]) -> tuple[Scalars, Arrays]:

@@ -4,31 +4,23 @@ and which weights dropout keeps.
 
 from __future__ import annotations
 
-import operator
-import struct
-from collections.abc import Sequence
+import sys
+import threading
 from typing import Any, Final
 
 import numpy as np
 
-from . import _arrays, _library
-from ._arrays import KINDS, AnyArray, ArraySpec, imported
+from . import _core
+from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
-from ._library import LIBRARY, check
 from ._options import documented, split
-from ._plans import (
-    Options,
-    Shapes,
-    longest,
-    make_problem,
-    no_array,
-    optional_spec,
-    plan_of,
-    spec_of,
-    why_text,
-)
-from ._values import bad_seed, flag, integer, pair, real
-from .functional import latest_answer
+from ._plans import longest, plan_of, why_text
+from ._problem import Shapes, make_problem
+from ._values import flag, integer, pair, real, seed
+
+# .text: what became of this thread's latest call of PyTorch's attention, for `why`. Set by
+# `strobe.torch`.
+latest_answer: Final = threading.local()
 
 _NO_CALL: Final = (
     "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
@@ -37,39 +29,32 @@ _NO_CALL: Final = (
 )
 
 
-def _described(
-    arrays: Sequence[Any],
-    options: Options,
-    backward: bool,
-    dlse: bool,
-) -> Shapes:
-    """The problem of a call that will not be made; its results are taken to be contiguous."""
-    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", *options.arrays)
-    with imported(names, (*arrays, *options.arrays.values())) as taken:
-        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k = taken[:6]
-        options.arrays = dict(zip(names[6:], taken[6:], strict=True))
-        if q is None or k is None or v is None:
-            raise no_array(names[:3], (q, k, v))
-        if cu_seqlens_q is not None and options.max_seqlen_q is None:
-            options.max_seqlen_q = longest("cu_seqlens_q", "max_seqlen_q", cu_seqlens_q)
-        if cu_seqlens_k is not None and options.max_seqlen_k is None:
-            options.max_seqlen_k = longest("cu_seqlens_k", "max_seqlen_k", cu_seqlens_k)
-        options.threads = integer("threads", options.threads, 32)
-        if options.threads == 0:
-            options.threads = KINDS[type(q)].threads()
-        backward = flag("backward", backward)
-        shapes = make_problem(
-            _library.BACKWARD if backward else _library.FORWARD,
-            spec_of("q", q),
-            spec_of("k", k),
-            spec_of("v", v),
-            optional_spec("cu_seqlens_q", cu_seqlens_q),
-            optional_spec("cu_seqlens_k", cu_seqlens_k),
-            optional_spec("alibi_slopes", alibi_slopes),
-            options,
-        )
-        shapes.problem.has_dlse = flag("dlse", dlse) and backward
-        return shapes
+def _described(function: str, given: dict[str, Any]) -> Shapes:
+    """The problem of a call that will not be made; its results are taken to be contiguous.
+
+    given: the arguments of `plan` and `why`, by name.
+    """
+    left, right = pair("window", given["window"])
+    scalars, more = split(function, given["more"])
+    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+    for name in "qkv":
+        if given[name] is None:
+            raise InvalidArgument(f"{name} = None, expected an array")
+    objects = {name: given[name] for name in names if given[name] is not None} | more
+    arrays = {name: spec_of(name, array) for name, array in objects.items()}
+    options = given | {"window_left": left, "window_right": right, "scalars": scalars}
+    for name in "qk":
+        offsets = objects.get(f"cu_seqlens_{name}")
+        if offsets is not None and options[f"max_seqlen_{name}"] is None:
+            options[f"max_seqlen_{name}"] = longest(
+                f"cu_seqlens_{name}", f"max_seqlen_{name}", offsets
+            )
+    backward = flag("backward", given["backward"])
+    shapes = make_problem(backward, arrays, options)
+    if not shapes.problem["threads"] and shapes.q.kind is TORCH:
+        shapes.problem["threads"] = sys.modules["torch"].get_num_threads()
+    shapes.problem["has_dlse"] = int(flag("dlse", given["dlse"]) and backward)
+    return shapes
 
 
 @documented
@@ -106,23 +91,7 @@ def plan(
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
     """
-    left, right = pair("window", window)
-    options = Options(
-        causal,
-        left,
-        right,
-        scale,
-        softcap,
-        dropout_p,
-        max_seqlen_q,
-        max_seqlen_k,
-        threads,
-        deterministic,
-        batch_invariant,
-        *split("plan", more),
-    )
-    arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    return _library.plan_text(plan_of(_described(arrays, options, backward, dlse)))
+    return _core.plan_text(plan_of(_described("plan", locals())))
 
 
 @documented
@@ -158,26 +127,11 @@ def why(
 
     Args: as `plan`.
     """
+    given = locals()
     if q is None and k is None and v is None:
         return str(getattr(latest_answer, "text", _NO_CALL))
     try:
-        left, right = pair("window", window)
-        options = Options(
-            causal,
-            left,
-            right,
-            scale,
-            softcap,
-            dropout_p,
-            max_seqlen_q,
-            max_seqlen_k,
-            threads,
-            deterministic,
-            batch_invariant,
-            *split("why", more),
-        )
-        arrays = (q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-        return why_text(_described(arrays, options, backward, dlse))
+        return why_text(_described("why", given))
     except Error as error:
         return str(error)
 
@@ -214,22 +168,12 @@ def dropout_mask(
         if size < 0:
             raise InvalidArgument(f"{name} = {size}, expected at least 0")
     probability = real("dropout_p", dropout_p)
-    try:
-        struct.pack("QQ", dropout_seed, dropout_offset)
-    except Exception:
-        raise bad_seed(dropout_seed, dropout_offset) from None
+    numbers = seed("dropout_seed", dropout_seed), seed("dropout_offset", dropout_offset)
     try:
         mask = np.empty(sizes, np.bool_)
     except (MemoryError, ValueError):
         listed = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
         raise OutOfMemory(f"a mask with {listed} cannot be allocated") from None
-    check(
-        LIBRARY.strobe_dropout_mask(
-            *sizes,
-            probability,
-            operator.index(dropout_seed),
-            operator.index(dropout_offset),
-            _arrays.numpy_pointer(mask),
-        )
-    )
+    arguments: Any = (*sizes, probability, *numbers, mask.ctypes.data)
+    _core.dropout_mask(*arguments)
     return mask

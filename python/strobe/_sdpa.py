@@ -12,9 +12,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.attention import bias
 
-from . import _arrays, _flash_attn, _masks, _operators, _questions, functional
+from . import _arrays, _blocks, _flash_attn, _masks, _operators, _questions
 from ._calls import Verdict
 from ._errors import Error, InvalidArgument, Unsupported
 from ._masks import Blocks
@@ -50,11 +49,17 @@ def _stands_for_another(x: Tensor) -> bool:
     return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
+def is_causal_bias(attn_mask: Any) -> bool:
+    """Whether this is a mask of torch.nn.attention.bias, by name: to import that module imports
+    PyTorch's compiler, which takes a second.
+    """
+    return isinstance(attn_mask, torch.Tensor) and type(attn_mask).__name__ == "CausalBias"
+
+
 def is_lower_right(attn_mask: Any) -> bool:
     """Whether this is torch.nn.attention.bias.causal_lower_right(...): Strobe's causal."""
-    return isinstance(attn_mask, bias.CausalBias) and (
-        attn_mask.variant == bias.CausalVariant.LOWER_RIGHT
-        or attn_mask.seq_len_q == attn_mask.seq_len_kv
+    return is_causal_bias(attn_mask) and (
+        attn_mask.variant.name == "LOWER_RIGHT" or attn_mask.seq_len_q == attn_mask.seq_len_kv
     )
 
 
@@ -62,7 +67,7 @@ def mask_objection(query: Tensor, key: Tensor, attn_mask: Any, is_causal: Any) -
     """What is against this mask, whatever it holds."""
     if is_causal:
         return "attn_mask and is_causal are both given"
-    if isinstance(attn_mask, bias.CausalBias):
+    if is_causal_bias(attn_mask):
         if not is_lower_right(attn_mask):
             return "attn_mask is causal_upper_left(...) with different lengths"
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (query.shape[2], key.shape[2]):
@@ -233,7 +238,7 @@ def judge(
     kind = mask_objection(query, key, attn_mask, is_causal)
     if kind:
         return Verdict(kind=kind, detail=_describe(attn_mask)), None
-    if isinstance(attn_mask, bias.CausalBias):
+    if is_causal_bias(attn_mask):
         return verdict, None
     if torch._C._functorch.maybe_current_level() is not None:
         return Verdict(kind="attn_mask under a transform of torch.func"), None
@@ -283,9 +288,9 @@ def serve(
             rng_state = _operators.dropout_state(device=query.device)
         arguments = (query, key, value, rng_state, blocks, dropout_p, scale)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out: Tensor = _Masked.apply(*arguments)[0]
+            out: Tensor = _blocks.Masked.apply(*arguments)[0]
             return out
-        return forward(*arguments, with_lse=False)[0]
+        return _blocks.forward(*arguments, with_lse=False)[0]
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if is_causal and seqlen_q < seqlen_k:  # aligned top left, nobody sees what comes after
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
@@ -301,131 +306,6 @@ def serve(
         window,
     )
     return out.transpose(1, 2)
-
-
-# Philox's multiplier for keys: blocks that share a batch index drop weights of their own.
-_SEED_STEP: Final = 0x9E3779B97F4A7C15
-
-
-def _options(
-    blocks: Blocks, rng_state: Tensor | None, dropout_p: float, scale: float | None
-) -> list[dict[str, Any]]:
-    """Options of strobe.attention and its derivative, of each block."""
-    seed, offset = _operators.seed_and_offset(rng_state)
-    return [
-        {
-            "causal": block.causal,
-            "window": block.window,
-            "scale": scale,
-            "dropout_p": dropout_p,
-            "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
-            "dropout_offset": offset,
-        }
-        for index, block in enumerate(blocks.blocks)
-    ]
-
-
-def rows(x: Tensor) -> Tensor:
-    """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim), readable as it is."""
-    return _operators.rows_contiguous(x.transpose(1, 2))
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rng_state: Tensor | None,
-    blocks: Blocks,
-    dropout_p: float,
-    scale: float | None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse), out's heads innermost but head_dim, as PyTorch's kernel for the CPU has them."""
-    q, k, v = rows(query), rows(key), rows(value)
-    batch, seqlen_q, heads, _ = q.shape
-    new = q.new_zeros if blocks.hides_queries else q.new_empty
-    out = new((batch, seqlen_q, heads, v.shape[3]))
-    lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
-    if blocks.hides_queries and with_lse:
-        lse.fill_(float("-inf"))
-    for block, options in zip(
-        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
-    ):
-        found: Any = functional.attention(
-            q[block.batch, block.queries],
-            k[block.batch, block.keys],
-            v[block.batch, block.keys],
-            out=out[block.batch, block.queries],
-            return_lse=with_lse,
-            **options,
-        )
-        if with_lse:
-            lse[block.batch, :, block.queries] = found[1]
-    return out.transpose(1, 2), lse
-
-
-def backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor | None,
-    blocks: Blocks,
-    dropout_p: float,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients laid out as out is."""
-    q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
-    empty = not blocks.blocks
-    dq = torch.zeros_like(q) if blocks.hides_queries or empty else torch.empty_like(q)
-    hidden = blocks.hides_keys or blocks.hides_queries or empty
-    dk, dv = (torch.zeros_like(x) if hidden else torch.empty_like(x) for x in (k, v))
-    for block, options in zip(
-        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
-    ):
-        queries, keys = (block.batch, block.queries), (block.batch, block.keys)
-        functional.attention_backward(
-            do[queries],
-            q[queries],
-            k[keys],
-            v[keys],
-            o[queries],
-            lse[block.batch, :, block.queries].contiguous(),
-            grads=(dq[queries], dk[keys], dv[keys]),
-            **options,
-        )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-class _Masked(torch.autograd.Function):  # type: ignore[misc]
-    """A call with a mask, of tensors with data."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rng_state: Tensor | None,
-        blocks: Blocks,
-        dropout_p: float,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
-        out, lse = forward(query, key, value, rng_state, blocks, dropout_p, scale)
-        ctx.save_for_backward(query, key, value, out, lse, rng_state)
-        ctx.options = (blocks, dropout_p, scale)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
-        """Of query, key and value."""
-        grads = backward(dout, *ctx.saved_tensors, *ctx.options)
-        return (*grads, None, None, None, None)
 
 
 # What goes wrong with a call that Strobe was to compute, and PyTorch may compute all the same.

@@ -12,9 +12,8 @@ from functools import wraps
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.nn.attention import bias
 
-from . import _calls, _flash_attn, _operators, _repeat, _sdpa
+from . import _blocks, _calls, _flash_attn, _operators, _sdpa
 from ._calls import Verdict
 from ._masks import Block, Blocks
 
@@ -100,7 +99,7 @@ def _operator_forward(
     verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
     _calls.record(verdict)
     if not verdict.kind:
-        return _sdpa.forward(query, key, value, rng_state, blocks, dropout_p, options[-1])
+        return _blocks.forward(query, key, value, rng_state, blocks, dropout_p, options[-1])
     if rng_state is not None:  # so that the backward pass can draw the same again
         with torch.random.fork_rng(_devices(query)):
             torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
@@ -130,7 +129,7 @@ def _operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
     if not verdict.kind:
-        return _sdpa.backward(
+        return _blocks.backward(
             dout, query, key, value, out, lse, rng_state, blocks, dropout_p, options[-1]
         )
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
@@ -257,7 +256,7 @@ def traced(
     if kind:
         declined(kind)
         return None
-    lower_right = isinstance(attn_mask, bias.CausalBias)
+    lower_right = _sdpa.is_causal_bias(attn_mask)
     query, key, value = _flash_attn._autocast(query, key, value)
     rng_state = _operators.dropout_state(device=query.device) if dropout_p > 0 else None
     out: Tensor
@@ -286,5 +285,5 @@ def is_traced() -> bool:
     return (
         torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or _repeat.pre_dispatch()
+        or _flash_attn.pre_dispatch()
     )

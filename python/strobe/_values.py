@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from typing import Any
 
 from ._errors import InvalidArgument, shown
@@ -56,13 +57,17 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     return left, right
 
 
-def bad_seed(seed: Any, offset: Any) -> InvalidArgument:
-    """For arguments of a launch that could not be packed, which only these two can cause."""
-    for name, value in (("dropout_seed", seed), ("dropout_offset", offset)):
-        try:
-            if 0 <= operator.index(value) < 2**64:
-                continue
-        except Exception:
-            pass
-        return InvalidArgument(f"{name} = {shown(value)}, expected an integer from 0 to 2**64 - 1")
-    return InvalidArgument("dropout_seed and dropout_offset are out of range")  # pragma: no cover
+def seed(name: str, value: Any) -> int:
+    """`value` as an unsigned integer of 64 bits."""
+    try:
+        number = operator.index(value)
+    except Exception:
+        number = -1
+    if not 0 <= number < 2**64:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected an integer from 0 to 2**64 - 1")
+    return number
+
+
+def on_main_thread() -> bool:
+    """Whether handlers of signals run in this thread."""
+    return threading.get_ident() == threading.main_thread().ident

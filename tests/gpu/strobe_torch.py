@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
-from strobe import _library as lib
+import capi as lib
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -4,16 +4,17 @@ copied.
 
 from __future__ import annotations
 
-import ctypes
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import strobe
-from strobe import _launches, _library, functional
+from recorder import record
+from strobe import _core
 
 import cases
 from cases import Array, Case, Inputs
@@ -147,53 +148,37 @@ def test_axes_of_one_element_may_have_any_stride(rng: np.random.Generator) -> No
     )
 
 
-def launched(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
-) -> tuple[Any, _library.ForwardArgs, _library.Problem]:
-    """The arguments that reached the C library."""
-    seen: list[tuple[bytes, bytes]] = []
-    real = functional._launch_forward
-
-    def spy(plan: int, arguments: bytes) -> int:
-        problem = ctypes.string_at(
-            plan + _library.Plan.problem.offset, ctypes.sizeof(_library.Problem)
-        )
-        seen.append((arguments, problem))
-        status: int = real(plan, arguments)
-        return status
-
-    monkeypatch.setattr(functional, "_launch_forward", spy)
-    result = call()
-    assert len(seen) == 1
-    # A short call leaves the fields for an interrupt out.
-    arguments = seen[0][0].ljust(ctypes.sizeof(_library.ForwardArgs), b"\0")
-    return (
-        result,
-        _library.ForwardArgs.from_buffer_copy(arguments),
-        _library.Problem.from_buffer_copy(seen[0][1]),
-    )
+ADDRESSES = """
+import json, numpy as np, strobe
+from producer import Producer
+qkv = np.random.default_rng(1).standard_normal((2, 30, 3, 4, 16)).astype(np.float16)
+q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+out = np.full((2, 4, 30, 16), np.nan, np.float16).swapaxes(1, 2)
+slopes = np.ones((2, 4), np.float32)
+result, lse = strobe.attention(q, k, v, out=out, alibi_slopes=slopes, return_lse=True)
+assert result is out
+shared = Producer(q)
+strobe.attention(shared, k, v, out=out, alibi_slopes=slopes)
+assert shared.exported == shared.deleted == 1
+named = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "alibi_slopes": slopes}
+print(json.dumps({n: (x.ctypes.data, *(s // 2 for s in x.strides)) for n, x in named.items()}))
+"""
 
 
-def test_addresses_and_strides_pass_straight_through(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    qkv = cases.normal(rng, (2, 30, 3, 4, 16), np.float16)
-    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    out = cases.poisoned((2, 4, 30, 16), np.float16).swapaxes(1, 2)
-    slopes = np.ones((2, 4), np.float32)
-    (_, lse), arguments, problem = launched(
-        monkeypatch,
-        lambda: strobe.attention(q, k, v, out=out, alibi_slopes=slopes, return_lse=True),
-    )
-    for name, array in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)):
-        assert getattr(arguments, name) == array.ctypes.data
-    assert arguments.alibi_slopes == slopes.ctypes.data
-    assert arguments.cu_seqlens_q is None
-    assert arguments.workspace is None
-    for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
-        strides = getattr(problem, name)
-        got = (strides.batch, strides.seqlen, strides.head, strides.dim)
-        assert got == tuple(s // 2 for s in array.strides)
+def test_addresses_and_strides_pass_straight_through(tmp_path: Path) -> None:
+    named, launches = record(ADDRESSES, tmp_path)
+    assert len(launches) == 2
+    for problem, arguments in launches:
+        for name in ("q", "k", "v", "out", "alibi_slopes"):
+            assert getattr(arguments, name) == named[name][0]
+        assert arguments.cu_seqlens_q is None
+        assert arguments.workspace is None
+        for name in ("q", "k", "v", "out"):
+            strides = getattr(problem, name)
+            got = [strides.batch, strides.seqlen, strides.head, strides.dim]
+            assert got == named[name][1:]
+    assert launches[0][1].lse == named["lse"][0]
+    assert launches[1][1].lse is None
 
 
 def test_calls_allocate_only_their_results(rng: np.random.Generator) -> None:
@@ -225,26 +210,15 @@ def test_inputs_are_left_alone(rng: np.random.Generator) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(arrays, before, strict=True) if a is not None)
 
 
-def test_plans_are_reused_and_bounded(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    made: list[int] = []
-    real = _library.make_plan
-
-    def count(problem: _library.Problem) -> _library.Plan:
-        made.append(1)
-        return real(problem)
-
-    monkeypatch.setattr(_library, "make_plan", count)
-    monkeypatch.setattr(_launches, "CAPACITY", 8)
-    _launches.FORWARD_LAUNCHES.clear()
-    x = cases.normal(rng, (1, 64, 1, 8))
+def test_plans_are_reused_and_bounded(rng: np.random.Generator) -> None:
+    _core.forget()
+    x = cases.normal(rng, (1, _core.CAPACITY + 40, 1, 8))
     for _ in range(3):
-        strobe.attention(x, x, x)
-    assert len(made) == 1
-    for n in range(1, 30):
-        strobe.attention(x[:, :n], x, x)
-        assert len(_launches.FORWARD_LAUNCHES) <= 8
-    assert len(made) == 30
-    strobe.attention(x[:, :29], x, x)
-    assert len(made) == 30
+        strobe.attention(x[:, :64], x, x)
+    assert _core.kept() == (1, 0)
+    wanted = strobe.attention(x[:, :3], x[:, :9], x[:, :9])
+    for n in range(1, _core.CAPACITY + 40):  # each one is a plan of its own
+        strobe.attention(x[:, :n], x[:, :1], x[:, :1])
+        assert _core.kept()[0] <= _core.CAPACITY
+    assert _core.kept() == (_core.CAPACITY, 0)
+    assert np.array_equal(strobe.attention(x[:, :3], x[:, :9], x[:, :9]), wanted)

@@ -4,7 +4,6 @@ the options that most calls do without, forward and backward, against the oracle
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import re
 from pathlib import Path
@@ -14,78 +13,46 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import capi
 import strobe
-from strobe import _library, _options
+from strobe import _core, _options, _problem
+from strobe._checks import DTYPE_CODES
+from strobe._problem import make_problem
 
 import cases
 from cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = (ROOT / "include/strobe/strobe.h").read_text()
 TABLE = (ROOT / "src/core/options.def").read_text()
 
 
-# ----------------------------------------------------------------------------- layouts of C structs
-
-C_TYPES = {
-    "size_t": ctypes.c_size_t,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "char": ctypes.c_char,
-    "strobe_strides": _library.Strides,
-    "strobe_problem": _library.Problem,
-}
-
-
-def c_struct(name: str) -> list[tuple[str, Any]]:
-    """Fields of a struct of strobe.h, with their ctypes."""
-    body = re.search(rf"typedef struct {name} \{{(.*?)\n\}} {name};", HEADER, re.DOTALL)
-    assert body is not None
-    code = re.sub(r"/\*.*?\*/", " ", body[1], flags=re.DOTALL)
-    fields: list[tuple[str, Any]] = []
-    for declaration in filter(None, (part.strip() for part in code.split(";"))):
-        if "(*" in declaration:
-            fields.append((declaration.split("(*")[1].split(")")[0], ctypes.c_void_p))
-            continue
-        declaration = re.sub(r"\bconst\b", "", declaration).strip()
-        kind, names = declaration.split(None, 1)
-        for each in names.split(","):
-            found = re.fullmatch(r"(\**)\s*(\w+)(?:\[(\d+)\])?", each.strip())
-            assert found is not None, declaration
-            pointer, field, count = found.groups()
-            c_type: Any = C_TYPES.get(kind)
-            if pointer or kind.endswith("*"):
-                c_type = ctypes.c_char_p if kind.startswith("char") else ctypes.c_void_p
-            fields.append((field, c_type * int(count) if count else c_type))
-    return fields
-
-
-@pytest.mark.parametrize(
-    ("name", "struct"),
-    [
-        ("strobe_strides", _library.Strides),
-        ("strobe_problem", _library.Problem),
-        ("strobe_plan", _library.Plan),
-        ("strobe_forward_args", _library.ForwardArgs),
-        ("strobe_backward_args", _library.BackwardArgs),
-        ("strobe_machine", _library.Machine),
-        ("strobe_cuda_device", _library.CudaDevice),
-    ],
-)
-def test_structs_are_those_of_the_header(name: str, struct: Any) -> None:
-    assert [tuple(field) for field in struct._fields_] == c_struct(name)
+# ---------------------------------------------------------------------------------- the C header
 
 
 def test_constants_are_those_of_the_header() -> None:
-    named = dict(re.findall(r"STROBE_(\w+) = (\d+)", HEADER))
+    named = dict(re.findall(r"STROBE_(\w+) = (\d+)", capi.HEADER))
     ours = {"FLOAT32": "float32", "BFLOAT16": "bfloat16", "FLOAT16": "float16"}
-    assert {name: _library.DTYPE_CODES[code] for name, code in ours.items()} == {
+    assert {name: DTYPE_CODES[code] for name, code in ours.items()} == {
         name: int(named[name]) for name in ours
     }
-    for name in ("FORWARD", "BACKWARD", "CPU", "CUDA", "ALIBI_PER_HEAD", "ALIBI_PER_BATCH_HEAD"):
-        assert getattr(_library, name) == int(named[name])
+    assert (_problem._ALIBI_PER_HEAD, _problem._ALIBI_PER_BATCH_HEAD) == (
+        int(named["ALIBI_PER_HEAD"]),
+        int(named["ALIBI_PER_BATCH_HEAD"]),
+    )
+
+
+def test_every_field_of_a_problem_can_be_set() -> None:
+    fields = dict(capi.fields("strobe_problem"))
+    del fields["struct_size"]
+    wrong = {name: (0, 0, 0, "x") if name in STRIDED else "x" for name in fields}
+    for name, value in wrong.items():
+        with pytest.raises(TypeError):  # known, and no number
+            _core.why({name: value})
+    with pytest.raises(KeyError, match="field of no strobe_problem"):
+        _core.why({"head_dims": 1})
+
+
+STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -120,15 +87,29 @@ def test_every_option_of_the_table_is_here() -> None:
 
 
 def test_the_tables_defaults_are_the_problems() -> None:
-    problem = _library.new_problem()
-    for kind, name, default in ROWS:
-        if kind == "ARRAY":
-            assert getattr(problem, f"has_{name}") == 0
-        elif kind in ("INTEGER", "REAL") and default != "kNaN":
-            assert getattr(problem, name) == int(default)
-    for row in _options.ROWS:
-        if isinstance(row, _options.Scalar):
-            assert getattr(problem, row.name) == row.default
+    """A problem whose options are given their defaults is the problem without them."""
+    q = strobe.ArraySpec((1, 8, 2, 16))
+    defaults: dict[str, Any] = {
+        row.name: row.default for row in _options.ROWS if isinstance(row, _options.Scalar)
+    }
+    fields = make_problem(
+        False,
+        {"q": q, "k": q, "v": q},
+        {
+            **dict.fromkeys(("causal", "deterministic", "batch_invariant"), False),
+            **dict.fromkeys(("softcap", "dropout_p"), 0.0),
+            **dict.fromkeys(("scale", "max_seqlen_q", "max_seqlen_k"), None),
+            "window_left": -1,
+            "window_right": -1,
+            "threads": 0,
+            "scalars": tuple(defaults.items()),
+        },
+    ).problem
+    named = {name: otherwise for kind, name, otherwise in ROWS if kind in ("INTEGER", "REAL")}
+    for name, value in fields.items():
+        if name in named:
+            assert value == int(named[name]), name
+    assert _core.why(fields) == strobe.why(q, q, q)
 
 
 def test_every_field_is_a_row_or_a_shape() -> None:
@@ -143,7 +124,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
     rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}
-    assert {name for name, _ in c_struct("strobe_problem")} == shapes | rows
+    assert {name for name, _ in capi.fields("strobe_problem")} == shapes | rows
 
 
 # -------------------------------------------------------------------------------- what they compute
@@ -279,4 +260,4 @@ def test_float8_is_unsupported(dtype: Any) -> None:
     with pytest.raises(strobe.InvalidArgument, match=r"k\.dtype = float8"):
         strobe.attention(inputs.q, k, v)
     assert words in strobe.why(q, k, v)
-    assert cases.DTYPES.keys() == _library.DTYPE_CODES.keys()
+    assert cases.DTYPES.keys() == DTYPE_CODES.keys()

@@ -1,0 +1,352 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace strobe_python {
+
+Plans* const plans = new Plans[2];  // never freed: Python may have ended before
+
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(name, ...) #name,
+const char* const kSlotNames[kSlots] = {
+    "dout",         "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
+    "cu_seqlens_k", "dq", "dk", "dv",
+#include "core/options.def"
+};
+
+// --------------------------------------------------------------------------------------- arguments
+
+Call::~Call() {
+  if (!without_gil_) return;
+  for (Tensor& tensor : tensors) tensor.forget();
+  workspace_tensor_.forget();
+  for (Ref& result : results) result.release();
+  workspace_.release();
+  scalars.release();
+  new std::shared_ptr<Launch>(std::move(launch_));
+}
+
+bool Call::give(Slot slot, PyObject* array) {
+  return array == Py_None || read(kSlotNames[slot], array, tensors[slot]);
+}
+
+bool Call::give_more(const char* function, PyObject* more) {
+  if (PyDict_Size(more) == 0) return true;
+  Ref split = call_python("_options", "split", "(sO)", function, more);
+  PyObject *numbers, *arrays;
+  if (!split || !PyArg_ParseTuple(split.get(), "OO", &numbers, &arrays)) return false;
+  if (PyTuple_Size(numbers) > 0) scalars = Ref::borrowed(numbers);
+  for (int slot = kDv + 1; slot < kSlots; ++slot) {
+    PyObject* array = PyDict_GetItemString(arrays, kSlotNames[slot]);  // borrowed: more holds it
+    if (array != nullptr && !give(static_cast<Slot>(slot), array)) return false;
+  }
+  return true;
+}
+
+bool Call::give_tail(PyObject* const* tail, Py_ssize_t count) {
+  if (count == 0) return true;
+  Ref values(PyTuple_New(count));
+  for (Py_ssize_t i = 0; i < count; ++i)
+    PyTuple_SetItem(values.get(), i, Ref::borrowed(tail[i]).release());
+  Ref more = call_python("_options", "by_name", "(O)", values.get());
+  return more && give_more("attention", more.get());
+}
+
+bool Call::give_window(PyObject* window) {
+  Ref pair;
+  if (!PyTuple_CheckExact(window) || PyTuple_Size(window) != 2) {
+    pair = call_python("_values", "pair", "(sO)", "window", window);
+    if (!pair) return false;
+    window = pair.get();
+  }
+  return to_integer("window[0]", PyTuple_GetItem(window, 0), 64, &left) &&
+         to_integer("window[1]", PyTuple_GetItem(window, 1), 64, &right);
+}
+
+bool Call::give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k) {
+  constexpr const char* kNames[] = {"max_seqlen_q", "max_seqlen_k"};
+  PyObject* const values[] = {max_seqlen_q, max_seqlen_k};
+  for (int i = 0; i < 2; ++i) {
+    if (values[i] == Py_None) continue;
+    has_length[i] = true;
+    if (!to_integer(kNames[i], values[i], 64, &lengths[i])) return false;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Slot slot = i == 0 ? kCuQ : kCuK;
+    const Tensor& offsets = tensors[slot];
+    if (has_length[i] || !given(slot)) continue;
+    if (!offsets.plain || offsets.on_cuda || offsets.dtype != kInt32 || offsets.ndim != 1 ||
+        offsets.shape[0] < 2 || !offsets.contiguous()) {
+      Ref described_ = described(kSlotNames[slot], offsets);
+      if (described_)
+        call_python("_plans", "refuse_offsets", "(ssO)", kSlotNames[slot], kNames[i],
+                    described_.get());
+      return false;
+    }
+    const auto* numbers = static_cast<const int32_t*>(offsets.data);
+    has_length[i] = true;
+    lengths[i] = INT64_MIN;
+    for (int64_t at = 1; at < offsets.shape[0]; ++at)
+      lengths[i] = std::max<int64_t>(lengths[i], int64_t{numbers[at]} - numbers[at - 1]);
+  }
+  return true;
+}
+
+bool Call::give_threads(PyObject* given_number) {
+  if (!to_integer("threads", given_number, 32, &threads)) return false;
+  if (threads != 0 || !tensors[kQ].is_torch()) return true;
+  Ref number(PyObject_CallObject(torch.number_of_threads, nullptr));
+  return number && to_integer("threads", number.get(), 32, &threads);
+}
+
+// -------------------------------------------------------------------------------------------- plan
+
+bool Call::all_plain() const {
+  for (const Tensor& tensor : tensors)
+    if (tensor.object != nullptr && !tensor.plain) return false;
+  return true;
+}
+
+bool Call::write_key(Key& key) const {
+  for (const Tensor& tensor : tensors) {
+    if (tensor.object == nullptr) {
+      key.add(uint64_t{0});
+      continue;
+    }
+    key.add(uint64_t{1} | static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
+            uint64_t{tensor.on_cuda} << 24 | static_cast<uint64_t>(tensor.ndim) << 28 |
+            static_cast<uint64_t>(tensor.device_index) << 32);
+    for (int axis = 0; axis < tensor.ndim; ++axis) {
+      key.add(static_cast<uint64_t>(tensor.shape[axis]));
+      key.add(static_cast<uint64_t>(tensor.strides[axis]));
+    }
+  }
+  key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
+          uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
+          static_cast<uint64_t>(threads) << 8);
+  key.add(static_cast<uint64_t>(left));
+  key.add(static_cast<uint64_t>(right));
+  key.add(static_cast<uint64_t>(lengths[0]));
+  key.add(static_cast<uint64_t>(lengths[1]));
+  key.add(has_scale ? scale : 0.0);
+  key.add(softcap);
+  key.add(dropout_p);
+  const Py_ssize_t count = scalars ? PyTuple_Size(scalars.get()) : 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const char* name;
+    PyObject* value;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(scalars.get(), i), "sO", &name, &value)) return false;
+    for (const char* letter = name; *letter != '\0'; ++letter)
+      key.add(static_cast<uint64_t>(*letter));
+    if (PyFloat_Check(value))
+      key.add(PyFloat_AsDouble(value));
+    else
+      key.add(static_cast<uint64_t>(PyLong_AsLongLong(value)));
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
+namespace {
+
+bool take_allocator(PyObject* made, Allocator& allocator) {
+  PyObject *function, *arguments, *keywords = nullptr;
+  if (!PyArg_ParseTuple(made, "OO|O", &function, &arguments, &keywords)) return false;
+  allocator.function = Ref::borrowed(function);
+  allocator.arguments = Ref::borrowed(arguments);
+  allocator.keywords = Ref::borrowed(keywords);
+  return true;
+}
+
+}  // namespace
+
+// Has Python check the arguments and make the plan, which is then kept.
+bool Call::make(const Key& key) {
+  Ref arrays(PyDict_New());
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (!given(static_cast<Slot>(slot))) continue;
+    Ref array = described(kSlotNames[slot], tensors[slot]);
+    if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
+      return false;
+  }
+  Ref scale_given(has_scale ? PyFloat_FromDouble(scale) : Ref::borrowed(Py_None).release());
+  Ref length_given[2];
+  for (int i = 0; i < 2; ++i)
+    length_given[i] =
+        Ref(has_length[i] ? PyLong_FromLongLong(lengths[i]) : Ref::borrowed(Py_None).release());
+  Ref options(Py_BuildValue(
+      "{s:O,s:L,s:L,s:O,s:d,s:d,s:O,s:O,s:L,s:O,s:O,s:O}", "causal", causal ? Py_True : Py_False,
+      "window_left", static_cast<long long>(left), "window_right", static_cast<long long>(right),
+      "scale", scale_given.get(), "softcap", softcap, "dropout_p", dropout_p, "max_seqlen_q",
+      length_given[0].get(), "max_seqlen_k", length_given[1].get(), "threads",
+      static_cast<long long>(threads), "deterministic", deterministic ? Py_True : Py_False,
+      "batch_invariant", batch_invariant ? Py_True : Py_False, "scalars",
+      scalars ? scalars.get() : Py_None));
+  if (!options) return false;
+  Ref made = call_python("_plans", "make", "(OOO)", backward ? Py_True : Py_False, arrays.get(),
+                         options.get());
+  if (!made) return false;
+  for (int slot = 0; slot < kSlots; ++slot)
+    if (given(static_cast<Slot>(slot)) && !tensors[slot].plain) {
+      raise_error("InvalidArgument", std::string(kSlotNames[slot]) + " cannot be read");
+      return false;
+    }
+  PyObject *capsule, *allocators, *workspace;
+  int small, is_long, is_short;
+  if (!PyArg_ParseTuple(made.get(), "OOOppp", &capsule, &allocators, &workspace, &small, &is_long,
+                        &is_short))
+    return false;
+  auto launch = std::make_shared<Launch>();
+  const void* plan = PyCapsule_GetPointer(capsule, kPlanCapsule);
+  if (plan == nullptr) return false;
+  std::memcpy(&launch->plan, plan, sizeof launch->plan);
+  for (Py_ssize_t i = 0; i < PyTuple_Size(allocators); ++i)
+    if (!take_allocator(PyTuple_GetItem(allocators, i), launch->results[i])) return false;
+  if (workspace != Py_None && !take_allocator(workspace, launch->workspace)) return false;
+  launch->small = small != 0;
+  launch->is_long = is_long != 0;
+  launch->is_short = is_short != 0;
+  plans[backward].keep(key, launch);
+  launch_ = std::move(launch);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------ launch
+
+bool Call::check_writable(Slot slot) {
+  const Tensor& tensor = tensors[slot];
+  if (tensor.object == nullptr || (!tensor.is_torch() && !tensor.read_only)) return true;
+  Ref checked = call_python("_arrays", "check_writable", "(sO)", kSlotNames[slot], tensor.object);
+  return static_cast<bool>(checked);
+}
+
+bool Call::allocate() {
+  constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
+  const Slot* slots = backward ? kBackward : kForward;
+  for (int i = 0; i < (backward ? 3 : 1 + wants_lse); ++i) {
+    if (given(slots[i])) {
+      results[i] = Ref::borrowed(tensors[slots[i]].object);
+      continue;
+    }
+    results[i] = Ref(launch_->results[i]());
+    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]]))
+      return false;
+  }
+  if (launch_->plan.problem.device != STROBE_CUDA) return true;
+  if (!current_stream(tensors[kQ], &stream_)) return false;
+  if (!launch_->workspace.function) return true;
+  if (launch_->small) {
+    Ref capturing = call_python("_arrays", "torch_capturing", "()");
+    if (!capturing) return false;
+    if (capturing.get() != Py_True) return true;
+  }
+  workspace_ = Ref(launch_->workspace());
+  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_)) return false;
+  workspace_address_ = workspace_tensor_.data;
+  return true;
+}
+
+namespace {
+
+// Asked by the calling thread, the main one: lets the handlers of signals run.
+int32_t interrupted(void* state) {
+  auto** thread = static_cast<PyThreadState**>(state);
+  PyEval_RestoreThread(*thread);
+  const int raised = PyErr_CheckSignals();
+  *thread = PyEval_SaveThread();
+  return raised;
+}
+
+}  // namespace
+
+template <typename Arguments>
+void Call::fill(Arguments& arguments) {
+  arguments.struct_size = sizeof arguments;
+  arguments.q = data(kQ);
+  arguments.k = data(kK);
+  arguments.v = data(kV);
+  arguments.cu_seqlens_q = static_cast<const int32_t*>(data(kCuQ));
+  arguments.cu_seqlens_k = static_cast<const int32_t*>(data(kCuK));
+  arguments.alibi_slopes = static_cast<const float*>(data(kAlibi));
+  arguments.dropout_seed = seed;
+  arguments.dropout_offset = offset;
+  arguments.workspace = workspace_address_;
+  arguments.workspace_bytes = launch_->workspace.function ? launch_->plan.workspace_bytes : 0;
+  arguments.stream = stream_;
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
+#include "core/options.def"
+}
+
+bool Call::launch_it() {
+  bool listens = false;
+  if (launch_->is_long) {
+    // Elsewhere than on the main thread no handler ever runs, and a thread that the interpreter
+    // ends must not be inside of the library then.
+    Ref is_main = call_python("_values", "on_main_thread", "()");
+    if (!is_main) return false;
+    listens = is_main.get() == Py_True;
+  }
+  strobe_forward_args forward{};
+  strobe_backward_args gradients{};
+  fill(forward);
+  forward.out = data(kOut);
+  forward.lse = wants_lse ? static_cast<float*>(data(kLse)) : nullptr;
+  if (backward) {
+    fill(gradients);
+    gradients.out = data(kOut);
+    gradients.lse = static_cast<const float*>(data(kLse));
+    gradients.dout = data(kDout);
+    gradients.dlse = static_cast<const float*>(data(kDlse));
+    gradients.dq = data(kDq);
+    gradients.dk = data(kDk);
+    gradients.dv = data(kDv);
+  }
+  PyThreadState* thread = launch_->is_short ? nullptr : PyEval_SaveThread();
+  without_gil_ = thread != nullptr;
+  if (listens) {
+    forward.interrupt = gradients.interrupt = interrupted;
+    forward.interrupt_data = gradients.interrupt_data = &thread;
+  }
+  const strobe_status status = backward ? library.backward(&launch_->plan, &gradients)
+                                        : library.forward(&launch_->plan, &forward);
+  if (thread != nullptr) PyEval_RestoreThread(thread);
+  without_gil_ = false;
+  return status == STROBE_OK || fail(status);
+}
+
+bool Call::fail(strobe_status status) {
+  if (PyErr_Occurred() != nullptr) return false;  // what the handler of a signal raised
+  Ref arrays(PyDict_New());
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (!given(static_cast<Slot>(slot))) continue;
+    Ref array = described(kSlotNames[slot], tensors[slot]);
+    if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
+      return false;
+  }
+  Ref error = call_python("_plans", "launch_error", "(isO)", static_cast<int>(status),
+                          library.last_error(), arrays.get());
+  if (error) raise_object(error.get());
+  return false;
+}
+
+bool Call::run() {
+  const bool writes = backward ? check_writable(kDq) && check_writable(kDk) && check_writable(kDv)
+                               : check_writable(kOut);
+  if (!writes) return false;
+  Key key;
+  if (all_plain()) {
+    if (!write_key(key)) return false;
+    launch_ = plans[backward].find(key);
+  }
+  if (launch_ == nullptr && !make(key)) return false;
+  return allocate() && launch_it();
+}
+
+}  // namespace strobe_python

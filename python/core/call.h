@@ -1,0 +1,88 @@
+// One call of attention or of its derivative, from arguments to results.
+#pragma once
+
+#include <memory>
+
+#include "plans.h"
+#include "tensor.h"
+#include "values.h"
+
+namespace strobe_python {
+
+// The arrays of a call, in the order in which messages look at them.
+enum Slot {
+  kDout,
+  kQ,
+  kK,
+  kV,
+  kOut,
+  kLse,
+  kDlse,
+  kAlibi,
+  kCuQ,
+  kCuK,
+  kDq,
+  kDk,
+  kDv,
+// One number for each sequence: src/core/options.def
+#define STROBE_ARRAY(name, ...) kArray_##name,
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#include "core/options.def"
+  kSlots
+};
+extern const char* const kSlotNames[kSlots];
+
+struct Call {
+  explicit Call(bool is_backward) : backward(is_backward) {}
+  ~Call();
+
+  // Each returns false where an exception is set.
+  bool give(Slot slot, PyObject* array);                    // None: not given
+  bool give_more(const char* function, PyObject* more);     // a dict of the rarer options
+  bool give_tail(PyObject* const* tail, Py_ssize_t count);  // the same, in the table's order
+  bool give_window(PyObject* window);
+  bool give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k);
+  bool give_threads(PyObject* given);  // 0: the number of q's library
+  bool run();
+
+  bool given(Slot slot) const { return tensors[slot].object != nullptr; }
+  PyObject* result(int index) const { return results[index].get(); }
+
+  const bool backward;
+  bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
+  bool has_scale = false;
+  bool has_length[2] = {};
+  int64_t left = -1, right = -1, threads = 0;
+  int64_t lengths[2] = {};  // max_seqlen_q, max_seqlen_k
+  double scale = 0, softcap = 0, dropout_p = 0;
+  uint64_t seed = 0, offset = 0;
+  Ref scalars;  // the rarer options that are numbers: ((name, value), ...)
+  Tensor tensors[kSlots];
+
+ private:
+  bool all_plain() const;
+  bool write_key(Key& key) const;
+  bool make(const Key& key);
+  bool check_writable(Slot slot);
+  bool allocate();
+  bool launch_it();
+  bool fail(strobe_status status);
+  void* data(Slot slot) const { return tensors[slot].data; }
+  template <typename Arguments>
+  void fill(Arguments& arguments);
+
+  std::shared_ptr<Launch> launch_;
+  Ref results[3];
+  Ref workspace_;
+  Tensor workspace_tensor_;
+  void* workspace_address_ = nullptr;
+  void* stream_ = nullptr;
+  bool without_gil_ = false;  // as when the interpreter ends a thread that waits for it
+};
+
+extern Plans* const plans;  // forward, backward
+
+}  // namespace strobe_python

@@ -1,0 +1,109 @@
+// Plans that were made, kept by all that they depend on.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "library.h"
+
+namespace strobe_python {
+
+// What a plan depends on, in words that are written one after the other.
+class Key {
+ public:
+  void add(uint64_t word) {
+    if (size_ < kMost)
+      words_[size_] = word;
+    else
+      more_.push_back(word);
+    ++size_;
+    hash_ = (hash_ ^ word) * 0x9E3779B97F4A7C15u;
+    hash_ ^= hash_ >> 29;
+  }
+  void add(double number) {
+    uint64_t word;
+    static_assert(sizeof word == sizeof number);
+    __builtin_memcpy(&word, &number, sizeof word);
+    add(word);
+  }
+  uint64_t hash() const { return hash_; }
+  std::vector<uint64_t> words() const {
+    std::vector<uint64_t> all(words_, words_ + (size_ < kMost ? size_ : kMost));
+    all.insert(all.end(), more_.begin(), more_.end());
+    return all;
+  }
+  bool is(const std::vector<uint64_t>& words) const {
+    if (words.size() != size_) return false;
+    const size_t here = size_ < kMost ? size_ : kMost;
+    return __builtin_memcmp(words.data(), words_, here * sizeof *words_) == 0 &&
+           std::vector<uint64_t>(words.begin() + static_cast<std::ptrdiff_t>(here), words.end()) ==
+               more_;
+  }
+
+ private:
+  static constexpr size_t kMost = 192;
+  uint64_t words_[kMost];
+  size_t size_ = 0;
+  uint64_t hash_ = 0;
+  std::vector<uint64_t> more_;
+};
+
+// A call of Python's that makes a new array: function(*arguments, **keywords).
+struct Allocator {
+  Ref function, arguments, keywords;
+  PyObject* operator()() const {
+    return PyObject_Call(function.get(), arguments.get(), keywords.get());
+  }
+};
+
+// A plan and all that a call needs besides the addresses of its tensors.
+struct Launch {
+  strobe_plan plan;
+  Allocator results[3];   // out and lse, or dq, dk and dv
+  Allocator workspace;    // CUDA: the framework's memory; without: the library makes its own
+  bool small = false;     // so small a workspace that the library keeps it, but not in a graph
+  bool is_long = false;   // enough for a user to lose patience: Ctrl-C is heard
+  bool is_short = false;  // microseconds: no other thread would get far meanwhile
+};
+
+// The GIL is its lock: one that a fork could leave locked is not needed.
+class Plans {
+ public:
+  std::shared_ptr<Launch> find(const Key& key) const {
+    const auto [first, last] = by_hash_.equal_range(key.hash());
+    for (auto at = first; at != last; ++at)
+      if (key.is(at->second.words)) return at->second.launch;
+    return nullptr;
+  }
+  void keep(const Key& key, std::shared_ptr<Launch> launch) {
+    // What is freed may run Python, and that another call: last, when all is in order again.
+    decltype(by_hash_)::node_type oldest;
+    if (ages_.size() >= kCapacity) {
+      oldest = by_hash_.extract(by_hash_.find(ages_.front()));
+      ages_.pop_front();
+    }
+    by_hash_.emplace(key.hash(), Entry{key.words(), std::move(launch)});
+    ages_.push_back(key.hash());
+  }
+  size_t size() const { return by_hash_.size(); }
+  void clear() {
+    decltype(by_hash_) freed;
+    freed.swap(by_hash_);
+    ages_.clear();
+  }
+
+  static constexpr size_t kCapacity = 1024;  // about 4 KiB each; the oldest goes first
+
+ private:
+  struct Entry {
+    std::vector<uint64_t> words;
+    std::shared_ptr<Launch> launch;
+  };
+  std::unordered_multimap<uint64_t, Entry> by_hash_;
+  std::deque<uint64_t> ages_;
+};
+
+}  // namespace strobe_python

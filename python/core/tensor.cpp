@@ -1,0 +1,401 @@
+#include "tensor.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "dlpack.h"
+
+namespace strobe_python {
+
+Torch torch;
+
+// A capsule's tensor, taken over: whose deleter is called once, here.
+struct DLManaged {
+  DLManagedTensor* old = nullptr;
+  DLManagedTensorVersioned* versioned = nullptr;
+  DLTensor* tensor = nullptr;
+
+  // The GIL is held: deleters written in C take it themselves, which may nest, and those that
+  // forget to are right too.
+  ~DLManaged() {
+    PyObject *type, *value, *traceback;  // a deleter may be Python's, and must not meet an error
+    PyErr_Fetch(&type, &value, &traceback);
+    if (old != nullptr && old->deleter != nullptr) old->deleter(old);
+    if (versioned != nullptr && versioned->deleter != nullptr) versioned->deleter(versioned);
+    PyErr_Restore(type, value, traceback);
+  }
+};
+
+Tensor::~Tensor() { delete managed; }
+
+void Tensor::forget() {
+  managed = nullptr;
+  owned.release();
+}
+
+bool Tensor::rows_contiguous() const {
+  return ndim == 0 || strides[ndim - 1] == 1 || shape[ndim - 1] == 1;
+}
+
+bool Tensor::contiguous() const {
+  int64_t step = 1;
+  for (int axis = ndim - 1; axis >= 0; --axis) {
+    if (shape[axis] == 0) return true;
+    if (shape[axis] > 1 && strides[axis] != step) return false;
+    step *= shape[axis];
+  }
+  return true;
+}
+
+namespace {
+
+struct Class {
+  Kind kind;
+  const DLExchangeApi* exchange;
+};
+
+// By type, which is kept alive. Types of foreign libraries are not kept.
+std::unordered_map<PyTypeObject*, Class> classes;
+
+const DLExchangeApi* exchange_of(PyTypeObject* type) {
+  Ref capsule(
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
+  void* found = capsule ? PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api") : nullptr;
+  PyErr_Clear();
+  const auto* api = static_cast<const DLExchangeApi*>(found);
+  const bool known = api != nullptr && api->version.major == 1 &&
+                     api->managed_from_object != nullptr && api->current_work_stream != nullptr;
+  return known ? api : nullptr;
+}
+
+bool class_of(const char* name, PyObject* object, Class& found) {
+  PyTypeObject* type = Py_TYPE(object);
+  const auto known = classes.find(type);
+  if (known != classes.end()) {
+    found = known->second;
+    return true;
+  }
+  Ref number = call_python("_arrays", "classify", "(sO)", name, object);
+  if (!number) return false;
+  found = {static_cast<Kind>(PyLong_AsLong(number.get())), nullptr};
+  if (found.kind == Kind::kTorch || found.kind == Kind::kTorchSubclass)
+    found.exchange = exchange_of(type);
+  if (found.kind != Kind::kShared) {
+    Py_INCREF(type);
+    classes.emplace(type, found);
+  }
+  return true;
+}
+
+// Raises what Python says of an object that cannot be read for the exception that is set.
+bool unreadable(const char* name, PyObject* object) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  Ref owned[] = {Ref(type), Ref(value), Ref(traceback)};
+  Ref error = call_python("_arrays", "unreadable", "(sOO)", name, object,
+                          value == nullptr ? Py_None : value);
+  if (error) raise_object(error.get());
+  return false;
+}
+
+// ------------------------------------------------------------------------------------------ NumPy
+
+// What __array_struct__ points to: https://numpy.org/doc/stable/reference/arrays.interface.html
+struct ArrayInterface {
+  int two, ndim;
+  char kind;
+  int item_size, flags;
+  Py_intptr_t *shape, *strides;  // strides in bytes
+  void* data;
+};
+enum : int { kNotSwapped = 0x200, kWriteable = 0x400 };
+
+// bfloat16 is a dtype of another package's (ml_dtypes), known by its name.
+bool is_bfloat16(PyObject* array) {
+  static PyObject* bfloat16 = nullptr;
+  Ref dtype(PyObject_GetAttrString(array, "dtype"));
+  if (dtype && dtype.get() != bfloat16 && bfloat16 == nullptr) {
+    Ref name(PyObject_Str(dtype.get()));
+    if (name && PyUnicode_CompareWithASCIIString(name.get(), "bfloat16") == 0)
+      bfloat16 = Ref::borrowed(dtype.get()).release();
+  }
+  PyErr_Clear();
+  return dtype && dtype.get() == bfloat16;
+}
+
+bool read_numpy(PyObject* array, Tensor& tensor) {
+  static PyObject* const attribute = PyUnicode_InternFromString("__array_struct__");
+  Ref capsule(PyObject_GetAttr(array, attribute));
+  auto* found = capsule ? static_cast<ArrayInterface*>(PyCapsule_GetPointer(capsule.get(), nullptr))
+                        : nullptr;
+  if (found == nullptr) return false;
+  tensor.data = found->data;
+  tensor.ndim = found->ndim;
+  tensor.read_only = (found->flags & kWriteable) == 0;
+  const int size = found->item_size;
+  if ((found->flags & kNotSwapped) != 0) {
+    if (found->kind == 'f' && size == 4) tensor.dtype = kFloat32;
+    if (found->kind == 'f' && size == 2) tensor.dtype = kFloat16;
+    if (found->kind == 'i' && size == 4) tensor.dtype = kInt32;
+    if (found->kind == 'V' && size == 2 && is_bfloat16(array)) tensor.dtype = kBfloat16;
+  }
+  tensor.plain = tensor.ndim <= kMaxAxes && tensor.dtype != kOtherType;
+  if (!tensor.plain) return true;
+  for (int axis = 0; axis < tensor.ndim; ++axis) {
+    tensor.shape[axis] = found->shape[axis];
+    tensor.strides[axis] = found->strides[axis] / size;
+    if (found->strides[axis] % size != 0 && found->shape[axis] > 1) tensor.plain = false;
+  }
+  return true;
+}
+
+// ----------------------------------------------------------------------------------------- DLPack
+
+// Everything of a DLTensor but its address of the first element.
+void read_layout(const DLTensor& found, Tensor& tensor) {
+  if (found.lanes == 1 && found.bits == 32 && found.code == 2) tensor.dtype = kFloat32;
+  if (found.lanes == 1 && found.bits == 16 && found.code == 2) tensor.dtype = kFloat16;
+  if (found.lanes == 1 && found.bits == 16 && found.code == 4) tensor.dtype = kBfloat16;
+  if (found.lanes == 1 && found.bits == 32 && found.code == 0) tensor.dtype = kInt32;
+  tensor.on_cuda = found.device_type == kDlCuda;
+  tensor.device_index = tensor.on_cuda ? found.device_id : 0;
+  tensor.ndim = found.ndim;
+  tensor.plain =
+      found.ndim <= kMaxAxes && tensor.dtype != kOtherType &&
+      (tensor.on_cuda || found.device_type == kDlCpu || found.device_type == kDlCudaHost);
+  if (!tensor.plain) return;
+  int64_t step = 1;
+  for (int axis = found.ndim - 1; axis >= 0; --axis) {
+    tensor.shape[axis] = found.shape[axis];
+    tensor.strides[axis] = found.strides != nullptr ? found.strides[axis] : step;
+    if (axis > 0) step *= std::max<int64_t>(found.shape[axis], 1);
+  }
+}
+
+std::string shape_text(const DLTensor& tensor) {
+  std::string text = "(";
+  for (int axis = 0; axis < tensor.ndim; ++axis)
+    text += (axis > 0 ? ", " : "") + std::to_string(tensor.shape[axis]);
+  return text + (tensor.ndim == 1 ? ",)" : ")");
+}
+
+// Refuses what is no tensor before anything of it is used.
+bool check_shared(const std::string& name, const DLTensor& tensor) {
+  constexpr int kMost = 64;  // as NumPy; an ndim of more is no tensor, and its shape is not read
+  const auto invalid = [&](const std::string& text) {
+    raise_error("InvalidArgument", name + text);
+    return false;
+  };
+  if (tensor.ndim < 0 || tensor.ndim > kMost)
+    return invalid(".ndim = " + std::to_string(tensor.ndim) + ", expected 0 to " +
+                   std::to_string(kMost));
+  if (tensor.ndim > 0 && tensor.shape == nullptr)
+    return invalid(" comes through DLPack without a shape");
+  int64_t elements = 1;
+  for (int axis = 0; axis < tensor.ndim; ++axis) {
+    if (tensor.shape[axis] < 0)
+      return invalid(".shape = " + shape_text(tensor) + ", expected no negative sizes");
+    if (tensor.strides == nullptr && axis > 0 &&
+        __builtin_mul_overflow(elements, std::max<int64_t>(tensor.shape[axis], 1), &elements))
+      return invalid(".shape = " + shape_text(tensor) + ": as many elements as no memory has");
+  }
+  uint64_t end;
+  if (__builtin_add_overflow(reinterpret_cast<uint64_t>(tensor.data), tensor.byte_offset, &end))
+    return invalid(" comes through DLPack with byte_offset = " +
+                   std::to_string(tensor.byte_offset) + ", which passes the end of memory");
+  return true;
+}
+
+bool take_over(const char* name, PyObject* capsule, Tensor& tensor) {
+  tensor.managed = new DLManaged;
+  DLManaged& managed = *tensor.managed;
+  // The capsule is renamed the moment that its tensor is taken over, as DLPack asks.
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned") != 0) {
+    managed.versioned =
+        static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+    PyCapsule_SetName(capsule, "used_dltensor_versioned");
+    const DLVersion version = managed.versioned->version;
+    if (version.major != 1) {  // to give it back is all that may be done with it
+      raise_error("Unsupported", std::string(name) + " comes as DLPack " +
+                                     std::to_string(version.major) + "." +
+                                     std::to_string(version.minor) + ", expected 1.x");
+      return false;
+    }
+    if ((managed.versioned->flags & kDlCopied) != 0) {
+      raise_error("InvalidArgument", std::string(name) +
+                                         ".__dlpack__() made a copy, expected memory shared with " +
+                                         name + ": make the copy yourself");
+      return false;
+    }
+    tensor.read_only = (managed.versioned->flags & kDlReadOnly) != 0;
+    managed.tensor = &managed.versioned->tensor;
+  } else if (PyCapsule_IsValid(capsule, "dltensor") != 0) {
+    managed.old = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    PyCapsule_SetName(capsule, "used_dltensor");
+    managed.tensor = &managed.old->tensor;
+  } else {
+    call_python("_arrays", "refuse_capsule", "(sO)", name, capsule);
+    return false;
+  }
+  if (!check_shared(name, *managed.tensor)) return false;
+  read_layout(*managed.tensor, tensor);
+  tensor.data = static_cast<char*>(managed.tensor->data) + managed.tensor->byte_offset;
+  return true;
+}
+
+bool read_shared(const char* name, PyObject* object, Tensor& tensor) {
+  Ref capsule = call_python("_arrays", "capsule_of", "(sO)", name, object);
+  if (!capsule) return false;
+  const bool taken = take_over(name, capsule.get(), tensor);
+  PyObject *type, *value, *traceback;  // a capsule's destructor may be Python's as well
+  PyErr_Fetch(&type, &value, &traceback);
+  capsule = Ref();
+  PyErr_Restore(type, value, traceback);
+  return taken;
+}
+
+Ref describe_shared(const char* name, const DLTensor& found) {
+  Ref shape(PyTuple_New(found.ndim)), strides(PyTuple_New(found.ndim));
+  int64_t step = 1;
+  for (int axis = found.ndim - 1; axis >= 0; --axis) {
+    const int64_t stride = found.strides != nullptr ? found.strides[axis] : step;
+    PyTuple_SetItem(shape.get(), axis, PyLong_FromLongLong(found.shape[axis]));
+    PyTuple_SetItem(strides.get(), axis, PyLong_FromLongLong(stride));
+    // Checked for all axes but the first, which this multiplies last and nobody reads.
+    if (axis > 0) step *= std::max<int64_t>(found.shape[axis], 1);
+  }
+  return call_python("_arrays", "shared_spec", "(sOOiiiii)", name, shape.get(), strides.get(),
+                     found.code, found.bits, found.lanes, found.device_type, found.device_id);
+}
+
+// ---------------------------------------------------------------------------------------- PyTorch
+
+// No memory of a 64-bit process need be looked into below this: a tensor without memory has its
+// offset for an address. Where memory does begin lower (a Python that is not position-independent),
+// Python looks closer.
+constexpr uintptr_t kLow = uintptr_t{1} << 32;
+
+// PyTorch before 2.10, which has no exchange API.
+bool read_attributes(PyObject* object, Tensor& tensor) {
+  Ref address(PyObject_CallMethod(object, "data_ptr", nullptr));
+  Ref shape(address ? PyObject_GetAttrString(object, "shape") : nullptr);
+  Ref strides(shape ? PyObject_CallMethod(object, "stride", nullptr) : nullptr);
+  Ref dtype(strides ? PyObject_GetAttrString(object, "dtype") : nullptr);
+  Ref cpu(dtype ? PyObject_GetAttrString(object, "is_cpu") : nullptr);
+  Ref cuda(cpu ? PyObject_GetAttrString(object, "is_cuda") : nullptr);
+  if (!cuda) return false;
+  tensor.data = PyLong_AsVoidPtr(address.get());
+  tensor.on_cuda = cuda.get() == Py_True;
+  constexpr uint8_t kTypes[] = {kFloat32, kBfloat16, kFloat16, kInt32};
+  for (int i = 0; i < 4; ++i)
+    if (dtype.get() == torch.dtypes[i]) tensor.dtype = kTypes[i];
+  tensor.ndim = static_cast<int>(PyTuple_Size(shape.get()));
+  tensor.plain = tensor.dtype != kOtherType && tensor.ndim <= kMaxAxes &&
+                 (tensor.on_cuda || cpu.get() == Py_True);
+  for (int axis = 0; tensor.plain && axis < tensor.ndim; ++axis) {
+    tensor.shape[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape.get(), axis));
+    tensor.strides[axis] = PyLong_AsLongLong(PyTuple_GetItem(strides.get(), axis));
+  }
+  if (tensor.plain && tensor.on_cuda) {
+    Ref index(PyObject_CallMethod(object, "get_device", nullptr));
+    tensor.device_index = index ? static_cast<int>(PyLong_AsLong(index.get())) : 0;
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
+bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor) {
+  if (exchange != nullptr) {
+    DLTensor found;
+    DLManagedTensorVersioned* managed = nullptr;
+    if (exchange->tensor_from_object != nullptr) {
+      if (exchange->tensor_from_object(object, &found) != 0) return unreadable(name, object);
+    } else {
+      if (exchange->managed_from_object(object, &managed) != 0) return unreadable(name, object);
+      found = managed->tensor;
+    }
+    read_layout(found, tensor);
+    tensor.data = static_cast<char*>(found.data) + found.byte_offset;
+    if (managed != nullptr && managed->deleter != nullptr) managed->deleter(managed);
+  } else if (!read_attributes(object, tensor)) {
+    return unreadable(name, object);
+  }
+  Ref negative(PyObject_CallFunctionObjArgs(torch.is_neg, object, nullptr));
+  if (!negative) return unreadable(name, object);
+  if (negative.get() == Py_True) tensor.plain = false;
+  if (tensor.plain && reinterpret_cast<uintptr_t>(tensor.data) < kLow) {
+    Ref checked = call_python("_tensors", "check_readable", "(sO)", name, object);
+    if (!checked) return false;
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------------------ methods of
+// Python's
+
+PyObject* set_torch(PyObject*, PyObject* arguments) {
+  PyObject *given[5], *dtypes[4];
+  if (!PyArg_ParseTuple(arguments, "OOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
+                        &given[4], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
+    return nullptr;
+  for (PyObject* object : given) Py_INCREF(object);
+  for (PyObject* object : dtypes) Py_INCREF(object);
+  torch = {given[0], given[1], given[2], given[3], given[4]};
+  std::copy(dtypes, dtypes + 4, torch.dtypes);
+  Py_RETURN_NONE;
+}
+
+PyObject* describe(PyObject*, PyObject* arguments) {
+  const char* name;
+  PyObject* object;
+  if (!PyArg_ParseTuple(arguments, "sO", &name, &object)) return nullptr;
+  Tensor tensor;
+  if (!read_shared(name, object, tensor)) return nullptr;
+  return describe_shared(name, *tensor.managed->tensor).release();
+}
+
+}  // namespace
+
+bool read(const char* name, PyObject* object, Tensor& tensor) {
+  Class found;
+  if (!class_of(name, object, found)) return false;
+  tensor.object = object;
+  tensor.kind = found.kind;
+  switch (found.kind) {
+    case Kind::kNumpy:
+      return read_numpy(object, tensor) || unreadable(name, object);
+    case Kind::kNumpySubclass:  // as the array that it is, whatever it says of itself
+      tensor.owned = call_python("_arrays", "plain_array", "(O)", object);
+      return tensor.owned && (read_numpy(tensor.owned.get(), tensor) || unreadable(name, object));
+    case Kind::kTorch:
+    case Kind::kTorchSubclass:
+      return read_torch(name, object, found.exchange, tensor);
+    case Kind::kShared:
+      return read_shared(name, object, tensor);
+    default:
+      return unreadable(name, object);  // an ArraySpec has no data
+  }
+}
+
+Ref described(const char* name, const Tensor& tensor) {
+  if (tensor.kind == Kind::kShared) return describe_shared(name, *tensor.managed->tensor);
+  return Ref::borrowed(tensor.object);
+}
+
+bool current_stream(const Tensor& tensor, void** stream) {
+  Class found;
+  if (!class_of("q", tensor.object, found)) return false;
+  if (found.exchange != nullptr)
+    return found.exchange->current_work_stream(kDlCuda, tensor.device_index, stream) == 0;
+  Ref address = call_python("_arrays", "torch_stream", "(i)", tensor.device_index);
+  if (!address) return false;
+  *stream = PyLong_AsVoidPtr(address.get());
+  return PyErr_Occurred() == nullptr;
+}
+
+PyMethodDef tensor_methods[] = {
+    {"set_torch", set_torch, METH_VARARGS, "Introduces PyTorch."},
+    {"describe", describe, METH_VARARGS, "The Spec of an object with __dlpack__."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace strobe_python

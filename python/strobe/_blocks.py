@@ -1,0 +1,139 @@
+"""Attention under a mask that was read as blocks (`_masks`): each block is a call of its own.
+
+Tensors are (batch, heads, seqlen, head_dim).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from . import _operators, functional
+from ._masks import Blocks
+
+Tensor: TypeAlias = torch.Tensor
+
+# Philox's multiplier for keys: blocks that share a batch index drop weights of their own.
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+
+
+def _options(
+    blocks: Blocks, rng_state: Tensor | None, dropout_p: float, scale: float | None
+) -> list[dict[str, Any]]:
+    """Options of strobe.attention and its derivative, of each block."""
+    seed, offset = _operators.seed_and_offset(rng_state)
+    return [
+        {
+            "causal": block.causal,
+            "window": block.window,
+            "scale": scale,
+            "dropout_p": dropout_p,
+            "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
+            "dropout_offset": offset,
+        }
+        for index, block in enumerate(blocks.blocks)
+    ]
+
+
+def rows(x: Tensor) -> Tensor:
+    """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim), readable as it is."""
+    return _operators.rows_contiguous(x.transpose(1, 2))
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rng_state: Tensor | None,
+    blocks: Blocks,
+    dropout_p: float,
+    scale: float | None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), out's heads innermost but head_dim, as PyTorch's kernel for the CPU has them."""
+    q, k, v = rows(query), rows(key), rows(value)
+    batch, seqlen_q, heads, _ = q.shape
+    new = q.new_zeros if blocks.hides_queries else q.new_empty
+    out = new((batch, seqlen_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
+    if blocks.hides_queries and with_lse:
+        lse.fill_(float("-inf"))
+    for block, options in zip(
+        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
+    ):
+        found: Any = functional.attention(
+            q[block.batch, block.queries],
+            k[block.batch, block.keys],
+            v[block.batch, block.keys],
+            out=out[block.batch, block.queries],
+            return_lse=with_lse,
+            **options,
+        )
+        if with_lse:
+            lse[block.batch, :, block.queries] = found[1]
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    blocks: Blocks,
+    dropout_p: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients laid out as out is."""
+    q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
+    empty = not blocks.blocks
+    dq = torch.zeros_like(q) if blocks.hides_queries or empty else torch.empty_like(q)
+    hidden = blocks.hides_keys or blocks.hides_queries or empty
+    dk, dv = (torch.zeros_like(x) if hidden else torch.empty_like(x) for x in (k, v))
+    for block, options in zip(
+        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
+    ):
+        queries, keys = (block.batch, block.queries), (block.batch, block.keys)
+        functional.attention_backward(
+            do[queries],
+            q[queries],
+            k[keys],
+            v[keys],
+            o[queries],
+            lse[block.batch, :, block.queries].contiguous(),
+            grads=(dq[queries], dk[keys], dv[keys]),
+            **options,
+        )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class Masked(torch.autograd.Function):  # type: ignore[misc]
+    """A call with a mask, of tensors with data."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rng_state: Tensor | None,
+        blocks: Blocks,
+        dropout_p: float,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        out, lse = forward(query, key, value, rng_state, blocks, dropout_p, scale)
+        ctx.save_for_backward(query, key, value, out, lse, rng_state)
+        ctx.options = (blocks, dropout_p, scale)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+        """Of query, key and value."""
+        grads = backward(dout, *ctx.saved_tensors, *ctx.options)
+        return (*grads, None, None, None, None)

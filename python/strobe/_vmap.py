@@ -1,0 +1,71 @@
+"""vmap over the operators: the vmapped dimension becomes a part of the batch."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from ._errors import Unsupported
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """(batch, ...) with a vmapped dimension of `size` as (size * batch, ...)."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+def _fold_options(
+    options: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, randomness: str
+) -> tuple[Any, ...]:
+    """Options of a dense problem whose batch is `size` times larger."""
+    cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
+    if rng_state is not None and randomness != "different":
+        raise Unsupported(
+            f"dropout_p > 0 under vmap with randomness={randomness!r}: expected 'different', each "
+            "entry drops weights of its own"
+        )
+    if alibi_slopes is not None:
+        if alibi_slopes.ndim == (1 if dims[2] is None else 2):  # (heads) for each entry
+            if dims[2] is not None:
+                slopes = alibi_slopes.movedim(dims[2], 0).unsqueeze(1)
+                alibi_slopes = slopes.expand(size, batch, -1).reshape(size * batch, -1)
+        else:
+            alibi_slopes = _fold(alibi_slopes, dims[2], size)
+        alibi_slopes = alibi_slopes.contiguous()
+    plain = 13  # options before the tail
+    tail = options[plain:]
+    folded = [
+        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
+        for x, dim in zip(tail, dims[plain:], strict=True)
+    ]
+    return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
+
+
+def vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
+    """A vmap rule that makes the vmapped dimension a part of the batch.
+
+    operator: its first `tensors` arguments are (batch, ...); query: which of them is q.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        size = info.batch_size
+        q, q_dim = arguments[query], in_dims[query]
+        batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+        folded = [
+            _fold(x, dim, size)
+            for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)
+        ]
+        options = _fold_options(
+            arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
+        )
+        found = operator(*folded, *options)
+        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
+
+    return rule
