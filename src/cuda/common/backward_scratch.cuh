@@ -78,6 +78,17 @@ STROBE_INLINE constexpr uint32_t scratch_begin(const CommonParams& p, int32_t ti
                                       : b * ((p.seqlen_q + tile - 1) / tile));
 }
 
+/// Key blocks of one head, all sequences together, as a kernel numbers them that has a record of
+/// each; of packed ones an upper bound.
+STROBE_INLINE constexpr int64_t key_blocks(const BackwardSizes& s, int64_t tile) {
+  return s.varlen ? ceil_div(s.total_k, tile) + s.batch : s.batch * ceil_div(s.seqlen_k, tile);
+}
+/// The first of sequence b: there is room for all its blocks before that of sequence b + 1.
+STROBE_INLINE constexpr uint32_t key_block_begin(const CommonParams& p, int32_t tile, int32_t b) {
+  return static_cast<uint32_t>(p.cu_k ? p.cu_k[b] / tile + b
+                                      : b * ((p.seqlen_k + tile - 1) / tile));
+}
+
 /// Work items that keep a large GPU busy, also where they are unequal. A constant, not the
 /// device's, so that the order of summation, hence every bit of the result, is the same on every
 /// GPU.

@@ -101,18 +101,15 @@ class BackwardProducer {
         full.arrive();
         return;
       }
-      const uint32_t column = index / order_.records, entry = column / order_.columns;
-      const uint32_t of_entry = column % order_.columns;
-      const auto head_kv = static_cast<int32_t>(of_entry / order_.parts);
-      const auto part = static_cast<int32_t>(of_entry % order_.parts);
-      const uint32_t record = entry * order_.records + index % order_.records;
-      block().head_kv = head_kv;
-      block().part = part;
-      block().head_begin = head_kv * p_.group + part * order_.heads_per_part;
-      block().head_end = min(block().head_begin + order_.heads_per_part, (head_kv + 1) * p_.group);
+      const ItemOrder::Item item = order_.item(index);
+      block().head_kv = item.head_kv;
+      block().part = item.part;
+      block().head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
+      block().head_end =
+          min(block().head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
       full.arrive_expect(sizeof(typename Tr::Record));
       ptx::bulk_load(&block(),
-                     static_cast<const typename Tr::Record*>(scratch_.key_records) + record,
+                     static_cast<const typename Tr::Record*>(scratch_.key_records) + item.record,
                      sizeof(typename Tr::Record), full);
       full.wait(item_.phase());
       load();

@@ -24,11 +24,6 @@ constexpr LaunchShape backward_shape() {
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
-/// Key blocks of one head, all sequences together; of packed ones an upper bound.
-constexpr int64_t key_blocks(const BackwardSizes& s, int64_t tile_k) {
-  return s.varlen ? ceil_div(s.total_k, tile_k) + s.batch : s.batch * ceil_div(s.seqlen_k, tile_k);
-}
-
 template <BackwardConfig kConfig>
 BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
   using Tr = BackwardTraitsOf<kConfig>;

@@ -13,6 +13,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/ptx/tensor_map.h"
 
@@ -53,17 +54,13 @@ struct alignas(16) KeyRecord {
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
   int2 limits[kTileK];              // queries [x, y) that see the key
 
-  /// Records of the sequences before b, where they are packed: an upper bound.
-  __device__ __forceinline__ static uint32_t begin(const CommonParams& p, int32_t b) {
-    return static_cast<uint32_t>(p.cu_k ? p.cu_k[b] / kTileK + b
-                                        : b * ((p.seqlen_k + kTileK - 1) / kTileK));
-  }
   /// The index-th, by all threads of a block.
   __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
-    const int32_t b = sequence_at(index, p.batch, [&](int32_t i) { return begin(p, i); });
+    const auto begin = [&](int32_t i) { return key_block_begin(p, kTileK, i); };
+    const int32_t b = sequence_at(index, p.batch, begin);
     const Sequence sequence = p.sequence(b);
     const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_k);
-    const int32_t first = static_cast<int32_t>(index - begin(p, b)) * kTileK;
+    const int32_t first = static_cast<int32_t>(index - begin(b)) * kTileK;
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < kTileK) limits[thread] = key_limits(sequence.mask, first + thread);
     if (thread != 0) return;
@@ -89,16 +86,6 @@ template <int kTileK>
 struct alignas(16) KeyBlock : KeyRecord<kTileK> {
   int32_t head_kv, part;         // head_kv negative: no item, the thread block ends
   int32_t head_begin, head_end;  // query heads
-};
-
-/// The order in which the thread blocks take work items: all key blocks of a head one after the
-/// other, those that see most queries under a causal mask first; heads of a batch entry, then the
-/// next entry. Packed sequences count as one entry.
-struct ItemOrder {
-  uint32_t records;         // of a batch entry
-  uint32_t columns, parts;  // of a batch entry: key heads times parts of their groups
-  uint32_t items;
-  int32_t heads_per_part;
 };
 
 /// A step of a block: one tile of queries of one head. Tiles descend, so that all key blocks of a
