@@ -14,6 +14,7 @@
 
 #include "core/visits.h"
 #include "cuda/common/backward_scratch.cuh"
+#include "cuda/hopper/item_order.h"
 #include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda {
@@ -200,6 +201,52 @@ TEST(QueryTile, OfEqualLengths) {
     ASSERT_TRUE(seen.insert({tile.batch, tile.head, tile.begin}).second);
   }
   EXPECT_EQ(seen.size(), 45u);
+}
+
+TEST(ItemOrder, TakesEveryKeyBlockOfEveryHeadOnce) {
+  for (const uint32_t entries : {1u, 3u}) {
+    sm90::ItemOrder o{};
+    o.records = 5, o.parts = 2, o.columns = 3 * o.parts;
+    o.items = entries * o.columns * o.records;
+    std::set<std::array<uint32_t, 3>> seen;
+    uint32_t before = 0;
+    for (uint32_t i = 0; i < o.items; ++i) {
+      const auto item = o.item(i);
+      ASSERT_LT(item.record, entries * o.records);
+      ASSERT_LT(item.head_kv, 3);
+      ASSERT_LT(item.part, 2);
+      EXPECT_TRUE(seen.insert({item.record, static_cast<uint32_t>(item.head_kv),
+                               static_cast<uint32_t>(item.part)})
+                      .second);
+      // A head's key blocks are neighbours, the first one first.
+      if (i % o.records != 0) {
+        EXPECT_EQ(item.record, before + 1);
+      }
+      before = item.record;
+    }
+  }
+}
+
+TEST(ItemOrder, PackedKeyBlocksHaveRecordsOfTheirOwn) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    const Packed p(random_lengths(random), 1);
+    BackwardSizes sizes{};
+    sizes.varlen = true;
+    sizes.batch = p.params.batch;
+    sizes.total_k = p.params.total_k;
+    const auto begin = [&](int32_t b) { return key_block_begin(p.params, kTile, b); };
+    int64_t next = 0;  // that no sequence has yet
+    for (int32_t b = 0; b < p.params.batch; ++b) {
+      for (int32_t block = 0; exists(p, b, block); ++block) {
+        const uint32_t record = begin(b) + static_cast<uint32_t>(block);
+        ASSERT_GE(record, next);
+        ASSERT_LT(record, key_blocks(sizes, kTile));
+        ASSERT_EQ(sequence_at(record, p.params.batch, begin), b);
+        next = int64_t{record} + 1;
+      }
+    }
+  }
 }
 
 }  // namespace

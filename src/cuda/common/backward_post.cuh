@@ -21,12 +21,13 @@ __device__ __forceinline__ void exact_keys(const BackwardParams& p, const Backwa
                                            const BackwardOrder& order, int64_t index,
                                            int64_t stride) {
   constexpr int kWarps = kPostThreads / 32, kRows = kTileK / kWarps;
+  if (*scratch.any_nonfinite == 0) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   for (; index < order.items; index += stride) {
-    if (scratch.nonfinite[index * kWarps + warp] == 0) continue;
     const BackwardItem item = backward_item(order, p.heads_kv, index);
     const int32_t first = item.block * kTileK + warp * kRows;
     const auto seqlen = static_cast<int32_t>(p.sequence(item.batch).mask.seqlen_k);
+    if (item.block * kTileK >= seqlen || scratch.nonfinite[index * kWarps + warp] == 0) continue;
     for (int32_t key = first; key < min(first + kRows, seqlen); ++key)
       exact_key<T>(p, order, item, scratch.dk, kWidth, key);
   }

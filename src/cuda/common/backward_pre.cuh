@@ -60,6 +60,7 @@ struct ExchangeForm {
   static constexpr bool kZeroSum = false;    // its first key block to come by a query tile stores
   static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
                                              // else backward_exact.cuh comes after it
+  static constexpr bool kPreparesKeys = false;  // prepare_keys(p, scratch, i) for each key block i
 };
 
 /// One thread block per query tile.
@@ -69,7 +70,10 @@ __global__ void __launch_bounds__(kPreThreads)
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
                         int32_t counters) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-  if (index == 0 && threadIdx.x == 0) *scratch.ticket = 0;
+  if (index == 0 && threadIdx.x == 0) *scratch.ticket = *scratch.any_nonfinite = 0;
+  if constexpr (Form::kPreparesKeys) {
+    if (index < scratch.key_blocks) Form::prepare_keys(p, scratch, static_cast<uint32_t>(index));
+  }
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);

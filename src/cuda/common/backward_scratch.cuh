@@ -78,6 +78,17 @@ STROBE_INLINE constexpr uint32_t scratch_begin(const CommonParams& p, int32_t ti
                                       : b * ((p.seqlen_q + tile - 1) / tile));
 }
 
+/// Key blocks of one head, all sequences together, as a kernel numbers them that has a record of
+/// each; of packed ones an upper bound.
+STROBE_INLINE constexpr int64_t key_blocks(const BackwardSizes& s, int64_t tile) {
+  return s.varlen ? ceil_div(s.total_k, tile) + s.batch : s.batch * ceil_div(s.seqlen_k, tile);
+}
+/// The first of sequence b: there is room for all its blocks before that of sequence b + 1.
+STROBE_INLINE constexpr uint32_t key_block_begin(const CommonParams& p, int32_t tile, int32_t b) {
+  return static_cast<uint32_t>(p.cu_k ? p.cu_k[b] / tile + b
+                                      : b * ((p.seqlen_k + tile - 1) / tile));
+}
+
 /// Work items that keep a large GPU busy, also where they are unequal. A constant, not the
 /// device's, so that the order of summation, hence every bit of the result, is the same on every
 /// GPU.
@@ -100,14 +111,18 @@ struct BackwardScratch {
   float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
   float* dq;     // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
                  // order of sum_offset
-  uint32_t* nonfinite;  // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
-                        // that does not ask beforehand, [items, warps]: dK or dV do
-  uint32_t* additions;  // [heads, tiles, warps]: the key tile that may add to dq next; unless
-                        // deterministic, whether the first one has stored there
-  uint32_t* ticket;     // the next work item
-  float *dk, *dv;       // [rows_k, heads_kv, parts, width]: where there are several parts
-  int32_t tile_k;       // keys of a work item
-  uint32_t tiles;       // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
+  uint32_t* nonfinite;      // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
+                            // that does not ask beforehand, [items, warps]: dK or dV do
+  uint32_t* any_nonfinite;  // of such a kernel: whether it has set one of them. If not, none is
+                            // looked at, and those of items that do not exist never are
+  uint32_t* additions;      // [heads, tiles, warps]: the key tile that may add to dq next; unless
+                            // deterministic, whether the first one has stored there
+  uint32_t* ticket;         // the next work item
+  float *dk, *dv;           // [rows_k, heads_kv, parts, width]: where there are several parts
+  void* key_records;        // [key_blocks], of a Form that prepares them; at first null
+  uint32_t key_blocks;
+  int32_t tile_k;  // keys of a work item
+  uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
@@ -132,7 +147,8 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
   c.additions = arena.take<uint32_t>(all * counters);
-  c.ticket = arena.take<uint32_t>(1);
+  c.ticket = arena.take<uint32_t>(2);
+  c.any_nonfinite = c.ticket ? c.ticket + 1 : nullptr;
   const int64_t parts = group_parts(s, tile_k);
   if (parts > 1) {
     // Both in one piece, last, so that total_k decides nothing but the size.
@@ -160,6 +176,17 @@ struct QueryTile {
   int64_t scratch;
 };
 
+/// The last of `batch` sequences that begins at `place` or before; begin(b) does not descend.
+template <typename Begin>
+STROBE_INLINE constexpr int32_t sequence_at(uint32_t place, int32_t batch, const Begin& begin) {
+  int32_t found = 0;
+  for (int32_t past = batch; past - found > 1;) {
+    const int32_t middle = found + (past - found) / 2;
+    (begin(middle) <= place ? found : past) = middle;
+  }
+  return found;
+}
+
 /// How many thread blocks the kernels before and after are given, one a tile.
 STROBE_INLINE constexpr int64_t query_tiles(const CommonParams& p, uint32_t tiles_of_head) {
   return int64_t{p.heads} * tiles_of_head;
@@ -178,10 +205,8 @@ STROBE_INLINE constexpr QueryTile query_tile(const CommonParams& p, int64_t inde
   }
   int32_t batch = 0;
   if (p.cu_q) {
-    for (int32_t past = p.batch; past - batch > 1;) {  // the last that begins here or before
-      const int32_t middle = batch + (past - batch) / 2;
-      (scratch_begin(p, tile_q, middle) <= static_cast<uint32_t>(place) ? batch : past) = middle;
-    }
+    batch = sequence_at(static_cast<uint32_t>(place), p.batch,
+                        [&](int32_t b) { return scratch_begin(p, tile_q, b); });
   } else {
     batch = place / ((p.seqlen_q + tile_q - 1) / tile_q);
   }

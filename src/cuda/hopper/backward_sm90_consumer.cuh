@@ -20,13 +20,15 @@
 
 namespace strobe::cuda::sm90 {
 
+/// kFirst and kNext begin an item, and are masked.
 enum class StepKind {
-  kFirst,   // no step before it, whose dQ there would be to make; masked
+  kFirst,   // there is no step before it whose dQ is still to be made
+  kNext,    // that step is the last one of the item before
   kMasked,  // some query does not see some key, or lies past the end
   kFull
 };
 
-/// A consumer warpgroup: 64 of the block's keys.
+/// A consumer warpgroup: 64 of an item's keys.
 template <typename Tr>
 class BackwardConsumer {
  public:
@@ -37,66 +39,135 @@ class BackwardConsumer {
                                               const BackwardScratch& scratch, int warpgroup)
       : shared_(shared), p_(p), scratch_(scratch), warpgroup_(warpgroup) {}
 
-  /// All steps of the block, of which there are some.
-  __device__ __forceinline__ void run() {
-    const KeyBlock& block = shared_.block;
-    QueryStep now = QueryStep::first(block);
+  __device__ __forceinline__ void run(const BackwardOrder& order) {
+    if constexpr (Tr::kPersistent) {
+      run_items(order);
+    } else {
+      run_item(order);
+    }
+  }
+
+ private:
+  /// The thread block's one item.
+  __device__ __forceinline__ void run_item(const BackwardOrder& order) {
     if (Tr::kTurns && warpgroup_ == 1) pass_turn();
-    shared_.k_full.wait(0);
-    shared_.v_full.wait(0);
-    step<StepKind::kFirst>(now);
+    shared_.block_ring.full[0].wait(0);
+    shared_.k_ring.full[0].wait(0);
+    shared_.v_ring.full[0].wait(0);
+    if (block().has_steps()) {
+      steps<StepKind::kFirst>();
+      finish_dq(0);
+    } else {
+      clear();
+    }
+    if (block().exists()) store(order);
+    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+  }
+  /// All items that the producer takes.
+  __device__ __forceinline__ void run_items(const BackwardOrder& order) {
+    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    bool pending = false;  // whether dQ of the last step is still to be made
+#pragma unroll 1
+    for (;; ++item_.count) {
+      shared_.block_ring.full[item_.stage()].wait(item_.phase());
+      if (block().head_kv < 0) break;
+      shared_.k_ring.full[item_.stage()].wait(item_.phase());
+      shared_.v_ring.full[item_v().stage()].wait(item_v().phase());
+      if (!Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
+      clear();
+      if (block().has_steps()) {
+        if (Tr::kHasNextStep && pending) {
+          steps<StepKind::kNext>();
+        } else {
+          steps<StepKind::kFirst>();
+        }
+      } else {
+        if (Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
+        arrive(shared_.v_ring.empty[item_v().stage()]);
+        arrive(shared_.k_ring.empty[item_.stage()]);
+      }
+      pending = block().has_steps();
+      if (block().exists()) store(order);
+      arrive(shared_.block_ring.empty[item_.stage()]);
+    }
+    if (pending) finish_dq(item_.stage() ^ 1);
+    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+  }
+  /// An item's steps.
+  template <StepKind kBegin>
+  __device__ __forceinline__ void steps() {
+    QueryStep now = QueryStep::first(block());
+    step<kBegin>(now);
     for (;;) {
-      now.advance(block);
-      if (now.done(block)) break;
-      if (block.visits.is_full(now.tile)) {
+      now.advance(block());
+      if (now.done(block())) break;
+      if (block().visits.is_full(now.tile)) {
         step<StepKind::kFull>(now);
       } else {
         step<StepKind::kMasked>(now);
       }
     }
-    finish_dq();
-    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
   }
-
-  /// The block has no steps: no query sees its keys.
+  /// (With a first product that does not add, ptxas has other values in these registers until then,
+  /// and spills.)
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) dv_[i] = dk_[i] = 0.f;
+    ptx::pin(dv_);
+    ptx::pin(dk_);
   }
 
   /// dK and dV to where they belong.
   __device__ __forceinline__ void store(const BackwardOrder& order) {
-    const KeyBlock& block = shared_.block;
-    const BackwardItem& item = block.item;
+    const typename Tr::Block& block = this->block();
     const int32_t seqlen = block.seqlen_k;
-    const int32_t key = block.key_begin + key_row() + lane() / 4;
+    const int lane = ptx::thread_again() % 32;
+    const int32_t key = block.key_begin + key_row() + lane / 4;
     // A product of a weight of 0 may be why, unless there are none.
     const bool suspect = !block.visits.all_full() &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
-    if (lane() == 0) scratch_.nonfinite[block.number * Tr::kWarps + key_row() / 16] = any;
+    if (lane == 0) {
+      const int64_t column =
+          (int64_t{block.batch} * p_.heads_kv + block.head_kv) * order.parts + block.part;
+      const int64_t number = column * order.blocks + block.key_begin / Tr::kTileK;
+      scratch_.nonfinite[number * Tr::kWarps + key_row() / 16] = any;
+      if (any) *scratch_.any_nonfinite = 1;
+    }
 
     const auto put = [&](const float(&sum)[kWidth / 2], float scale, const Tensor& tensor,
                          int32_t dim, float* parts_sum) {
       const auto& blocks = reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum);
       if (order.parts > 1) {
-        const int64_t first = (p_.cu_k ? block.k_row : int64_t{item.batch} * p_.seqlen_k) + key;
+        const int64_t first = (p_.cu_k ? block.k_row : int64_t{block.batch} * p_.seqlen_k) + key;
         const int64_t stride = int64_t{p_.heads_kv} * order.parts * 2 * kWidth;
         store_part_sums(parts_sum + first * stride +
-                            (int64_t{item.head_kv} * order.parts + item.part) * 2 * kWidth +
-                            2 * (lane() % 4),
+                            (int64_t{block.head_kv} * order.parts + block.part) * 2 * kWidth +
+                            2 * (lane % 4),
                         stride, seqlen - key, blocks, scale);
       } else {
-        store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
-                              key, 0, blocks, scale, lane());
+        store_accumulators<T>(
+            rows_view(tensor, block.batch, block.k_row, block.head_kv, seqlen, dim), key, 0, blocks,
+            scale, lane);
       }
     };
     put(dv_, 1.f / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
     put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
   }
 
- private:
+  __device__ __forceinline__ const typename Tr::Block& block() const {
+    return shared_.blocks[item_.stage()];
+  }
+  __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
+  /// Scratch tile of the step before.
+  __device__ __forceinline__ auto& tile_before() {
+    if constexpr (Tr::kTileInShared) {
+      return static_cast<volatile uint32_t&>(shared_.tile_before[ptx::thread_again() - 128]);
+    } else {
+      return tile_before_;
+    }
+  }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
   __device__ __forceinline__ int warp() const { return ptx::thread_again() / 32 % 4; }
   /// The warp's first row of the block of keys.
@@ -116,17 +187,19 @@ class BackwardConsumer {
   template <StepKind kKind>
   __device__ __forceinline__ void step(const QueryStep& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
+    constexpr bool kClears = !Tr::kPersistent && kKind == StepKind::kFirst;
     const int stage = at_.stage();
     float s[kTileQ / 2], dp[kTileQ / 2];
     uint32_t weights[kTileQ / 4], ds[kTileQ / 4];  // P^T and dS^T, as operands
+    float dq[32];                                  // of the step before
 
     shared_.q_ring.full[stage].wait(at_.phase());
     shared_.dout_ring.full[stage].wait(at_.phase());
     if constexpr (Tr::kTurns) take_turn();
     ptx::wgmma_fence();
-    issue_scores(s, shared_.k, shared_.q[stage]);  // S^T = K Q^T
+    issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    issue_scores(dp, shared_.v, shared_.dout[stage]);  // dP^T = V dO^T
+    issue_scores(dp, shared_.v[item_v().stage()], shared_.dout[stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
 
     SeenQueries<kMasked ? 2 : 0> seen(limits(), now.tile * kTileQ);
@@ -137,17 +210,22 @@ class BackwardConsumer {
     if constexpr (kHasBefore) {
       shared_.ds_ring.full[stage ^ 1].wait(before().phase());
       ptx::wgmma_fence();
-      issue_dq(stage ^ 1);  // dQ = dS K, of the step before
+      // dQ = dS K, of the step before
+      issue_dq(dq, stage ^ 1, item_.stage() ^ (kKind == StepKind::kNext ? 1 : 0));
       ptx::wgmma_commit();
     }
     // A fence of its own, so that dQ need not wait for the last weights: 5 % at width 128. At width
     // 64 there are no registers for it.
     if constexpr (Tr::kTurns || !kHasBefore) ptx::wgmma_fence();
-    issue_sum(dv_, weights, shared_.dout[stage], !kHasBefore);  // dV += P^T dO
+    issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
     ptx::wgmma_commit();
     if constexpr (Tr::kTurns) pass_turn();
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
+    __syncwarp();
+    if (ptx::arrives(lane()) && now.is_last(block())) {
+      shared_.v_ring.empty[item_v().stage()].arrive();
+    }
     take_ds<kMasked>(dp, weights, ds, stage, seen);
     shared_.ds_ring.empty[stage].wait(at_.free());
     store_ds(ds, stage);
@@ -155,13 +233,14 @@ class BackwardConsumer {
     arrive(shared_.ds_ring.full[stage]);
 
     ptx::wgmma_fence();
-    issue_sum(dk_, ds, shared_.q[stage], !kHasBefore);  // dK += dS^T Q
+    issue_sum<kClears>(dk_, ds, shared_.q[stage]);  // dK += dS^T Q
     ptx::wgmma_commit();
     if constexpr (kHasBefore) {
       ptx::wgmma_wait<2>();
-      ptx::pin(dq_);
+      ptx::pin(dq);
       arrive(shared_.ds_ring.empty[stage ^ 1]);
-      add_dq();
+      if constexpr (kKind == StepKind::kNext) arrive(shared_.k_ring.empty[item_.stage() ^ 1]);
+      add_dq(dq);
     }
     ptx::wgmma_wait<1>();
     ptx::pin(dv_);
@@ -169,21 +248,24 @@ class BackwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin(dk_);
     arrive(shared_.q_ring.empty[stage]);
-    tile_before_ = static_cast<uint32_t>(now.head) * scratch_.tiles + shared_.block.scratch +
-                   static_cast<uint32_t>(now.tile);
+    tile_before() = static_cast<uint32_t>(now.head) * scratch_.tiles + block().scratch +
+                    static_cast<uint32_t>(now.tile);
     ++at_.count;
   }
 
-  /// dQ of the last step.
-  __device__ __forceinline__ void finish_dq() {
+  /// dQ of the last step of the item before.
+  __device__ __forceinline__ void finish_dq(int item_stage) {
     const RingPosition<Tr::kStages> last = before();
+    float dq[32];
     shared_.ds_ring.full[last.stage()].wait(last.phase());
     ptx::wgmma_fence();
-    issue_dq(last.stage());
+    issue_dq(dq, last.stage(), item_stage);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    ptx::pin(dq_);
-    add_dq();
+    ptx::pin(dq);
+    arrive(shared_.ds_ring.empty[last.stage()]);
+    arrive(shared_.k_ring.empty[item_stage]);
+    add_dq(dq);
   }
   __device__ __forceinline__ RingPosition<Tr::kStages> before() const { return {at_.count - 1}; }
 
@@ -213,28 +295,29 @@ class BackwardConsumer {
     }
   }
   /// sum += values of (keys, queries) times rows of dO or Q.
+  template <bool kClears>
   __device__ __forceinline__ void issue_sum(float (&sum)[kWidth / 2],
                                             const uint32_t (&values)[kTileQ / 4],
-                                            const uint8_t* rows, bool first) {
+                                            const uint8_t* rows) {
     const auto b = ptx::Descriptor::make(fresh(rows), Tr::QTile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < kTileQ / 16; ++i) {
       ptx::Wgmma<T, kWidth>::rs(sum, values + 4 * i, b.at(i * 16 * Tr::QTile::kRowBytes),
-                                !first || i != 0);
+                                !kClears || i != 0);
     }
   }
   /// dQ = dS K, this warpgroup's 64 queries or 64 columns.
-  __device__ __forceinline__ void issue_dq(int stage) {
+  __device__ __forceinline__ void issue_dq(float (&dq)[32], int stage, int item_stage) {
     const uint32_t panel = fresh_warpgroup();
     const auto a = ptx::Descriptor::make(
         fresh(shared_.ds[stage]) + (Tr::kDqByColumns ? 0 : panel) * Tr::DsTile::kPanelBytes,
         Tr::DsTile::kPanelBytes);
     const auto b = ptx::Descriptor::make(
-        fresh(shared_.k) + (Tr::kDqByColumns ? panel : 0) * Tr::KTile::kPanelBytes,
+        fresh(shared_.k[item_stage]) + (Tr::kDqByColumns ? panel : 0) * Tr::KTile::kPanelBytes,
         Tr::KTile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < Tr::kTileK / 16; ++i) {
-      ptx::Wgmma<T, 64>::ss_mn(dq_, a.at(i * 16 * Tr::DsTile::kRowBytes),
+      ptx::Wgmma<T, 64>::ss_mn(dq, a.at(i * 16 * Tr::DsTile::kRowBytes),
                                b.at(i * 16 * Tr::KTile::kRowBytes), i != 0);
     }
   }
@@ -243,7 +326,7 @@ class BackwardConsumer {
 
   /// Of the thread's two keys, 8 rows apart.
   __device__ __forceinline__ uint32_t limits() const {
-    return ptx::shared_address(shared_.limits + key_row() + lane() / 4);
+    return ptx::shared_address(block().limits + key_row() + lane() / 4);
   }
 
   /// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is.
@@ -325,14 +408,14 @@ class BackwardConsumer {
     }
   }
   /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
-  __device__ __forceinline__ void add_dq() {
+  __device__ __forceinline__ void add_dq(const float (&dq)[32]) {
     const int row_block = warp() + (Tr::kDqByColumns ? 0 : 4 * warpgroup_);
     const int column_block = Tr::kDqByColumns ? 8 * warpgroup_ : 0;
-    float* const sum = scratch_.dq + int64_t{tile_before_} * (kTileQ * kWidth) +
+    float* const sum = scratch_.dq + int64_t{tile_before()} * (kTileQ * kWidth) +
                        (row_block * (kWidth / 8) + column_block) * 128 + sum_offset(lane());
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float x[4] = {dq_[4 * j], dq_[4 * j + 1], dq_[4 * j + 2], dq_[4 * j + 3]};
+      const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
       sum_add(sum + 128 * j, x);
     }
   }
@@ -351,10 +434,10 @@ class BackwardConsumer {
   const BackwardParams& p_;
   const BackwardScratch& scratch_;
   const int warpgroup_;
-  RingPosition<Tr::kStages> at_;  // of all rings, which move together: the step
-  uint32_t tile_before_ = 0;      // scratch tile of the step before
+  RingPosition<Tr::kItemStages> item_;  // of the rings that move with the items
+  RingPosition<Tr::kStages> at_;        // of those that move with the steps
+  uint32_t tile_before_ = 0;
   float dv_[kWidth / 2], dk_[kWidth / 2];
-  float dq_[32];  // of the step before
 };
 
 }  // namespace strobe::cuda::sm90

@@ -27,8 +27,12 @@ constexpr LaunchShape backward_shape() {
 template <BackwardConfig kConfig>
 BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
   using Tr = BackwardTraitsOf<kConfig>;
-  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0, dq,
-                        backward_items(sizes, kConfig.tile_k) * Tr::kWarps);
+  BackwardScratch scratch =
+      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0, dq,
+                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps);
+  scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
+  scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
+  return scratch;
 }
 
 template <BackwardConfig kConfig>
@@ -70,26 +74,36 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
+  order.group = 1;  // the order of the flags of what is not finite
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
   // of dQ in L2, which is worth 4 % at 16k keys.
-  order.group = 1;
+  ItemOrder item_order{};
+  item_order.columns = static_cast<uint32_t>(p.heads_kv) * order.parts;
+  item_order.parts = order.parts;
+  item_order.heads_per_part = order.heads_per_part;
+  item_order.records =
+      p.cu_k ? scratch.key_blocks : static_cast<uint32_t>(ceil_div(p.seqlen_k, kConfig.tile_k));
+  const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.columns : 0;
+  if (items > INT32_MAX) return cudaErrorInvalidValue;
+  item_order.items = static_cast<uint32_t>(items);
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   cudaError_t error = cudaSuccess;
   thread_local BackwardMaps maps;
   // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
-  if (order.items > 0 && p.total_q > 0) {
+  if (items > 0 && p.total_q > 0) {
     error = make_maps<kConfig>(p, maps);
     if (error != cudaSuccess) return error;
   }
   error = Stages::launch_pre(p, scratch, 0, target);
   if (error != cudaSuccess) return error;
-  if (order.items > 0) {
+  if (items > 0) {
     static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                                kShape.shared_bytes);
-    const GridSize grid = grid_for(order.items);
-    void* args[] = {&p, &scratch, &order, &maps};
-    error = kernel.launch(dim3(grid.x, grid.y), kShape.threads, args, target);
+    const auto blocks =
+        static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
+    void* args[] = {&p, &scratch, &order, &item_order, &maps};
+    error = kernel.launch(dim3(blocks), kShape.threads, args, target);
     if (error != cudaSuccess) return error;
   }
   return Stages::launch_post(p, scratch, order, target);

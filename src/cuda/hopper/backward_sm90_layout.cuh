@@ -11,7 +11,9 @@
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/params.h"
+#include "cuda/common/seen_queries.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/ptx/tensor_map.h"
 
@@ -40,18 +42,51 @@ struct QueryVisits {
   }
 };
 
-/// What a thread block works at: tile_k keys of a key head, with all query heads that read them, or
-/// a part of these.
-struct alignas(16) KeyBlock {
+/// A block of kTileK keys of a sequence, as the kernel before the main one prepares it: what a
+/// producer's few registers are not enough to work out.
+template <int kTileK>
+struct alignas(16) KeyRecord {
   QueryVisits visits;
-  BackwardItem item;
-  int64_t number;  // of the item
-  int64_t k_row;   // of the sequence's first key
-  int32_t seqlen_k;
-  int32_t head_begin, head_end;  // query heads
-  uint32_t scratch;              // the sequence's first scratch tile of head 0
-  int32_t key_begin;
+  int64_t k_row;      // of the sequence's first key
+  int32_t seqlen_k;   // of the sequence; 0: there is no such block
+  int32_t key_begin;  // in the sequence
+  int32_t batch;
+  uint32_t scratch;                 // the sequence's first scratch tile of head 0
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
+  int2 limits[kTileK];              // queries [x, y) that see the key
+
+  /// The index-th, by all threads of a block.
+  __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
+    const auto begin = [&](int32_t i) { return key_block_begin(p, kTileK, i); };
+    const int32_t b = sequence_at(index, p.batch, begin);
+    const Sequence sequence = p.sequence(b);
+    const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_k);
+    const int32_t first = static_cast<int32_t>(index - begin(b)) * kTileK;
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < kTileK) limits[thread] = key_limits(sequence.mask, first + thread);
+    if (thread != 0) return;
+    const Range keys{first, min64(first + kTileK, seqlen)};
+    visits =
+        first < seqlen ? QueryVisits::make(sequence.mask, keys, tile_q, kTileK) : QueryVisits{};
+    k_row = sequence.k_row;
+    seqlen_k = first < seqlen ? seqlen : 0;
+    key_begin = first;
+    batch = b;
+    scratch = scratch_begin(p, tile_q, b);
+    map_batch = p.cu_q ? 0 : b;
+    map_q = static_cast<int32_t>(sequence.q_row);
+    map_k = static_cast<int32_t>(sequence.k_row) + first;
+  }
+  __device__ __forceinline__ bool exists() const { return seqlen_k > 0; }
+  __device__ __forceinline__ bool has_steps() const { return visits.begin < visits.end; }
+};
+
+/// A work item: a block of keys, of a key head, with all query heads that read them, or a part of
+/// these.
+template <int kTileK>
+struct alignas(16) KeyBlock : KeyRecord<kTileK> {
+  int32_t head_kv, part;         // head_kv negative: no item, the thread block ends
+  int32_t head_begin, head_end;  // query heads
 };
 
 /// A step of a block: one tile of queries of one head. Tiles descend, so that all key blocks of a
@@ -66,6 +101,10 @@ struct QueryStep {
   template <typename Block>
   __device__ __forceinline__ bool done(const Block& block) const {
     return head >= block.head_end;
+  }
+  template <typename Block>
+  __device__ __forceinline__ bool is_last(const Block& block) const {
+    return tile == block.visits.begin && head == block.head_end - 1;
   }
   template <typename Block>
   __device__ __forceinline__ void advance(const Block& block) {
@@ -85,6 +124,9 @@ struct BackwardTraits {
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
   static constexpr int kPanels = kWidth / 64;
   static constexpr int kStages = 2;  // of Q, dO and dS
+  // Of an item's keys: K is read until the first step of the next item has begun. At width 128 a
+  // second V has no room; V is read for the last time early in an item's last step.
+  static constexpr int kItemStages = 2, kVStages = kWidth == 64 ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -93,27 +135,48 @@ struct BackwardTraits {
   using QTile = SharedTile<kTileQ, kWidth>;
   using DsTile = SharedTile<kTileK, kTileQ>;  // [key][query]
 
+  using Record = KeyRecord<kTileK>;
+  using Block = KeyBlock<kTileK>;
+  static_assert(sizeof(Record) % 16 == 0);  // bulk copies
+
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
   static constexpr bool kDqByColumns = kTileQ == 64;
   static_assert(kTileK == 64 * kWarpgroups && kTileQ * kWidth == 64 * 64 * kWarpgroups);
   /// Whether the warpgroups take turns.
   static constexpr bool kTurns = kWidth == 128;
 
+  /// Whether a thread block takes one item after the other. At width 128 fp16, whose products of P
+  /// and dP are float32, is a register short of it: there a thread block has one item.
+  static constexpr bool kPersistent = kWidth == 64 || kBf16;
+  /// Whether an item's last dQ is made within the first step of the next one, or before that step:
+  /// at width 128, and with the float32 products of fp16, there are no registers for it.
+  static constexpr bool kHasNextStep = kWidth == 64 && kBf16;
+
+  /// Whether the number that each step leaves for the next one is in shared memory, where that
+  /// saves a spill.
+  static constexpr bool kTileInShared = kWidth == 64 && !kBf16;
+
   /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
   /// 2^12 (backward_scratch.cuh).
   struct Form {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = true;
+    __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
+                                                        const BackwardScratch& scratch,
+                                                        uint32_t index) {
+      static_cast<Record*>(scratch.key_records)[index].prepare(p, index, kTileQ);
+    }
   };
 
   struct alignas(1024) Shared {
-    uint8_t k[KTile::kBytes], v[KTile::kBytes];
+    uint8_t k[kItemStages][KTile::kBytes], v[kVStages][KTile::kBytes];
     uint8_t q[kStages][QTile::kBytes], dout[kStages][QTile::kBytes];
     uint8_t ds[kStages][DsTile::kBytes];
     alignas(16) float lse[kStages][kTileQ], delta[kStages][kTileQ];
-    int2 limits[kTileK];  // queries [x, y) that see the key
-    KeyBlock block;
-    ptx::Barrier k_full, v_full;
+    Block blocks[kItemStages];
+    uint32_t tile_before[kTileInShared ? 32 * kWarps : 1];  // of each consumer thread
+    Ring<kItemStages> block_ring, k_ring;
+    Ring<kVStages> v_ring;
     Ring<kStages> q_ring, dout_ring, ds_ring;
   };
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");

@@ -289,6 +289,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       const bool found = Base::suspects(block, dk) || shared.nonfinite[slot][Base::warp()] != 0;
       if (Base::lane() == 0) {
         Base::scratch.nonfinite[block.number * kFlagWords + flag_word(rank, Base::warp())] = found;
+        if (found) *Base::scratch.any_nonfinite = 1;
       }
       Base::store(block, dk, Base::p.scale, Base::p.dk, Base::p.head_dim, Base::scratch.dk, order);
     });

@@ -22,11 +22,11 @@ struct BackwardStages {
   static constexpr int kTileQ = kTileQ_, kTileK = kTileK_, kWidth = kWidth_;
 
   /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the
-  /// ticket.
+  /// ticket, and what is prepared of the keys.
   static cudaError_t launch_pre(BackwardParams& p, BackwardScratch& scratch, int32_t counters,
                                 const LaunchTarget& target) {
     int64_t items = query_tiles(p, scratch.tiles);
-    const GridSize grid = grid_for(max64(1, items));
+    const GridSize grid = grid_for(max64(max64(1, items), scratch.key_blocks));
     void* args[] = {&p, &scratch, &items, &counters};
     static KernelHandle kernel(
         reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, Form>));
