@@ -12,6 +12,7 @@ Plans* const plans = new Plans[2];  // never freed: Python may have ended before
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) #name,
+#define STROBE_CACHE_ARRAY(...)
 const char* const kSlotNames[kSlots] = {
     "dout",         "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
     "cu_seqlens_k", "dq", "dk", "dv",
@@ -281,6 +282,7 @@ void Call::fill(Arguments& arguments) {
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
+#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 }
 

@@ -26,6 +26,7 @@ enum Slot {
   kDv,
 // One number for each sequence: src/core/options.def
 #define STROBE_ARRAY(name, ...) kArray_##name,
+#define STROBE_CACHE_ARRAY(...)
 #define STROBE_FLAG(...)
 #define STROBE_CHOICE(...)
 #define STROBE_INTEGER(...)

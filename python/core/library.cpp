@@ -122,6 +122,7 @@ constexpr Field kFields[] = {FIELD(direction) FIELD(dtype) FIELD(device) FIELD(d
 #define STROBE_INTEGER(field, ...) FIELD(field)
 #define STROBE_REAL(field, ...) FIELD(field)
 #define STROBE_ARRAY(name, ...) FIELD(has_##name)
+#define STROBE_CACHE_ARRAY(name, ...) FIELD(has_##name)
 #include "core/options.def"
 };
 #undef FIELD
