@@ -11,11 +11,12 @@ namespace strobe::cuda {
 /// and the device.
 enum class When : int8_t {
   kAny,
-  kPlain,      // no softcap, ALiBi or dropout
-  kFew,        // few keys: a query sees up to 256 on average; also where not plain
-  kSome,       // some keys: up to 4096 on average; also where not plain
-  kFewQueries, // no more tiles than multiprocessors, or the row's tiles are fuller than larger ones
-  kRuns        // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
+  kPlain,       // no softcap, ALiBi or dropout
+  kFew,         // few keys: a query sees up to 256 on average; also where not plain
+  kSome,        // some keys: up to 4096 on average; also where not plain
+  kFewQueries,  // no more tiles than multiprocessors, or the row's tiles are fuller than larger
+                // ones
+  kRuns         // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it

@@ -71,8 +71,7 @@ struct WideTraits {
   /// 2^12 (backward_scratch.cuh).
   struct Form {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false,
-                          kPreparesKeys = false;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = false;
   };
 
   struct alignas(1024) Shared {
