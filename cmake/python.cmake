@@ -1,6 +1,10 @@
 # The Python package's extension: Python's limited API, so that one file serves every Python from 3.10 on. It links neither
 # Python nor libstrobe: it opens the library that STROBE_LIBRARY names, or else the one beside it.
-set(STROBE_BUILD_PYTHON AUTO CACHE STRING
+set(python_default OFF)  # as part of another project: it would be written into this source tree
+if(PROJECT_IS_TOP_LEVEL)
+  set(python_default AUTO)
+endif()
+set(STROBE_BUILD_PYTHON ${python_default} CACHE STRING
     "Build the Python package's extension: AUTO (when Python's headers are found), ON or OFF")
 set_property(CACHE STROBE_BUILD_PYTHON PROPERTY STRINGS AUTO ON OFF)
 if(NOT STROBE_BUILD_PYTHON)
@@ -19,6 +23,10 @@ execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
   OUTPUT_VARIABLE free_threaded OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(free_threaded STREQUAL "True")
+  if(STROBE_BUILD_PYTHON STREQUAL "AUTO")
+    message(STATUS "strobe: without its Python package, as ${Python_EXECUTABLE} is a free-threaded Python")
+    return()
+  endif()
   message(FATAL_ERROR "strobe: ${Python_EXECUTABLE} is a free-threaded Python, which has no limited API: "
                       "expected Python 3.10 or newer with a GIL, or -DSTROBE_BUILD_PYTHON=OFF")
 endif()

@@ -26,6 +26,7 @@ Call::~Call() {
   for (Tensor& tensor : tensors) tensor.forget();
   workspace_tensor_.forget();
   for (Ref& result : results) result.release();
+  for (Ref& copy : copies) copy.release();
   workspace_.release();
   scalars.release();
   new std::shared_ptr<Launch>(std::move(launch_));
@@ -89,6 +90,14 @@ bool Call::give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k) {
       return false;
     }
     const auto* numbers = static_cast<const int32_t*>(offsets.data);
+    if (numbers == nullptr || reinterpret_cast<uintptr_t>(numbers) % alignof(int32_t) != 0) {
+      raise_error(
+          "InvalidArgument",
+          std::string(kSlotNames[slot]) +
+              (numbers == nullptr ? " has no memory, expected an array with data"
+                                  : " lies at an odd address, expected alignment to 4 bytes"));
+      return false;
+    }
     has_length[i] = true;
     lengths[i] = INT64_MIN;
     for (int64_t at = 1; at < offsets.shape[0]; ++at)
@@ -240,7 +249,8 @@ bool Call::allocate() {
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small) {
-    Ref capturing = call_python("_arrays", "torch_capturing", "()");
+    Ref capturing = call_python("_arrays", "torch_capturing", "(i)",
+                                static_cast<int>(launch_->plan.problem.device_index));
     if (!capturing) return false;
     if (capturing.get() != Py_True) return true;
   }

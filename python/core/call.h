@@ -60,7 +60,8 @@ struct Call {
   int64_t lengths[2] = {};  // max_seqlen_q, max_seqlen_k
   double scale = 0, softcap = 0, dropout_p = 0;
   uint64_t seed = 0, offset = 0;
-  Ref scalars;  // the rarer options that are numbers: ((name, value), ...)
+  std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
+  Ref scalars;              // the rarer options that are numbers: ((name, value), ...)
   Tensor tensors[kSlots];
 
  private:

@@ -111,11 +111,15 @@ constexpr Type type_of(float) { return Type::kFloat; }
 constexpr Type type_of(strobe_strides) { return Type::kStrides; }
 
 #define FIELD(name) {#name, offsetof(strobe_problem, name), type_of(strobe_problem{}.name)},
-constexpr Field kFields[] = {FIELD(direction) FIELD(dtype) FIELD(device) FIELD(device_index)
-                                 FIELD(batch) FIELD(seqlen_q) FIELD(seqlen_k) FIELD(heads)
-                                     FIELD(heads_kv) FIELD(head_dim) FIELD(head_dim_v) FIELD(varlen)
-                                         FIELD(total_q) FIELD(total_k) FIELD(q) FIELD(k) FIELD(v)
-                                             FIELD(out) FIELD(dout) FIELD(dq) FIELD(dk) FIELD(dv)
+constexpr Field kFields[] = {
+    FIELD(direction) FIELD(dtype) FIELD(device) FIELD(device_index) FIELD(batch) FIELD(seqlen_q)
+        FIELD(seqlen_k) FIELD(heads) FIELD(heads_kv) FIELD(head_dim) FIELD(head_dim_v) FIELD(varlen)
+            FIELD(total_q) FIELD(total_k) FIELD(q) FIELD(k) FIELD(v) FIELD(out) FIELD(dout)
+                FIELD(dq) FIELD(dk) FIELD(dv) FIELD(kv_dtype) FIELD(out_dtype) FIELD(cache)
+                    FIELD(append) FIELD(cache_batch) FIELD(pages) FIELD(page_size)
+                        FIELD(pages_per_sequence) FIELD(block_table_stride) FIELD(seqlen_new)
+                            FIELD(total_new) FIELD(k_new) FIELD(v_new) FIELD(rotary_dim)
+                                FIELD(rotary_rows) FIELD(rotary_interleaved)
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)
 #define STROBE_CHOICE(field, ...) FIELD(field)

@@ -105,12 +105,12 @@ PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
 // ------------------------------------------------------------------------------------- operators
 
 // Makes a tensor's rows (whole: all of it) contiguous where they are not.
-bool straighten(Call& call, Slot slot, PyObject* array, bool whole, std::vector<Ref>& copies) {
+bool straighten(Call& call, Slot slot, PyObject* array, bool whole) {
   Tensor& tensor = call.tensors[slot];
   if (!call.give(slot, array)) return false;
   if (!tensor.plain || (whole ? tensor.contiguous() : tensor.rows_contiguous())) return true;
-  copies.emplace_back(PyObject_CallMethod(array, "contiguous", nullptr));
-  return copies.back() && call.give(slot, copies.back().get());
+  call.copies.emplace_back(PyObject_CallMethod(array, "contiguous", nullptr));
+  return call.copies.back() && call.give(slot, call.copies.back().get());
 }
 
 // The options of an operator, from cu_seqlens_q on: 13, and the table's tail.
@@ -138,11 +138,10 @@ bool number_of_threads(Call& call) {
 
 PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count < 16) return takes(count, 16), nullptr;
-  std::vector<Ref> copies;
   Call call(false);
   call.wants_lse = true;
   for (int i = 0; i < 3; ++i)
-    if (!straighten(call, static_cast<Slot>(kQ + i), a[i], false, copies)) return nullptr;
+    if (!straighten(call, static_cast<Slot>(kQ + i), a[i], false)) return nullptr;
   if (!give_operator_options(call, a + 3, count - 3) || !number_of_threads(call) || !call.run())
     return nullptr;
   return results(call, 2);
@@ -151,17 +150,16 @@ PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
 PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count < 20) return takes(count, 20), nullptr;
   constexpr Slot kSlotsInOrder[] = {kDout, kDlse, kQ, kK, kV, kOut, kLse};
-  std::vector<Ref> copies;
   Call call(true);
   for (int i = 0; i < 7; ++i) {
     const Slot slot = kSlotsInOrder[i];
     PyObject* array = a[i];
     if (slot == kDout && array == Py_None) {  // out was not used
-      copies.push_back(call_python("_operators", "zeros_like", "(O)", a[5]));
-      if (!copies.back()) return nullptr;
-      array = copies.back().get();
+      call.copies.push_back(call_python("_operators", "zeros_like", "(O)", a[5]));
+      if (!call.copies.back()) return nullptr;
+      array = call.copies.back().get();
     }
-    if (!straighten(call, slot, array, slot == kLse || slot == kDlse, copies)) return nullptr;
+    if (!straighten(call, slot, array, slot == kLse || slot == kDlse)) return nullptr;
   }
   if (!give_operator_options(call, a + 7, count - 7) ||
       !to_flag("deterministic", a[7 + 12], &call.deterministic) || !number_of_threads(call) ||
@@ -242,7 +240,8 @@ bool has(PyObject* tensor, PyObject* attribute) {
 // alibi_slopes, deterministic
 PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (!takes(count, 13)) return nullptr;
-  const auto general = [] {
+  const auto general = []() -> PyObject* {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyErr_Clear();
     return Ref::borrowed(Py_None).release();
   };

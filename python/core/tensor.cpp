@@ -80,7 +80,9 @@ bool class_of(const char* name, PyObject* object, Class& found) {
   found = {static_cast<Kind>(PyLong_AsLong(number.get())), nullptr};
   if (found.kind == Kind::kTorch || found.kind == Kind::kTorchSubclass)
     found.exchange = exchange_of(type);
-  if (found.kind != Kind::kShared) {
+  // Types that a program makes as it goes, one after the other, are not all kept.
+  constexpr size_t kMostClasses = 64;
+  if (found.kind != Kind::kShared && classes.size() < kMostClasses) {
     Py_INCREF(type);
     classes.emplace(type, found);
   }
@@ -88,7 +90,9 @@ bool class_of(const char* name, PyObject* object, Class& found) {
 }
 
 // Raises what Python says of an object that cannot be read for the exception that is set.
+// KeyboardInterrupt and its like stay as they are.
 bool unreadable(const char* name, PyObject* object) {
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
@@ -113,15 +117,16 @@ enum : int { kNotSwapped = 0x200, kWriteable = 0x400 };
 
 // bfloat16 is a dtype of another package's (ml_dtypes), known by its name.
 bool is_bfloat16(PyObject* array) {
-  static PyObject* bfloat16 = nullptr;
+  static PyObject* bfloat16 = nullptr;  // the first that was seen; others may be equal to it
   Ref dtype(PyObject_GetAttrString(array, "dtype"));
-  if (dtype && dtype.get() != bfloat16 && bfloat16 == nullptr) {
+  bool found = dtype && dtype.get() == bfloat16;
+  if (dtype && !found) {
     Ref name(PyObject_Str(dtype.get()));
-    if (name && PyUnicode_CompareWithASCIIString(name.get(), "bfloat16") == 0)
-      bfloat16 = Ref::borrowed(dtype.get()).release();
+    found = name && PyUnicode_CompareWithASCIIString(name.get(), "bfloat16") == 0;
+    if (found && bfloat16 == nullptr) bfloat16 = Ref::borrowed(dtype.get()).release();
   }
   PyErr_Clear();
-  return dtype && dtype.get() == bfloat16;
+  return found;
 }
 
 bool read_numpy(PyObject* array, Tensor& tensor) {
@@ -208,6 +213,7 @@ bool check_shared(const std::string& name, const DLTensor& tensor) {
 }
 
 bool take_over(const char* name, PyObject* capsule, Tensor& tensor) {
+  delete tensor.managed;  // of an array that was given before in its place
   tensor.managed = new DLManaged;
   DLManaged& managed = *tensor.managed;
   // The capsule is renamed the moment that its tensor is taken over, as DLPack asks.

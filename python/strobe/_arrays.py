@@ -394,6 +394,8 @@ def torch_stream(device_index: int) -> int:
     return address
 
 
-def torch_capturing() -> bool:
-    """Whether PyTorch's current stream is being captured into a graph."""
-    return bool(_torch().cuda.is_current_stream_capturing())
+def torch_capturing(device_index: int) -> bool:
+    """Whether PyTorch's current stream of the device is being captured into a graph."""
+    cuda = _torch().cuda
+    with cuda.device(device_index):
+        return bool(cuda.is_current_stream_capturing())

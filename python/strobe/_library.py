@@ -16,7 +16,7 @@ except ImportError as error:
             "strobe: free-threaded Python is not supported: its extension is built for Python's "
             "limited API, which free-threaded builds do not load. Use the build with a GIL"
         ) from None
-    if not any(Path(__file__).parent.glob("_core.*")):
+    if not any(Path(__file__).parent.glob("_core*.so")):
         raise ImportError(
             "strobe: the extension strobe._core is not there: install the package with pip, or "
             "build CMake's target strobe_python, which puts it beside the package's Python files"

@@ -37,7 +37,7 @@ from ._tensors import check_readable
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
 # slow one.
 _LONG: Final = 4e9
-# A few microseconds on the slowest CPU that one would use.
+# FLOP, and elements that are written: a few microseconds on the slowest CPU that one would use.
 _SHORT: Final = 1e5
 # A forward launch on CUDA that needs so little workspace finds it in the library's own, which keeps
 # it for each stream: a quarter of what an allocation costs. Not in a graph, whose replays must not
@@ -51,6 +51,15 @@ def _flop(problem: dict[str, Any]) -> float:
     scores: float = float(rows) * problem["heads"] * problem["seqlen_k"]
     products = 5.0 if problem["direction"] else 2.0
     return float(scores * products * (problem["head_dim"] + problem["head_dim_v"]))
+
+
+def _written(problem: dict[str, Any]) -> float:
+    """Elements of the results at most, and sequences to look at."""
+    packed, backward = "varlen" in problem, problem["direction"]
+    rows = float(problem["total_q"] if packed else problem["batch"] * problem["seqlen_q"])
+    keys = float(problem["total_k"] if packed else problem["batch"] * problem["seqlen_k"])
+    most = float(problem["heads"]) * (problem["head_dim"] + problem["head_dim_v"])
+    return float(problem["batch"]) + most * (rows + (keys if backward else 0.0))
 
 
 def make(
@@ -76,7 +85,7 @@ def make(
     workspace = allocator((size,), "uint8", q) if on_cuda and size else None
     small = not backward and size <= _OWN_WORKSPACE
     flop = _flop(shapes.problem)
-    is_long, is_short = not on_cuda and flop > _LONG, not on_cuda and flop < _SHORT
+    is_long, is_short = not on_cuda and flop > _LONG, not on_cuda and flop + _written(shapes.problem) < _SHORT
     return plan, results, workspace, small, is_long, is_short
 
 

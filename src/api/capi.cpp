@@ -63,7 +63,7 @@ std::string refused(const Status& status) {
 }
 
 // Structs may only grow at their end: a caller built against an older header has a shorter one
-// (`launch` knows of one). All others have to match.
+// (`launch` knows which of its arguments' may be). All others have to match.
 Status check_size(const char* name, size_t got, size_t wanted) {
   if (got == wanted) return {};
   return {

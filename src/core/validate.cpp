@@ -108,7 +108,7 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_flag("varlen", p.varlen));
   if (p.varlen) {
     STROBE_RETURN_IF_ERROR(check_integer("total_q", p.total_q, 0, kMaxLength));
-    STROBE_RETURN_IF_ERROR(check_integer("total_k", p.total_k, 0, kMaxLength));
+    if (!p.cache) STROBE_RETURN_IF_ERROR(check_integer("total_k", p.total_k, 0, kMaxLength));
   }
   STROBE_RETURN_IF_ERROR(check_options(p));
   STROBE_RETURN_IF_ERROR(check_cache(p));

@@ -49,7 +49,8 @@ Status check_paged(const AttentionProblem& p) {
                  "cache = 2 (paged)"));
   STROBE_RETURN_IF_ERROR(check_integer("pages", p.pages, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("page_size", p.page_size, 1, kMaxLength));
-  STROBE_RETURN_IF_ERROR(check_integer("pages_per_sequence", p.pages_per_sequence, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer(
+      "pages_per_sequence", p.pages_per_sequence, 0, min64(kMaxLength, kMaxOffset / p.batch)));
   if (p.block_table_stride != 0) {
     STROBE_RETURN_IF_ERROR(check_integer("block_table_stride", p.block_table_stride,
                                          p.pages_per_sequence, kMaxOffset / p.batch));
@@ -77,7 +78,8 @@ Status check_append(const AttentionProblem& p) {
                "keys go)",
                p.append));
   }
-  STROBE_RETURN_IF_ERROR(check_integer("seqlen_new", p.seqlen_new, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(
+      check_integer("seqlen_new", p.seqlen_new, 0, packed ? kMaxLength : p.seqlen_k));
   if (packed) {
     STROBE_RETURN_IF_ERROR(check_integer("total_new", p.total_new, 0, kMaxLength));
   } else {
@@ -154,6 +156,11 @@ Status check_number(const char* name, int64_t b, int64_t got, int64_t most, cons
 // The numbers of sequence b, as CachedSequences reads them: here they have to be right.
 Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b) {
   const int64_t added = new_keys(p, a, b);
+  if (added > p.seqlen_k) {
+    return invalid(format("cu_seqlens_k_new: sequence %" PRId64 " has length %" PRId64
+                          ", expected at most seqlen_k = %" PRId64,
+                          b, added, p.seqlen_k));
+  }
   const int64_t used = p.has_seqused_k ? a.seqused_k[b] : p.seqlen_k;
   STROBE_RETURN_IF_ERROR(check_number("seqused_k", b, used, p.seqlen_k - added,
                                       added > 0 ? " (seqlen_k less the sequence's new keys)" : ""));

@@ -358,10 +358,11 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
   const AttentionProblem& p = plan.problem;
-  if (p.append) append(isa, plan, forward_context(plan, args));
-  if (rows_q(p) == 0) return {};
-  const Workspace workspace(args.workspace, plan.workspace_bytes);
+  const bool some_q = rows_q(p) > 0;
+  const Workspace workspace(args.workspace, some_q ? plan.workspace_bytes : 0);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
+  if (p.append) append(isa, plan, forward_context(plan, args));
+  if (!some_q) return {};
   const ForwardContext context = forward_context(plan, args);
   const DecodeUse use(isa, p);
   std::optional<DecodeItems> decoded;

@@ -33,18 +33,20 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
     if (lse > largest) largest = lse;
   }
   float sum = 0;
+  for (int64_t n = 0; n < a.parts; ++n) {
+    const float lse = lses[n * a.lses_part];
+    if (lse != kMinusInfinity) sum += std::exp(lse - largest);
+  }
+  const bool empty = sum == 0;
+  // Weights of at most 1 together: no sum of large values overflows on its way to a smaller result.
   alignas(64) float row[256] = {};
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lses[n * a.lses_part];
     if (lse == kMinusInfinity) continue;  // without keys: its outs may hold anything
-    const float weight = std::exp(lse - largest);
+    const float weight = std::exp(lse - largest) / sum;
     const float* const part = outs + n * a.outs_part;
-    sum += weight;
     for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] += weight * part[d];
   }
-  const bool empty = sum == 0;
-  const float scale = empty ? 0 : 1 / sum;
-  for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] *= scale;
   from_float(a.out_dtype, row,
              static_cast<std::byte*>(a.out) + at(a.out_strides) * element_size(a.out_dtype),
              a.head_dim_v);
@@ -57,7 +59,8 @@ Status merge(const MergeArgs& a) {
   const int64_t rows = a.batch * a.seqlen_q * a.heads;
   const int64_t values = rows * a.head_dim_v * max64(a.parts, 1);
   const int64_t most = a.threads > 0 ? a.threads : default_threads();
-  const auto from_float = instruction_sets().front()->from_float;
+  // The last one is made for every machine, and converts to every dtype; AMX's knows bf16 alone.
+  const auto from_float = instruction_sets().back()->from_float;
   std::atomic<int64_t> next{0};
   parallel(static_cast<int>(min64(most, 1 + values / kValuesPerThread)), [&](int) {
     for (;;) {

@@ -36,12 +36,12 @@ def gradients(
     scale: float, p: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     dout: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """dq, dk, dv by the formulas; P and dS rounded to dtype on the way, and dP off by what tensor cores cut."""
+    """dq, dk, dv by the formulas; P, dP - delta and dS rounded to dtype on the way, dP off by what tensor cores cut."""
     near = lambda t: t.to(dtype).to(t.dtype)
     dp = dout @ v.transpose(-1, -2)
     if dtype != torch.float64:
         dp = dp + st.tensor_core_noise(dout.transpose(0, 1), v.transpose(0, 1))
-    ds = near(p * (dp - (dout * out).sum(-1, keepdim=True)))
+    ds = near(near(p) * near(dp - (dout * out).sum(-1, keepdim=True)))
     return scale * (ds @ k), scale * (ds.transpose(-1, -2) @ q), near(p).transpose(-1, -2) @ dout
 
 

@@ -52,7 +52,7 @@ def test_every_field_of_a_problem_can_be_set() -> None:
         _core.why({"head_dims": 1})
 
 
-STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_new", "v_new")
 
 
 # --------------------------------------------------------------------------------------- the table

@@ -149,6 +149,15 @@ TEST(Merge, NanAndInfinityArriveAndLseMayBeLeftOut) {
 }
 
 // Parts side by side in each row, and lses that lie as outs do.
+TEST(Merge, ValuesNearTheLargestDoNotOverflowOnTheWay) {
+  Rng rng(4);
+  Merge m(rng, 2, 1, 1, 1, 3, oracle::DType::kFloat32);
+  for (float& out : m.outs) out = 3e38F;
+  for (float& lse : m.lses) lse = 1.5F;
+  ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+  m.CheckRow(0, 0, 0);
+}
+
 TEST(Merge, Strides) {
   Rng rng(4);
   Merge m(rng, 3, 2, 5, 4, 8, oracle::DType::kFloat32);

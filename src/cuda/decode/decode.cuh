@@ -68,12 +68,17 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Divisi
   }
 }
 
+// A counter holds the launch's nonce above a count of this many bits. There are fewer thread blocks,
+// and chunks, than that counts; and so long a nonce is found by chance in memory that nobody has
+// prepared once in 2^48 counters.
+constexpr int kCountBits = 16;
+
 /// Makes a span's counter one of this launch.
-__device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint32_t nonce) {
+__device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint64_t nonce) {
   unsigned long long old = *static_cast<volatile unsigned long long*>(counter);
-  while (old >> 32 != nonce) {
+  while (old >> kCountBits != nonce) {
     const unsigned long long seen =
-        atomicCAS(counter, old, static_cast<unsigned long long>(nonce) << 32);
+        atomicCAS(counter, old, static_cast<unsigned long long>(nonce) << kCountBits);
     if (seen == old) break;
     old = seen;
   }
@@ -81,8 +86,8 @@ __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uin
 /// Counts a piece whose writes this thread knows of. Whether it was the last of `count`: then this
 /// thread knows of all pieces' writes.
 __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t count) {
-  const bool last = static_cast<uint32_t>(ptx::add_acquire_release(counter, 1)) + 1 ==
-                    static_cast<uint32_t>(count);
+  constexpr auto kCount = (1ull << kCountBits) - 1;
+  const bool last = static_cast<int32_t>(ptx::add_acquire_release(counter, 1) & kCount) + 1 == count;
   if (last) *counter = 0;
   return last;
 }

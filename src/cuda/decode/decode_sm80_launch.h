@@ -93,9 +93,11 @@ cudaError_t launch_decode(const DecodeParams& p, const LaunchTarget& target) {
   d.alike = !(c.cu_q || c.used_q || c.used_k || c.q_position || c.prefix || c.leftpad ||
               c.entries || c.cu_new || c.rotary_position);
   if (d.alike) d.units = d.rule.of(c.sequence(0).mask, d.heads_per_column);
-  static std::atomic<uint32_t> launches;
+  static std::atomic<uint64_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
-  d.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
+  constexpr uint64_t kNonceBits = 64 - kCountBits;
+  d.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15u &
+            ((uint64_t{1} << kNonceBits) - 1);
   const auto in_units = [](const Tensor& t, int32_t dim) {
     const auto address = reinterpret_cast<uintptr_t>(t.data);
     return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;

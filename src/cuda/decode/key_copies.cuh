@@ -130,8 +130,8 @@ class KeyCopies {
                                              static_cast<int32_t>(x.rows.page_size.divisor);
       // A page that is not there, or not looked up, is -1.
       const bool good = page >= 0 && page < x.rows.pool;
-      const int64_t k_offset = 2 * page * p_.k.batch_stride + of_page * k_stride;
-      const int64_t v_offset = 2 * page * p_.v.batch_stride + of_page * v_stride;
+      const int64_t k_offset = 2 * int64_t{page} * p_.k.batch_stride + of_page * k_stride;
+      const int64_t v_offset = 2 * int64_t{page} * p_.v.batch_stride + of_page * v_stride;
       const uint32_t all_good = __ballot_sync(0xffffffffu, good);
 #pragma unroll kUnroll
       for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {

@@ -19,7 +19,7 @@ struct Division {
   Divisor group;                              // query heads of a key head
   bool alike;                    // nothing but its place tells one sequence from another: then
   SequenceUnits units;           // this is each of them, in a column of heads_per_column
-  uint32_t nonce;                // of this launch, never 0
+  uint64_t nonce;                // of this launch, of 48 bits, never 0
   unsigned long long* counters;  // [columns][batch][spans]: pieces that have arrived
   float2* piece_sums;            // [slot][piece_rows]: a row's maximum and sum
   float* piece_o;                // [slot][piece_rows][width]

@@ -60,7 +60,8 @@ struct alignas(16) KeyRecord {
     const auto begin = [&](int32_t i) { return key_block_begin(p, kTileK, i); };
     const int32_t b = sequence_at(index, p.batch, begin);
     const Sequence sequence = p.sequence(b);
-    const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_k);
+    // Not beyond the problem's bound: there are no flags for more keys.
+    const int32_t seqlen = min(static_cast<int32_t>(sequence.mask.seqlen_k), p.seqlen_k);
     const int32_t first = static_cast<int32_t>(index - begin(b)) * kTileK;
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < kTileK) limits[thread] = key_limits(sequence.mask, first + thread);

@@ -98,7 +98,8 @@ UnusedRows unused_rows(const DecodeParams& p) {
 template <typename Row, typename Params, typename Args>
 Status launch_row(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
-  if (rows_q(p) == 0 && (p.direction == STROBE_FORWARD || rows_k(p) == 0)) return {};
+  const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
+  if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
   const auto& devices = machine().devices;
   if (static_cast<size_t>(p.device_index) >= devices.size()) {
     return {STROBE_INVALID_ARGUMENT,

@@ -34,10 +34,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   float sum = 0.f, x[kShare] = {};
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lses[n * a.lses_part];
+    if (lse != -infinity()) sum += expf(lse - largest);
+  }
+  for (int64_t n = 0; n < a.parts; ++n) {
+    const float lse = lses[n * a.lses_part];
     if (lse == -infinity()) continue;
-    const float weight = expf(lse - largest);
+    const float weight = expf(lse - largest) / sum;
     const float* const part = outs + n * a.outs_part;
-    sum += weight;
 #pragma unroll
     for (int k = 0; k < kShare; ++k) {
       const int column = lane + 32 * k;
@@ -45,13 +48,12 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
     }
   }
   const bool empty = sum == 0.f;
-  const float scale = empty ? 0.f : 1.f / sum;
   const int64_t out = at(a.out_strides);
 #pragma unroll
   for (int k = 0; k < kShare; ++k) {
     const int column = lane + 32 * k;
     if (column >= a.head_dim_v) break;
-    const float y = x[k] * scale;
+    const float y = x[k];
     if (a.out_dtype == STROBE_FLOAT32) {
       static_cast<float*>(a.out)[out + column] = y;
     } else if (a.out_dtype == kBfloat16) {
