@@ -59,7 +59,8 @@ def _written(problem: dict[str, Any]) -> float:
     rows = float(problem["total_q"] if packed else problem["batch"] * problem["seqlen_q"])
     keys = float(problem["total_k"] if packed else problem["batch"] * problem["seqlen_k"])
     most = float(problem["heads"]) * (problem["head_dim"] + problem["head_dim_v"])
-    return float(problem["batch"]) + most * (rows + (keys if backward else 0.0))
+    written: float = float(problem["batch"]) + most * (rows + (keys if backward else 0.0))
+    return written
 
 
 def make(
@@ -85,7 +86,8 @@ def make(
     workspace = allocator((size,), "uint8", q) if on_cuda and size else None
     small = not backward and size <= _OWN_WORKSPACE
     flop = _flop(shapes.problem)
-    is_long, is_short = not on_cuda and flop > _LONG, not on_cuda and flop + _written(shapes.problem) < _SHORT
+    is_long = not on_cuda and flop > _LONG
+    is_short = not on_cuda and flop + _written(shapes.problem) < _SHORT
     return plan, results, workspace, small, is_long, is_short
 
 

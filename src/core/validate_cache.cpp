@@ -49,8 +49,8 @@ Status check_paged(const AttentionProblem& p) {
                  "cache = 2 (paged)"));
   STROBE_RETURN_IF_ERROR(check_integer("pages", p.pages, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("page_size", p.page_size, 1, kMaxLength));
-  STROBE_RETURN_IF_ERROR(check_integer(
-      "pages_per_sequence", p.pages_per_sequence, 0, min64(kMaxLength, kMaxOffset / p.batch)));
+  STROBE_RETURN_IF_ERROR(check_integer("pages_per_sequence", p.pages_per_sequence, 0,
+                                       min64(kMaxLength, kMaxOffset / p.batch)));
   if (p.block_table_stride != 0) {
     STROBE_RETURN_IF_ERROR(check_integer("block_table_stride", p.block_table_stride,
                                          p.pages_per_sequence, kMaxOffset / p.batch));

@@ -68,9 +68,9 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Divisi
   }
 }
 
-// A counter holds the launch's nonce above a count of this many bits. There are fewer thread blocks,
-// and chunks, than that counts; and so long a nonce is found by chance in memory that nobody has
-// prepared once in 2^48 counters.
+// A counter holds the launch's nonce above a count of this many bits. There are fewer thread
+// blocks, and chunks, than that counts; and so long a nonce is found by chance in memory that
+// nobody has prepared once in 2^48 counters.
 constexpr int kCountBits = 16;
 
 /// Makes a span's counter one of this launch.
@@ -87,7 +87,8 @@ __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uin
 /// thread knows of all pieces' writes.
 __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t count) {
   constexpr auto kCount = (1ull << kCountBits) - 1;
-  const bool last = static_cast<int32_t>(ptx::add_acquire_release(counter, 1) & kCount) + 1 == count;
+  const bool last =
+      static_cast<int32_t>(ptx::add_acquire_release(counter, 1) & kCount) + 1 == count;
   if (last) *counter = 0;
   return last;
 }

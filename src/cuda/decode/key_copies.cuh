@@ -130,8 +130,9 @@ class KeyCopies {
                                              static_cast<int32_t>(x.rows.page_size.divisor);
       // A page that is not there, or not looked up, is -1.
       const bool good = page >= 0 && page < x.rows.pool;
-      const int64_t k_offset = 2 * int64_t{page} * p_.k.batch_stride + of_page * k_stride;
-      const int64_t v_offset = 2 * int64_t{page} * p_.v.batch_stride + of_page * v_stride;
+      const uint32_t bytes_of_page = 2u * static_cast<uint32_t>(page);  // of each element's stride
+      const int64_t k_offset = int64_t{bytes_of_page} * p_.k.batch_stride + of_page * k_stride;
+      const int64_t v_offset = int64_t{bytes_of_page} * p_.v.batch_stride + of_page * v_stride;
       const uint32_t all_good = __ballot_sync(0xffffffffu, good);
 #pragma unroll kUnroll
       for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
