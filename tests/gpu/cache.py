@@ -34,7 +34,6 @@ except ImportError:
 
 import strobe_torch as st
 from cache_cases import DENSE, PACKED, ZONE, CacheCase, Tensors, draw, make_hostile
-from strobe._errors import Error, Unsupported
 from strobe_torch import lib
 
 
@@ -189,7 +188,7 @@ def run(c: CacheCase, device: str, plain: bool) -> str:
         return "plain"
     try:
         launch = Launch(t)
-    except Unsupported:
+    except lib.Unsupported:
         return "none"
     launch.run()
     check(t, before)
@@ -209,7 +208,7 @@ def run_hostile(seed: int, c: CacheCase, device: str, plain: bool) -> str:
         return "plain"
     try:
         launch = Launch(t)
-    except Unsupported:
+    except lib.Unsupported:
         return "none"
     launch.run()
     check(t, before)
@@ -226,7 +225,7 @@ def run_graph(seed: int, sets: int, device: str) -> str:
     t = Tensors(first, device)
     try:
         launch = Launch(t)
-    except Unsupported:
+    except lib.Unsupported:
         return "none"
     launch.run()  # what is loaded at the first use
     torch.cuda.synchronize()
@@ -290,7 +289,7 @@ def main() -> int:
                 kernels[run_hostile(seed, c, options.device, options.plain)] += 1
             else:
                 kernels[run(c, options.device, options.plain)] += 1
-        except (AssertionError, Error) as e:
+        except (AssertionError, lib.Error) as e:
             print(f"gpu cache: FAILED, seed {seed}: {e}\n  {copy.copy(c)}")
             return 1
     print("gpu cache: " + ", ".join(f"{n} by {name}" for name, n in sorted(kernels.items())) + ": all passed")

@@ -35,7 +35,6 @@ if DEV == "cuda" and not torch.cuda.is_available():
 
 import strobe_torch as st
 from rows import ROWS, Row
-from strobe._errors import Error
 from strobe_torch import Case, lib
 
 HIDDEN = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
@@ -220,7 +219,7 @@ def problems(first: int, count: int, row: Row | None) -> str:
         case, s = draw(seed, dims, dtypes)
         try:
             kernel = run(case, s, seed)
-        except (AssertionError, Error) as e:
+        except (AssertionError, lib.Error) as e:
             raise AssertionError(f"seed {seed}: {e}\n  {case}\n  {s}") from e
         kernels[kernel] = kernels.get(kernel, 0) + 1
     return ", ".join(f"{n} by {kernel}" for kernel, n in sorted(kernels.items()))

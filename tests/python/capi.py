@@ -71,6 +71,10 @@ class Error(Exception):
     """A status other than STROBE_OK."""
 
 
+class Unsupported(Error):
+    """STROBE_UNSUPPORTED: no kernel takes the problem."""
+
+
 def _pack(kind: Any, size: int, values: tuple[int, ...]) -> bytes:
     arguments = kind()
     arguments.struct_size = size
@@ -141,7 +145,8 @@ def _load() -> tuple[ctypes.CDLL, Path]:
 def check(status: int) -> None:
     """Raises Error, with the library's text, for a status other than STROBE_OK."""
     if status:
-        raise Error(text(_load()[0].strobe_last_error()))
+        kind = Unsupported if status == 2 else Error
+        raise kind(text(_load()[0].strobe_last_error()))
 
 
 def new_problem() -> Any:
