@@ -14,6 +14,7 @@ struct DecodeUse {
 
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
+    if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
     all = p.seqlen_q <= isa.decode->few;
     some = all || p.varlen || p.has_seqused_q;
   }

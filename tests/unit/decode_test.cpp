@@ -71,11 +71,12 @@ std::vector<CpuKernel> Kernels() {
   return found;
 }
 
-std::string Solve(const Case& c, const CpuKernel& kernel) {
+// The bits of a launch. Its results are compared with the oracle's, which is slow, where asked.
+std::string Solve(const Case& c, const CpuKernel& kernel, bool compare = true) {
   Fixture f(c);
   kernel.RunIn(f);
   EXPECT_EQ(f.Forward(), "") << kernel.name << ": " << ToString(c);
-  EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
+  if (compare) EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
   return Fixture::Bits(f.out) + f.LseBits();
 }
 
@@ -86,7 +87,7 @@ TEST(Decode, AgreesWithTheOracleAndThreadsChangeNoBit) {
       const std::string one = Solve(c, kernel);
       for (const int threads : {2, 3, 7}) {
         c.threads = threads;
-        EXPECT_TRUE(Solve(c, kernel) == one) << kernel.name << ", " << threads << " threads";
+        EXPECT_TRUE(Solve(c, kernel, false) == one) << kernel.name << ", " << threads << " threads";
       }
     }
   }
