@@ -261,8 +261,8 @@ typedef struct strobe_forward_args {
   /* With a cache, k and v are the cache: strobe_problem has their shapes. Rows outside a sequence's
    * keys are never read, whatever they hold. With append, rows k_new and v_new are written to k and
    * v, the keys rotated, where each sequence ends; no other byte of the cache is written. Where two
-   * sequences append to one row, it holds either's values; a sequence that sees a row which another
-   * one appends in the same launch may see it before or after.
+   * sequences append to one row, each of its elements comes from one of them; a sequence that sees
+   * a row which another one appends in the same launch may see it before or after.
    *
    * No number below leads out of a cache, table or tensor. On the CPU a launch with a number out of
    * its range is refused before anything is written. On the GPU nothing is written for a sequence

@@ -1,4 +1,4 @@
-"""Correctness on the GPU against float64: forward and backward, and what else issue by issue is promised.
+"""Correctness on the GPU against float64: forward and backward, and what else is promised.
 
     make gpu-test                                                  everything, about half an hour
     make gpu-test ARGS="--seconds 540 --random 20000"              a slice: stops in time, says how to go on
