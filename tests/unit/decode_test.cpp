@@ -76,7 +76,9 @@ std::string Solve(const Case& c, const CpuKernel& kernel, bool compare = true) {
   Fixture f(c);
   kernel.RunIn(f);
   EXPECT_EQ(f.Forward(), "") << kernel.name << ": " << ToString(c);
-  if (compare) EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
+  if (compare) {
+    EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
+  }
   return Fixture::Bits(f.out) + f.LseBits();
 }
 
