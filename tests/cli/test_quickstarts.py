@@ -27,7 +27,7 @@ def quickstart(language: str) -> str:
 
 def run(*words: str | Path, **options: object) -> str:
     result = subprocess.run(  # type: ignore[call-overload]
-        words, capture_output=True, text=True, timeout=120, check=False, **options
+        words, capture_output=True, text=True, timeout=600, check=False, **options
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return str(result.stdout)

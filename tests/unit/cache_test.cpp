@@ -5,6 +5,7 @@
 //   STROBE_CACHE_SEED   of the first; case n has seed + n
 #include "core/cache.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -133,7 +134,10 @@ TEST(Cache, NumbersLeadNowhereElse) {
       p.seqlen_k = rng.Integer(0, 25);
     }
     p.append = static_cast<int32_t>(rng.Integer(0, 2));
-    if (p.append) p.seqlen_new = rng.Integer(0, 3);
+    if (p.append) {
+      p.seqlen_new =
+          rng.Integer(0, p.append == STROBE_APPEND_DENSE ? std::min<int64_t>(3, p.seqlen_k) : 3);
+    }
     if (p.append == STROBE_APPEND_PACKED) p.total_new = rng.Integer(0, 6);
     p.has_leftpad = rng.Chance(0.5);
     if (rng.Chance(0.5)) {
