@@ -233,7 +233,7 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       sm90::take_weights<T, kMasked>(s + 8 * j, scale, lse[j], Base::lane(), 16 * j, seen,
-                                     reinterpret_cast<uint32_t(&)[4]>(weights[4 * j]));
+                                     weights + 4 * j);
     }
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
@@ -322,7 +322,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       uint32_t weights[4];
       ptx::load_shared_words(Base::weights_of(stage, j), weights);
       sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
-                                16 * j, seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
+                                16 * j, seen, ds + 4 * j);
     }
     leave_ds(ds, stage);
     Base::arrive(shared.weights_ring.empty[stage]);
