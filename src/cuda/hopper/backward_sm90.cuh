@@ -59,7 +59,6 @@
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {

@@ -11,12 +11,12 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/packed.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {

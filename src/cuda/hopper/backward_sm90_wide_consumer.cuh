@@ -11,11 +11,10 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/opaque.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90_wide {

@@ -56,8 +56,8 @@
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {

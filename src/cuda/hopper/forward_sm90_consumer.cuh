@@ -12,11 +12,11 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {

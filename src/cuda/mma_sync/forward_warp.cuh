@@ -15,10 +15,10 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::sm80 {
 
