@@ -51,7 +51,7 @@ class BackwardConsumer {
  private:
   /// The thread block's one item.
   __device__ __forceinline__ void run_item(const BackwardOrder& order) {
-    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    if (Tr::kPingPong && warpgroup_ == 1) pass_ping_pong();
     shared_.block_ring.full[0].wait(0);
     shared_.k_ring.full[0].wait(0);
     shared_.v_ring.full[0].wait(0);
@@ -62,11 +62,11 @@ class BackwardConsumer {
       clear();
     }
     if (block().exists()) store(order);
-    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
   }
   /// All items that the producer takes.
   __device__ __forceinline__ void run_items(const BackwardOrder& order) {
-    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    if (Tr::kPingPong && warpgroup_ == 1) pass_ping_pong();
     bool pending = false;  // whether dQ of the last step is still to be made
 #pragma unroll 1
     for (;; ++item_.count) {
@@ -92,7 +92,7 @@ class BackwardConsumer {
       arrive(shared_.block_ring.empty[item_.stage()]);
     }
     if (pending) finish_dq(item_.stage() ^ 1);
-    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
   }
   /// An item's steps.
   template <StepKind kBegin>
@@ -177,10 +177,10 @@ class BackwardConsumer {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  __device__ __forceinline__ void take_turn() {
+  __device__ __forceinline__ void wait_ping_pong() {
     ptx::named_barrier_sync<256>(ptx::thread_again() / 128);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ping_pong() {
     ptx::named_barrier_arrive<256>(3 - ptx::thread_again() / 128);
   }
 
@@ -196,7 +196,7 @@ class BackwardConsumer {
 
     shared_.q_ring.full[stage].wait(at_.phase());
     shared_.dout_ring.full[stage].wait(at_.phase());
-    if constexpr (Tr::kTurns) take_turn();
+    if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
@@ -217,10 +217,10 @@ class BackwardConsumer {
     }
     // A fence of its own, so that dQ need not wait for the last weights: 5 % at width 128. At width
     // 64 there are no registers for it.
-    if constexpr (Tr::kTurns || !kHasBefore) ptx::wgmma_fence();
+    if constexpr (Tr::kPingPong || !kHasBefore) ptx::wgmma_fence();
     issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
     ptx::wgmma_commit();
-    if constexpr (Tr::kTurns) pass_turn();
+    if constexpr (Tr::kPingPong) pass_ping_pong();
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
     __syncwarp();
