@@ -7,7 +7,7 @@
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
 check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of two small problems. racecheck
 follows an mbarrier's arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp
-arrives (src/cuda/ptx/warp_arrivals.h). One line a run.
+arrives (src/cuda/ptx/barrier.h). One line a run.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_exact.cuh"
 #include "cuda/common/backward_math.cuh"
+#include "cuda/common/backward_pairwise.cuh"
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/ptx/mma.h"
 
@@ -17,9 +17,10 @@ inline constexpr int kPostThreads = 256;
 /// the main kernel's items and every `stride`-th from there on, which are tile_k keys each, a warp
 /// of this block those of one warp of the main kernel.
 template <typename T, int kWidth, int kTileK>
-__device__ __forceinline__ void exact_keys(const BackwardParams& p, const BackwardScratch& scratch,
-                                           const BackwardOrder& order, int64_t index,
-                                           int64_t stride) {
+__device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
+                                              const BackwardScratch& scratch,
+                                              const BackwardOrder& order, int64_t index,
+                                              int64_t stride) {
   constexpr int kWarps = kPostThreads / 32, kRows = kTileK / kWarps;
   if (*scratch.any_nonfinite == 0) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void exact_keys(const BackwardParams& p, const Backwa
     const auto seqlen = static_cast<int32_t>(p.sequence(item.batch).mask.seqlen_k);
     if (item.block * kTileK >= seqlen || scratch.nonfinite[index * kWarps + warp] == 0) continue;
     for (int32_t key = first; key < min(first + kRows, seqlen); ++key)
-      exact_key<T>(p, order, item, scratch.dk, kWidth, key);
+      pairwise_key<T>(p, order, item, scratch.dk, kWidth, key);
   }
 }
 
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kPostThreads)
                          const __grid_constant__ BackwardOrder order, int64_t items) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
-  if constexpr (!Form::kAsks) exact_keys<T, kWidth, kTileK>(p, scratch, order, index, items);
+  if constexpr (!Form::kAsks) pairwise_keys<T, kWidth, kTileK>(p, scratch, order, index, items);
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kPostThreads)
     __syncthreads();
     for (int row = static_cast<int>(threadIdx.x) / 32; row < min(kTileQ, seqlen - tile.begin);
          row += kPostThreads / 32) {
-      if (not_finite[row] != 0) exact_query<T>(p, tile.batch, tile.head, tile.begin + row);
+      if (not_finite[row] != 0) pairwise_query<T>(p, tile.batch, tile.head, tile.begin + row);
     }
   }
 }

@@ -59,7 +59,7 @@ struct ExchangeForm {
   static constexpr bool kQuadOrder = false;  // lse and delta in quad_order
   static constexpr bool kZeroSum = false;    // its first key block to come by a query tile stores
   static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
-                                             // else backward_exact.cuh comes after it
+                                             // else backward_pairwise.cuh comes after it
   static constexpr bool kPreparesKeys = false;  // prepare_keys(p, scratch, i) for each key block i
 };
 

@@ -7,7 +7,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/ptx/cp_async.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 

@@ -32,9 +32,9 @@
 #include "cuda/decode/pieces.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/decode/warp.cuh"
-#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
+#include "cuda/ptx/named_barrier.h"
 
 namespace strobe::cuda {
 

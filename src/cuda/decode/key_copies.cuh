@@ -6,7 +6,7 @@
 
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 

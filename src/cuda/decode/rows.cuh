@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/pieces.cuh"
@@ -77,8 +77,8 @@ __device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& 
 
 /// A row key by key. Not inlined: it is rare, and long.
 template <typename T>
-__device__ __noinline__ void exact_cached_row(const DecodeParams& p, int32_t batch, int32_t head,
-                                              int32_t query) {
+__device__ __noinline__ void pairwise_cached_row(const DecodeParams& p, int32_t batch, int32_t head,
+                                                 int32_t query) {
   const CachedSequence sequence = p.cache.sequence(batch);
   const auto at = [&](const Tensor& t, int64_t key) -> const T* {
     const KeyRows::Place place = sequence.keys.place(key);
@@ -89,7 +89,7 @@ __device__ __noinline__ void exact_cached_row(const DecodeParams& p, int32_t bat
   const T* const q = static_cast<const T*>(p.q.data) + sequence.batch * p.q.batch_stride +
                      (sequence.q_row + query) * p.q.row_stride + head * p.q.head_stride;
   char* const to = out_row(p, sequence, head, query);
-  exact_row_of<T, false>(
+  pairwise_row_of<T, false>(
       p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
       [&](int64_t key) { return at(p.v, key); },
       [&](int d, float x) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Division& d,
       (!kRule && is_coarse(open.max)) || (zero != 0.f && result.factor == result.factor);
   if (__any_sync(0xffffffffu, again)) {
     __syncwarp();  // other lanes write this row there
-    exact_cached_row<T>(p, tile.batch, head, query);
+    pairwise_cached_row<T>(p, tile.batch, head, query);
   }
 }
 

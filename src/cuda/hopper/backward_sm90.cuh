@@ -24,8 +24,8 @@
 //   q, dout .empty  all eight consumer warps are done       producer
 //   ds.full         all eight have left their dS            consumers, a step later
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
-//   turn 1, 2       (hardware) the other warpgroup has      warpgroup, before it issues its
-//                   issued its products                     products; at width 128 only
+//   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
+//                   has issued its products                 products; at width 128 only
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
 //   k               [2][panel][128][64]; v alike, at width 128 [1]
@@ -35,8 +35,8 @@
 // One step of a warpgroup, for query tile i. Nothing is under way at its begin or end, where all
 // branches are: ptxas would serialise wgmma across them.
 //
-//   wait Q(i), dO(i), turn | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
-//   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass the turn
+//   wait Q(i), dO(i), ping-pong | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
+//   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass ping-pong
 //   wait dP | dS = P (dP - delta), left in shared memory | issue dK += dS^T Q
 //   wait dQ, add it to the sum in global memory | wait dV, free dO | wait dK, free Q
 //
@@ -45,7 +45,7 @@
 //
 // A query that does not see a key has weight 0 there, and 0 * NaN = NaN: rows of dQ, dK and dV that
 // are not finite and have met a masked tile are computed again by the kernel that comes after, from
-// the pairs that the mask allows (backward_exact.cuh).
+// the pairs that the mask allows (backward_pairwise.cuh).
 //
 // Two more kernels: backward_pre.cuh before, backward_post.cuh after (host/backward_stages.h).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
@@ -59,7 +59,6 @@
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {

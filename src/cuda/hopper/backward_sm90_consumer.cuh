@@ -7,15 +7,16 @@
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/packed.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {
@@ -50,7 +51,7 @@ class BackwardConsumer {
  private:
   /// The thread block's one item.
   __device__ __forceinline__ void run_item(const BackwardOrder& order) {
-    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    if (Tr::kPingPong && warpgroup_ == 1) pass_ping_pong();
     shared_.block_ring.full[0].wait(0);
     shared_.k_ring.full[0].wait(0);
     shared_.v_ring.full[0].wait(0);
@@ -61,11 +62,11 @@ class BackwardConsumer {
       clear();
     }
     if (block().exists()) store(order);
-    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
   }
   /// All items that the producer takes.
   __device__ __forceinline__ void run_items(const BackwardOrder& order) {
-    if (Tr::kTurns && warpgroup_ == 1) pass_turn();
+    if (Tr::kPingPong && warpgroup_ == 1) pass_ping_pong();
     bool pending = false;  // whether dQ of the last step is still to be made
 #pragma unroll 1
     for (;; ++item_.count) {
@@ -91,7 +92,7 @@ class BackwardConsumer {
       arrive(shared_.block_ring.empty[item_.stage()]);
     }
     if (pending) finish_dq(item_.stage() ^ 1);
-    if (Tr::kTurns && warpgroup_ == 0) take_turn();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
   }
   /// An item's steps.
   template <StepKind kBegin>
@@ -176,10 +177,10 @@ class BackwardConsumer {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  __device__ __forceinline__ void take_turn() {
+  __device__ __forceinline__ void wait_ping_pong() {
     ptx::named_barrier_sync<256>(ptx::thread_again() / 128);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ping_pong() {
     ptx::named_barrier_arrive<256>(3 - ptx::thread_again() / 128);
   }
 
@@ -195,7 +196,7 @@ class BackwardConsumer {
 
     shared_.q_ring.full[stage].wait(at_.phase());
     shared_.dout_ring.full[stage].wait(at_.phase());
-    if constexpr (Tr::kTurns) take_turn();
+    if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
@@ -216,10 +217,10 @@ class BackwardConsumer {
     }
     // A fence of its own, so that dQ need not wait for the last weights: 5 % at width 128. At width
     // 64 there are no registers for it.
-    if constexpr (Tr::kTurns || !kHasBefore) ptx::wgmma_fence();
+    if constexpr (Tr::kPingPong || !kHasBefore) ptx::wgmma_fence();
     issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
     ptx::wgmma_commit();
-    if constexpr (Tr::kTurns) pass_turn();
+    if constexpr (Tr::kPingPong) pass_ping_pong();
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
     __syncwarp();
@@ -329,69 +330,30 @@ class BackwardConsumer {
     return ptx::shared_address(block().limits + key_row() + lane() / 4);
   }
 
-  /// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is.
+  /// P^T from S^T, and below dS^T from dP^T.
   template <bool kMasked, typename Seen>
-  __device__ __forceinline__ void take_weights(float (&s)[kTileQ / 2],
+  __device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2],
                                                uint32_t (&weights)[kTileQ / 4], int stage,
                                                const Seen& seen) {
     uint32_t opaque_scale = __float_as_uint(p_.scale);
     ptx::make_opaque(opaque_scale);
     const float scale = __uint_as_float(opaque_scale) * kLog2e;
-    const int first = 2 * (lane() % 4);  // query of accumulator 0
     const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
-      const float4 lse = lses[4 * j];
-      const float references[4] = {lse.x, lse.y, lse.z, lse.w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& w = s[8 * j + i];
-        w = exp2_fast(fmaf(w, scale, -references[i / 4 * 2 + i % 2]));
-        if constexpr (kMasked) {
-          if (!seen(i / 2 % 2, first + 16 * j + i / 4 * 8 + i % 2)) w = 0.f;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        weights[4 * j + i] = at_most_one(ptx::pack<T>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]));
+      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lses[4 * j], lane(), 16 * j, seen,
+                                     weights + 4 * j);
     }
   }
-  /// dS^T = P^T (dP^T - delta), packed.
   template <bool kMasked, typename Seen>
-  __device__ __forceinline__ void take_ds(float (&dp)[kTileQ / 2],
+  __device__ __forceinline__ void take_ds(const float (&dp)[kTileQ / 2],
                                           const uint32_t (&weights)[kTileQ / 4],
                                           uint32_t (&ds)[kTileQ / 4], int stage, const Seen& seen) {
-    const int first = 2 * (lane() % 4);
-    const float4* const deltas_of_lane =
-        reinterpret_cast<const float4*>(shared_.delta[stage]) + lane() % 4;
+    const float4* const deltas = reinterpret_cast<const float4*>(shared_.delta[stage]) + lane() % 4;
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
-      const float4 delta = deltas_of_lane[4 * j];
-      const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& x = dp[8 * j + i];
-        x = fmaf(x, 1.f / Tr::Form::kScale, -deltas[i / 4 * 2 + i % 2]);
-        if constexpr (kMasked) {
-          if (!seen(i / 2 % 2, first + 16 * j + i / 4 * 8 + i % 2)) x = 0.f;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        ds[4 * j + i] = times(weights[4 * j + i], dp[8 * j + 2 * i], dp[8 * j + 2 * i + 1]);
-    }
-  }
-  __device__ __forceinline__ static uint32_t at_most_one(uint32_t weights) {
-    return ptx::min_or_nan_pair<T>(weights, Tr::kBf16 ? 0x3f803f80u : 0x6c006c00u);  // 1, 4096
-  }
-  /// Two weights times two values. bf16 has float32's exponents: the product may be taken of packed
-  /// values. fp16's weights are too large for that (Form::kScale).
-  __device__ __forceinline__ static uint32_t times(uint32_t weights, float low, float high) {
-    if constexpr (Tr::kBf16) {
-      return ptx::multiply_pair<T>(weights, ptx::pack<T>(low, high));
-    } else {
-      const float2 w = unpack<T>(weights);
-      return ptx::pack<T>(w.x * low, w.y * high);
+      sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
+                                lane(), 16 * j, seen, ds + 4 * j);
     }
   }
   __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {

@@ -9,12 +9,12 @@
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
+#include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90.cuh"
 #include "cuda/host/backward_sizes.h"
 #include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -42,34 +42,11 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-/// The maps of this thread's last launch, with what differs.
-template <BackwardConfig kConfig>
-cudaError_t make_maps(const BackwardParams& p, BackwardMaps& maps) {
-  thread_local KeptTensorMap kept[4];
-  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
-                            int64_t heads, uint32_t box_rows) {
-    return kept[i].make(map, t.data,
-                        {dim, rows, heads, p.cu_q ? 1 : p.batch, t.batch_stride, t.row_stride,
-                         t.head_stride, kConfig.dtype, box_rows});
-  };
-  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kConfig.tile_q);
-  if (error != cudaSuccess) return error;
-  error = make_map(1, maps.k, p.k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
-  error = make_map(2, maps.v, p.v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
-  return make_map(3, maps.dout, p.dout, p.head_dim_v, p.total_q, p.heads, kConfig.tile_q);
-}
-
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = BackwardTraitsOf<kConfig>;
   constexpr auto kShape = backward_shape<kConfig>();
-  // The plan sends none of these here.
-  if (params.softcap > 0 || params.alibi_slopes || params.dropout.enabled() ||
-      params.deterministic) {
-    return cudaErrorNotSupported;
-  }
+  if (is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -88,25 +65,15 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   item_order.items = static_cast<uint32_t>(items);
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
-  cudaError_t error = cudaSuccess;
-  thread_local BackwardMaps maps;
-  // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
-  if (items > 0 && p.total_q > 0) {
-    error = make_maps<kConfig>(p, maps);
-    if (error != cudaSuccess) return error;
-  }
-  error = Stages::launch_pre(p, scratch, 0, target);
-  if (error != cudaSuccess) return error;
-  if (items > 0) {
-    static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
-                               kShape.shared_bytes);
-    const auto blocks =
-        static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
-    void* args[] = {&p, &scratch, &order, &item_order, &maps};
-    error = kernel.launch(dim3(blocks), kShape.threads, args, target);
-    if (error != cudaSuccess) return error;
-  }
-  return Stages::launch_post(p, scratch, order, target);
+  return launch_stages<kConfig, Stages>(
+      p, scratch, order, items, kConfig.tile_k, target, [&](BackwardMaps& maps) {
+        static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
+                                   kShape.shared_bytes);
+        const auto blocks =
+            static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
+        void* args[] = {&p, &scratch, &order, &item_order, &maps};
+        return kernel.launch(dim3(blocks), kShape.threads, args, target);
+      });
 }
 
 }  // namespace strobe::cuda::sm90

@@ -143,8 +143,8 @@ struct BackwardTraits {
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
   static constexpr bool kDqByColumns = kTileQ == 64;
   static_assert(kTileK == 64 * kWarpgroups && kTileQ * kWidth == 64 * 64 * kWarpgroups);
-  /// Whether the warpgroups take turns.
-  static constexpr bool kTurns = kWidth == 128;
+  /// Whether the warpgroups issue their products in turn.
+  static constexpr bool kPingPong = kWidth == 128;
 
   /// Whether a thread block takes one item after the other. At width 128 fp16, whose products of P
   /// and dP are float32, is a register short of it: there a thread block has one item.

@@ -23,7 +23,7 @@ __device__ __forceinline__ constexpr int query_of(int lane, int i) {
 template <typename T, bool kMasked, typename Seen>
 __device__ __forceinline__ void take_weights(const float* s, float scale, const float4& lse,
                                              int lane, int first_query, const Seen& seen,
-                                             uint32_t (&weights)[4]) {
+                                             uint32_t* weights) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   const float references[4] = {lse.x, lse.y, lse.z, lse.w};
   float w[8];
@@ -55,9 +55,9 @@ __device__ __forceinline__ uint32_t times_weights(uint32_t weights, float low, f
 
 /// dS^T = P^T (dP^T - delta), packed. weight_scale: what weights are held times (Form::kScale).
 template <typename T, bool kMasked, typename Seen>
-__device__ __forceinline__ void take_ds(const float* dp, const uint32_t (&weights)[4],
+__device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights,
                                         float weight_scale, const float4& delta, int lane,
-                                        int first_query, const Seen& seen, uint32_t (&ds)[4]) {
+                                        int first_query, const Seen& seen, uint32_t* ds) {
   const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
   float x[8];
 #pragma unroll

@@ -11,11 +11,10 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/opaque.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90_wide {
@@ -233,7 +232,7 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       sm90::take_weights<T, kMasked>(s + 8 * j, scale, lse[j], Base::lane(), 16 * j, seen,
-                                     reinterpret_cast<uint32_t(&)[4]>(weights[4 * j]));
+                                     weights + 4 * j);
     }
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
@@ -322,7 +321,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       uint32_t weights[4];
       ptx::load_shared_words(Base::weights_of(stage, j), weights);
       sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
-                                16 * j, seen, reinterpret_cast<uint32_t(&)[4]>(ds[4 * j]));
+                                16 * j, seen, ds + 4 * j);
     }
     leave_ds(ds, stage);
     Base::arrive(shared.weights_ring.empty[stage]);

@@ -10,12 +10,12 @@
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
+#include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90_wide.cuh"
 #include "cuda/host/backward_sizes.h"
 #include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90_wide {
 
@@ -45,25 +45,6 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-/// The maps of this thread's last launch, with what differs. All boxes are 64 rows.
-template <BackwardConfig kConfig>
-cudaError_t make_maps(const BackwardParams& p, BackwardMaps& maps) {
-  thread_local KeptTensorMap kept[4];
-  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
-                            int64_t heads) {
-    return kept[i].make(map, t.data,
-                        {dim, rows, heads, p.cu_q ? 1 : p.batch, t.batch_stride, t.row_stride,
-                         t.head_stride, kConfig.dtype, 64});
-  };
-  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads);
-  if (error != cudaSuccess) return error;
-  error = make_map(1, maps.k, p.k, p.head_dim, p.total_k, p.heads_kv);
-  if (error != cudaSuccess) return error;
-  error = make_map(2, maps.v, p.v, p.head_dim_v, p.total_k, p.heads_kv);
-  if (error != cudaSuccess) return error;
-  return make_map(3, maps.dout, p.dout, p.head_dim_v, p.total_q, p.heads);
-}
-
 /// The main kernel.
 template <typename Tr>
 cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
@@ -80,11 +61,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
-  // The plan sends none of these here.
-  if (params.softcap > 0 || params.alibi_slopes || params.dropout.enabled() ||
-      params.deterministic) {
-    return cudaErrorNotSupported;
-  }
+  if (sm90::is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -93,26 +70,15 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Items are drawn in 32 bits, and each cluster draws one past the end.
   if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
   using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::Form>;
-  cudaError_t error = cudaSuccess;
-  thread_local BackwardMaps maps;
-  // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
-  if (order.items > 0 && p.total_q > 0) {
-    error = make_maps<kConfig>(p, maps);
-    if (error != cudaSuccess) return error;
-  }
-  error = Stages::launch_pre(p, scratch, 0, target);
-  if (error != cudaSuccess) return error;
-  if (order.items > 0) {
-    if constexpr (kConfig.width == 192) {
-      error = p.head_dim_v <= 128
-                  ? launch_main<NarrowTraitsOf<kConfig>>(p, scratch, order, maps, target)
-                  : launch_main<Tr>(p, scratch, order, maps, target);
-    } else {
-      error = launch_main<Tr>(p, scratch, order, maps, target);
-    }
-    if (error != cudaSuccess) return error;
-  }
-  return Stages::launch_post(p, scratch, order, target);
+  // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
+  return sm90::launch_stages<kConfig, Stages>(
+      p, scratch, order, order.items, 64, target, [&](BackwardMaps& maps) {
+        if constexpr (kConfig.width == 192) {
+          if (p.head_dim_v <= 128)
+            return launch_main<NarrowTraitsOf<kConfig>>(p, scratch, order, maps, target);
+        }
+        return launch_main<Tr>(p, scratch, order, maps, target);
+      });
 }
 
 }  // namespace strobe::cuda::sm90_wide

@@ -14,7 +14,6 @@
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 
 namespace strobe::cuda::sm90_wide {
 

@@ -21,8 +21,8 @@
 //   tile.full      the scheduler has written a tile   all others
 //   tile.empty     all others are done with it        scheduler
 //   request        warp 0 nears the end of a tile     scheduler
-//   turn 1 to W    (hardware) the warpgroup before    warpgroup, before it issues its products
-//                  has issued its products
+//   ping-pong      (hardware, 1 to W) the warpgroup   warpgroup, before it issues its products
+//                  before has issued its products
 //
 //   shared memory  panels of 64 columns, 128-byte swizzle  (layout: forward_sm90_layout.cuh)
 //   q              [q stages][W][panel][64][64]     two stages up to width 128, else one
@@ -33,7 +33,7 @@
 // One step of a warpgroup, for block j. Nothing is under way at its begin or end, where all
 // branches are: ptxas would serialise wgmma across them.
 //
-//   wait K(j), V(j-1), turn | issue S = Q K(j)^T | issue O += P V(j-1) | pass the turn
+//   wait K(j), V(j-1), ping-pong | issue S = Q K(j)^T | issue O += P V(j-1) | pass ping-pong
 //   wait S | softmax of S | wait O, free V(j-1) | free K(j) | P = S
 //
 // so each softmax runs under the products of the other warpgroups and this one's O += P V, also
@@ -47,8 +47,8 @@
 //
 // A key that a row does not see has weight 0, and 0 * NaN = NaN: a tile where some O is not finite
 // goes onto a list, and at the end of the kernel its rows that are not are computed again from the
-// keys that they see alone (forward_exact.cuh). Not at once: that code between the steps would cost
-// them registers.
+// keys that they see alone (forward_pairwise.cuh). Not at once: that code between the steps would
+// cost them registers.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 
@@ -56,8 +56,8 @@
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Not `warp`, which would have been spilled for this.
-      exact_rows<typename Tr::T, false, kWhole>(p, tile, static_cast<int>(threadIdx.x / 32) - 4,
-                                                kWarps, Tr::kWarpgroups * kWarpgroupRows);
+      pairwise_rows<typename Tr::T, false, kWhole>(p, tile, static_cast<int>(threadIdx.x / 32) - 4,
+                                                   kWarps, Tr::kWarpgroups * kWarpgroupRows);
       i = tile.next;
     }
   }

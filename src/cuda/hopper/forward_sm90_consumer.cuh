@@ -3,7 +3,7 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 
-#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/quad.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
@@ -12,11 +12,11 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {
@@ -38,14 +38,14 @@ class Consumer {
   __device__ __forceinline__ void run() {
 #pragma unroll
     for (uint32_t& p : weights_) p = 0;
-    if (warpgroup_ == Tr::kWarpgroups - 1) pass_turn();
+    if (warpgroup_ == Tr::kWarpgroups - 1) pass_ping_pong();
     for (bool more = true; more; ++slot_.count) {
       shared_.tile_ring.full[slot_.stage()].wait(slot_.phase());
       const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
       more = tile.batch >= 0;
       run_tile(tile, more);
     }
-    if (warpgroup_ == 0) take_turn();  // the last pass of all
+    if (warpgroup_ == 0) wait_ping_pong();  // the last pass of all
   }
 
  private:
@@ -70,10 +70,10 @@ class Consumer {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  __device__ __forceinline__ void take_turn() {
+  __device__ __forceinline__ void wait_ping_pong() {
     ptx::named_barrier_sync<2 * kWarpgroupThreads>(1 + warpgroup_);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ping_pong() {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
@@ -150,7 +150,7 @@ class Consumer {
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
-    take_turn();
+    wait_ping_pong();
     ptx::wgmma_fence();
     issue_qk(at.stage());
     ptx::wgmma_commit();
@@ -158,7 +158,7 @@ class Consumer {
     // overwrites: cheaper than a second version of the step.
     issue_pv(v_at.stage());
     ptx::wgmma_commit();
-    pass_turn();
+    pass_ping_pong();
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
     if constexpr (kRule) {  // whose branches must find nothing under way
@@ -223,16 +223,16 @@ class Consumer {
   }
 
   /// A block that this warpgroup does not need, or, where nothing is loaded, none: time to do what
-  /// is pending, in its turn. The block's barriers are warp 0's business.
+  /// is pending, after its ping-pong barrier. The block's barriers are warp 0's business.
   __device__ __forceinline__ void skip(bool loaded) {
     if (pending_) {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
       wait_for_v(v_at);
-      take_turn();
+      wait_ping_pong();
       ptx::wgmma_fence();
       issue_pv(v_at.stage());
       ptx::wgmma_commit();
-      pass_turn();
+      pass_ping_pong();
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
       arrive(shared_.v_ring.empty[v_at.stage()]);
@@ -240,8 +240,8 @@ class Consumer {
       done_ = true;
       pending_ = false;
     } else {
-      take_turn();
-      pass_turn();
+      wait_ping_pong();
+      pass_ping_pong();
     }
     if (loaded) ++at_.count;
   }

@@ -7,7 +7,7 @@
 
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
-#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"

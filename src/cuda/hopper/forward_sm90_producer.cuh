@@ -5,9 +5,10 @@
 #include "core/visits.h"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/warp_arrivals.h"
 
 namespace strobe::cuda::sm90 {
 

@@ -10,8 +10,8 @@
 namespace strobe::cuda::sm90 {
 
 /// Rows of a tile from `begin` on become zeros. They are not in use and may hold NaN, which times
-/// a weight of 0 would send the tile to exact_rows. Every warpgroup does it for itself before it
-/// takes its turn, whose barrier orders it for its other warps; a warpgroup that reads the tile
+/// a weight of 0 would send the tile to pairwise_rows. Every warpgroup does it for itself before
+/// its ping-pong barrier, which orders it for its other warps; a warpgroup that reads the tile
 /// meanwhile has written the same zeros.
 template <typename SharedTile>
 __device__ __forceinline__ void zero_rows_from(uint8_t* tile, int begin) {

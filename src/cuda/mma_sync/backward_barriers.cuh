@@ -19,9 +19,8 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"
-#include "cuda/ptx/warp_arrivals.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -89,7 +88,7 @@ struct BackwardBarriers {
   }
   /// All threads of the weights half.
   __device__ __forceinline__ static void sync_weights_half() {
-    ptx::sync_threads_at<1, Shape::kHalfThreads>();
+    ptx::named_barrier_sync<1, Shape::kHalfThreads>();
   }
 
  private:

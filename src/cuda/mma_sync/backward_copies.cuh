@@ -13,7 +13,7 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
-#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_access.h"
 

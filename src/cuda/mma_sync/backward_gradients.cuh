@@ -17,7 +17,6 @@
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
-#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 

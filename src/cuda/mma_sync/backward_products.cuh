@@ -14,7 +14,6 @@
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/shared_access.h"
-#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 

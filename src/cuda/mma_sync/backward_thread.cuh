@@ -14,10 +14,9 @@
 #include "cuda/mma_sync/backward_barriers.cuh"
 #include "cuda/mma_sync/backward_item.cuh"
 #include "cuda/mma_sync/backward_layout.cuh"
-#include "cuda/ptx/arrive.h"
+#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
-#include "cuda/ptx/shared_words.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm80 {

@@ -19,7 +19,6 @@
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/shared_access.h"
-#include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda::sm80 {
 

@@ -30,7 +30,7 @@
 // NaNs, which must not reach rows that do not see them (0 * inf in a masked step): there it works
 // with zeros in their place and adds them to the rows that do see them at the end. Rows of O that
 // are not finite then, or whose scores were too large (is_coarse), are computed one by one
-// (forward_exact.cuh).
+// (forward_pairwise.cuh).
 //
 // Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
 // ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units.
@@ -326,8 +326,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const bool suspect =
       w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
   if (__syncthreads_or(suspect)) {
-    exact_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
-                                   static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
+    pairwise_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
+                                      static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
   }
   if (info->v_nonfinite) {
     __syncthreads();

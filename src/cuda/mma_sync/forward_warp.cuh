@@ -8,17 +8,17 @@
 
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
-#include "cuda/common/forward_exact.cuh"
+#include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/quad.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/ptx/shared_words.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -439,7 +439,7 @@ struct Warp {
   /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
   /// After transposes within each quad a lane has eight columns in a row. Returns whether something
   /// of O is not finite, but for rows with a NaN among their scores, or must not be used: what
-  /// exact_rows then does again.
+  /// pairwise_rows then does again.
   __device__ __forceinline__ bool finish(const RowsView& out, int32_t first, float* lse) const {
     const bool aligned = !kGeneral || out.aligned();
     const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;

@@ -1,39 +1,92 @@
-// Barriers between roles of a thread block: mbarriers in shared memory (phases, with a count of
-// bytes that TMA still owes), and the 16 hardware barriers by number.
+// mbarriers: barriers in shared memory. A phase ends when so many arrivals are in as the barrier
+// was initialised with, and all bytes that TMA owes it (sm_90). Phases are told apart by parity, 0
+// for the first. Waiting for parity 1 on a new barrier returns at once: the phase "before the
+// first" is over.
 #ifndef STROBE_CUDA_PTX_BARRIER_H_
 #define STROBE_CUDA_PTX_BARRIER_H_
 
 #include <cstdint>
-#include <cuda/ptx>
+
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::ptx {
 
-/// An mbarrier. A phase ends when `count` arrivals and all expected bytes are in; phases are told
-/// apart by parity, 0 for the first. Waiting for parity 1 on a new barrier returns at once: the
-/// phase "before the first" is over.
+/// Arrivals that a warp makes: one, lane 0's, after __syncwarp. compute-sanitizer's racecheck
+/// orders by an arrival what the arriving thread itself has done, and takes what the other lanes
+/// have written for a race; in a build for it (STROBE_RACECHECK) every lane arrives.
+#ifdef STROBE_RACECHECK
+inline constexpr uint32_t kWarpArrivals = 32;
+#else
+inline constexpr uint32_t kWarpArrivals = 1;
+#endif
+
+/// Whether this lane arrives for its warp.
+__device__ __forceinline__ bool arrives(int lane) { return kWarpArrivals == 32 || lane == 0; }
+
+// By the shared address of the barrier's eight bytes.
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
+               : "memory");
+}
+
+/// The warp's kWarpArrivals, after all its lanes are done.
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (arrives(lane)) barrier_arrive(barrier);
+}
+
+/// This thread arrives when its cp.async so far have landed; the thread itself goes on.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+      "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!barrier_test(barrier, parity)) {
+  }
+}
+
+/// The same as a member of a struct in shared memory, with what sm_90 adds.
 class Barrier {
  public:
-  __device__ __forceinline__ void init(uint32_t count) {
-    ::cuda::ptx::mbarrier_init(&word_, count);
-  }
-  __device__ __forceinline__ void arrive() {
-    ::cuda::ptx::mbarrier_arrive(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
-                                 ::cuda::ptx::space_shared, &word_);
-  }
+  __device__ __forceinline__ void init(uint32_t count) { barrier_init(address(), count); }
+  __device__ __forceinline__ void arrive() { barrier_arrive(address()); }
   __device__ __forceinline__ void arrive(uint32_t count) {
-    ::cuda::ptx::mbarrier_arrive(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
-                                 ::cuda::ptx::space_shared, &word_, count);
+    asm volatile(
+        "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(address()),
+        "r"(count)
+        : "memory");
   }
   /// Arrives, and adds `bytes` to what TMA has to deliver before the phase ends.
   __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
-    ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
-                                           ::cuda::ptx::space_shared, &word_, bytes);
+    asm volatile(
+        "{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(
+            address()),
+        "r"(bytes)
+        : "memory");
   }
-  __device__ __forceinline__ void wait(uint32_t parity) {
-    while (!::cuda::ptx::mbarrier_try_wait_parity(&word_, parity)) {
-    }
-  }
-  __device__ __forceinline__ uint64_t* word() { return &word_; }
+  __device__ __forceinline__ void wait(uint32_t parity) { barrier_wait(address(), parity); }
+  __device__ __forceinline__ uint32_t address() { return shared_address(&word_); }
 
  private:
   uint64_t word_;
@@ -41,17 +94,7 @@ class Barrier {
 
 /// Makes initialised barriers known to TMA.
 __device__ __forceinline__ void fence_barrier_init() {
-  ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
-}
-
-/// Hardware barrier `id` (0 is __syncthreads), of kThreads that sync or arrive.
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_sync(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 }  // namespace strobe::cuda::ptx

@@ -15,12 +15,9 @@
 
 #include <cstdint>
 
-namespace strobe::cuda::ptx {
+#include "cuda/ptx/shared_access.h"
 
-/// Shared-memory address of a generic pointer, as PTX instructions take it.
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace strobe::cuda::ptx {
 
 // Volatile, so that loads stay on their side of barriers and of waits for cp.async.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {

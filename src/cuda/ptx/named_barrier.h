@@ -1,13 +1,22 @@
-// The 16 hardware barriers of a thread block, by a number that is part of the instruction. (With a
-// number in a register, as ptx/barrier.h has them, a kernel that has none to spare may spill.)
+// The 16 hardware barriers of a thread block. Barrier 0 is that of __syncthreads.
 #ifndef STROBE_CUDA_PTX_NAMED_BARRIER_H_
 #define STROBE_CUDA_PTX_NAMED_BARRIER_H_
 
 namespace strobe::cuda::ptx {
 
-/// Waits until kThreads have come to barrier kId (0 is __syncthreads).
+/// Waits until kThreads have come to barrier `id`, to wait (sync) or to go on (arrive).
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+/// The same with a number that is part of the instruction, for a kernel that has no register to
+/// spare for it.
 template <int kId, int kThreads>
-__device__ __forceinline__ void sync_threads_at() {
+__device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 

@@ -1,4 +1,4 @@
-// Shared memory by its 32-bit address.
+// Shared memory by its 32-bit address, as PTX instructions take it.
 #ifndef STROBE_CUDA_PTX_SHARED_ACCESS_H_
 #define STROBE_CUDA_PTX_SHARED_ACCESS_H_
 
@@ -6,6 +6,11 @@
 #include <cstring>
 
 namespace strobe::cuda::ptx {
+
+/// The address of a generic pointer.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 /// A value of eight bytes.
 template <typename Value>
@@ -29,6 +34,37 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 }
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+/// Four words. The address is a multiple of 16.
+__device__ __forceinline__ void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+__device__ __forceinline__ void load_shared_words(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_float(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+/// Writes x where x is -1, which the caller knows that it never is, but the compiler does not: what
+/// x is made of has to be there first.
+__device__ __forceinline__ void never_store_shared(uint32_t address, float x) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p st.shared.f32 [%1], %0; }" ::"f"(x),
+      "r"(address)
+      : "memory");
 }
 
 }  // namespace strobe::cuda::ptx

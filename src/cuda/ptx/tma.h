@@ -23,10 +23,8 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, B
                                          L2 policy, int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(
-          static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier.word()))),
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier.address()),
       "l"(static_cast<uint64_t>(policy))
       : "memory");
 }
@@ -36,8 +34,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
                                           Barrier& barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier.word())))
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(barrier.address())
       : "memory");
 }
 
@@ -48,23 +46,22 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* sh
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::
           "l"(&map),
-      "r"(column), "r"(row), "r"(head), "r"(batch),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared)))
+      "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(shared))
       : "memory");
 }
 /// Waits until this thread's stores have read their shared memory.
 __device__ __forceinline__ void tma_store_wait_read() {
-  ::cuda::ptx::cp_async_bulk_commit_group();
-  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 /// Waits until this thread's stores are in global memory, for this thread's ordinary reads too.
 __device__ __forceinline__ void tma_store_wait() {
-  ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>());
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 /// Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 }  // namespace strobe::cuda::ptx

@@ -5,8 +5,8 @@
 // values near the largest float, the sum overflows. Both show in O, and both are computed again
 // here; and so are rows whose scores are so large that no fused product can be relative to their
 // maximum (is_coarse), which the tiled kernel marks in the same way.
-#ifndef STROBE_CUDA_COMMON_FORWARD_EXACT_CUH_
-#define STROBE_CUDA_COMMON_FORWARD_EXACT_CUH_
+#ifndef STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
+#define STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 
 #include <cstdint>
 
@@ -37,10 +37,10 @@ struct SuspectTile {
 /// row NaN. write(column, value): takes the result. No value of V enters lse, which is written only
 /// where scores were too large for the tiled kernel.
 template <typename T, bool kDropout, typename KeyAt, typename ValueAt, typename Write>
-__device__ __forceinline__ void exact_row_of(const ForwardParams& p, const Sequence& sequence,
-                                             int32_t head, int32_t query, const T* q,
-                                             const KeyAt& key_at, const ValueAt& value_at,
-                                             const Write& write) {
+__device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Sequence& sequence,
+                                                int32_t head, int32_t query, const T* q,
+                                                const KeyAt& key_at, const ValueAt& value_at,
+                                                const Write& write) {
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void exact_row_of(const ForwardParams& p, const Seque
 
 /// Rewrites row `query` of O. kWhole: sequences are whole.
 template <typename T, bool kDropout, bool kWhole>
-__device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
+__device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   const Sequence sequence = p.known<kWhole>().sequence(batch);
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
     return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
@@ -105,7 +105,7 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
   };
   const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
   T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
-  exact_row_of<T, kDropout>(
+  pairwise_row_of<T, kDropout>(
       p, sequence, head, query, row_of(queries_of(p.q, p.head_dim), query),
       [&](int64_t key) { return row_of(all_k, key); },
       [&](int64_t key) { return row_of(all_v, key); },
@@ -114,8 +114,8 @@ __device__ void exact_row(const ForwardParams& p, int32_t batch, int32_t head, i
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
 template <typename T, bool kDropout, bool kWhole>
-__device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
-                           int rows) {
+__device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
+                              int rows) {
   const Sequence sequence = p.known<kWhole>().sequence(tile.batch);
   const RowsView view =
       rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
@@ -128,10 +128,10 @@ __device__ void exact_rows(const ForwardParams& p, const SuspectTile& tile, int 
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
     if (__any_sync(0xffffffffu, zero != 0.f))
-      exact_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
+      pairwise_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
   }
 }
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_FORWARD_EXACT_CUH_
+#endif  // STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_

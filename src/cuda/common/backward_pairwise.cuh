@@ -4,8 +4,8 @@
 // A tiled kernel multiplies weights of 0 with rows of q, k and dout of which a key or a query sees
 // nothing. Where such a row holds an infinity or a NaN, so does the product: a row of a gradient
 // that is not finite, and that has met a masked tile, is computed again here.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_
+#ifndef STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
+#define STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ namespace strobe::cuda {
 /// A sequence and a query head of it, as a whole warp goes through its pairs: lane i has columns
 /// i, i + 32, ... of every row. No dropout.
 template <typename T>
-struct ExactPairs {
+struct SeenPairs {
   static constexpr int kShare = 8;  // columns of a lane: head_dim <= 256
 
   const BackwardParams& p;
@@ -87,12 +87,12 @@ struct ExactPairs {
 
 /// Rewrites a row of dQ. (Not inlined: its registers are not to count where nothing is infinite.)
 template <typename T>
-__device__ __noinline__ void exact_query(const BackwardParams& p, int32_t batch, int32_t head,
-                                         int32_t query) {
+__device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t batch, int32_t head,
+                                            int32_t query) {
   const Sequence sequence = p.sequence(batch);
-  const ExactPairs<T> pairs{p, sequence, batch, head};
+  const SeenPairs<T> pairs{p, sequence, batch, head};
   const Range keys = sequence.mask.row(query);
-  float dq[ExactPairs<T>::kShare] = {};
+  float dq[SeenPairs<T>::kShare] = {};
 #pragma unroll 1
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     const auto pair = pairs.pair(query, key);
@@ -105,18 +105,18 @@ __device__ __noinline__ void exact_query(const BackwardParams& p, int32_t batch,
 /// Rewrites a key's row of dK and dV: of `item`'s part of the group. parts_sum: see
 /// BackwardScratch::dk.
 template <typename T>
-__device__ __noinline__ void exact_key(const BackwardParams& p, const BackwardOrder& order,
-                                       const BackwardItem& item, float* parts_sum, int32_t width,
-                                       int32_t key) {
+__device__ __noinline__ void pairwise_key(const BackwardParams& p, const BackwardOrder& order,
+                                          const BackwardItem& item, float* parts_sum, int32_t width,
+                                          int32_t key) {
   const Sequence sequence = p.sequence(item.batch);
   const Range queries = sequence.mask.q_range({key, key + 1});
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
-  float dk[ExactPairs<T>::kShare] = {}, dv[ExactPairs<T>::kShare] = {};
+  float dk[SeenPairs<T>::kShare] = {}, dv[SeenPairs<T>::kShare] = {};
   bool all_nan = false;
 #pragma unroll 1
   for (int32_t head = begin; head < end && !all_nan; ++head) {
-    const ExactPairs<T> pairs{p, sequence, item.batch, head};
+    const SeenPairs<T> pairs{p, sequence, item.batch, head};
 #pragma unroll 1
     for (int64_t query = queries.begin; query < queries.end && !all_nan; ++query) {
       const auto pair = pairs.pair(query, key);
@@ -125,7 +125,7 @@ __device__ __noinline__ void exact_key(const BackwardParams& p, const BackwardOr
       all_nan = isnan(pair.weight);
     }
   }
-  const ExactPairs<T> pairs{p, sequence, item.batch, begin};
+  const SeenPairs<T> pairs{p, sequence, item.batch, begin};
   if (order.parts > 1) {
     const int64_t row = (p.cu_k ? sequence.k_row : int64_t{item.batch} * p.seqlen_k) + key;
     float* const to =
@@ -140,4 +140,4 @@ __device__ __noinline__ void exact_key(const BackwardParams& p, const BackwardOr
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_EXACT_CUH_
+#endif  // STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
