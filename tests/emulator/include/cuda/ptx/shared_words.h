@@ -1,0 +1,21 @@
+// As src/cuda/ptx/shared_words.h, on the CPU.
+#ifndef STROBE_CUDA_PTX_SHARED_WORDS_H_
+#define STROBE_CUDA_PTX_SHARED_WORDS_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "run_time.h"
+
+namespace strobe::cuda::ptx {
+
+inline void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
+  std::memcpy(emulator::shared_at(address, 16), x, 16);
+}
+inline void load_shared_words(uint32_t address, uint32_t (&x)[4]) {
+  std::memcpy(x, emulator::shared_at(address, 16), 16);
+}
+
+}  // namespace strobe::cuda::ptx
+
+#endif  // STROBE_CUDA_PTX_SHARED_WORDS_H_
