@@ -71,6 +71,9 @@ void Fibre::start(void (*entry)()) {
   fake_stack_ = nullptr;
 #endif
 #if STROBE_EMULATOR_TSAN
+  // New memory, so that what another thread has done there is forgotten.
+  mmap(stack_, kStackBytes, PROT_READ | PROT_WRITE,
+       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (tsan_) __tsan_destroy_fiber(tsan_);
   tsan_ = __tsan_create_fiber(0);
 #endif
