@@ -66,15 +66,22 @@ struct Rotation {
     const float cosine = static_cast<float>(cosines[n]), sine = static_cast<float>(sines[n]);
     return static_cast<T>(__fmaf_rn(x, cosine, y * (first ? -sine : sine)));
   }
-  /// Eight elements from `column` on, of which `columns` are there.
-  __device__ __forceinline__ void chunk(uint32_t (&word)[4], const T* row, int column,
-                                        int columns) const {
-    word[0] = word[1] = word[2] = word[3] = 0;
+  /// Eight elements from `column` on, of which `columns` are there: give(n, word) gets them in
+  /// pairs. One pair after the other, since registers are short where this is used.
+  template <typename Give>
+  __device__ __forceinline__ void chunk(const T* row, int column, int columns,
+                                        const Give& give) const {
+#pragma unroll 1
+    for (int n = 0; n < 4; ++n) {
+      uint32_t word = 0;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      if (c < columns)
-        word[c / 2] |= static_cast<uint32_t>(__builtin_bit_cast(uint16_t, value(row, column + c)))
-                       << (c % 2 * 16);
+      for (int i = 0; i < 2; ++i) {
+        const int c = 2 * n + i;
+        if (c < columns)
+          word |= static_cast<uint32_t>(__builtin_bit_cast(uint16_t, value(row, column + c)))
+                  << (16 * i);
+      }
+      give(n, word);
     }
   }
 };
@@ -119,9 +126,9 @@ __device__ __forceinline__ int32_t sequence_of_new(const CachedSequences& c, int
 }
 
 /// Writes all new keys and values to the cache: each row by one warp of the launch. Every warp of
-/// every thread block has to come by.
+/// every thread block has to come by. Not inlined: it happens once, and its registers are its own.
 template <typename Shape, bool kElements>
-__device__ __forceinline__ void append(const DecodeUpdateParams& p) {
+__device__ __noinline__ void append(const DecodeUpdateParams& p) {
   using T = typename Shape::T;
   static_assert(Shape::kWidth / 8 <= 32, "a lane has one chunk of a row");
   const CachedSequences& c = p.cache;
@@ -150,12 +157,15 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
     if (column < p.head_dim) {
       const char* const from = fresh.k + 2 * key * p.k_new.row_stride;
       if (column < c.rotary_dim) {
-        Rotation<T>::at(p, fresh.position + key)
-            .chunk(word, reinterpret_cast<const T*>(from), column, p.head_dim - column);
+        const Rotation<T> rotation = Rotation<T>::at(p, fresh.position + key);
+        auto* const cached = reinterpret_cast<T*>(to(p.k));
+#pragma unroll 1
+        for (int d = column; d < column + 8 && d < p.head_dim; ++d)
+          cached[d] = rotation.value(reinterpret_cast<const T*>(from), d);
       } else {
         read_chunk<kElements>(word, from + 2 * column, p.head_dim - column);
+        store_words(to(p.k), column, p.head_dim, !kElements, word);
       }
-      store_words(to(p.k), column, p.head_dim, !kElements, word);
     }
     if (column < p.head_dim_v) {
       const char* const from = fresh.v + 2 * key * p.v_new.row_stride;

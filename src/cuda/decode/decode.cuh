@@ -36,6 +36,7 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 
@@ -58,17 +59,18 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
       const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
       const char* const from =
           first + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
-      bool turned = false;
       if constexpr (kUpdates<Params>) {
         // Out of range, the position is of no use, and the row becomes NaN.
-        turned = column < p.cache.rotary_dim && sequence.in_range;
-        if (turned) {
+        if (column < p.cache.rotary_dim && sequence.in_range) {
           using T = typename Shape::T;
+          const uint32_t at = to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column);
           Rotation<T>::at(p, p.cache.query_rotation(sequence, query))
-              .chunk(word, reinterpret_cast<const T*>(from) - column, column, p.head_dim - column);
+              .chunk(reinterpret_cast<const T*>(from) - column, column, p.head_dim - column,
+                     [&](int n, uint32_t pair) { ptx::store_shared(at + 4 * n, pair); });
+          continue;
         }
       }
-      if (!turned) read_chunk<kElements>(word, from, p.head_dim - column);
+      read_chunk<kElements>(word, from, p.head_dim - column);
     }
     ptx::store_shared_words(to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
   }

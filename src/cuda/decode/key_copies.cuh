@@ -7,6 +7,7 @@
 #include "cuda/decode/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/shared_words.h"
 
 namespace strobe::cuda {
@@ -191,10 +192,9 @@ class KeyCopies {
       const char* const v = row(x.v, p_.v, fresh.v, p_.v_new);
       const bool turned = is_new && column < p_.cache.rotary_dim;
       if (turned) {
-        uint32_t word[4];
         Rotation<T>::at(p_, fresh.position + key)
-            .chunk(word, reinterpret_cast<const T*>(k), column, k_columns);
-        ptx::store_shared_words(at, word);
+            .chunk(reinterpret_cast<const T*>(k), column, k_columns,
+                   [&](int n, uint32_t word) { ptx::store_shared(at + 4 * n, word); });
       } else {
         copy_half(at, k + 2 * column, k_columns);
       }
