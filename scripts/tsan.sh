@@ -6,14 +6,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
-scripts/build.sh tsan -- random_test determinism_test interrupt_test
+scripts/build.sh tsan -- random_test determinism_test interrupt_test emulator_decode_test
 export TSAN_OPTIONS=halt_on_error=1 STROBE_RANDOM_CASES=${STROBE_RANDOM_CASES:-100}
+export STROBE_EMULATOR_CASES=${STROBE_EMULATOR_CASES:-30}
 filter='Reentrancy.OnePlan*'
 [ -z "${STROBE_TSAN_ALL:-}" ] || filter='*'
 # Where addresses are spread wider than the tool's shadow allows for, it stops at its start.
 run=(setarch "$(uname -m)" -R)
 "${run[@]}" true 2>/dev/null || run=()
-for test in random_test interrupt_test "determinism_test --gtest_filter=$filter"; do
+for test in random_test interrupt_test "determinism_test --gtest_filter=$filter" \
+  "emulator/emulator_decode_test --gtest_filter=*Random*"; do
   echo "tsan: $test"
   # shellcheck disable=SC2086 # the filter is a word of its own
   "${run[@]}" build/tsan/tests/$test --gtest_brief=1

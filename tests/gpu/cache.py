@@ -33,7 +33,7 @@ except ImportError:
     sys.exit(0)
 
 import strobe_torch as st
-from cache_cases import DENSE, PACKED, ZONE, CacheCase, Tensors, draw, make_hostile
+from cache_cases import DENSE, NONE, PACKED, ZONE, CacheCase, Tensors, draw, make_hostile
 from strobe_torch import lib
 
 
@@ -216,10 +216,17 @@ def run_hostile(seed: int, c: CacheCase, device: str, plain: bool) -> str:
 
 
 def run_graph(seed: int, sets: int, device: str) -> str:
-    """One captured launch, replayed with other lengths and tables: the plan knows none of them."""
+    """One captured launch, replayed with other lengths and tables: the plan knows none of them. With new keys in each
+    replay where a kernel takes them, and without."""
+    ran = [run_captured(seed, sets, device, append) for append in (NONE, DENSE)]
+    return " and ".join(sorted(set(ran)))
+
+
+def run_captured(seed: int, sets: int, device: str, append: int) -> str:
     first = next(
         c for c in (draw(s, [torch.bfloat16], 1500) for s in range(seed, seed + 1000))
-        if c.paged and c.columns > 2 and c.append == DENSE and c.batch > 1 and not c.rotary_dim and c.total
+        if c.paged and c.columns > 2 and c.append == append and "seqused_k" in c.given and c.batch > 1
+        and not c.rotary_dim and c.total
     )  # fmt: skip
     first.entries = first.batch * first.columns + 3  # pages for every set of lengths
     t = Tensors(first, device)

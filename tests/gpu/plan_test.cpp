@@ -165,6 +165,7 @@ TEST(CudaPlan, KeysInACacheHaveAKernelOnEveryDevice) {
 }
 
 TEST(CudaPlan, WhatTheDecodeKernelDoesNotDoIsDeclined) {
+  if (kCacheUpdates) GTEST_SKIP() << "this build appends and turns";
   Plan plan;
   AttentionProblem append = paged_problem(STROBE_BFLOAT16, 128);
   append.append = STROBE_APPEND_DENSE, append.seqlen_new = 1;

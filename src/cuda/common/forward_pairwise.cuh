@@ -33,12 +33,13 @@ struct SuspectTile {
 };
 
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
-/// of head_dim. key_at, value_at: a key's rows of K and V; null: there are none, which makes the
-/// row NaN. write(column, value): takes the result. No value of V enters lse, which is written only
-/// where scores were too large for the tiled kernel.
-template <typename T, bool kDropout, typename KeyAt, typename ValueAt, typename Write>
+/// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
+/// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
+/// which is written only where scores were too large for the tiled kernel.
+template <typename T, bool kDropout, typename Query, typename KeyAt, typename ValueAt,
+          typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Sequence& sequence,
-                                                int32_t head, int32_t query, const T* q,
+                                                int32_t head, int32_t query, const Query& q,
                                                 const KeyAt& key_at, const ValueAt& value_at,
                                                 const Write& write) {
   constexpr int kShare = 8;  // head_dim <= 256
@@ -49,8 +50,8 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
   for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const T* const k = key_at(key);
-    const T* const v = value_at(key);
+    const auto k = key_at(key);
+    const auto v = value_at(key);
     float dot = 0.f;
     if (!k || !v) {
       sum = __int_as_float(0x7fffffff);

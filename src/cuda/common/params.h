@@ -44,6 +44,13 @@ struct DecodeParams : ForwardParams {
   bool float_out;  // out is float32
 };
 
+/// The same, and what is done to the cache besides reading it: kernels that only read take the base
+/// alone.
+struct DecodeUpdateParams : DecodeParams {
+  Tensor k_new, v_new;  // of each sequence, or packed, of as many rows as `cache` says
+  const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
+};
+
 struct BackwardParams : CommonParams {
   Tensor out, dout, dq, dk, dv;
   const float* lse;

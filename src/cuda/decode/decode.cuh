@@ -27,6 +27,7 @@
 
 #include <cstdint>
 
+#include "cuda/decode/cache_update.cuh"
 #include "cuda/decode/key_copies.cuh"
 #include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"
@@ -35,12 +36,13 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 
 /// Copies a tile's rows of Q to shared memory, by the whole thread block; a barrier must follow.
-template <typename Shape, bool kElements>
-__device__ __forceinline__ void copy_queries(const DecodeParams& p, const Division& d,
+template <typename Shape, bool kElements, typename Params>
+__device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
                                              const TileRows& tile, uint32_t to) {
   constexpr int kChunks = Shape::kWidth / 8, kUnroll = kElements ? 1 : 2;
   const CachedSequence sequence = p.cache.sequence(tile.batch);
@@ -57,12 +59,18 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Divisi
       const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
       const char* const from =
           first + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
-      if constexpr (kElements) {
-        read_values(word, from, p.head_dim - column);
-      } else {
-        const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
-        word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+      if constexpr (kUpdates<Params>) {
+        // Out of range, the position is of no use, and the row becomes NaN.
+        if (column < p.cache.rotary_dim && sequence.in_range) {
+          using T = typename Shape::T;
+          const uint32_t at = to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column);
+          Rotation<T>::at(p, p.cache.query_rotation(sequence, query))
+              .chunk(reinterpret_cast<const T*>(from) - column, column, p.head_dim - column,
+                     [&](int n, uint32_t pair) { ptx::store_shared(at + 4 * n, pair); });
+          continue;
+        }
       }
+      read_chunk<kElements>(word, from, p.head_dim - column);
     }
     ptx::store_shared_words(to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
   }
@@ -94,10 +102,11 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
 }
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
-/// whole 16-byte units.
-template <typename Shape, bool kRule, bool kElements>
+/// whole 16-byte units. Params: DecodeParams, or DecodeUpdateParams where new keys are appended or
+/// rows are turned.
+template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Division d) {
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
   extern __shared__ __align__(128) char shared[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -111,6 +120,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
   auto* const pieces = reinterpret_cast<Piece*>(shared + Shape::kPiecesOffset);
+  [[maybe_unused]] auto* const new_keys =
+      reinterpret_cast<NewKeys*>(shared + Shape::kNewKeysOffset);
   const auto team_sync = [&] {
     if constexpr (Shape::kTeamWarps == 1) {
       __syncwarp();
@@ -123,25 +134,39 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   constexpr int kWalker = Shape::kThreads - 32;
   static_assert(sizeof(Piece) <= Shape::kPieceBytes);
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
+  static_assert(Shape::kPiecesOffset + kPiecesKept * sizeof(Piece) + sizeof(ShareWalk) <=
+                    Shape::kNewKeysOffset &&
+                Shape::kNewKeysOffset % alignof(NewKeys) == 0 &&
+                Shape::kNewKeysOffset + kPiecesKept * sizeof(NewKeys) <= Shape::kSharedBytes);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
+  const auto next_piece = [&](ShareWalk& from, int32_t at) {
+    Piece& x = pieces[at];
+    from.next(d, p, x);
+    if constexpr (kUpdates<Params>)
+      new_keys[at] = NewKeys::of(p, p.cache.sequence(x.tile.batch), x.tile.head / p.group);
+  };
   if (warp == kWalker / 32) {
     ShareWalk from{};
     const bool some = from.begin(d, p);
     if (lane == 0) {
       *word = some;
-      if (some) from.next(d, p, pieces[0]);
+      if (some) next_piece(from, 0);
       *walk = from;
     }
   }
   __syncthreads();
-  if (!*word) return;
+  if (!*word) {
+    if constexpr (kUpdates<Params>) append<Shape, kElements>(p);
+    return;
+  }
 
-  KeyCopies<Shape, kElements> copies(p, pieces, ring);
+  KeyCopies<Shape, kElements, Params> copies(p, pieces, new_keys, ring);
   copies.fill(0, 1);
   copy_queries<Shape, kElements>(p, d, pieces[0].tile, q_tile);
   if (thread == kWalker) {
-    for (int i = 1; i < kPiecesKnown && walk->more(); ++i) walk->next(d, p, pieces[i]);
+    for (int i = 1; i < kPiecesKnown && walk->more(); ++i) next_piece(*walk, i);
   }
+  if constexpr (kUpdates<Params>) append<Shape, kElements>(p);  // while the first keys come
   __syncthreads();
 
   DecodeWarp<Shape, kRule> w;
@@ -151,7 +176,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = n + kPiecesKnown;
     const auto whole = [&] { return now.pieces.count == 1; };
-    if (thread == kWalker && walk->more()) walk->next(d, p, pieces[known % kPiecesKept]);
+    if (thread == kWalker && walk->more()) next_piece(*walk, known % kPiecesKept);
     if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
     w.begin(p, d, now.tile, q_tile, slice, rule_rows);
     copies.fill(done, known);

@@ -83,8 +83,21 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   return {blocks, static_cast<int64_t>(arena.used())};
 }
 
+/// The kernels with these parameters: for plain scores, for all, and for tensors of any alignment.
+template <typename Shape, typename Params>
+KernelHandle& decode_handle(bool rule, bool elements) {
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, false, false, Params>),
+                   Shape::kSharedBytes),
+      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, false, Params>),
+                   Shape::kSharedBytes),
+      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, Params>),
+                   Shape::kSharedBytes)};
+  return kernels[elements ? 2 : rule];
+}
+
 template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeParams& p, const LaunchTarget& target) {
+cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target) {
   using Shape = DecodeShapeOf<kConfig>;
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
   Arena arena(p.workspace);
@@ -102,20 +115,23 @@ cudaError_t launch_decode(const DecodeParams& p, const LaunchTarget& target) {
     const auto address = reinterpret_cast<uintptr_t>(t.data);
     return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
   };
-  const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
-                        !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
+  bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
+                  !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
   const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, false, false>),
-                   Shape::kSharedBytes),
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, false>),
-                   Shape::kSharedBytes),
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true>),
-                   Shape::kSharedBytes)};
-  void* args[] = {const_cast<DecodeParams*>(&p), &d};
-  return kernels[elements ? 2 : rule].launch(
-      dim3(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks)), Shape::kThreads,
-      args, target);
+  const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
+  if constexpr (kCacheUpdates) {
+    const bool appends = c.rows_new > 0;
+    if (appends || c.rotary_dim > 0) {
+      elements |= appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
+      void* args[] = {const_cast<DecodeUpdateParams*>(&p), &d};
+      return decode_handle<Shape, DecodeUpdateParams>(rule, elements)
+          .launch(grid, Shape::kThreads, args, target);
+    }
+  }
+  const DecodeParams& reads_alone = p;
+  void* args[] = {const_cast<DecodeParams*>(&reads_alone), &d};
+  return decode_handle<Shape, DecodeParams>(rule, elements)
+      .launch(grid, Shape::kThreads, args, target);
 }
 
 }  // namespace strobe::cuda::sm80

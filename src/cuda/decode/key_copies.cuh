@@ -4,32 +4,24 @@
 
 #include <cstdint>
 
+#include "cuda/decode/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 
-/// Eight values of a row, of which there may be less, from memory that is not aligned.
-__device__ __forceinline__ void read_values(uint32_t (&word)[4], const char* row, int columns) {
-  word[0] = word[1] = word[2] = word[3] = 0;
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    if (c < columns)
-      word[c / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[c])
-                     << (c % 2 * 16);
-  }
-}
-
 /// kElements: rows need not be made of whole 16-byte units.
-template <typename Shape, bool kElements>
+template <typename Shape, bool kElements, typename Params>
 class KeyCopies {
  public:
-  /// pieces: kPiecesKept of them in shared memory, in turn.
-  /// ring: the shared address of the team's stages.
-  __device__ __forceinline__ KeyCopies(const DecodeParams& p, const Piece* pieces, uint32_t ring)
+  /// pieces: kPiecesKept of them in shared memory, in turn; new_keys: likewise, where there are
+  /// any. ring: the shared address of the team's stages.
+  __device__ __forceinline__ KeyCopies(const Params& p, const Piece* pieces,
+                                       const NewKeys* new_keys, uint32_t ring)
       : p_(p),
         pieces_(pieces),
+        new_keys_(new_keys),
         ring_(ring),
         key_(pieces[0].key + team() * Shape::kKeys),
         units_(pieces[0].units) {}
@@ -93,6 +85,24 @@ class KeyCopies {
 
   __device__ __forceinline__ void copy() {
     const Piece& x = pieces_[piece_ % kPiecesKept];
+    if constexpr (kUpdates<Params>) {
+      const NewKeys& fresh = new_keys_[piece_ % kPiecesKept];
+      if (key_ + Shape::kKeys > fresh.begin) {
+        copy_with_new(x, fresh);
+      } else {
+        copy_cached(x);
+      }
+    } else {
+      copy_cached(x);
+    }
+    ptx::cp_async_commit();
+    ++issued_;
+    --units_;
+    key_ += Shape::kUnit;
+  }
+
+  // A tile of keys that the cache has.
+  __device__ __forceinline__ void copy_cached(const Piece& x) {
     const int chunk = thread() % kChunks, first = thread() / kChunks;
     const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
                                                       first * Shape::kPitch + 16 * chunk);
@@ -142,37 +152,80 @@ class KeyCopies {
         const bool seen = row + i >= begin && row + i < end;
         const bool there = seen && (all_good >> source & 1) != 0;
         const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
-        if (seen && !there) {  // a key without a page is NaN to the queries that see it
-          const uint32_t nan[4] = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff}, zero[4] = {};
-          ptx::store_shared_words(at, nan);
-          ptx::store_shared_words(at + Shape::kHalf, zero);
+        if (seen && !there) {
+          put_nan(at);
         } else {
           copy_chunk(at, k + k_at, v + v_at, there ? k_columns : 0, there ? v_columns : 0);
         }
       }
     }
-    ptx::cp_async_commit();
-    ++issued_;
-    --units_;
-    key_ += Shape::kUnit;
+  }
+
+  // The same where some of the keys are new, row by row: there are few such tiles.
+  __device__ __forceinline__ void copy_with_new(const Piece& x, const NewKeys& fresh) {
+    using T = typename Shape::T;
+    const int chunk = thread() % kChunks, first = thread() / kChunks, column = 8 * chunk;
+    const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
+                                                      first * Shape::kPitch + 16 * chunk);
+    const int k_columns = p_.head_dim - column, v_columns = p_.head_dim_v - column;
+#pragma unroll 1
+    for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
+      const int32_t key = key_ + first + i;
+      const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
+      if (key < x.begin || key >= x.end) {
+        copy_chunk(at, x.k, x.v, 0, 0);
+        continue;
+      }
+      const KeyRows::Place place = x.rows.place(key);
+      if (!place.there) {
+        put_nan(at);
+        continue;
+      }
+      const bool is_new = key >= fresh.begin;
+      const auto row = [&](const char* cached, const Tensor& of, const char* given,
+                           const Tensor& of_new) {
+        return is_new ? given + 2 * key * of_new.row_stride
+                      : cached + 2 * place.offset(of.batch_stride, of.row_stride);
+      };
+      const char* const k = row(x.k, p_.k, fresh.k, p_.k_new);
+      const char* const v = row(x.v, p_.v, fresh.v, p_.v_new);
+      const bool turned = is_new && column < p_.cache.rotary_dim;
+      if (turned) {
+        Rotation<T>::at(p_, fresh.position + key)
+            .chunk(reinterpret_cast<const T*>(k), column, k_columns,
+                   [&](int n, uint32_t word) { ptx::store_shared(at + 4 * n, word); });
+      } else {
+        copy_half(at, k + 2 * column, k_columns);
+      }
+      copy_half(at + Shape::kHalf, v + 2 * column, v_columns);
+    }
+  }
+
+  // A key without a page is NaN to the queries that see it.
+  __device__ __forceinline__ static void put_nan(uint32_t at) {
+    const uint32_t nan[4] = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff}, zero[4] = {};
+    ptx::store_shared_words(at, nan);
+    ptx::store_shared_words(at + Shape::kHalf, zero);
   }
 
   __device__ __forceinline__ void copy_chunk(uint32_t to, const char* k, const char* v,
                                              int k_columns, int v_columns) const {
+    copy_half(to, k, k_columns);
+    copy_half(to + Shape::kHalf, v, v_columns);
+  }
+  __device__ __forceinline__ static void copy_half(uint32_t to, const char* from, int columns) {
     if constexpr (kElements) {
       uint32_t word[4];
-      read_values(word, k, k_columns);
+      read_values(word, from, columns);
       ptx::store_shared_words(to, word);
-      read_values(word, v, v_columns);
-      ptx::store_shared_words(to + Shape::kHalf, word);
     } else {
-      ptx::cp_async_16_if(to, k, k_columns > 0);
-      ptx::cp_async_16_if(to + Shape::kHalf, v, v_columns > 0);
+      ptx::cp_async_16_if(to, from, columns > 0);
     }
   }
 
-  const DecodeParams& p_;
+  const Params& p_;
   const Piece* const pieces_;
+  [[maybe_unused]] const NewKeys* const new_keys_;
   const uint32_t ring_;
   int32_t key_, units_;  // of the piece, from here on: this team's first key, units
   int32_t piece_ = 0, issued_ = 0;

@@ -37,6 +37,8 @@ struct DecodeShape {
   static constexpr int kWordsOffset = kRuleOffset + kTeams * kTileRows * 8;
   static constexpr int kPiecesOffset = kWordsOffset + (kTeams + 1 + 7) / 8 * 8 * 4;
   static constexpr int kSharedBytes = kPiecesOffset + 7 * kPieceBytes;
+  /// Of the pieces' new keys, behind all pieces (decode.cuh).
+  static constexpr int kNewKeysOffset = kSharedBytes - 6 * 24;
 
   /// Whether Q's fragments stay in registers: there is room beside O and few scores.
   static constexpr bool kKeepsQ = kWidth <= 128 && kTeamWarps == 1;

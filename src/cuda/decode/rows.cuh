@@ -7,6 +7,7 @@
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/decode/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/mma.h"
 
@@ -76,8 +77,8 @@ __device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& 
 }
 
 /// A row key by key. Not inlined: it is rare, and long.
-template <typename T>
-__device__ __noinline__ void pairwise_cached_row(const DecodeParams& p, int32_t batch, int32_t head,
+template <typename T, typename Params>
+__device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch, int32_t head,
                                                  int32_t query) {
   const CachedSequence sequence = p.cache.sequence(batch);
   const auto at = [&](const Tensor& t, int64_t key) -> const T* {
@@ -89,25 +90,43 @@ __device__ __noinline__ void pairwise_cached_row(const DecodeParams& p, int32_t 
   const T* const q = static_cast<const T*>(p.q.data) + sequence.batch * p.q.batch_stride +
                      (sequence.q_row + query) * p.q.row_stride + head * p.q.head_stride;
   char* const to = out_row(p, sequence, head, query);
-  pairwise_row_of<T, false>(
-      p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
-      [&](int64_t key) { return at(p.v, key); },
-      [&](int d, float x) {
-        if (p.float_out) {
-          reinterpret_cast<float*>(to)[d] = x;
-        } else {
-          reinterpret_cast<T*>(to)[d] = static_cast<T>(x);
-        }
-      });
+  const auto write = [&](int d, float x) {
+    if (p.float_out) {
+      reinterpret_cast<float*>(to)[d] = x;
+    } else {
+      reinterpret_cast<T*>(to)[d] = static_cast<T>(x);
+    }
+  };
+  if constexpr (kUpdates<Params>) {
+    const NewKeys fresh = NewKeys::of(p, sequence, head / p.group);
+    const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
+      return reinterpret_cast<const T*>(rows + 2 * key * t.row_stride);
+    };
+    // A new key without a page is none either.
+    const auto key_at = [&](int64_t key) -> TurnedRow<T> {
+      const T* const cached = at(p.k, key);
+      if (key < fresh.begin || !cached) return {cached, {}};
+      return {new_row(fresh.k, p.k_new, key), Rotation<T>::at(p, fresh.position + key)};
+    };
+    const auto value_at = [&](int64_t key) {
+      const T* const cached = at(p.v, key);
+      return key < fresh.begin || !cached ? cached : new_row(fresh.v, p.v_new, key);
+    };
+    const TurnedRow<T> turned{q, Rotation<T>::at(p, p.cache.query_rotation(sequence, query))};
+    pairwise_row_of<T, false>(p, sequence, head, query, turned, key_at, value_at, write);
+  } else {
+    pairwise_row_of<T, false>(
+        p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
+        [&](int64_t key) { return at(p.v, key); }, write);
+  }
 }
 
 /// Divides by the sum, rounds, writes out and lse. Rows that are not finite, or whose scores were
 /// too large (is_coarse), are computed again key by key. kRule: scores were rounded one by one,
 /// so that none is too large. kElements: out need not be made of whole 16-byte units.
-template <typename Shape, bool kRule, bool kElements>
-__device__ __forceinline__ void finish(const DecodeParams& p, const Division& d,
-                                       const TileRows& tile, int32_t row,
-                                       const OpenRow<Shape::kColumns>& open) {
+template <typename Shape, bool kRule, bool kElements, typename Params>
+__device__ __forceinline__ void finish(const Params& p, const Division& d, const TileRows& tile,
+                                       int32_t row, const OpenRow<Shape::kColumns>& open) {
   using T = typename Shape::T;
   constexpr int kColumns = Shape::kColumns;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -164,8 +183,8 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Division& d,
 }
 
 /// Merges a row's pieces, in order, and finishes it.
-template <typename Shape, bool kRule, bool kElements>
-__device__ __forceinline__ void merge_pieces(const DecodeParams& p, const Division& d,
+template <typename Shape, bool kRule, bool kElements, typename Params>
+__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
                                              const TileRows& tile, int32_t row,
                                              const SpanPieces& pieces) {
   constexpr int kColumns = Shape::kColumns;

@@ -41,13 +41,24 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   f.batch_invariant = p.batch_invariant;
 }
 
-void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeParams& d) {
+void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdateParams& d) {
   fill_params(p, a, static_cast<ForwardParams&>(d));
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;
   d.k.batch_stride = p.k.batch;  // of the cache: it is not packed where queries are
   d.v.batch_stride = p.v.batch;
   d.float_out = p.out_dtype == STROBE_FLOAT32;
+  if (p.append) {
+    d.k_new = tensor(a.k_new, p.k_new, p);
+    d.v_new = tensor(a.v_new, p.v_new, p);
+    const bool packed = p.append == STROBE_APPEND_PACKED;  // which queries need not be
+    d.k_new.batch_stride = packed ? 0 : p.k_new.batch;
+    d.v_new.batch_stride = packed ? 0 : p.v_new.batch;
+  }
+  if (p.rotary_dim > 0) {
+    d.rotary_cos = a.rotary_cos;
+    d.rotary_sin = a.rotary_sin;
+  }
 }
 
 void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {

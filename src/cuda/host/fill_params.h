@@ -10,7 +10,8 @@ namespace strobe::cuda {
 /// All but the workspace. For a plan, with empty arguments.
 void fill_params(const AttentionProblem& problem, const ForwardArgs& args, ForwardParams& params);
 /// Of keys in a cache.
-void fill_params(const AttentionProblem& problem, const ForwardArgs& args, DecodeParams& params);
+void fill_params(const AttentionProblem& problem, const ForwardArgs& args,
+                 DecodeUpdateParams& params);
 void fill_params(const AttentionProblem& problem, const BackwardArgs& args, BackwardParams& params);
 
 }  // namespace strobe::cuda

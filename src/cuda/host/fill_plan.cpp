@@ -104,7 +104,7 @@ void fill_decode(Plan& plan, const DeviceProperties& device) {
   plan.tile_k = row.config.tile_k;
   plan.block_threads = row.shape.threads;
   plan.shared_bytes = row.shape.shared_bytes;
-  DecodeParams params{};
+  DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
   const DecodeGrid grid = row.carve(params, device.multiprocessors, device.shared_bytes);
   plan.block_q = row.config.tile_q;

@@ -57,6 +57,20 @@ Status check_pointers(const AttentionProblem& p, const ForwardArgs& a) {
     STROBE_RETURN_IF_ERROR(check_device_pointer("cache_batch_idx", a.cache_batch_idx, device));
   }
   if (p.has_leftpad) STROBE_RETURN_IF_ERROR(check_device_pointer("leftpad", a.leftpad, device));
+  if (p.append) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("k_new", a.k_new, device));
+    STROBE_RETURN_IF_ERROR(check_device_pointer("v_new", a.v_new, device));
+  }
+  if (p.append == STROBE_APPEND_PACKED) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_k_new", a.cu_seqlens_k_new, device));
+  }
+  if (p.rotary_dim > 0) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_cos", a.rotary_cos, device));
+    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_sin", a.rotary_sin, device));
+  }
+  if (p.has_rotary_position) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_position", a.rotary_position, device));
+  }
   return check_common_pointers(p, a);
 }
 
@@ -158,7 +172,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
-  if (plan.problem.cache) return launch_row<DecodeRow, DecodeParams>(arch, plan, args);
+  if (plan.problem.cache) return launch_row<DecodeRow, DecodeUpdateParams>(arch, plan, args);
   return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {

@@ -124,17 +124,17 @@ namespace {
 
 // Why the kernels for keys in a cache decline.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
-  if (p.append) {
+  if (p.append && !kCacheUpdates) {
     return format("append = %d, expected 0 (none): this kernel writes to no KV cache", p.append);
   }
-  if (p.rotary_dim > 0) {
+  if (p.rotary_dim > 0 && !kCacheUpdates) {
     return format("rotary_dim = %lld, expected 0: this kernel turns no queries",
                   static_cast<long long>(p.rotary_dim));
   }
   std::string reason;
   const int index = find_decode_row(p, device, &reason);
   if (index < 0) return reason;
-  DecodeParams params{};
+  DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
   if (row_table<DecodeRow>()[static_cast<size_t>(index)]
           .row->carve(params, device.multiprocessors, device.shared_bytes)

@@ -26,12 +26,19 @@ struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
 };
 
+/// Whether the kernels for keys in a cache are compiled with, and take problems with, new keys and
+/// rotary embedding. They have run on the CPU alone (tests/emulator), and on no GPU yet.
+#ifndef STROBE_CUDA_CACHE_UPDATES
+#define STROBE_CUDA_CACHE_UPDATES 0
+#endif
+inline constexpr bool kCacheUpdates = STROBE_CUDA_CACHE_UPDATES != 0;
+
 /// For keys in a cache.
 struct DecodeRow {
   DecodeConfig config;
   LaunchShape shape;
   DecodeGrid (*carve)(const DecodeParams& params, int64_t multiprocessors, int64_t shared_bytes);
-  cudaError_t (*launch)(const DecodeParams& params, const LaunchTarget& target);
+  cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target);
 };
 
 struct BackwardRow {

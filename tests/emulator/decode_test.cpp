@@ -1,0 +1,226 @@
+// The decode kernels on the CPU (run_time.h), planned by the CUDA back end for devices that are not
+// there, against float64.
+//
+//   STROBE_EMULATOR_CASES  how many random problems (default 400; 60 under a sanitizer)
+//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "cache_fixture.h"
+#include "cuda/host/row_table.h"
+#include "emulated_launch.h"
+#include "run_time.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+using oracle::Rng;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr uint64_t kCases = 60;
+#else
+constexpr uint64_t kCases = 400;
+#endif
+constexpr int kMostFailuresShown = 5;
+
+uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
+}
+
+/// A case of cache_case.h that the decode kernels take.
+CacheCase DrawCase(uint64_t seed) {
+  for (uint64_t again = 0;; ++again) {
+    CacheCase c = GenerateCacheCase(seed + (again << 32));
+    if (c.dtype == DType::kFloat32) continue;
+    return c;
+  }
+}
+
+/// Draws a device, an order of threads, and mostly the planner's row.
+void DrawMachine(uint64_t seed, const CacheCase& c) {
+  Rng rng(seed ^ 0xE111u);
+  strobe::cuda::Machine& machine = strobe::emulator::machine();
+  const int multiprocessors[] = {1, 2, 3, 7, 20};
+  const int64_t shared[] = {99 << 10, 163 << 10, 227 << 10};
+  auto& device = machine.devices[0];
+  device.compute_capability = 80;
+  device.multiprocessors = rng.Pick(multiprocessors);
+  device.shared_bytes = rng.Pick(shared);
+  machine.forced_row.clear();
+  if (rng.Chance(0.3)) {
+    const auto rows = strobe::cuda::row_table<strobe::cuda::DecodeRow>();
+    const auto& row =
+        rows[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(rows.size()) - 1))];
+    if (row.row->config.dtype == (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
+      machine.forced_row = row.name;
+  }
+  strobe::emulator::settings().seed = seed;
+  strobe::emulator::settings().blocks_at_once = rng.Chance(0.5) ? 1 : 3;
+}
+
+/// "" or what is wrong with the case.
+std::string RunCase(const CacheCase& c, WorkspaceHolds holds = WorkspaceHolds::kNaN) {
+  CacheFixture f(c);
+  std::string wrong = f.Run(ThroughTheEmulator(holds));
+  return wrong.empty() ? f.Judge() : wrong;
+}
+
+TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const CacheCase c = DrawCase(seed);
+    DrawMachine(seed, c);
+    const std::string wrong = RunCase(c, static_cast<WorkspaceHolds>(seed % 3));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+}
+
+// The order of threads and thread blocks, and what lay in the workspace before, change no bit.
+TEST(EmulatedDecode, OrderChangesNoBit) {
+  for (uint64_t seed = 5000; seed < 5000 + kCases / 20; ++seed) {
+    const CacheCase c = DrawCase(seed);
+    std::string first;
+    for (uint64_t order = 0; order < 4; ++order) {
+      DrawMachine(seed, c);
+      strobe::emulator::settings().seed = seed + order;
+      strobe::emulator::settings().blocks_at_once = order % 2 ? 1 : 4;
+      CacheFixture f(c);
+      ASSERT_EQ(f.Run(ThroughTheEmulator(static_cast<WorkspaceHolds>(order % 3))), "")
+          << ToString(c);
+      std::string bits;
+      for (int64_t b = 0; b < c.batch(); ++b) bits += f.Bits(b);
+      if (order == 0) first = bits;
+      ASSERT_TRUE(bits == first) << "seed " << seed << ", order " << order << "\n" << ToString(c);
+    }
+  }
+}
+
+/// Puts numbers of sequence b out of range; false where the case has no such numbers.
+bool Spoil(CacheFixture& f, int64_t b, uint64_t kind) {
+  const CacheCase& c = f.c();
+  const auto n = static_cast<size_t>(b);
+  const auto most = static_cast<int32_t>(c.most_rows);
+  switch (kind % 6) {
+    case 0:
+      if (!c.with_lengths) return false;
+      f.used_k[n] = kind % 4 < 2 ? most + 1 : INT32_MAX;
+      return true;
+    case 1:
+      if (!c.with_lengths) return false;
+      f.used_k[n] = kind % 4 < 2 ? -1 : INT32_MIN;
+      return true;
+    case 2:
+      if (!c.with_leftpad) return false;
+      f.leftpad[n] = kind % 4 < 2 ? -1 : most + 1;
+      return true;
+    case 3:
+      if (!c.with_entries || c.paged) return false;
+      f.entries[n] = kind % 4 < 2 ? -1 : static_cast<int32_t>(c.entries);
+      return true;
+    default:
+      if (!c.with_rotary_position || c.sequences[n].used_queries + c.sequences[n].added == 0)
+        return false;
+      f.rotary_position[n] = kind % 4 < 2 ? -1 : static_cast<int32_t>(c.rotary_rows);
+      return true;
+  }
+}
+
+// A sequence whose numbers lead out of the cache gets NaN and appends nothing, and the others
+// notice nothing.
+TEST(EmulatedDecode, NumbersOutOfRangeLeadNowhere) {
+  int tried = 0;
+  for (uint64_t seed = 9000; tried < static_cast<int>(kCases) / 8; ++seed) {
+    CacheCase c = DrawCase(seed);
+    c.batch_invariant = true;
+    DrawMachine(seed, c);
+    const int64_t bad = static_cast<int64_t>(seed % static_cast<uint64_t>(c.batch()));
+    CacheFixture good(c), spoilt(c);
+    if (!Spoil(spoilt, bad, seed / 7)) continue;
+    ++tried;
+    ASSERT_EQ(good.Run(ThroughTheEmulator()), "") << ToString(c);
+    strobe_forward_args args = spoilt.Args();
+    ASSERT_EQ(ThroughTheEmulator()(spoilt.Problem(), args), STROBE_OK) << ToString(c);
+    const CacheSequence& s = c.sequences[static_cast<size_t>(bad)];
+    int64_t first = 0;
+    for (int64_t b = 0; b < c.batch(); ++b) {
+      if (b != bad) {
+        ASSERT_TRUE(spoilt.Bits(b) == good.Bits(b)) << b << "\n" << ToString(c);
+      }
+      if (b < bad) first += c.sequences[static_cast<size_t>(b)].queries;
+    }
+    const auto expect_nan = [&](const Strided& t) {
+      t.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+        const bool is_its = row >= first && row < first + s.used_queries;
+        if (is_its) {
+          ASSERT_TRUE(std::isnan(t.Get(e))) << "seed " << seed << "\n" << ToString(c);
+        }
+      });
+    };
+    expect_nan(spoilt.out);
+    if (c.with_lse) expect_nan(spoilt.lse);
+    for (const Strided* t : {&spoilt.k, &spoilt.v}) {
+      ASSERT_EQ(t->memory->Check("cache", false), "") << ToString(c);
+      for (int64_t n = s.used; n < s.used + s.added; ++n) {  // as it was
+        for (int64_t h = 0; h < t->heads; ++h) {
+          for (int64_t d = 0; d < t->dim; ++d) {
+            uint16_t bits = 0;
+            const int64_t e = t->Index(c.Entry(s, n), c.Row(n), h, d);
+            std::memcpy(&bits, t->memory->bytes() + 2 * e, 2);
+            ASSERT_EQ(bits, kPoison) << "seed " << seed << ", row " << n << "\n" << ToString(c);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A page of the table that is not there: what a query sees of it makes the query NaN, also where
+// new keys would go there, and nothing is written.
+TEST(EmulatedDecode, PagesThatAreNotThereGiveNaN) {
+  int tried = 0;
+  for (uint64_t seed = 20000; tried < static_cast<int>(kCases) / 16; ++seed) {
+    CacheCase c = DrawCase(seed);
+    const auto full = [](const CacheSequence& x) { return x.used_queries > 0 && x.added > 0; };
+    if (!c.paged || c.causal || c.window_left >= 0 || c.window_right >= 0 || c.chunk) continue;
+    if (!full(c.sequences[0])) continue;
+    ++tried;
+    DrawMachine(seed, c);
+    CacheFixture f(c);
+    const CacheSequence& s = c.sequences[0];
+    // The last page, which new keys go to.
+    const int64_t column = (s.used + s.added - 1) / c.rows;
+    f.table[static_cast<size_t>(column)] = seed % 2 ? static_cast<int32_t>(c.entries) : -5;
+    strobe_forward_args args = f.Args();
+    ASSERT_EQ(ThroughTheEmulator()(f.Problem(), args), STROBE_OK) << ToString(c);
+    f.out.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (row < s.used_queries) {
+        ASSERT_TRUE(std::isnan(f.out.Get(e))) << "seed " << seed << "\n" << ToString(c);
+      }
+    });
+    for (const Strided* t : {&f.k, &f.v}) {
+      ASSERT_EQ(t->memory->Check("cache", false), "") << ToString(c);
+      for (int64_t n = std::max(s.used, column * c.rows); n < s.used + s.added; ++n) {
+        const int64_t e = t->Index(c.Entry(s, n), c.Row(n), 0, 0);
+        uint16_t bits = 0;
+        std::memcpy(&bits, t->memory->bytes() + 2 * e, 2);
+        ASSERT_EQ(bits, kPoison) << "seed " << seed << ", row " << n << "\n" << ToString(c);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strobe_test

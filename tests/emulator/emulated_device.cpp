@@ -1,0 +1,81 @@
+#include "emulated_device.h"
+
+#include <cstdlib>
+#include <map>
+
+#include "run_time.h"
+
+namespace strobe::emulator {
+
+namespace {
+
+std::map<const void*, std::function<void(void**)>>& kernels() {
+  static auto& all = *new std::map<const void*, std::function<void(void**)>>;
+  return all;
+}
+std::string failure;
+int64_t blocks = 0;
+
+}  // namespace
+
+cuda::Machine& machine() {
+  static cuda::Machine one;
+  return one;
+}
+
+void enlist(const void* function, std::function<void(void**)> call) {
+  kernels()[function] = std::move(call);
+}
+
+cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,
+                   void** args) {
+  const auto found = kernels().find(function);
+  if (found == kernels().end()) {
+    failure = "a kernel that was not enlisted";
+    return cudaErrorLaunchFailure;
+  }
+  blocks += int64_t{grid.x} * grid.y;
+  failure = run(grid.x, grid.y, threads, shared_bytes, [&] { found->second(args); });
+  return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+const std::string& launch_failure() { return failure; }
+int64_t blocks_run() { return blocks; }
+
+}  // namespace strobe::emulator
+
+namespace strobe::cuda {
+
+Machine::Machine() { devices.emplace_back(); }
+const Machine& machine() { return emulator::machine(); }
+
+}  // namespace strobe::cuda
+
+const char* cudaGetErrorString(cudaError_t) { return strobe::emulator::launch_failure().c_str(); }
+const char* cudaGetErrorName(cudaError_t) { return "emulated"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+  *attributes = {cudaMemoryTypeDevice, 0};
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long* id) {
+  *id = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  *memory = std::malloc(bytes);
+  return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  std::free(memory);
+  return cudaSuccess;
+}

@@ -1,0 +1,38 @@
+// The device that the CUDA back end finds in tests: the kernels that it can launch, and its
+// properties.
+#ifndef STROBE_TESTS_EMULATOR_EMULATED_DEVICE_H_
+#define STROBE_TESTS_EMULATOR_EMULATED_DEVICE_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "cuda/host/machine.h"
+#include "cuda_runtime_api.h"
+
+namespace strobe::emulator {
+
+/// Device 0: tests may change it between launches.
+cuda::Machine& machine();
+
+/// A launch calls a kernel by its address: this says what arguments it has.
+void enlist(const void* function, std::function<void(void**)> call);
+template <typename... Params>
+void enlist(void (*kernel)(Params...)) {
+  enlist(reinterpret_cast<const void*>(kernel), [kernel](void** args) {
+    [&]<size_t... kN>(std::index_sequence<kN...>) { kernel(*static_cast<Params*>(args[kN])...); }
+    (std::index_sequence_for<Params...>());
+  });
+}
+
+cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,
+                   void** args);
+/// What went wrong in the last launch, "" if nothing did.
+const std::string& launch_failure();
+/// Thread blocks launched so far.
+int64_t blocks_run();
+
+}  // namespace strobe::emulator
+
+#endif  // STROBE_TESTS_EMULATOR_EMULATED_DEVICE_H_

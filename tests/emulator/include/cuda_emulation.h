@@ -1,0 +1,100 @@
+// CUDA C++ for the host compiler: included before all else where kernels are compiled, as nvcc
+// includes its own header.
+#ifndef STROBE_TESTS_EMULATOR_CUDA_EMULATION_H_
+#define STROBE_TESTS_EMULATOR_CUDA_EMULATION_H_
+
+// Whatever of the standard library uses names that are macros below.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <ctime>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "instructions.h"
+#include "run_time.h"
+
+#define __CUDACC__ 1
+#define __global__
+#define __device__
+#define __host__
+#define __shared__
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+
+using std::max;
+using std::min;
+
+inline void __syncthreads() { strobe::emulator::barrier(0, static_cast<int>(blockDim.x)); }
+inline void __syncwarp() { strobe::emulator::exchange("__syncwarp", {}, true); }
+
+template <typename T>
+T shuffled(const char* name, uint32_t mask, T x, int lane) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  uint32_t words[2] = {};
+  __builtin_memcpy(words, &x, sizeof x);
+  for (size_t i = 0; i < sizeof x / 4; ++i)
+    words[i] = strobe::emulator::shuffle(name, mask, words[i], lane);
+  __builtin_memcpy(&x, words, sizeof x);
+  return x;
+}
+inline int lane_of_thread() { return static_cast<int>(threadIdx.x % 32); }
+template <typename T>
+T __shfl_sync(uint32_t mask, T x, int lane) {
+  return shuffled("__shfl_sync", mask, x, lane % 32);
+}
+template <typename T>
+T __shfl_xor_sync(uint32_t mask, T x, int bits) {
+  return shuffled("__shfl_xor_sync", mask, x, lane_of_thread() ^ bits);
+}
+template <typename T>
+T __shfl_up_sync(uint32_t mask, T x, int distance) {
+  const int lane = lane_of_thread();
+  return shuffled("__shfl_up_sync", mask, x, lane >= distance ? lane - distance : lane);
+}
+inline uint32_t __ballot_sync(uint32_t mask, bool x) {
+  return strobe::emulator::ballot("__ballot_sync", mask, x);
+}
+inline bool __any_sync(uint32_t mask, bool x) {
+  return strobe::emulator::ballot("__any_sync", mask, x) != 0;
+}
+inline bool __all_sync(uint32_t mask, bool x) {
+  return strobe::emulator::ballot("__all_sync", mask, x) == 0xffffffffu;
+}
+inline void __nanosleep(unsigned) {}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <typename T>
+void __stcg(T* p, T x) {
+  *p = x;
+}
+inline unsigned long long atomicCAS(unsigned long long* p, unsigned long long expected,
+                                    unsigned long long x) {
+  __atomic_compare_exchange_n(p, &expected, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __log2f(float x) { return std::log2(x); }
+/// 0 where y is beyond 2^126, as CUDA documents it.
+inline float __fdividef(float x, float y) {
+  return std::fabs(y) > 0x1p126f && std::fabs(y) < INFINITY ? std::copysign(0.f, x) : x / y;
+}
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+
+#endif  // STROBE_TESTS_EMULATOR_CUDA_EMULATION_H_

@@ -1,0 +1,125 @@
+#include "instructions.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "cuda_runtime_api.h"
+#include "run_time.h"
+
+namespace strobe::emulator {
+
+namespace {
+
+int own_lane() { return static_cast<int>(threadIdx.x % kLanes); }
+
+void expect_all_lanes(const char* name, uint32_t mask) {
+  if (mask != 0xffffffffu) fail(std::string(name) + ": only whole warps are emulated");
+}
+
+float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+
+uint16_t half_of(uint32_t word, int half) { return static_cast<uint16_t>(word >> (16 * half)); }
+
+}  // namespace
+
+float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = uint32_t{bits} << 16;
+  float x;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
+}
+
+uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float from_half(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float x;
+  if (exponent == 31) {
+    x = fraction ? NAN : INFINITY;
+  } else if (exponent == 0) {
+    x = std::ldexp(static_cast<float>(fraction), -24);
+  } else {
+    x = std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+  }
+  return bits & 0x8000 ? -x : x;
+}
+
+uint16_t to_half(float x) {
+  if (x != x) return 0x7fff;
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const float size = std::fabs(x);
+  if (size >= 65520) return sign | 0x7c00;
+  if (size == 0) return sign;
+  int exponent = 0;
+  std::frexp(size, &exponent);
+  // The spacing of halves here is 2^(exponent - 11), and that of the smallest 2^-24.
+  const int spacing = exponent - 11 < -24 ? -24 : exponent - 11;
+  const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -spacing)));
+  // There are 1024 steps to a binade; those below it are counted in the field of the exponent.
+  return static_cast<uint16_t>(sign | (steps + (static_cast<uint32_t>(spacing + 24) << 10)));
+}
+
+uint32_t shuffle(const char* name, uint32_t mask, uint32_t x, int lane) {
+  expect_all_lanes(name, mask);
+  const Words* const all = exchange(name, {{x}});
+  return all[lane & 31].w[0];
+}
+
+uint32_t ballot(const char* name, uint32_t mask, bool x) {
+  expect_all_lanes(name, mask);
+  const Words* const all = exchange(name, {{x}});
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= all[i].w[0] << i;
+  return bits;
+}
+
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+         float (*to_float)(uint16_t)) {
+  const Words* const all = exchange("mma", {{a[0], a[1], a[2], a[3], b0, b1}});
+  const int group = own_lane() / 4, in_group = own_lane() % 4;
+  // Element (row, k) of A is in the lane of its row, k / 2 % 4, of B (k, column) in that of its
+  // column: registers are 8 rows and 8 k apart.
+  float rows[2][16], columns[2][16];
+  for (int k = 0; k < 16; ++k) {
+    for (int i = 0; i < 2; ++i) {
+      rows[i][k] = to_float(half_of(all[4 * group + k / 2 % 4].w[i + 2 * (k / 8)], k % 2));
+      columns[i][k] =
+          to_float(half_of(all[4 * (2 * in_group + i) + k / 2 % 4].w[4 + k / 8], k % 2));
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) sum += static_cast<double>(rows[i / 2][k]) * columns[i % 2][k];
+    c[i] = static_cast<float>(sum);
+  }
+}
+
+void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
+  const Words* const all = exchange(transposed ? "ldmatrix.trans" : "ldmatrix", {{address}});
+  const int lane = own_lane();
+  const auto value = [&](int matrix, int row, int column) -> uint32_t {
+    const char* const at = shared_at(all[8 * matrix + row].w[0], 16) + 2 * column;
+    uint16_t x;
+    std::memcpy(&x, at, 2);
+    note_read(at, 2);
+    return x;
+  };
+  for (int m = 0; m < 4; ++m) {
+    uint32_t halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4, column = 2 * (lane % 4) + i;
+      halves[i] = transposed ? value(m, column, row) : value(m, row, column);
+    }
+    r[m] = halves[0] | halves[1] << 16;
+  }
+}
+
+float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+float reciprocal_approx(float x) { return flushed(1 / flushed(x)); }
+
+}  // namespace strobe::emulator

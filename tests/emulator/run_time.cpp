@@ -1,0 +1,471 @@
+#include "run_time.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "fibre.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+#if STROBE_EMULATOR_TSAN
+#include <sanitizer/tsan_interface.h>
+extern "C" void __tsan_read_range(void*, unsigned long);   // NOLINT(bugprone-reserved-identifier)
+extern "C" void __tsan_write_range(void*, unsigned long);  // NOLINT(bugprone-reserved-identifier)
+#define STROBE_TSAN(statement) statement
+#else
+#define STROBE_TSAN(statement)
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+// What kernels declare as `extern __shared__ char shared[]`. Aligned to pages: see begin_block.
+namespace strobe::cuda {
+alignas(4096) char shared[(emulator::kMostShared + 4095) / 4096 * 4096];
+}
+using strobe::cuda::shared;
+
+namespace strobe::emulator {
+
+namespace {
+
+constexpr int kBarriers = 16, kMostWarps = kMostThreads / kLanes;
+// Shared addresses begin here, so that a small number, or none, is not one.
+constexpr uint32_t kSharedBase = 1024;
+constexpr unsigned char kPoison = 0xff;  // NaN as floats and as 16-bit values, -1 as integers
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  bool there;
+  int group;
+};
+
+struct Thread {
+  Fibre fibre;
+  int number = 0;  // in its thread block
+  struct Block* block = nullptr;
+  const char* waits_at = nullptr;  // null: it runs, or could
+  int waits_id = 0;
+  bool done = false;
+  std::vector<Copy> copies;
+  int groups = 0;  // committed
+};
+
+struct Warp {
+  const char* name = nullptr;
+  int arrived = 0;
+  uint32_t phase = 0;
+  Words words[2][kLanes];
+  char order[2];  // ThreadSanitizer's
+};
+
+struct Barrier {
+  int arrived = 0, threads = 0;
+  uint32_t phase = 0;
+  char order[2];
+};
+
+struct Block {
+  unsigned x = 0, y = 0;
+  int running = 0;  // threads that are not done
+  std::vector<std::unique_ptr<Thread>> threads;
+  uint64_t ready[kMostThreads / 64] = {};
+  Warp warps[kMostWarps];
+  Barrier barriers[kBarriers];
+  std::vector<char> shared;  // while another block's is in place
+};
+
+enum class Order { kRandom, kFirst, kLast };
+
+// A launch. One at a time, as there is one thread of the system.
+struct Launch {
+  Fibre caller;
+  const std::function<void()>* body = nullptr;
+  int threads = 0;
+  unsigned blocks = 0;
+  uint32_t shared_bytes = 0;
+  std::vector<unsigned> order;  // of thread blocks
+  size_t begun = 0;
+  std::vector<Block*> live;
+  Block* in_place = nullptr;  // whose shared memory is where kernels look for it
+  Thread* now = nullptr;
+  uint64_t random = 1;
+  Order threads_order = Order::kRandom;
+  std::string failure;
+  char begin, end;  // ThreadSanitizer's
+};
+
+Launch* launch = nullptr;
+std::deque<Block> blocks;  // kept for their stacks
+Settings own_settings;
+
+uint64_t draw() {
+  uint64_t& x = launch->random;
+  x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+  return x * 0x2545F4914F6CDD1Du >> 16;
+}
+
+void set_ready(Block& b, int thread) {
+  b.ready[thread / 64] |= uint64_t{1} << thread % 64;
+  b.threads[static_cast<size_t>(thread)]->waits_at = nullptr;
+}
+
+// A thread that can go on; -1: none.
+int pick_thread(const Block& b) {
+  const int words = (launch->threads + 63) / 64;
+  if (launch->threads_order == Order::kLast) {
+    for (int i = words - 1; i >= 0; --i)
+      if (b.ready[i]) return 64 * i + 63 - __builtin_clzll(b.ready[i]);
+    return -1;
+  }
+  const int from = launch->threads_order == Order::kFirst
+                       ? 0
+                       : static_cast<int>(draw() % static_cast<uint64_t>(launch->threads));
+  for (int n = 0; n <= words; ++n) {
+    const int i = (from / 64 + n) % words;
+    uint64_t bits = b.ready[i];
+    if (n == 0) bits &= ~uint64_t{0} << from % 64;
+    if (bits) return 64 * i + __builtin_ctzll(bits);
+  }
+  return -1;
+}
+
+// By hand: a sanitizer would take memcpy for an access of the thread that runs.
+void copy_bytes(char* to, const char* from, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 16) {
+    uint64_t x[2];
+    __builtin_memcpy(x, from + i, 16);
+    __builtin_memcpy(to + i, x, 16);
+  }
+}
+
+void put_in_place(Block& b) {
+  if (launch->in_place == &b) return;
+  const size_t bytes = (launch->shared_bytes + 15) / 16 * 16;
+  if (launch->in_place) copy_bytes(launch->in_place->shared.data(), shared, bytes);
+  copy_bytes(shared, b.shared.data(), bytes);
+  launch->in_place = &b;
+}
+
+void entry();
+
+void begin_block(Block& b, unsigned index) {
+  b.x = index % gridDim.x;
+  b.y = index / gridDim.x;
+  b.running = launch->threads;
+  b.shared.assign((launch->shared_bytes + 15) / 16 * 16, static_cast<char>(kPoison));
+  std::fill(std::begin(b.ready), std::end(b.ready), 0);
+  for (Warp& w : b.warps) w.arrived = 0;
+  for (Barrier& x : b.barriers) x.arrived = 0;
+  while (b.threads.size() < static_cast<size_t>(launch->threads)) {
+    b.threads.push_back(std::make_unique<Thread>());
+  }
+  for (int t = 0; t < launch->threads; ++t) {
+    Thread& thread = *b.threads[static_cast<size_t>(t)];
+    thread.number = t;
+    thread.block = &b;
+    thread.done = false;
+    thread.copies.clear();
+    thread.groups = 0;
+    thread.fibre.start(entry);
+    set_ready(b, t);
+  }
+  launch->live.push_back(&b);
+#if STROBE_EMULATOR_TSAN
+  // New memory, so that what another block has done there is forgotten.
+  mmap(shared, sizeof shared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+       0);
+  launch->in_place = nullptr;
+  __tsan_release(&launch->begin);
+#endif
+}
+
+void begin_blocks() {
+#if STROBE_EMULATOR_TSAN
+  const size_t most = 1;  // it would take another block's shared memory for this one's
+#else
+  const size_t most = static_cast<size_t>(std::max(1, own_settings.blocks_at_once));
+#endif
+  while (launch->live.size() < most && launch->begun < launch->order.size()) {
+    const auto is_free = [](Block& b) {
+      return std::find(launch->live.begin(), launch->live.end(), &b) == launch->live.end();
+    };
+    auto found = std::find_if(blocks.begin(), blocks.end(), is_free);
+    if (found == blocks.end()) found = blocks.emplace(blocks.end());
+    begin_block(*found, launch->order[launch->begun++]);
+  }
+}
+
+std::string who_waits() {
+  std::string text = "threads wait for ever:";
+  for (Block* b : launch->live) {
+    int shown = 0;
+    for (int t = 0; t < launch->threads; ++t) {
+      const Thread& thread = *b->threads[static_cast<size_t>(t)];
+      if (thread.done) continue;
+      if (++shown > 70) {
+        text += " ...";
+        break;
+      }
+      char line[160];
+      std::snprintf(line, sizeof line, "\n  block %u,%u thread %d at %s", b->x, b->y, t,
+                    thread.waits_at ? thread.waits_at : "nothing");
+      text += line;
+      if (thread.waits_id >= 0) {
+        const Barrier& x = b->barriers[thread.waits_id];
+        std::snprintf(line, sizeof line, " %d: %d of %d are there", thread.waits_id, x.arrived,
+                      x.threads);
+        text += line;
+      }
+    }
+  }
+  return text;
+}
+
+void leave(Fibre& from) { launch->caller.resume(from); }
+
+// Goes on with a thread that can, of some block.
+void go_on(Fibre& from) {
+  Thread* next = nullptr;
+  Block* const own = launch->now ? launch->now->block : nullptr;
+  const bool stay = launch->live.size() == 1 || draw() % 64 != 0;
+  if (own && own->running > 0 && stay) {
+    if (const int t = pick_thread(*own); t >= 0) next = own->threads[static_cast<size_t>(t)].get();
+  }
+  const size_t first = draw() % launch->live.size();
+  for (size_t n = 0; !next && n < launch->live.size(); ++n) {
+    Block& b = *launch->live[(first + n) % launch->live.size()];
+    if (const int t = pick_thread(b); t >= 0) next = b.threads[static_cast<size_t>(t)].get();
+  }
+  if (!next) {
+    launch->failure = who_waits();
+    if (&from != &launch->caller) leave(from);
+    return;
+  }
+  Block& b = *next->block;
+  b.ready[next->number / 64] &= ~(uint64_t{1} << next->number % 64);
+  put_in_place(b);
+  launch->now = next;
+  threadIdx.x = static_cast<unsigned>(next->number);
+  blockIdx.x = b.x;
+  blockIdx.y = b.y;
+  if (&next->fibre != &from) next->fibre.resume(from);
+}
+
+// id: of a barrier, or negative.
+void wait_here(const char* at, int id) {
+  Thread& own = *launch->now;
+  own.waits_at = at;
+  own.waits_id = id;
+  go_on(own.fibre);
+}
+
+void land(const Copy& copy) {
+  char* const to = shared + (copy.to - kSharedBase);
+  note_write(to, 16);
+  if (copy.there) {
+    note_read(copy.from, 16);
+    copy_bytes(to, static_cast<const char*>(copy.from), 16);
+  } else {
+    const uint64_t zeros[2] = {};
+    copy_bytes(to, reinterpret_cast<const char*>(zeros), 16);
+  }
+}
+
+// Lands the copies of all groups below `end`.
+void land_groups(Thread& t, int end) {
+  size_t left = 0;
+  for (const Copy& copy : t.copies) {
+    if (copy.group < end) {
+      land(copy);
+    } else {
+      t.copies[left++] = copy;
+    }
+  }
+  t.copies.resize(left);
+}
+
+void entry() {
+  Fibre::arrived();
+  STROBE_TSAN(__tsan_acquire(&launch->begin));
+  Thread& own = *launch->now;
+  (*launch->body)();
+  land_groups(own, own.groups + 1);
+  STROBE_TSAN(__tsan_release(&launch->end));
+  own.done = true;
+  if (--own.block->running == 0) {
+    auto& live = launch->live;
+    live.erase(std::find(live.begin(), live.end(), own.block));
+    if (launch->in_place == own.block) launch->in_place = nullptr;
+    launch->now = nullptr;
+    leave(own.fibre);  // another block may begin, on this stack too
+  }
+  go_on(own.fibre);
+  std::abort();  // nobody goes on with a thread that is done
+}
+
+}  // namespace
+
+Settings& settings() { return own_settings; }
+
+std::string run(unsigned grid_x, unsigned grid_y, int threads, uint32_t shared_bytes,
+                const std::function<void()>& body) {
+  if (threads % kLanes != 0 || threads <= 0 || threads > kMostThreads) {
+    return "threads of a block: expected whole warps, 1024 threads at most";
+  }
+  if (shared_bytes > kMostShared) return "shared memory: more than a thread block can have";
+  Launch own;
+  launch = &own;
+  gridDim = dim3(grid_x, grid_y);
+  blockDim = dim3(static_cast<unsigned>(threads));
+  own.body = &body;
+  own.threads = threads;
+  own.shared_bytes = shared_bytes;
+  own.random = own_settings.seed * 0x9E3779B97F4A7C15u + 0x632BE59BD9B4E019u;
+  for (int i = 0; i < 8; ++i) draw();
+  own.threads_order = static_cast<Order>(draw() % 3);
+  for (unsigned i = 0; i < grid_x * grid_y; ++i) own.order.push_back(i);
+  for (size_t n = own.order.size(); n > 1; --n) std::swap(own.order[n - 1], own.order[draw() % n]);
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(shared, sizeof shared);
+  ASAN_POISON_MEMORY_REGION(shared + (shared_bytes + 15) / 16 * 16,
+                            sizeof shared - (shared_bytes + 15) / 16 * 16);
+#endif
+  for (begin_blocks(); !own.live.empty() && own.failure.empty(); begin_blocks()) {
+    go_on(own.caller);
+  }
+  STROBE_TSAN(__tsan_acquire(&own.end));
+  launch = nullptr;
+  return own.failure;
+}
+
+void fail(const std::string& what) {
+  Thread& own = *launch->now;
+  char text[80];
+  std::snprintf(text, sizeof text, "block %u,%u thread %d: ", own.block->x, own.block->y,
+                own.number);
+  launch->failure = text + what;
+  leave(own.fibre);
+  std::abort();
+}
+
+const Words* exchange(const char* name, const Words& own, bool orders) {
+  Thread& t = *launch->now;
+  Warp& w = t.block->warps[t.number / kLanes];
+  if (w.arrived == 0) {
+    w.name = name;
+  } else if (std::strcmp(w.name, name) != 0) {
+    fail(std::string("is at ") + name + ", other lanes of its warp are at " + w.name);
+  }
+  const uint32_t phase = w.phase % 2;
+  w.words[phase][t.number % kLanes] = own;
+  if (orders) {
+    STROBE_TSAN(__tsan_release(&w.order[phase]));
+  }
+  if (++w.arrived == kLanes) {
+    w.arrived = 0;
+    ++w.phase;
+    const int first = t.number / kLanes * kLanes;
+    for (int i = first; i < first + kLanes; ++i)
+      if (i != t.number) set_ready(*t.block, i);
+    // Whoever comes last may be the first to go on, or not.
+    if (draw() % 2) {
+      set_ready(*t.block, t.number);
+      go_on(t.fibre);
+    }
+  } else {
+    wait_here(name, -1);
+  }
+  if (orders) {
+    STROBE_TSAN(__tsan_acquire(&w.order[phase]));
+  }
+  return w.words[phase];
+}
+
+void barrier(int id, int threads) {
+  if (id < 0 || id >= kBarriers) fail("barrier " + std::to_string(id) + ", expected 0 to 15");
+  Thread& t = *launch->now;
+  Barrier& b = t.block->barriers[id];
+  if (b.arrived > 0 && b.threads != threads) {
+    fail("barrier " + std::to_string(id) + " of " + std::to_string(threads) +
+         " threads, others wait there for " + std::to_string(b.threads));
+  }
+  b.threads = threads;
+  [[maybe_unused]] const uint32_t phase = b.phase % 2;
+  STROBE_TSAN(__tsan_release(&b.order[phase]));
+  if (++b.arrived == threads) {
+    b.arrived = 0;
+    ++b.phase;
+    for (int i = 0; i < launch->threads; ++i) {
+      Thread& other = *t.block->threads[static_cast<size_t>(i)];
+      if (!other.done && other.waits_at && other.waits_id == id) set_ready(*t.block, i);
+    }
+    set_ready(*t.block, t.number);
+    go_on(t.fibre);
+  } else {
+    wait_here("barrier", id);
+  }
+  STROBE_TSAN(__tsan_acquire(&b.order[phase]));
+}
+
+uint32_t shared_address(const void* p) {
+  const auto at = static_cast<const char*>(p) - shared;
+  if (at < 0 || at > static_cast<std::ptrdiff_t>(launch->shared_bytes)) {
+    fail("address of something that is not in shared memory");
+  }
+  return kSharedBase + static_cast<uint32_t>(at);
+}
+
+char* shared_at(uint32_t address, uint32_t bytes) {
+  const uint32_t at = address - kSharedBase;
+  if (address < kSharedBase || at > launch->shared_bytes || launch->shared_bytes - at < bytes) {
+    fail(std::to_string(bytes) + " bytes at shared address " + std::to_string(at) + ", of " +
+         std::to_string(launch->shared_bytes));
+  }
+  if (at % bytes != 0) {
+    fail(std::to_string(bytes) + " bytes at shared address " + std::to_string(at) +
+         ", expected a multiple");
+  }
+  return shared + at;
+}
+
+void note_read([[maybe_unused]] const void* p, [[maybe_unused]] uint32_t bytes) {
+  STROBE_TSAN(__tsan_read_range(const_cast<void*>(p), bytes));
+}
+void note_write([[maybe_unused]] void* p, [[maybe_unused]] uint32_t bytes) {
+  STROBE_TSAN(__tsan_write_range(p, bytes));
+}
+
+void copy_async(uint32_t to, const void* from, bool there) {
+  Thread& t = *launch->now;
+  char* const place = shared_at(to, 16);
+  if (there && reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+    fail("cp.async from an address that is no multiple of 16");
+  }
+  note_write(place, 16);
+  for (int i = 0; i < 16; ++i) place[i] = static_cast<char>(kPoison);
+  if (there) {  // a source that is not there shows here
+    volatile char byte = static_cast<const char*>(from)[0];
+    byte = static_cast<const char*>(from)[15];
+    (void)byte;
+  }
+  t.copies.push_back({to, from, there, t.groups});
+}
+void commit_copies() { ++launch->now->groups; }
+void wait_for_copies(int pending) {
+  Thread& t = *launch->now;
+  land_groups(t, t.groups - pending);
+}
+
+}  // namespace strobe::emulator
