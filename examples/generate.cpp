@@ -39,11 +39,13 @@ using namespace strobe::cli;
 
 constexpr const char* kWeightsFile = STROBE_EXAMPLES "/data/char_gpt.safetensors";
 
-// A text: its tokens are numbers of characters, the prompt's first. The cache has keys and values
-// of the first cached.length of them.
+// A text: its tokens are the numbers of its characters, the prompt's first.
 struct Sequence {
   std::vector<int32_t> tokens;
-  CachedSequence cached;
+  CachedSequence cached;      // the cache has keys and values of the first cached.length tokens
+  size_t end = 0;             // tokens that it is to get
+  std::mt19937_64 generator;  // of its own, so that the batch does not matter
+  std::vector<float> logits;  // [drawn, characters] what its characters were drawn from
 };
 
 // The model and its cache. Each layer has a pool of pages, [pages, page_size, heads, head_dim] of K
@@ -93,20 +95,21 @@ class Engine {
     problem_.k_new = problem_.v_new = problem_.q;
   }
 
-  // Runs the model on each sequence's tokens that the cache does not have yet: all of a prompt, or
-  // the one that was drawn last, or of some sequences this and of others that. Returns the logits
-  // after the last token of each: [sequences, characters].
-  [[nodiscard]] Matrix Step(std::span<Sequence* const> batch) {
+  // Runs the model on tokens of each sequence that the cache does not have yet, at most `chunk`: a
+  // piece of a prompt, or the one that was drawn last, in one batch. So a long prompt holds nobody
+  // up. Returns the logits after the last of these tokens: [sequences, characters].
+  [[nodiscard]] Matrix Step(std::span<Sequence* const> batch, int64_t chunk) {
     std::vector<int32_t> tokens, starts = {0};
     std::vector<CachedSequence*> cached;
     int64_t longest = 0;
     for (Sequence* sequence : batch) {
-      const auto fresh =
-          std::span(sequence->tokens).subspan(static_cast<size_t>(sequence->cached.length));
-      pool_.Reserve(sequence->cached, static_cast<int64_t>(fresh.size()));
-      tokens.insert(tokens.end(), fresh.begin(), fresh.end());
+      const auto all = static_cast<int64_t>(sequence->tokens.size());
+      const int64_t fresh = std::min(all - sequence->cached.length, chunk);
+      pool_.Reserve(sequence->cached, fresh);
+      const auto first = sequence->tokens.begin() + sequence->cached.length;
+      tokens.insert(tokens.end(), first, first + fresh);
       starts.push_back(static_cast<int32_t>(tokens.size()));
-      longest = std::max(longest, static_cast<int64_t>(fresh.size()));
+      longest = std::max(longest, fresh);
       cached.push_back(&sequence->cached);
     }
     const BatchTable table(cached, problem_.pages_per_sequence);
@@ -149,7 +152,7 @@ class Engine {
 
     Matrix last(problem_.batch, weights_.dim);
     for (size_t b = 0; b < batch.size(); ++b) {
-      batch[b]->cached.length = static_cast<int32_t>(batch[b]->tokens.size());
+      batch[b]->cached.length += starts[b + 1] - starts[b];
       std::ranges::copy(x.row(starts[b + 1] - 1), last.row(static_cast<int64_t>(b)).begin());
     }
     return Apply(weights_.head, Apply(weights_.norm, last));
@@ -197,6 +200,7 @@ struct Options {
       "TEST(",   "// Which keys a query sees: ", "for (int64_t i = 0; i < batch; ++i) {\n"};
   std::string weights;
   int64_t length = 300;
+  int64_t chunk = 16;
   double temperature = 0.5;
   int64_t seed = 0;
   int64_t page_size = 16;
@@ -227,16 +231,15 @@ class Transcript {
   Transcript(const std::vector<Sequence>& sequences, const Weights& weights)
       : sequences_(sequences), weights_(weights) {}
 
-  // whole: no text gets longer.
-  void Print(bool whole) {
+  void PrintNew() {
     while (turn_ < sequences_.size()) {
-      if (printed_ == 0) cli::Print("{}\n", Dim(fmt::format("--- {}", turn_)));
-      const std::vector<int32_t>& tokens = sequences_[turn_].tokens;
-      while (printed_ < tokens.size()) {
-        cli::Print("{}", weights_.alphabet[static_cast<size_t>(tokens[printed_++])]);
+      const Sequence& sequence = sequences_[turn_];
+      if (printed_ == 0) Print("{}\n", Dim(fmt::format("--- {}", turn_)));
+      while (printed_ < sequence.tokens.size()) {
+        Print("{}", weights_.alphabet[static_cast<size_t>(sequence.tokens[printed_++])]);
       }
-      if (!whole) break;
-      cli::Print("\n");
+      if (printed_ < sequence.end) break;
+      Print("\n");
       ++turn_;
       printed_ = 0;
     }
@@ -249,27 +252,23 @@ class Transcript {
   size_t turn_ = 0, printed_ = 0;  // the text, and how many of its characters
 };
 
-// The logits that each character was drawn from, and the texts, for who wants to compare them.
+// The logits and the texts, for who wants to compare them.
 void WriteLogits(const std::string& path, const std::vector<Sequence>& sequences,
-                 const std::vector<Matrix>& steps, const Weights& weights) {
-  std::vector<Matrix> logits;
-  std::map<std::string, std::string> texts;
-  for (size_t b = 0; b < sequences.size(); ++b) {
-    Matrix of_text(static_cast<int64_t>(steps.size()), steps[0].cols);
-    for (size_t n = 0; n < steps.size(); ++n) {
-      std::ranges::copy(steps[n].row(static_cast<int64_t>(b)),
-                        of_text.row(static_cast<int64_t>(n)).begin());
-    }
-    logits.push_back(std::move(of_text));
-    std::string& text = texts[fmt::format("text.{}", b)];
-    for (const int32_t t : sequences[b].tokens) text += weights.alphabet[static_cast<size_t>(t)];
-  }
+                 const Weights& weights) {
+  const auto characters = static_cast<int64_t>(weights.alphabet.size());
   std::vector<TensorView> tensors;
-  for (size_t b = 0; b < logits.size(); ++b) {
-    tensors.push_back({.name = fmt::format("logits.{}", b),
+  std::map<std::string, std::string> texts;
+  for (size_t n = 0; n < sequences.size(); ++n) {
+    const Sequence& sequence = sequences[n];
+    const auto drawn = static_cast<int64_t>(sequence.logits.size()) / characters;
+    tensors.push_back({.name = fmt::format("logits.{}", n),
                        .dtype = "F32",
-                       .shape = {logits[b].rows, logits[b].cols},
-                       .data = std::as_bytes(std::span(logits[b].values))});
+                       .shape = {drawn, characters},
+                       .data = std::as_bytes(std::span(sequence.logits))});
+    std::string& text = texts[fmt::format("text.{}", n)];
+    for (const int32_t token : sequence.tokens) {
+      text += weights.alphabet[static_cast<size_t>(token)];
+    }
   }
   WriteSafetensors(path, tensors, texts);
 }
@@ -281,49 +280,53 @@ void Generate(const Options& options) {
         PathText(options.weights), static_cast<double>(weights.parameters) / 1e6,
         weights.blocks.size(), weights.heads, weights.head_dim, weights.alphabet.size());
 
-  std::vector<Sequence> sequences;
-  std::vector<Sequence*> batch;
-  std::vector<std::mt19937_64> generators;  // of its own, so that a text has the same in any batch
+  std::vector<Sequence> sequences(options.prompts.size());
   int64_t prompt_tokens = 0, most_rows = 0, pages = 0;
-  for (const std::string& prompt : options.prompts) {
-    sequences.push_back({.tokens = Tokens(prompt, weights), .cached = {}});
-    std::seed_seq seeds = {options.seed, static_cast<int64_t>(generators.size())};
-    generators.emplace_back(seeds);
-    const auto tokens = static_cast<int64_t>(sequences.back().tokens.size());
-    const int64_t rows = tokens + options.length - 1;  // the last character is drawn, never read
-    prompt_tokens += tokens;
+  for (size_t n = 0; n < sequences.size(); ++n) {
+    Sequence& sequence = sequences[n];
+    sequence.tokens = Tokens(options.prompts[n], weights);
+    sequence.end = sequence.tokens.size() + static_cast<size_t>(options.length);
+    std::seed_seq seeds = {options.seed, static_cast<int64_t>(n)};
+    sequence.generator.seed(seeds);
+    prompt_tokens += static_cast<int64_t>(sequence.tokens.size());
+    const auto rows = static_cast<int64_t>(sequence.end) - 1;  // nobody asks what follows the last
     most_rows = std::max(most_rows, rows);
     pages += (rows + options.page_size - 1) / options.page_size;
   }
-  for (Sequence& sequence : sequences) batch.push_back(&sequence);
 
   Engine engine(weights, pages, options.page_size, most_rows);
   Transcript transcript(sequences, weights);
-  std::vector<Matrix> steps;
+  std::vector<Sequence*> batch;
+  for (Sequence& sequence : sequences) batch.push_back(&sequence);
+  int64_t steps = 0, drawn = 0, most_pages = 0;
   const Stopwatch watch;
-  double prompt_seconds = 0;
-  for (int64_t n = 0; n < options.length; ++n) {
-    Matrix logits = engine.Step(batch);
-    if (n == 0) prompt_seconds = watch.Seconds();
+  for (; !batch.empty(); ++steps) {
+    const Matrix logits = engine.Step(batch, options.chunk);
+    most_pages = std::max(most_pages, pages - engine.pool().free_pages());
     for (size_t b = 0; b < batch.size(); ++b) {
-      batch[b]->tokens.push_back(
-          Draw(logits.row(static_cast<int64_t>(b)), options.temperature, generators[b]));
+      Sequence& sequence = *batch[b];
+      const auto cached = static_cast<size_t>(sequence.cached.length);
+      if (cached < sequence.tokens.size()) continue;  // there is more of its prompt
+      const std::span<const float> row = logits.row(static_cast<int64_t>(b));
+      sequence.tokens.push_back(Draw(row, options.temperature, sequence.generator));
+      ++drawn;
+      if (!options.logits.empty()) {
+        sequence.logits.insert(sequence.logits.end(), row.begin(), row.end());
+      }
+      if (sequence.tokens.size() == sequence.end) engine.Release(sequence);
     }
-    if (!options.logits.empty()) steps.push_back(std::move(logits));
-    transcript.Print(false);
+    std::erase_if(batch, [](const Sequence* s) { return s->tokens.size() == s->end; });
+    transcript.PrintNew();
   }
   const double seconds = watch.Seconds();
-  transcript.Print(true);
 
-  const auto drawn = static_cast<int64_t>(batch.size()) * options.length;
-  Print("\n{} characters of prompts in {}, {} new ones in {}: {:.0f} characters/s\n", prompt_tokens,
-        TimeText(prompt_seconds), drawn, TimeText(seconds), static_cast<double>(drawn) / seconds);
-  Print("attention by {}, over {} of {} pages of {} rows", engine.kernel(),
-        pages - engine.pool().free_pages(), pages, options.page_size);
-  for (Sequence* sequence : batch) engine.Release(*sequence);
-  Print("; given back, {} are free\n", engine.pool().free_pages());
-  if (!options.logits.empty()) WriteLogits(options.logits, sequences, steps, weights);
+  Print(
+      "\n{} characters of prompts and {} new ones, {} steps in {:.2f} s: {:.0f} new characters/s\n",
+      prompt_tokens, drawn, steps, seconds, static_cast<double>(drawn) / seconds);
+  Print("attention by {}, over {} of {} pages of {} rows; given back, {} are free\n",
+        engine.kernel(), most_pages, pages, options.page_size, engine.pool().free_pages());
   Flush();
+  if (!options.logits.empty()) WriteLogits(options.logits, sequences, weights);
 }
 
 int Main(int argc, char** argv) {
@@ -343,6 +346,8 @@ int Main(int argc, char** argv) {
                 ParseNumber(flag, text, {.wanted = "a number from 0 to 100", .min = 0, .max = 100});
           });
   AddInteger(app, "--seed", &options.seed, 0, "Other numbers, other texts (0)", kMost);
+  AddInteger(app, "--chunk", &options.chunk, 1,
+             "Characters of a prompt that a step reads at most (16)", kMost);
   AddInteger(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
