@@ -1,11 +1,13 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
+.PHONY: help demo generate test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 demo: ## build, then attention on real data, checked and timed
 	@scripts/demo.sh
+generate: ## build, then a small GPT writes on from six prompts, over a paged KV cache; ARGS go to build/release/bin/generate
+	@scripts/generate.sh $(ARGS)
 test: ## build and run every test that needs no GPU
 	@scripts/test.sh
 compat: ## diffusers, transformers, peft, trl and their like beside the distribution flash-attn

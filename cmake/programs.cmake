@@ -19,14 +19,20 @@ if(missing)
   message(FATAL_ERROR "the tool, the examples and the fuzz targets need what was ${hint}")
 endif()
 
-# What the tool shares with the demo and the fuzz targets: safetensors, tables, the float64 reference.
-file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
-list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp")
-add_library(strobe_tool STATIC ${sources})
-target_include_directories(strobe_tool PUBLIC "${PROJECT_SOURCE_DIR}/src")
-target_link_libraries(strobe_tool
+# What any program may need of the tool: files and flags. The examples build in half the time without the rest.
+set(basics flags safetensors safetensors_file text)
+list(TRANSFORM basics REPLACE "(.+)" "${PROJECT_SOURCE_DIR}/src/cli/\\1.cpp")
+add_library(strobe_basics STATIC ${basics})
+target_include_directories(strobe_basics PUBLIC "${PROJECT_SOURCE_DIR}/src")
+target_link_libraries(strobe_basics
   PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json OpenMP::OpenMP_CXX
   PRIVATE strobe_flags)
+
+# What the tool shares with the fuzz targets: its commands, tables, the float64 reference.
+file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
+list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp" ${basics})
+add_library(strobe_tool STATIC ${sources})
+target_link_libraries(strobe_tool PUBLIC strobe_basics PRIVATE strobe_flags)
 
 # `--device cuda` copies tensors to the GPU and back itself.
 if(TARGET strobe_cuda_objects)
@@ -35,24 +41,31 @@ if(TARGET strobe_cuda_objects)
   target_link_libraries(strobe_tool PRIVATE CUDA::cudart_static)
 endif()
 
-# strobe_program(TARGET NAME SOURCE): bin/NAME in the build tree, if SOURCE is there.
-function(strobe_program target name)
-  strobe_sources(sources ${ARGN})
+# strobe_program(TARGET NAME SOURCE LIBRARY): bin/NAME in the build tree, if SOURCE is there.
+function(strobe_program target name source library)
+  strobe_sources(sources ${source})
   if(sources)
     add_executable(${target} ${sources})
     set_target_properties(${target} PROPERTIES
       OUTPUT_NAME ${name} RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
-    target_link_libraries(${target} PRIVATE strobe_flags strobe_tool)
+    target_link_libraries(${target} PRIVATE strobe_flags ${library})
   endif()
 endfunction()
 
 if(STROBE_BUILD_CLI)
-  strobe_program(strobe_cli strobe src/cli/main.cpp)
+  strobe_program(strobe_cli strobe src/cli/main.cpp strobe_tool)
 endif()
 if(STROBE_BUILD_EXAMPLES)
-  strobe_program(strobe_demo strobe_demo examples/demo.cpp)
-  strobe_program(strobe_quickstart quickstart examples/quickstart.cpp)
-  strobe_program(strobe_paged_cache paged_cache examples/paged_cache.cpp)
-  strobe_program(strobe_shared_prefix shared_prefix examples/shared_prefix.cpp)
-  strobe_program(strobe_llama_block llama_block examples/llama_block.cpp)
+  strobe_program(strobe_demo strobe_demo examples/demo.cpp strobe_basics)
+  strobe_program(strobe_quickstart quickstart examples/quickstart.cpp strobe_basics)
+  strobe_program(strobe_generate generate examples/generate.cpp strobe_basics)
+  strobe_program(strobe_paged_cache paged_cache examples/paged_cache.cpp strobe_basics)
+  strobe_program(strobe_shared_prefix shared_prefix examples/shared_prefix.cpp strobe_basics)
+  strobe_program(strobe_llama_block llama_block examples/llama_block.cpp strobe_basics)
+  # Where their data is. __FILE__ would not do: ccache makes it relative to the build folder.
+  foreach(target strobe_demo strobe_generate)
+    if(TARGET ${target})
+      target_compile_definitions(${target} PRIVATE STROBE_EXAMPLES="${PROJECT_SOURCE_DIR}/examples")
+    endif()
+  endforeach()
 endif()

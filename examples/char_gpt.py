@@ -2,10 +2,12 @@
 
     python examples/char_gpt.py                  also draws docs/figures/char_gpt
     python examples/char_gpt.py --text war.txt   on a text of yours
+    python examples/char_gpt.py --alone --steps 4000 --export war.safetensors   for generate.cpp
 
 A second model, with the same initial weights, takes every step on the same batch, but with
 PyTorch's scaled_dot_product_attention. Attention that is exact gives the same training: the figure
-has one loss curve over the other. Steps alternate, so that a busy machine slows both alike.
+has one loss curve over the other. Steps alternate, so that a busy machine slows both alike. --alone
+leaves the second model out.
 
 Training amplifies rounding, whoever rounds. --control shows how much: a third model has another of
 PyTorch's own kernels, plain matrix products, and drifts from the second likewise.
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from llama_block import rotate
+from llama_block import ROTARY_BASE, rotate
 from strobe.flash_attn import flash_attn_func
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,6 +42,7 @@ DIM = HEADS * HEAD_DIM
 CONTEXT = 256  # characters that the model sees
 BATCH = 4  # pieces of the text in each step
 LEARNING_RATE, WARM_UP = 2e-3, 100  # the largest, reached after so many steps
+LAST = 20  # steps at the end, whose mean loss is the final one
 
 # Causal attention over q, k, v, each (batch, seqlen, heads, head_dim).
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -146,6 +149,26 @@ def generate(model: CharGPT, alphabet: str, prompt: str, length: int) -> str:
     return "".join(alphabet[t] for t in tokens)
 
 
+def export(training: Training, alphabet: str, path: Path) -> None:
+    """The weights in float32 under their names in CharGPT, as a safetensors file.
+
+    What the weights' shapes do not say is in the file's metadata: with it, examples/generate.cpp
+    has all that it needs.
+    """
+    from safetensors.torch import save_file  # only the export needs it
+
+    metadata = {
+        "alphabet": alphabet,  # the characters, in the order of their numbers
+        "heads": str(HEADS),
+        "context": str(CONTEXT),
+        "rotary_base": str(ROTARY_BASE),
+        "norm_epsilon": str(training.model.norm.eps),
+        "steps": str(len(training.losses)),
+        "loss": f"{statistics.mean(training.losses[-LAST:]):.4f}",
+    }
+    save_file(training.model.state_dict(), path, metadata)
+
+
 def read(paths: list[Path]) -> str:
     """Files, and all texts in folders, one after the other."""
     files: list[Path] = []
@@ -176,7 +199,7 @@ def train(
         n = len(strobe.losses)
         done = min(1.0, n / steps if steps else sum(strobe.seconds) / seconds)
         remaining = sum(sum(t.seconds) for t in trainings.values()) * (1 - done) / done
-        losses = f"Strobe {strobe.losses[-1]:.3f}, PyTorch {trainings['PyTorch'].losses[-1]:.3f}"
+        losses = ", ".join(f"{name} {t.losses[-1]:.3f}" for name, t in trainings.items())
         progress(done, f"{remaining:3.0f} s left, step {n}, loss: {losses}")
 
 
@@ -231,7 +254,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", default=SOURCES, help="files or folders")
     parser.add_argument("--seconds", type=float, default=120, help="of training with Strobe")
     parser.add_argument("--steps", type=int, default=0, help="instead of --seconds")
-    parser.add_argument("--control", action="store_true", help="a third training; see above")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--control", action="store_true", help="a third training; see above")
+    others.add_argument("--alone", action="store_true", help="no second training, and no figure")
+    parser.add_argument("--export", type=Path, help="safetensors file for the weights")
     parser.add_argument("--length", type=int, default=600, help="characters to write at the end")
     parser.add_argument(
         "--figure", type=Path, default=ROOT / "docs" / "figures" / "char_gpt", help="path to write"
@@ -252,7 +278,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = CharGPT(len(alphabet))
-    attentions = {"Strobe": strobe_attention, "PyTorch": pytorch_attention}
+    attentions = {"Strobe": strobe_attention}
+    if not args.alone:
+        attentions["PyTorch"] = pytorch_attention
     if args.control:
         attentions["PyTorch's math"] = pytorch_math_attention
     trainings = {name: Training(copy.deepcopy(model)) for name in attentions}
@@ -271,14 +299,19 @@ def main() -> None:
 
     print(f"{'':<16}{'final loss':>12}{'largest difference':>20}{'characters/s':>16}")
     for name, training in trainings.items():
-        final = statistics.mean(training.losses[-20:])
-        apart = max(differences(training, trainings["PyTorch"]))
+        final = statistics.mean(training.losses[-LAST:])
+        pytorch = trainings.get("PyTorch")
+        apart = f"{max(differences(training, pytorch)):.1e}" if pytorch else "-"
         speed = BATCH * CONTEXT / statistics.median(training.seconds)
-        print(f"{name:<16}{final:12.4f}{apart:20.1e}{speed:16,.0f}")
+        print(f"{name:<16}{final:12.4f}{apart:>20}{speed:16,.0f}")
     print(f"steps           {len(trainings['Strobe'].losses):12}")
+    if args.export:
+        export(trainings["Strobe"], alphabet, args.export)
+        print(f"weights         {args.export}, {args.export.stat().st_size:,} bytes")
     try:
-        plot(trainings, args.figure)
-        print(f"figure          {args.figure.with_suffix('.svg')} and .png")
+        if not args.alone:
+            plot(trainings, args.figure)
+            print(f"figure          {args.figure.with_suffix('.svg')} and .png")
     except ModuleNotFoundError as error:
         print(f"figure          none: {error} (python/requirements-plots.txt)")
     print(f"\n{generate(trainings['Strobe'].model, alphabet, text[:64], args.length)}")

@@ -474,8 +474,7 @@ int Demo(const std::string& path) {
 
 int main(int argc, char** argv) {
   try {
-    const std::string beside =
-        (std::filesystem::path(__FILE__).parent_path() / strobe::demo::kDataFile).string();
+    const std::string beside = std::string(STROBE_EXAMPLES) + "/" + strobe::demo::kDataFile;
     const std::string here = std::filesystem::proximate(beside).string();
     return strobe::demo::Demo(argc > 1 ? argv[1] : here.size() < beside.size() ? here : beside);
   } catch (const std::exception& error) {

@@ -2,8 +2,7 @@
 // grouped-query attention by Strobe, SwiGLU. examples/llama_block.py is the same block in PyTorch,
 // with the same weights; both print the same numbers.
 //
-//     c++ -std=c++20 -O3 examples/llama_block.cpp $(pkg-config --cflags --libs strobe) -o
-//     llama_block
+//     c++ -std=c++20 -O3 -fopenmp examples/llama_block.cpp $(pkg-config --cflags --libs strobe)
 //
 // Architecture: H. Touvron et al., "LLaMA", arXiv:2302.13971; grouped queries: J. Ainslie et al.,
 // "GQA", arXiv:2305.13245.
@@ -13,7 +12,8 @@
 #include <exception>
 #include <span>
 #include <strobe/strobe.hpp>
-#include <vector>
+
+#include "matrix.h"
 
 namespace {
 
@@ -28,17 +28,7 @@ constexpr int64_t kHidden = 704;  // of the feed-forward layer
 constexpr float kNormEpsilon = 1e-5F;
 constexpr float kRotaryBase = 10000;
 
-// Row-major. A row is a token: row b * kSeqlen + t is token t of sequence b.
-struct Matrix {
-  Matrix(int64_t m, int64_t n) : rows(m), cols(n), values(static_cast<size_t>(m * n)) {}
-  std::span<float> row(int64_t i) { return {values.data() + i * cols, static_cast<size_t>(cols)}; }
-  [[nodiscard]] std::span<const float> row(int64_t i) const {
-    return {values.data() + i * cols, static_cast<size_t>(cols)};
-  }
-
-  int64_t rows, cols;
-  std::vector<float> values;
-};
+// Rows of the matrices are tokens: row b * kSeqlen + t is token t of sequence b.
 
 // In [-1, 1): draw `index` of stream `seed`. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), whose
 // state at any index is known, so that Python can draw a whole tensor at once.
@@ -72,24 +62,6 @@ struct Weights {
   Matrix up = LinearWeight(8, kDim, kHidden);
   Matrix down = LinearWeight(9, kHidden, kDim);
 };
-
-// x weight, [tokens, in] [in, out].
-Matrix Linear(const Matrix& x, const Matrix& weight) {
-  Matrix y(x.rows, weight.cols);
-  for (int64_t i = 0; i < x.rows; ++i) {
-    float* const sums = y.row(i).data();
-    for (int64_t k = 0; k < x.cols; ++k) {
-      const float factor = x.row(i)[k];
-      const float* const terms = weight.row(k).data();
-      for (int64_t j = 0; j < weight.cols; ++j) sums[j] += factor * terms[j];
-    }
-  }
-  return y;
-}
-
-void Add(Matrix& x, const Matrix& y) {
-  for (size_t i = 0; i < x.values.size(); ++i) x.values[i] += y.values[i];
-}
 
 // Each row over its root mean square, times weight [1, cols].
 Matrix RmsNorm(const Matrix& x, const Matrix& weight) {

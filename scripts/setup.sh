@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots]
-#   demo  compiler, CMake and the header libraries: builds the library, the tool and the demo
+#   demo  compiler, CMake and the header libraries: builds the library, the tool and the examples
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
@@ -12,7 +12,7 @@ part=${1:-test}
 
 packages=(g++ cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev nlohmann-json3-dev)
 case $part in
-  demo) why="to build the library and the demo" ;;
+  demo) why="to build the library and the examples" ;;
   test) why="to build and run the tests" ;;
   ci) why="for formatting, fuzzing and tests" ;;
   bench) why="to build and run the benchmarks" ;;

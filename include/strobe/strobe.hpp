@@ -104,8 +104,7 @@ struct Problem {
   int64_t head_dim = 0;    // of q and k, 1 to 256
   int64_t head_dim_v = 0;  // of v and out, 1 to 256; 0: head_dim
 
-  bool varlen =
-      false;  // sequences are packed end to end; the arguments carry cu_seqlens_q and cu_seqlens_k
+  bool varlen = false;  // packed end to end; the arguments carry cu_seqlens_q and cu_seqlens_k
   bool causal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
   int64_t total_q = 0;  // varlen: rows of q
   int64_t total_k = 0;  // varlen: rows of k and v
@@ -215,6 +214,37 @@ struct Problem {
   }
 };
 
+namespace internal {
+
+// What the arguments of both directions have, for the C interface.
+template <typename C, typename Args>
+[[nodiscard]] C c_args(const Args& args) noexcept {
+  C a = {};
+  a.struct_size = sizeof a;
+  a.q = args.q;
+  a.k = args.k;
+  a.v = args.v;
+  a.out = args.out;
+  a.lse = args.lse;
+  a.cu_seqlens_q = args.cu_seqlens_q;
+  a.cu_seqlens_k = args.cu_seqlens_k;
+  a.alibi_slopes = args.alibi_slopes;
+  a.dropout_seed = args.dropout_seed;
+  a.dropout_offset = args.dropout_offset;
+  a.workspace = args.workspace.data();
+  a.workspace_bytes = args.workspace.size();
+  a.stream = args.stream;
+  a.interrupt = args.interrupt;
+  a.interrupt_data = args.interrupt_data;
+  a.seqused_q = args.seqused_q;
+  a.seqused_k = args.seqused_k;
+  a.q_position = args.q_position;
+  a.prefix = args.prefix;
+  return a;
+}
+
+}  // namespace internal
+
 // Tensors of a forward launch: host pointers for Device::kCpu, device pointers for Device::kCuda.
 // The shapes are those without varlen; with it, [batch, seqlen] becomes [total].
 struct ForwardArgs {
@@ -228,8 +258,8 @@ struct ForwardArgs {
   const float* alibi_slopes = nullptr;    // [heads] or [batch, heads]
   uint64_t dropout_seed = 0;
   uint64_t dropout_offset = 0;
-  std::span<std::byte> workspace =
-      {};                  // plan.workspace_bytes(), 64-byte aligned; empty: the library's own
+  // plan.workspace_bytes(), 64-byte aligned (strobe::Workspace); empty: the library's own
+  std::span<std::byte> workspace = {};
   void* stream = nullptr;  // CUDA: cudaStream_t
   // CPU: asked about every 0.1 s; other than 0 ends the launch with kInterrupted. Must not throw.
   int32_t (*interrupt)(void* interrupt_data) = nullptr;
@@ -250,27 +280,7 @@ struct ForwardArgs {
   const int32_t* rotary_position = nullptr;  // [batch] of the first query and new key
 
   [[nodiscard]] strobe_forward_args c() const noexcept {
-    strobe_forward_args a = {};
-    a.struct_size = sizeof a;
-    a.q = q;
-    a.k = k;
-    a.v = v;
-    a.out = out;
-    a.lse = lse;
-    a.cu_seqlens_q = cu_seqlens_q;
-    a.cu_seqlens_k = cu_seqlens_k;
-    a.alibi_slopes = alibi_slopes;
-    a.dropout_seed = dropout_seed;
-    a.dropout_offset = dropout_offset;
-    a.workspace = workspace.data();
-    a.workspace_bytes = workspace.size();
-    a.stream = stream;
-    a.interrupt = interrupt;
-    a.interrupt_data = interrupt_data;
-    a.seqused_q = seqused_q;
-    a.seqused_k = seqused_k;
-    a.q_position = q_position;
-    a.prefix = prefix;
+    auto a = internal::c_args<strobe_forward_args>(*this);
     a.block_table = block_table;
     a.cache_batch_idx = cache_batch_idx;
     a.leftpad = leftpad;
@@ -311,32 +321,12 @@ struct BackwardArgs {
   const int32_t* prefix = nullptr;
 
   [[nodiscard]] strobe_backward_args c() const noexcept {
-    strobe_backward_args a = {};
-    a.struct_size = sizeof a;
-    a.q = q;
-    a.k = k;
-    a.v = v;
-    a.out = out;
-    a.lse = lse;
+    auto a = internal::c_args<strobe_backward_args>(*this);
     a.dout = dout;
     a.dlse = dlse;
     a.dq = dq;
     a.dk = dk;
     a.dv = dv;
-    a.cu_seqlens_q = cu_seqlens_q;
-    a.cu_seqlens_k = cu_seqlens_k;
-    a.alibi_slopes = alibi_slopes;
-    a.dropout_seed = dropout_seed;
-    a.dropout_offset = dropout_offset;
-    a.workspace = workspace.data();
-    a.workspace_bytes = workspace.size();
-    a.stream = stream;
-    a.interrupt = interrupt;
-    a.interrupt_data = interrupt_data;
-    a.seqused_q = seqused_q;
-    a.seqused_k = seqused_k;
-    a.q_position = q_position;
-    a.prefix = prefix;
     return a;
   }
 };
@@ -404,62 +394,31 @@ class Plan {
   [[nodiscard]] const char* kernel() const noexcept { return plan_.kernel ? plan_.kernel : ""; }
   [[nodiscard]] size_t workspace_bytes() const noexcept { return plan_.workspace_bytes; }
   [[nodiscard]] int threads() const noexcept { return plan_.threads; }
-  [[nodiscard]] const strobe_plan& c() const noexcept {
-    return plan_;
-  }  // every field, defaults resolved
+  // Every field, defaults resolved.
+  [[nodiscard]] const strobe_plan& c() const noexcept { return plan_; }
 
  private:
   strobe_plan plan_;
 };
 
-// Partial results of one attention, and where the whole goes: strobe.h has shapes and strides.
-struct MergeArgs {
-  Device device = Device::kCpu;
-  int32_t device_index = 0;
-  DType out_dtype = DType::kFloat32;
-  int32_t threads = 0;  // at most; 0: OpenMP's number
-  int64_t parts = 0, batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;
-  const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
-  const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; -inf: no keys in the part
-  void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
-  float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
-  Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
-  int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
-  void* stream = nullptr;                // CUDA: cudaStream_t
-
-  [[nodiscard]] strobe_merge_args c() const noexcept {
-    strobe_merge_args a = {};
-    a.struct_size = sizeof a;
-    a.device = static_cast<int32_t>(device);
-    a.device_index = device_index;
-    a.out_dtype = static_cast<int32_t>(out_dtype);
-    a.threads = threads;
-    a.parts = parts;
-    a.batch = batch;
-    a.seqlen_q = seqlen_q;
-    a.heads = heads;
-    a.head_dim_v = head_dim_v;
-    a.outs = outs;
-    a.lses = lses;
-    a.out = out;
-    a.lse = lse;
-    a.outs_strides = outs_strides;
-    a.lses_strides = lses_strides;
-    a.out_strides = out_strides;
-    a.lse_strides = lse_strides;
-    a.outs_part = outs_part;
-    a.lses_part = lses_part;
-    a.stream = stream;
-    return a;
+// Memory for launches on the CPU, kept from one to the next, so that they need not allocate. One
+// launch at a time may use it.
+class Workspace {
+ public:
+  // As much as the plan needs, for args.workspace. An earlier plan's may be gone then. Throws
+  // std::bad_alloc.
+  [[nodiscard]] std::span<std::byte> of(const Plan& plan) {
+    const size_t bytes = plan.workspace_bytes(), lines = (bytes + sizeof(Line) - 1) / sizeof(Line);
+    if (lines_.size() < lines) lines_ = std::vector<Line>(lines);
+    return std::as_writable_bytes(std::span(lines_)).first(bytes);
   }
-};
 
-// Merges partial results exactly: out = sum of exp(lses - lse) * outs over the parts.
-[[nodiscard]] inline Status try_merge(const MergeArgs& args) noexcept {
-  const strobe_merge_args a = args.c();
-  return static_cast<Status>(strobe_merge(&a));
-}
-inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(args)); }
+ private:
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> lines_;
+};
 
 // Whether some kernel takes the problem.
 [[nodiscard]] inline bool supports(const Problem& problem) noexcept {
@@ -496,5 +455,6 @@ inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(a
 }  // namespace strobe
 
 #include <strobe/machine.hpp>
+#include <strobe/merge.hpp>
 
 #endif  // STROBE_STROBE_HPP_

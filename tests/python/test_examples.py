@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
+pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT_TRAINING = ROOT / "bench" / "gpt_training.py"
@@ -24,11 +26,11 @@ GPT_TRAINING = ROOT / "bench" / "gpt_training.py"
 PROGRAMS = Path(os.environ.get("STROBE_CLI", "")).parent
 
 
-def run(*words: str | Path) -> str:
+def run(*words: str | Path, **environment: str) -> str:
     """Standard output of a program, which must succeed."""
     result = subprocess.run(
         [str(word) for word in words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # tests run beside each other
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # tests run beside each other
         capture_output=True,
         text=True,
         timeout=300,
@@ -53,6 +55,173 @@ def test_llama_block_is_the_same_in_cpp_and_pytorch() -> None:
     assert python.keys() == cpp.keys()
     for name, values in cpp.items():
         assert python[name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
+
+
+WEIGHTS = ROOT / "examples" / "data" / "char_gpt.safetensors"
+# Of different lengths; the last one's text outgrows what the model sees at once.
+PROMPTS = ["a", "#include <", "// Which keys a query sees:\n", "int64_t x = 0;\n" * 16]
+
+
+@pytest.fixture
+def char_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("char_gpt")
+
+
+def generate(folder: Path, *words: str, **environment: str) -> list[tuple[str, Any]]:
+    """What bin/generate wrote: for each prompt the text, and (characters, alphabet) logits."""
+    program, file = PROGRAMS / "generate", folder / "logits.safetensors"
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"no {program}: STROBE_CLI names the tool, with the examples beside it")
+    output = run(program, *words, "--logits", file, **environment)
+    with safetensors.safe_open(file, "pt") as found:
+        texts = found.metadata()
+        result = [(texts[f"text.{n}"], found.get_tensor(f"logits.{n}")) for n in range(len(texts))]
+    # As they were printed.
+    assert "\n".join(f"--- {n}\n{text}" for n, (text, _) in enumerate(result)) in output
+    ((most, pages, free),) = re.findall(r"over (\d+) of (\d+) pages.* back, (\d+) are", output)
+    assert 0 < int(most) <= int(pages) == int(free)
+    return result
+
+
+def windowed_attention(q: Any, k: Any, v: Any) -> Any:
+    """(batch, seqlen, heads, head_dim): causal, and nothing of more than 255 characters ago."""
+    position = torch.arange(q.shape[1])
+    distance = position[:, None] - position
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = (distance >= 0) & (distance < 256)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.transpose(1, 2)
+
+
+def pytorch_logits(char_gpt: ModuleType, dtype: Any, tokens: list[int]) -> Any:
+    """(tokens, alphabet) of the model with the weights that generate reads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        weights = safetensors.torch.load_file(WEIGHTS)
+        model = char_gpt.CharGPT(len(weights["token.weight"]))
+        model.load_state_dict(weights)
+        for block in model.blocks:
+            block.attention = windowed_attention
+        with torch.no_grad():
+            return model(torch.tensor([tokens]))[0]
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("chunk", ["3", "16", "1000"])  # of a prompt in a step
+def test_generate_has_the_logits_of_pytorch(
+    tmp_path: Path, char_gpt: ModuleType, chunk: str
+) -> None:
+    with safetensors.safe_open(WEIGHTS, "pt") as found:
+        metadata = found.metadata()
+    assert (metadata["context"], metadata["heads"]) == ("256", str(char_gpt.HEADS))
+    length = 60
+    words = ("--length", str(length), "--temperature", "0", "--chunk", chunk)
+    texts = generate(tmp_path, *PROMPTS, *words)
+    assert len(PROMPTS[-1]) + length > 256
+    for prompt, (text, logits) in zip(PROMPTS, texts, strict=True):
+        assert text.startswith(prompt)
+        assert len(text) == len(prompt) + length
+        tokens = [metadata["alphabet"].index(c) for c in text]
+        exact = pytorch_logits(char_gpt, torch.float64, tokens[:-1])[-length:]
+        single = pytorch_logits(char_gpt, torch.float32, tokens[:-1])[-length:]
+        # As near to exact as PyTorch's own float32, but for the luck of single roundings.
+        assert float((logits - exact).abs().max()) <= 3 * float((single - exact).abs().max())
+        assert float((single - exact).abs().max()) < 1e-4
+        assert logits.argmax(dim=-1).tolist() == tokens[-length:]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_generate_writes_the_same_in_any_batch(tmp_path: Path, temperature: str) -> None:
+    words = ("--length", "40", "--temperature", temperature)
+    together = generate(tmp_path, *PROMPTS, *words)
+    for n, prompt in enumerate(PROMPTS):
+        # The n-th again, of a batch where the others are short, and what it is with other pages.
+        others = ["b"] * n
+        for size, threads in (("16", "1"), ("1", "2"), ("7", "2")):
+            text, logits = generate(
+                tmp_path, *others, prompt, *words, "--page-size", size, OMP_NUM_THREADS=threads
+            )[n]
+            assert text == together[n][0]
+            assert torch.equal(logits, together[n][1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["\u20ac"], "has the character"),
+        ([""], "a prompt is empty"),
+        (["a", "--length", "0"], "--length = 0, expected a whole number from 1"),
+        (["a", "--temperature", "-1"], "--temperature = -1, expected a number from 0"),
+        (["a", "--weights", "nowhere"], "cannot open nowhere"),
+        (["a", "--logits", "nowhere/file"], "cannot write nowhere/file"),
+        (["a", "--weights", ROOT / "README.md"], "not a safetensors file"),
+        (
+            ["a", "--weights", ROOT / "examples" / "data" / "minilm_layer3_512.safetensors"],
+            "no alphabet in its metadata",
+        ),
+    ],
+)
+def test_generate_says_what_is_wrong(words: list[str | Path], message: str) -> None:
+    program = PROGRAMS / "generate"
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"no {program}: STROBE_CLI names the tool, with the examples beside it")
+    command = [str(word) for word in (program, *words)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("generate: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t.pop("blocks.1.down.bias"), "no tensor blocks.1.down.bias"),
+        (lambda t, m: t.update({"norm.bias": torch.zeros(5)}), "norm.bias is F32 [5], expected"),
+        (lambda t, m: t.update({"norm.bias": t["norm.bias"].long()}), "norm.bias is I64 [128]"),
+        (lambda t, m: m.update({"heads": "3"}), "heads = 3 in its metadata"),
+        (lambda t, m: m.update({"context": "0"}), "context = 0, expected a whole number from 1"),
+        (lambda t, m: m.update({"alphabet": "abc"}), "token.weight is F32 [96, 128], expected"),
+    ],
+)
+def test_generate_says_what_is_wrong_with_weights(
+    tmp_path: Path, change: Callable[[dict[str, Any], dict[str, str]], object], message: str
+) -> None:
+    with safetensors.safe_open(WEIGHTS, "pt") as found:
+        metadata = found.metadata()
+    tensors = safetensors.torch.load_file(WEIGHTS)
+    change(tensors, metadata)
+    file = tmp_path / "changed.safetensors"
+    safetensors.torch.save_file(tensors, file, metadata)
+    test_generate_says_what_is_wrong(["a", "--weights", file], message)
+
+
+def test_generate_takes_weights_in_bfloat16(tmp_path: Path) -> None:
+    with safetensors.safe_open(WEIGHTS, "pt") as found:
+        metadata = found.metadata()
+    rounded = {n: t.bfloat16() for n, t in safetensors.torch.load_file(WEIGHTS).items()}
+    for name, tensors in (("half", rounded), ("same", {n: t.float() for n, t in rounded.items()})):
+        safetensors.torch.save_file(tensors, tmp_path / name, metadata)
+    half, same = (
+        generate(tmp_path, "// ", "--length", "20", "--weights", str(tmp_path / name))[0]
+        for name in ("half", "same")
+    )
+    assert half[0] == same[0]
+    assert torch.equal(half[1], same[1])
+
+
+def test_char_gpt_exports_what_generate_reads(tmp_path: Path) -> None:
+    script, weights = ROOT / "examples" / "char_gpt.py", tmp_path / "weights.safetensors"
+    text = ROOT / "examples" / "data" / "text.txt"
+    words = ("--alone", "--steps", "2", "--length", "1", "--export", weights)
+    output = run(sys.executable, script, "--text", text, *words)
+    assert f"weights         {weights}" in output
+    assert "figure" not in output
+    ((written, logits),) = generate(tmp_path, "The", "--length", "5", "--weights", str(weights))
+    assert written.startswith("The")
+    assert logits.shape == (5, len(set(text.read_text())))
 
 
 def test_char_gpt_learns_the_same_with_both_attentions(tmp_path: Path) -> None:

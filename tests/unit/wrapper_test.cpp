@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <strobe/strobe.hpp>
 #include <vector>
 
@@ -99,10 +98,7 @@ TEST(Wrapper, ForwardAndBackward) {
   strobe::Problem problem = kSmall;
   problem.direction = strobe::Direction::kBackward;
   const strobe::Plan backward(problem);
-  std::vector<std::byte> memory(backward.workspace_bytes() + 64);
-  void* start = memory.data();
-  size_t room = memory.size();
-  std::align(64, backward.workspace_bytes(), start, room);
+  strobe::Workspace workspace;
   backward.backward({.q = q.data(),
                      .k = q.data(),
                      .v = v.data(),
@@ -112,10 +108,101 @@ TEST(Wrapper, ForwardAndBackward) {
                      .dq = dq.data(),
                      .dk = dk.data(),
                      .dv = dv.data(),
-                     .workspace = {static_cast<std::byte*>(start), backward.workspace_bytes()}});
+                     .workspace = workspace.of(backward)});
   for (const float x : dq) EXPECT_NEAR(x, 0, 1e-5);
   for (const float x : dk) EXPECT_NEAR(x, 0, 1e-5);
   for (const float x : dv) EXPECT_NEAR(x, 1, 1e-5);
+}
+
+TEST(Wrapper, EveryArgumentArrives) {
+  const float x[16] = {};
+  float y[8] = {};
+  int32_t n[16] = {};
+  std::byte bytes[8];
+  const auto interrupt = [](void*) -> int32_t { return 0; };
+  const strobe_forward_args f = strobe::ForwardArgs{.q = x,
+                                                    .k = x + 1,
+                                                    .v = x + 2,
+                                                    .out = y,
+                                                    .lse = y + 1,
+                                                    .cu_seqlens_q = n,
+                                                    .cu_seqlens_k = n + 1,
+                                                    .alibi_slopes = x + 3,
+                                                    .dropout_seed = 5,
+                                                    .dropout_offset = 6,
+                                                    .workspace = bytes,
+                                                    .stream = y + 2,
+                                                    .interrupt = interrupt,
+                                                    .interrupt_data = y + 3,
+                                                    .block_table = n + 2,
+                                                    .k_new = x + 4,
+                                                    .v_new = x + 5,
+                                                    .cu_seqlens_k_new = n + 3,
+                                                    .rotary_cos = x + 6,
+                                                    .rotary_sin = x + 7}
+                                    .c();
+  const strobe_backward_args b = strobe::BackwardArgs{.q = x,
+                                                      .k = x + 1,
+                                                      .v = x + 2,
+                                                      .out = y,
+                                                      .lse = y + 1,
+                                                      .dout = x + 8,
+                                                      .dlse = x + 9,
+                                                      .dq = y + 4,
+                                                      .dk = y + 5,
+                                                      .dv = y + 6,
+                                                      .cu_seqlens_q = n,
+                                                      .cu_seqlens_k = n + 1,
+                                                      .alibi_slopes = x + 3,
+                                                      .dropout_seed = 5,
+                                                      .dropout_offset = 6,
+                                                      .workspace = bytes,
+                                                      .stream = y + 2,
+                                                      .interrupt = interrupt,
+                                                      .interrupt_data = y + 3}
+                                     .c();
+  const auto shared = [&](const auto& a) {
+    EXPECT_EQ(a.struct_size, sizeof a);
+    const void* const got[] = {a.q, a.k, a.v, a.out, a.lse, a.alibi_slopes, a.stream};
+    const void* const wanted[] = {x, x + 1, x + 2, y, y + 1, x + 3, y + 2};
+    for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
+    EXPECT_EQ(a.cu_seqlens_q, n);
+    EXPECT_EQ(a.cu_seqlens_k, n + 1);
+    EXPECT_EQ(a.dropout_seed, 5U);
+    EXPECT_EQ(a.dropout_offset, 6U);
+    EXPECT_EQ(a.workspace, bytes);
+    EXPECT_EQ(a.workspace_bytes, sizeof bytes);
+    EXPECT_NE(a.interrupt, nullptr);
+    EXPECT_EQ(a.interrupt_data, y + 3);
+  };
+  shared(f);
+  shared(b);
+  const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
+                             f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
+                             b.dq,          b.dk,         b.dv};
+  const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3, x + 6, x + 7,
+                                x + 8, x + 9, y + 4, y + 5, y + 6};
+  for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
+}
+
+TEST(Wrapper, WorkspaceGrowsAndIsAligned) {
+  strobe::Workspace workspace;
+  EXPECT_TRUE(workspace.of({}).empty());  // an empty plan needs nothing
+  strobe::Problem problem = kSmall;
+  const strobe::Plan small(problem);
+  problem.batch = 50;
+  problem.seqlen_q = problem.seqlen_k = 300;
+  problem.direction = strobe::Direction::kBackward;
+  const strobe::Plan large(problem);
+  ASSERT_LT(small.workspace_bytes(), large.workspace_bytes());
+  for (const strobe::Plan* plan : {&small, &large, &small}) {
+    const std::span<std::byte> memory = workspace.of(*plan);
+    EXPECT_EQ(memory.size(), plan->workspace_bytes());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 64, 0U);
+    std::ranges::fill(memory, std::byte{0xff});  // AddressSanitizer knows what is there
+  }
+  // What is large enough stays.
+  EXPECT_EQ(workspace.of(small).data(), workspace.of(large).data());
 }
 
 TEST(Wrapper, ErrorsCarryStatusAndText) {

@@ -1,0 +1,66 @@
+// Partial results of one attention become one: strobe::merge(). Part of strobe.hpp, which includes
+// it.
+#ifndef STROBE_MERGE_HPP_
+#define STROBE_MERGE_HPP_
+
+#include <strobe/strobe.h>
+
+#include <cstdint>
+#include <strobe/strobe.hpp>
+
+namespace strobe {
+inline namespace v0 {
+
+// Partial results of one attention, and where the whole goes: strobe.h has shapes and strides.
+struct MergeArgs {
+  Device device = Device::kCpu;
+  int32_t device_index = 0;
+  DType out_dtype = DType::kFloat32;
+  int32_t threads = 0;  // at most; 0: OpenMP's number
+  int64_t parts = 0, batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;
+  const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
+  const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; -inf: no keys in the part
+  void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
+  float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
+  Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
+  int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
+  void* stream = nullptr;                // CUDA: cudaStream_t
+
+  [[nodiscard]] strobe_merge_args c() const noexcept {
+    strobe_merge_args a = {};
+    a.struct_size = sizeof a;
+    a.device = static_cast<int32_t>(device);
+    a.device_index = device_index;
+    a.out_dtype = static_cast<int32_t>(out_dtype);
+    a.threads = threads;
+    a.parts = parts;
+    a.batch = batch;
+    a.seqlen_q = seqlen_q;
+    a.heads = heads;
+    a.head_dim_v = head_dim_v;
+    a.outs = outs;
+    a.lses = lses;
+    a.out = out;
+    a.lse = lse;
+    a.outs_strides = outs_strides;
+    a.lses_strides = lses_strides;
+    a.out_strides = out_strides;
+    a.lse_strides = lse_strides;
+    a.outs_part = outs_part;
+    a.lses_part = lses_part;
+    a.stream = stream;
+    return a;
+  }
+};
+
+// Merges partial results exactly: out = sum of exp(lses - lse) * outs over the parts.
+[[nodiscard]] inline Status try_merge(const MergeArgs& args) noexcept {
+  const strobe_merge_args a = args.c();
+  return static_cast<Status>(strobe_merge(&a));
+}
+inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(args)); }
+
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_MERGE_HPP_
