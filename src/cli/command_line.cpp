@@ -79,6 +79,9 @@ void AddRun(CLI::App& app, RunOptions* o) {
       ->disable_flag_override();
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
             "Convert to float32, bfloat16 (bf16) or float16 first");
+  AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
+  AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
+          "rotary_cos and rotary_sin turn neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
@@ -104,6 +107,19 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  seqused_k      likewise of k and v\n"
       "  q_position     I32 [batch]: key position of each sequence's first query\n"
       "  prefix         I32 [batch]: keys that all queries of the sequence see\n"
+      "A KV cache, forward only: with any of these, k and v are\n"
+      "               [cache_batch, seqlen_k, heads_kv, head_dim], or with block_table\n"
+      "               [pages, page_size, heads_kv, head_dim]; q is dense, or packed by "
+      "cu_seqlens_q\n"
+      "  block_table    I32 [batch, pages_per_sequence]: the pages of each sequence\n"
+      "  cache_batch_idx, leftpad, rotary_position\n"
+      "                 I32 [batch]: entry of the cache, rows to skip, first position\n"
+      "  k_new, v_new   [batch, seqlen_new, heads_kv, head_dim]: written behind each sequence's\n"
+      "                 seqused_k rows; the changed cache is a part of the result\n"
+      "  cu_seqlens_k_new\n"
+      "                 I32 [batch + 1]: k_new and v_new are [total, heads_kv, head_dim]\n"
+      "  rotary_cos, rotary_sin\n"
+      "                 [positions, rotary_dim / 2]: turn q and k_new\n"
       "\n"
       "Examples:\n"
       "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"

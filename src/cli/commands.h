@@ -33,7 +33,9 @@ struct RunOptions {
   int64_t seed = 0;
   int64_t offset = 0;
   bool alibi = false;
-  int64_t threads = 0;  // 0: unset
+  bool out_float32 = false;         // out in float32 in place of the inputs' dtype
+  bool rotary_interleaved = false;  // of rotary_cos and rotary_sin
+  int64_t threads = 0;              // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
   int64_t repeat = 0;  // 0: unset, for about half a second
