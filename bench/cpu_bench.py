@@ -3,6 +3,7 @@
     make bench                                        the grid of the project's goals, about ten minutes
     python bench/cpu_bench.py --threads 2 --quick     one repeat of the short lengths
     python bench/cpu_bench.py --scaling 16            how one launch of 8 heads x 8192 tokens spreads
+    make bench ARGS="--decode"                        one query on long KV caches alone (cpu_decode.py)
 
 The ratio is Strobe's speed over PyTorch's scaled_dot_product_attention. FLOP counts are the
 algorithm's: forward 4 * seqlen^2 * head_dim * heads * batch, half of that when causal; backward 2.5
@@ -26,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import cpu_decode
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = 8
@@ -257,6 +260,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short lengths only")
     parser.add_argument("--scaling", type=int, default=0, metavar="N", help="1 to N threads")
     parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--decode", action="store_true", help="one query on long KV caches, and nothing else")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, help="JSON file; default: bench/results/cpu_<isa>.json")
     args = parser.parse_args()
@@ -283,13 +287,17 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     print(", ".join(f"{k} {v}" for k, v in result.items()), "\n")
-    if not args.no_grid:
+    if args.decode:
+        result["load_average"] = os.getloadavg()
+        result["decode"] = cpu_decode.run(args.threads, args.budget)
+    elif not args.no_grid:
         result["grid"] = grid(args)
         result["summary"] = summary(result["grid"], isa)
-    result["workspace_131072"] = memory()
+    if not args.decode:
+        result["workspace_131072"] = memory()
     if args.scaling:
         result["scaling"] = scaling(args.scaling, args.budget)
-    path = args.output or ROOT / "bench" / "results" / f"cpu_{isa}.json"
+    path = args.output or ROOT / "bench" / "results" / f"cpu_{'decode_' if args.decode else ''}{isa}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nwritten to {path}")

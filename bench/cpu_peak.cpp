@@ -19,6 +19,8 @@
 #include <thread>
 #include <vector>
 
+#include "cli/streaming_read.h"
+
 namespace {
 
 constexpr int kChains = 16;  // more than latency times throughput of any core's FMA units
@@ -73,24 +75,6 @@ __attribute__((target("amx-tile,amx-bf16"))) double amx_bf16(int64_t rounds) {
 
 constexpr int64_t kReadBytes = int64_t{1} << 29;  // of all threads together: no cache is as large
 
-// Reads a thread's share of the memory, and returns its bytes.
-__attribute__((target("avx2"))) double read_share(const std::byte* memory, int thread,
-                                                  int threads) {
-  constexpr int64_t kStep = int64_t{kChains} * 32;
-  const int64_t bytes = kReadBytes / threads / kStep * kStep;
-  const std::byte* const begin = memory + thread * bytes;
-  __m256i sum[kChains] = {};
-  for (int64_t i = 0; i < bytes; i += kStep) {
-#pragma GCC unroll 16
-    for (int n = 0; n < kChains; ++n) {
-      const auto* const at = reinterpret_cast<const __m256i*>(begin + i + 32 * n);
-      sum[n] = _mm256_add_epi64(sum[n], _mm256_loadu_si256(at));
-    }
-  }
-  for (__m256i& x : sum) asm volatile("" : "+x"(x));
-  return static_cast<double>(bytes);
-}
-
 // What so many threads do in a second, 10^12 units at a time: the best of kTries. work(thread)
 // returns how many units it has done.
 template <typename Work>
@@ -133,8 +117,10 @@ void report(const char* name, double (*loop)(int64_t), int64_t rounds, int most)
 void report_read(int most) {
   const std::vector<std::byte> memory(kReadBytes, std::byte{1});
   for (int threads = 1; threads <= most; threads *= 2) {
-    const double now =
-        speed(threads, [&](int thread) { return read_share(memory.data(), thread, threads); });
+    const double now = speed(threads, [&](int thread) {
+      strobe::cli::StreamingReadShare(memory.data(), memory.size(), thread, threads);
+      return static_cast<double>(kReadBytes) / threads;
+    });
     std::printf("%-9s %3d threads %8.1f GB/s\n", "read", threads, 1e3 * now);
     std::fflush(stdout);
   }
@@ -151,7 +137,7 @@ int main(int argc, char** argv) {
   } else if (__builtin_cpu_supports("avx2")) {
     report("fp32", fma_256, 5000000, most);
   }
-  if (__builtin_cpu_supports("avx2")) report_read(most);
+  report_read(most);
   // Linux gives a process the tile registers when it asks: ARCH_REQ_XCOMP_PERM, XTILEDATA.
   constexpr int kAsk = 0x1023, kTiles = 18;
   if (syscall(SYS_arch_prctl, kAsk, kTiles) == 0) report("bf16 AMX", amx_bf16, 1000000, most);

@@ -7,7 +7,7 @@
 
 Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN,
 memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
-be imported. gpu_features.py has the other sections.
+be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches.
 Everybody is timed alike. "fwd" and "bwd" are GPU time alone: each call is captured in a CUDA graph, and replays are
 timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included.
 The grid is the FlashAttention papers': 16k tokens, hidden size 2048. With --peers, "best" is the fastest of
@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_decode
 import gpu_features as features
 from gpu_timing import Calls, captured, capturing_stream, interleaved
 
@@ -204,6 +205,7 @@ def main() -> int:
     parser.add_argument("--sections", default=",".join(features.SECTIONS), help="of " + ", ".join(features.SECTIONS))
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so long")
     parser.add_argument("--peers", type=Path, help="CSV with best_over_cudnn_fwd and _bwd")
+    parser.add_argument("--decode-peers", type=Path, help="CSV with FlashAttention-3's times on KV caches: gpu_decode.py")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
     args = parser.parse_args()
@@ -245,7 +247,10 @@ def main() -> int:
             print(f"out of time before section {section}")
             break
         try:
-            result[section] = features.run(section, args, flush)
+            if section == "decode":
+                result[section] = gpu_decode.run(args, flush, end, time.monotonic)
+            else:
+                result[section] = features.run(section, args, flush)
         except Exception as e:  # noqa: BLE001 - the other sections are to run too
             result[section] = {"error": f"{type(e).__name__}: {e}"}
             print(f"{section}: FAILED: {type(e).__name__}: {e}", flush=True)

@@ -425,4 +425,5 @@ def run(section: str, args: Any, flush: Any) -> Any:
 
 SECTIONS = (
     "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
+    "decode",
 )  # fmt: skip

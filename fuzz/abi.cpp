@@ -200,6 +200,16 @@ std::vector<int32_t> take_numbers(Input& in, const strobe_problem& p, int64_t mo
   return numbers;
 }
 
+// One of the pointers that a launch with a cache carries besides goes missing, now and then.
+void spoil_cache(Input& in, strobe_forward_args& args) {
+  const int32_t** const numbers[] = {&args.block_table, &args.cache_batch_idx, &args.leftpad,
+                                     &args.cu_seqlens_k_new, &args.rotary_position};
+  const void** const tensors[] = {&args.k_new, &args.v_new, &args.rotary_cos, &args.rotary_sin};
+  const uint8_t choice = in.take<uint8_t>();
+  if (choice < 16) *numbers[choice % std::size(numbers)] = nullptr;
+  if (choice >= 240) *tensors[choice % std::size(tensors)] = nullptr;
+}
+
 template <typename Args>
 void spoil(Input& in, Args& args) {
   const void** const inputs[] = {&args.q, &args.k, &args.v};
@@ -362,6 +372,7 @@ void launch(Input& in, const strobe_plan& plan) {
     strobe_forward_args args = {};
     if (p.cache) cache.give(p, args);
     fill(args);
+    if (p.cache) spoil_cache(in, args);
     status = strobe_forward(&plan, &args);
     REQUIRE(status == STROBE_OK || (out.unchanged() && lse.unchanged()));
     REQUIRE(cache.unchanged());

@@ -45,7 +45,7 @@ constexpr std::array kIntegers = {
     "0", "1", "2", "3", "7", "64", "-1", "-2", "2147483647", "9223372036854775807", "1e3", ""};
 constexpr std::array kDTypes = {"float32", "bf16", "fp16", "float64"};
 constexpr std::array kLayouts = {"bshd", "bhsd", "sbhd"};
-constexpr std::array<Flag, 17> kFlags = {{{"--causal", 0, kNone},
+constexpr std::array<Flag, 19> kFlags = {{{"--causal", 0, kNone},
                                           {"--window", 2, kIntegers},
                                           {"--scale", 1, kNumbers},
                                           {"--softcap", 1, kNumbers},
@@ -61,7 +61,9 @@ constexpr std::array<Flag, 17> kFlags = {{{"--causal", 0, kNone},
                                           {"--layout", 1, kLayouts},
                                           {"--device-index", 1, kIntegers},
                                           {"--why", 0, kNone},
-                                          {"--attention-chunk", 1, kIntegers}}};
+                                          {"--attention-chunk", 1, kIntegers},
+                                          {"--out-float32", 0, kNone},
+                                          {"--rotary-interleaved", 0, kNone}}};
 
 std::vector<std::string> TakeFlags(std::span<const uint8_t>* input) {
   const auto take = [input] {

@@ -11,7 +11,9 @@ cli_racecheck=${STROBE_CLI_RACECHECK:-build/racecheck/bin/strobe}
 python=${PYTHON:-python3}
 out=${OUT:-bench/results}
 tests() { "$python" tests/gpu/run_gpu_tests.py "$@"; }
-bench() { "$python" bench/gpu_bench.py --peers ../shared/peers/h200_bf16.csv "$@"; }
+bench() {
+  "$python" bench/gpu_bench.py --peers ../shared/peers/h200_bf16.csv --decode-peers ../shared/peers/h200_decode.csv "$@"
+}
 training() { "$python" bench/gpt_training.py "$@"; }
 status=0
 run() { echo "--- $*"; "$@" || status=1; }
@@ -25,7 +27,7 @@ case ${1:?step, 1 to 7} in
     ;;
   2) # How fast: the whole grid, features, host cost, the paper's story, the cost of a call from Python. Three minutes, quiet.
     run bench --rounds 11 --seconds 400 --output "$out/gpu_h200_bf16.json" \
-      --sections grid,host,fp16,gqa,varlen,window,odd,deterministic,memory,story
+      --sections grid,host,fp16,gqa,varlen,window,odd,deterministic,memory,story,decode
     run "$python" bench/torch_overhead.py
     ;;
   3) # compute-sanitizer: three minutes on 16 cores. racecheck wants the preset racecheck.

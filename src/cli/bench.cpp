@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "cli/bench_fill.h"
 #include "cli/buffer.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
@@ -13,21 +14,10 @@
 #include "cli/machine_json.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
-#include "cli/random.h"
 #include "cli/terminal.h"
 
 namespace strobe::cli {
 namespace {
-
-// Normal values from a table: the speed does not depend on more randomness than that.
-void FillNormal(DType dtype, const Buffer& buffer, uint64_t seed) {
-  constexpr size_t kTable = 4096;
-  Random random(seed);
-  std::vector<float> table(kTable);
-  for (float& x : table) x = static_cast<float>(random.Normal());
-  const size_t count = buffer.size() / Bytes(dtype);
-  for (size_t i = 0; i < count; ++i) Store(dtype, buffer.data(), i, table[random.Bits() % kTable]);
-}
 
 // The tensors of one shape, for both directions.
 class BenchTensors {
@@ -50,7 +40,7 @@ class BenchTensors {
     lse_ = Buffer(static_cast<size_t>(problem.batch * problem.heads * problem.seqlen_q) *
                   sizeof(float));
     uint64_t seed = 1;
-    for (const Buffer* b : {&q_, &k_, &v_, &dout_}) FillNormal(problem.dtype, *b, seed++);
+    for (const Buffer* b : {&q_, &k_, &v_, &dout_}) FillNormal(problem.dtype, b->span(), seed++);
   }
 
   [[nodiscard]] Plan MakePlan(Direction direction) const {
@@ -152,6 +142,16 @@ nlohmann::ordered_json ToJson(const Measured& m) {
           {"gbytes_per_second", m.bytes / m.timing.median / 1e9}};
 }
 
+BenchOptions WithDefaults(BenchOptions o) {
+  if (o.dtypes.empty()) o.dtypes = {DType::kFloat32, DType::kBFloat16};
+  if (o.head_dims.empty()) o.head_dims = {64, 128};
+  if (o.seqlens.empty()) o.seqlens = {512, 1024, 2048, 4096};
+  if (o.causal.empty()) o.causal = {false, true};
+  if (o.heads == 0) o.heads = 8;
+  o.direction = o.direction.value_or(Which::kBoth);
+  return o;
+}
+
 std::vector<Problem> Grid(const BenchOptions& o) {
   std::vector<Problem> grid;
   const auto add = [&](DType dtype, int64_t head_dim, bool causal, int64_t seqlen_q,
@@ -186,18 +186,24 @@ std::vector<Problem> Grid(const BenchOptions& o) {
 
 }  // namespace
 
-int Bench(const BenchOptions& options) {
-  if (options.heads_kv > 0 && options.heads % options.heads_kv != 0) {
-    throw UserError(fmt::format("--heads = {}, expected a multiple of --heads-kv = {}",
-                                options.heads, options.heads_kv));
+int Bench(const BenchOptions& given) {
+  if (given.heads_kv > 0) {
+    const int64_t heads = given.heads > 0 ? given.heads : given.decode ? 32 : 8;
+    if (heads % given.heads_kv != 0) {
+      throw UserError(fmt::format("--heads = {}, expected a multiple of --heads-kv = {}", heads,
+                                  given.heads_kv));
+    }
   }
+  if (given.decode) return BenchDecode(given);
+  if (!given.page_sizes.empty()) throw UserError("--page-size without --decode, expected both");
+  const BenchOptions options = WithDefaults(given);
   const std::vector<Problem> grid = Grid(options);
   // A problem that no kernel takes ends the command before it has begun.
   for (const Problem& problem : grid) {
     Problem backward = problem;
     backward.direction = Direction::kBackward;
-    if (options.direction != Which::kBackward) (void)Plan(problem);
-    if (options.direction != Which::kForward) (void)Plan(backward);
+    if (*options.direction != Which::kBackward) (void)Plan(problem);
+    if (*options.direction != Which::kForward) (void)Plan(backward);
   }
   const Machine m = machine();
   const bool cuda = options.device == Device::kCuda;
@@ -230,7 +236,7 @@ int Bench(const BenchOptions& options) {
     std::string row;
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       const bool forward = direction == Direction::kForward;
-      if (options.direction == (forward ? Which::kBackward : Which::kForward)) {
+      if (*options.direction == (forward ? Which::kBackward : Which::kForward)) {
         row += fmt::format(" {:>10} {:>13} {:>9}  ", "-", "", "");
         continue;
       }

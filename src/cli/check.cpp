@@ -6,8 +6,10 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
+#include "cli/cached_case.h"
 #include "cli/case.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
@@ -226,6 +228,15 @@ void RunCase(const CaseSpec& spec, int32_t threads, Outcome* outcome) {
   if (!what.empty()) outcome->failure = fmt::format("{}\n    in {}", what, one.Describe());
 }
 
+void RunCachedCase(const CachedSpec& spec, Random* random, int32_t threads, Outcome* outcome) {
+  CachedCase one(spec, random);
+  std::string what = one.RunLibrary(threads);
+  double ratio = 0;
+  if (what.empty()) ratio = one.Compare(&what);
+  outcome->worst = std::max(outcome->worst, ratio);
+  if (!what.empty()) outcome->failure = fmt::format("{}\n    in {}", what, one.Describe());
+}
+
 // Backward with the deterministic flag: the same bits again, and with another number of threads.
 void RunDeterministic(CaseSpec spec, int32_t threads, Outcome* outcome) {
   spec.problem.deterministic = true;
@@ -292,12 +303,12 @@ Outcome CheckRefusals(int64_t* cases) {
 
 class Report {
  public:
-  void Header() { Print("{:<26}{:>6}{:>18}\n", "feature", "cases", "error / allowed"); }
+  void Header() { Print("{:<28}{:>6}{:>18}\n", "feature", "cases", "error / allowed"); }
 
   void Line(const char* name, int64_t cases, const Outcome& outcome, bool has_error) {
     ClearProgress();
     const std::string ratio = has_error ? fmt::format("{:.2f}", outcome.worst) : "";
-    Print("{:<26}{:>6}{:>18}  {}\n", name, cases, ratio,
+    Print("{:<28}{:>6}{:>18}  {}\n", name, cases, ratio,
           outcome.failure.empty() ? Green("ok") : Red("FAILED"));
     if (!outcome.failure.empty()) {
       Print("    {}\n", outcome.failure);
@@ -358,7 +369,7 @@ int Check(const CheckOptions& options) {
     Outcome outcome;
     int64_t done = 0;
     while (done < cases && outcome.failure.empty()) {
-      Progress(fmt::format("{:<26}{:>6}", name, done));
+      Progress(fmt::format("{:<28}{:>6}", name, done));
       try {
         one(&random, &outcome);
       } catch (const Error& error) {
@@ -379,6 +390,17 @@ int Check(const CheckOptions& options) {
           LeaveOutDropoutOfOneKey(&spec);
           RunCase(spec, threads, outcome);
         },
+        true);
+  }
+  for (const auto& [name, paged, append] : {std::tuple{"KV cache", false, false},
+                                            {"KV cache in pages", true, false},
+                                            {"KV cache, new keys", false, true},
+                                            {"KV cache in pages, new keys", true, true}}) {
+    const CachedSpec spec = {.device = options.device, .paged = paged, .append = append};
+    if (cuda && append) continue;  // the kernel for caches declines it
+    run(
+        name,
+        [&](Random* random, Outcome* outcome) { RunCachedCase(spec, random, threads, outcome); },
         true);
   }
   run(

@@ -79,6 +79,9 @@ void AddRun(CLI::App& app, RunOptions* o) {
       ->disable_flag_override();
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
             "Convert to float32, bfloat16 (bf16) or float16 first");
+  AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
+  AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
+          "rotary_cos and rotary_sin turn neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
@@ -104,6 +107,19 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  seqused_k      likewise of k and v\n"
       "  q_position     I32 [batch]: key position of each sequence's first query\n"
       "  prefix         I32 [batch]: keys that all queries of the sequence see\n"
+      "A KV cache, forward only: with any of these, k and v are\n"
+      "               [cache_batch, seqlen_k, heads_kv, head_dim], or with block_table\n"
+      "               [pages, page_size, heads_kv, head_dim]; q is dense, or packed by "
+      "cu_seqlens_q\n"
+      "  block_table    I32 [batch, pages_per_sequence]: the pages of each sequence\n"
+      "  cache_batch_idx, leftpad, rotary_position\n"
+      "                 I32 [batch]: entry of the cache, rows to skip, first position\n"
+      "  k_new, v_new   [batch, seqlen_new, heads_kv, head_dim]: written behind each sequence's\n"
+      "                 seqused_k rows; the changed cache is a part of the result\n"
+      "  cu_seqlens_k_new\n"
+      "                 I32 [batch + 1]: k_new and v_new are [total, heads_kv, head_dim]\n"
+      "  rotary_cos, rotary_sin\n"
+      "                 [positions, rotary_dim / 2]: turn q and k_new\n"
       "\n"
       "Examples:\n"
       "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"
@@ -126,20 +142,29 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
 }
 
 void AddBench(CLI::App& app, BenchOptions* o) {
+  AddFlag(app, "--decode", &o->decode,
+          "Few queries on a KV cache, beside a plain read of as many bytes; in brackets: its "
+          "defaults");
   AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "NAME,...", "Default float32,bfloat16");
-  AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128");
+  AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128 [128]");
   AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
-              "Tokens, of queries and keys; default 512,1024,2048,4096");
-  AddIntegers(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32, "Keys; default: as many as queries");
+              "Tokens, of queries and keys; default 512,1024,2048,4096 [queries: 1]");
+  AddIntegers(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32,
+              "Keys; default: as many as queries [4096]");
+  AddIntegers(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
+              "Rows of a page, in a pool with a random table; 0: contiguous [0]");
+  AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
+            "Of the cache: bshd [rows before heads] or bhsd");
   AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
                 "Default no,yes");
   AddOptions(app, &o->problem);
   AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME",
             "forward, backward or both (default)");
-  AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8", kMaxInt32);
-  AddInteger(app, "--heads-kv", &o->heads_kv, 1, "Key and value heads; default: as many as heads",
+  AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8 [32]", kMaxInt32);
+  AddInteger(app, "--heads-kv", &o->heads_kv, 1,
+             "Key and value heads; default: as many as heads [8]", kMaxInt32);
+  AddInteger(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1 [16]",
              kMaxInt32);
-  AddInteger(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1", kMaxInt32);
   AddText(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
           [o](const std::string& flag, const std::string& text) {
             constexpr double kDay = 86400;
@@ -156,6 +181,7 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "\n"
       "Examples:\n"
       "  strobe bench --dtype bfloat16 --head-dim 128 --seqlen 2048,8192\n"
+      "  strobe bench --decode --batch 64 --seqlen-k 8192 --page-size 0,16 --dtype bf16\n"
       "  strobe bench --json > bench.json");
 }
 

@@ -33,7 +33,9 @@ struct RunOptions {
   int64_t seed = 0;
   int64_t offset = 0;
   bool alibi = false;
-  int64_t threads = 0;  // 0: unset
+  bool out_float32 = false;         // out in float32 in place of the inputs' dtype
+  bool rotary_interleaved = false;  // of rotary_cos and rotary_sin
+  int64_t threads = 0;              // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
   int64_t repeat = 0;  // 0: unset, for about half a second
@@ -47,15 +49,19 @@ struct CheckOptions {
   Device device = Device::kCpu;
 };
 
+// Empty lists, zeros and what is unset stand for defaults, which --decode has of its own.
 struct BenchOptions {
-  std::vector<DType> dtypes = {DType::kFloat32, DType::kBFloat16};
-  std::vector<int64_t> head_dims = {64, 128};
-  std::vector<int64_t> seqlens = {512, 1024, 2048, 4096};
-  std::vector<int64_t> seqlens_k;  // empty: as many keys as queries
-  std::vector<bool> causal = {false, true};
+  bool decode = false;
+  std::vector<DType> dtypes;
+  std::vector<int64_t> head_dims;
+  std::vector<int64_t> seqlens;
+  std::vector<int64_t> seqlens_k;        // empty: as many keys as queries
+  std::vector<int64_t> page_sizes;       // --decode alone; 0: contiguous
+  Layout layout = Layout::kSeqlenHeads;  // of the cache
+  std::vector<bool> causal;
   Options problem;  // those of core/options.def that are flags, but for causal
-  Which direction = Which::kBoth;
-  int64_t heads = 8;
+  std::optional<Which> direction;
+  int64_t heads = 0;
   int64_t heads_kv = 0;  // 0: heads
   int64_t batch = 0;     // 0: max(1, 4096 / the longer of the two lengths)
   int64_t threads = 0;   // 0: unset
@@ -69,6 +75,7 @@ int Info(const InfoOptions& options);
 int Run(const RunOptions& options);
 int Check(const CheckOptions& options);
 int Bench(const BenchOptions& options);
+int BenchDecode(const BenchOptions& options);  // what Bench does with options.decode
 
 }  // namespace strobe::cli
 

@@ -25,13 +25,15 @@ DType FileDType(const TensorInfo& info) {
   throw UserError(fmt::format("{} is {}{}, expected F32, BF16 or F16", info.name, info.dtype, why));
 }
 
+void ExpectRange(const Tensor& t, const char* extent, int64_t got, int64_t low, int64_t high) {
+  Expect(low <= got && got <= high, t, extent, got, fmt::format("{} to {}", low, high));
+}
+
+}  // namespace
+
 void Expect(bool good, const Tensor& t, const char* extent, int64_t got,
             const std::string& wanted) {
   if (!good) throw UserError(fmt::format("{}: {} = {}, expected {}", t.name, extent, got, wanted));
-}
-
-void ExpectRange(const Tensor& t, const char* extent, int64_t got, int64_t low, int64_t high) {
-  Expect(low <= got && got <= high, t, extent, got, fmt::format("{} to {}", low, high));
 }
 
 void ExpectSame(const Tensor& t, const char* extent, int64_t got, int64_t wanted,
@@ -39,17 +41,24 @@ void ExpectSame(const Tensor& t, const char* extent, int64_t got, int64_t wanted
   Expect(got == wanted, t, extent, got, fmt::format("{} like {}'s", wanted, like.name));
 }
 
-}  // namespace
+int64_t Longest(const std::vector<int32_t>& offsets) {
+  int64_t longest = 0;
+  for (size_t b = 0; b + 1 < offsets.size(); ++b) {
+    longest = std::max<int64_t>(longest, offsets[b + 1] - offsets[b]);
+  }
+  return longest;
+}
 
 bool Packing::Fits(const std::vector<int64_t>& shape) const {
   return shape.size() == Rank() && (parts == 1 || shape[Rank() - 3] == parts);
 }
 
 std::string Packing::Wanted() const {
-  const char* rows = varlen ? "total" : layout == Layout::kSeqlenHeads ? "batch, seqlen" : "batch";
-  if (parts > 1) return fmt::format("[{}, {}, heads, head_dim]", rows, parts);
-  if (layout == Layout::kSeqlenHeads) return fmt::format("[{}, heads, head_dim]", rows);
-  return varlen ? "[heads, total, head_dim]" : "[batch, heads, seqlen, head_dim]";
+  const std::string first = varlen ? "total" : fmt::format("{}, {}", entries, rows);
+  if (parts > 1) return fmt::format("[{}, {}, heads, head_dim]", first, parts);
+  if (layout == Layout::kSeqlenHeads) return fmt::format("[{}, heads, head_dim]", first);
+  return varlen ? "[heads, total, head_dim]"
+                : fmt::format("[{}, heads, {}, head_dim]", entries, rows);
 }
 
 void Packing::Read(const std::vector<int64_t>& shape, Tensor* t) const {
@@ -94,6 +103,7 @@ Inputs::Inputs(SafetensorsFile* file, const RunOptions& options) : file_(file), 
   }
   file_dtype_ = FileDType(*first);
   dtype = options.dtype.value_or(file_dtype_);
+  FindCache();
   ReadLengths();
   ReadTensors();
   for (const TensorInfo& t : file->header().tensors) {
@@ -115,23 +125,36 @@ std::vector<int32_t> Inputs::TakeOffsets(const std::string& name) {
     throw UserError(fmt::format("{} is {} {}, expected I32 [batch + 1]", name, info->dtype,
                                 ShapeText(info->shape)));
   }
-  std::vector<int32_t> offsets(static_cast<size_t>(info->shape[0]));
-  std::memcpy(offsets.data(), file_->Read(*info).data(), info->bytes());
-  return offsets;
+  return TakeIntegers(name, info->shape);
+}
+
+// I32 of that shape, or empty when the file has none.
+std::vector<int32_t> Inputs::TakeIntegers(const std::string& name,
+                                          const std::vector<int64_t>& shape) {
+  const TensorInfo* info = Take(name);
+  if (info == nullptr) return {};
+  if (info->dtype != "I32" || info->shape != shape) {
+    throw UserError(fmt::format("{} is {} {}, expected I32 {}", name, info->dtype,
+                                ShapeText(info->shape), ShapeText(shape)));
+  }
+  std::vector<int32_t> values(info->bytes() / sizeof(int32_t));
+  if (!values.empty()) std::memcpy(values.data(), file_->Read(*info).data(), info->bytes());
+  return values;
 }
 
 void Inputs::ReadLengths() {
-  const bool one = Find("cu_seqlens") != nullptr;
+  const bool one = !cached() && Find("cu_seqlens") != nullptr;
   lengths_q_ = one ? "cu_seqlens" : "cu_seqlens_q";
   lengths_k_ = one ? "cu_seqlens" : "cu_seqlens_k";
   cu_seqlens_q = TakeOffsets(lengths_q_);
+  varlen = !cu_seqlens_q.empty();
+  if (cached()) return;
   cu_seqlens_k = one ? cu_seqlens_q : TakeOffsets(lengths_k_);
   if (cu_seqlens_q.size() != cu_seqlens_k.size()) {
     throw UserError(
         fmt::format("cu_seqlens_q has {} numbers and cu_seqlens_k {}, expected batch + 1 of each",
                     cu_seqlens_q.size(), cu_seqlens_k.size()));
   }
-  varlen = !cu_seqlens_q.empty();
 }
 
 Tensor Inputs::Read(const TensorInfo& info, const Packing& packing) const {
@@ -142,13 +165,13 @@ Tensor Inputs::Read(const TensorInfo& info, const Packing& packing) const {
   if (!packing.Fits(info.shape)) {
     throw UserError(fmt::format("{} has the shape {}, expected {}{}", info.name,
                                 ShapeText(info.shape), packing.Wanted(),
-                                varlen ? " because the file has cu_seqlens" : ""));
+                                packing.varlen ? " because the file has cu_seqlens" : ""));
   }
   Tensor t;
   t.name = info.name;
   packing.Read(info.shape, &t);
-  ExpectRange(t, "batch", t.batch, 1, kMaxCount);
-  ExpectRange(t, varlen ? "total" : "seqlen", t.seqlen, 0, kMaxCount);
+  ExpectRange(t, packing.entries, t.batch, packing.least_entries, kMaxCount);
+  ExpectRange(t, packing.RowsName(), t.seqlen, packing.least_rows, kMaxCount);
   ExpectRange(t, "heads", t.heads, 1, kMaxCount);
   ExpectRange(t, "head_dim", t.dim, 1, kMaxDim);
   // Beside an extent of 0 the others can be anything; strides are products of them.
@@ -175,11 +198,20 @@ Tensor Inputs::ReadPart(const char* name, const char* packed, Packing* packing) 
 
 // Throws where the shapes contradict each other, read in that order of dimensions.
 void Inputs::ReadExtents(Layout layout) {
-  const char* rows = varlen ? "total" : "seqlen";
   const bool qkv = Find("qkv") != nullptr;
   const bool kv = !qkv && Find("kv") != nullptr;
-  const Packing plain = {.varlen = varlen, .layout = layout, .part = 0, .parts = 1};
-  packing_q = packing_k = packing_v = plain;
+  const Packing plain = {.varlen = varlen, .layout = layout};
+  packing_q = packing_k = plain;
+  if (cache.kind == Cache::kContiguous) {
+    packing_k = {.layout = layout, .entries = "cache_batch"};
+  } else if (cache.kind == Cache::kPaged) {
+    packing_k = {.layout = layout,
+                 .entries = "pages",
+                 .rows = "page_size",
+                 .least_entries = 0,
+                 .least_rows = 1};
+  }
+  packing_v = packing_k;
   packing_q.parts = qkv ? 3 : 1;
   packing_k.parts = packing_v.parts = qkv ? 3 : kv ? 2 : 1;
   packing_k.part = qkv ? 1 : 0;
@@ -187,10 +219,10 @@ void Inputs::ReadExtents(Layout layout) {
   q = ReadPart("q", "qkv", &packing_q);
   k = ReadPart("k", qkv ? "qkv" : "kv", &packing_k);
   v = ReadPart("v", qkv ? "qkv" : "kv", &packing_v);
-  ExpectSame(k, "batch", k.batch, q.batch, q);
+  if (!cached()) ExpectSame(k, "batch", k.batch, q.batch, q);
   ExpectSame(k, "head_dim", k.dim, q.dim, q);
-  ExpectSame(v, "batch", v.batch, q.batch, q);
-  ExpectSame(v, rows, v.seqlen, k.seqlen, k);
+  ExpectSame(v, packing_v.entries, v.batch, k.batch, k);
+  ExpectSame(v, packing_v.RowsName(), v.seqlen, k.seqlen, k);
   ExpectSame(v, "heads", v.heads, k.heads, k);
   Expect(q.heads % k.heads == 0, q, "heads", q.heads,
          fmt::format("a multiple of {}, {}'s", k.heads, k.name));
@@ -201,13 +233,14 @@ void Inputs::ReadExtents(Layout layout) {
     has_dout = true;
     dout = Read(*info, plain);
     ExpectSame(dout, "batch", dout.batch, q.batch, q);
-    ExpectSame(dout, rows, dout.seqlen, q.seqlen, q);
+    ExpectSame(dout, plain.RowsName(), dout.seqlen, q.seqlen, q);
     ExpectSame(dout, "heads", dout.heads, q.heads, q);
     ExpectSame(dout, "head_dim", dout.dim, v.dim, v);
   }
   if (varlen) CheckLengths();
   ReadFloats();
   ReadNumbers();
+  if (cached()) ReadCache(layout);
 }
 
 void Inputs::ReadTensors() {
@@ -232,25 +265,26 @@ void Inputs::ReadTensors() {
       fmt::format("{}: did you mean --layout {}?", contradiction, seqlen_first ? "bhsd" : "bshd"));
 }
 
+void Inputs::CheckOffsets(const std::string& name, const std::vector<int32_t>& offsets,
+                          const Tensor& t) const {
+  if (offsets.front() != 0)
+    throw UserError(fmt::format("{}[0] = {}, expected 0", name, offsets.front()));
+  for (size_t b = 1; b < offsets.size(); ++b) {
+    if (offsets[b] < offsets[b - 1]) {
+      throw UserError(fmt::format("{}[{}] = {} after {}, expected not to decrease", name, b,
+                                  offsets[b], offsets[b - 1]));
+    }
+  }
+  // Rows past the last sequence would be left unwritten in the result, or be new keys of nobody.
+  if (offsets.back() != t.seqlen) {
+    throw UserError(fmt::format("{} ends with {}, expected {}, the rows of {}", name,
+                                offsets.back(), t.seqlen, t.name));
+  }
+}
+
 void Inputs::CheckLengths() const {
-  const auto check = [](const std::string& name, const std::vector<int32_t>& offsets,
-                        const Tensor& t) {
-    if (offsets.front() != 0)
-      throw UserError(fmt::format("{}[0] = {}, expected 0", name, offsets.front()));
-    for (size_t b = 1; b < offsets.size(); ++b) {
-      if (offsets[b] < offsets[b - 1]) {
-        throw UserError(fmt::format("{}[{}] = {} after {}, expected not to decrease", name, b,
-                                    offsets[b], offsets[b - 1]));
-      }
-    }
-    // Rows past the last sequence would be left unwritten in the result.
-    if (offsets.back() != t.seqlen) {
-      throw UserError(fmt::format("{} ends with {}, expected {}, the rows of {}", name,
-                                  offsets.back(), t.seqlen, t.name));
-    }
-  };
-  check(lengths_q_, cu_seqlens_q, q);
-  check(lengths_k_, cu_seqlens_k, k);
+  CheckOffsets(lengths_q_, cu_seqlens_q, q);
+  if (!cached()) CheckOffsets(lengths_k_, cu_seqlens_k, k);
 }
 
 // F32 of that shape, or empty when the file has none.
@@ -288,14 +322,9 @@ void Inputs::ReadFloats() {
 void Inputs::ReadNumbers() {
   Options has;
   for_each_array(has, arrays, [&](const OptionArray& row, bool, std::vector<int32_t>& values) {
-    const TensorInfo* info = Take(row.name);
-    if (info == nullptr) return;
-    if (info->dtype != "I32" || info->shape != std::vector<int64_t>{Batch()}) {
-      throw UserError(fmt::format("{} is {} {}, expected I32 {}", row.name, info->dtype,
-                                  ShapeText(info->shape), ShapeText(std::vector{Batch()})));
-    }
-    values.resize(static_cast<size_t>(Batch()));
-    std::memcpy(values.data(), file_->Read(*info).data(), info->bytes());
+    values = TakeIntegers(row.name, {Batch()});
+    // What they may be with a cache depends on its other numbers: the library looks at all of them.
+    if (cached()) return;
     for (size_t b = 0; b < values.size(); ++b) {
       const auto rows = [&](const std::vector<int32_t>& offsets, const Tensor& t) {
         return varlen ? int64_t{offsets[b + 1]} - offsets[b] : t.seqlen;
@@ -310,32 +339,39 @@ void Inputs::ReadNumbers() {
   });
 }
 
-// The tensor's data in the dtype of this run. Tensors that share a tensor of the file share it.
+// Tensors that share a tensor of the file share its data.
+std::byte* Inputs::ReadAll(const TensorInfo& info) {
+  const std::span<const std::byte> data = file_->Read(info);
+  if (dtype == file_dtype_) return const_cast<std::byte*>(data.data());
+  auto known = converted_.find(&info);
+  if (known == converted_.end()) {
+    const size_t count = data.size() / Bytes(file_dtype_);
+    Buffer copy(count * Bytes(dtype));
+    for (size_t i = 0; i < count; ++i)
+      Store(dtype, copy.data(), i, Load(file_dtype_, data.data(), i));
+    known = converted_.emplace(&info, std::move(copy)).first;
+  }
+  return known->second.data();
+}
+
 void Inputs::ReadData(const Packing& packing, Tensor* t) {
   const TensorInfo& info = *Find(t->name);
-  const std::span<const std::byte> data = file_->Read(info);
-  auto* first = const_cast<std::byte*>(data.data());
-  if (dtype != file_dtype_) {
-    auto known = converted_.find(&info);
-    if (known == converted_.end()) {
-      const size_t count = data.size() / Bytes(file_dtype_);
-      Buffer copy(count * Bytes(dtype));
-      for (size_t i = 0; i < count; ++i)
-        Store(dtype, copy.data(), i, Load(file_dtype_, data.data(), i));
-      known = converted_.emplace(&info, std::move(copy)).first;
-    }
-    first = known->second.data();
-  }
-  if (!data.empty()) first += packing.Offset(*t) * static_cast<int64_t>(Bytes(dtype));
-  t->data = first;
+  t->data = ReadAll(info);
+  if (info.bytes() > 0) t->data += packing.Offset(*t) * static_cast<int64_t>(Bytes(dtype));
 }
 
 void Inputs::ReadData() {
   ReadData(packing_q, &q);
   ReadData(packing_k, &k);
   ReadData(packing_v, &v);
-  if (has_dout) {
-    ReadData({.varlen = varlen, .layout = options_.layout, .part = 0, .parts = 1}, &dout);
+  if (has_dout) ReadData({.varlen = varlen, .layout = options_.layout}, &dout);
+  if (cache.append != Append::kNone) {
+    ReadData(cache.packing_new, &cache.k_new);
+    ReadData(cache.packing_new, &cache.v_new);
+  }
+  if (cache.rotary_dim > 0) {
+    cache.rotary_cos = ReadAll(*Find("rotary_cos"));
+    cache.rotary_sin = ReadAll(*Find("rotary_sin"));
   }
 }
 

@@ -35,6 +35,12 @@ struct Packing {
   Layout layout = Layout::kSeqlenHeads;
   int64_t part = 0;
   int64_t parts = 1;
+  // The first two dimensions in words (with varlen there is one, "total"), and the least that each
+  // may be.
+  const char* entries = "batch";
+  const char* rows = "seqlen";
+  int64_t least_entries = 1;
+  int64_t least_rows = 0;
 
   // "[batch, seqlen, heads, head_dim]"
   [[nodiscard]] std::string Wanted() const;
@@ -44,11 +50,30 @@ struct Packing {
   void Read(const std::vector<int64_t>& shape, Tensor* t) const;
   [[nodiscard]] std::vector<int64_t> Shape(const Tensor& t) const;
   void SetStrides(Tensor* t) const;
+  [[nodiscard]] const char* RowsName() const { return varlen ? "total" : rows; }
   // Elements before the first of this part.
   [[nodiscard]] int64_t Offset(const Tensor& t) const { return part * t.heads * t.dim; }
 
  private:
   [[nodiscard]] size_t Rank() const { return (varlen ? 3U : 4U) + (parts > 1 ? 1U : 0U); }
+};
+
+// A KV cache in place of keys and values of the sequences' own: k and v are then the cache. Names
+// and shapes are those of strobe.h's arguments.
+struct CacheInputs {
+  Cache kind = Cache::kNone;
+  const char* because = "";          // the tensor of the file that makes k and v a cache
+  std::vector<int32_t> block_table;  // [batch, pages_per_sequence]
+  int64_t pages_per_sequence = 0;
+  std::vector<int32_t> cache_batch_idx, leftpad, rotary_position;  // [batch]; empty: not given
+
+  Append append = Append::kNone;
+  Packing packing_new;
+  Tensor k_new, v_new;
+  std::vector<int32_t> cu_seqlens_k_new;  // [batch + 1]; empty: k_new is [batch, seqlen_new, ...]
+
+  int64_t rotary_rows = 0, rotary_dim = 0;
+  const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
 };
 
 class Inputs {
@@ -72,11 +97,15 @@ class Inputs {
   std::vector<float> slopes;              // empty: none
   ArraysOf<std::vector<int32_t>> arrays;  // one number a sequence; empty: not in the file
   Alibi alibi = Alibi::kNone;
+  CacheInputs cache;
   std::vector<std::string_view> unused;  // tensors of the file that mean nothing here
 
   // The file's tensors, to print.
   [[nodiscard]] const std::vector<const TensorInfo*>& used() const { return used_; }
 
+  [[nodiscard]] bool cached() const { return cache.kind != Cache::kNone; }
+  // Rows that a sequence's keys may fill; packed: of the longest sequence.
+  [[nodiscard]] int64_t SeqlenK() const;
   [[nodiscard]] int64_t Batch() const {
     return varlen ? static_cast<int64_t>(cu_seqlens_q.size()) - 1 : q.batch;
   }
@@ -87,6 +116,13 @@ class Inputs {
   }
   const TensorInfo* Take(std::string_view name);
   std::vector<int32_t> TakeOffsets(const std::string& name);
+  std::vector<int32_t> TakeIntegers(const std::string& name, const std::vector<int64_t>& shape);
+  void FindCache();
+  void ReadCache(Layout layout);
+  void ReadRotary();
+  void CheckCacheEntries() const;
+  void CheckOffsets(const std::string& name, const std::vector<int32_t>& offsets,
+                    const Tensor& t) const;
   void ReadLengths();
   void ReadTensors();
   void ReadExtents(Layout layout);
@@ -96,6 +132,8 @@ class Inputs {
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();
   void ReadNumbers();
+  // The data of a tensor of the file in the dtype of this run.
+  std::byte* ReadAll(const TensorInfo& info);
   void ReadData(const Packing& packing, Tensor* t);
 
   SafetensorsFile* file_;
@@ -105,6 +143,14 @@ class Inputs {
   std::vector<const TensorInfo*> used_;
   std::map<const TensorInfo*, Buffer> converted_;
 };
+
+// Offsets of packed sequences: the rows of the longest.
+[[nodiscard]] int64_t Longest(const std::vector<int32_t>& offsets);
+
+// What is wrong with a tensor's extent: throws UserError unless it is good.
+void Expect(bool good, const Tensor& t, const char* extent, int64_t got, const std::string& wanted);
+void ExpectSame(const Tensor& t, const char* extent, int64_t got, int64_t wanted,
+                const Tensor& like);
 
 }  // namespace strobe::cli
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <strobe/strobe.hpp>
 #include <vector>
 
@@ -42,6 +43,30 @@ template <typename Work>
   return {.median = times[times.size() / 2],
           .best = times.front(),
           .runs = static_cast<int64_t>(times.size())};
+}
+
+// Times each work in turns, so that what else the machine does meets all of them: once to warm up,
+// then at least three times and for `seconds` in all.
+[[nodiscard]] inline std::vector<Timing> MeasureInTurns(
+    const std::vector<std::function<void()>>& works, double seconds) {
+  for (const auto& work : works) work();
+  std::vector<std::vector<double>> times(works.size());
+  const Stopwatch all;
+  for (int64_t round = 0; round < 3 || all.Seconds() < seconds; ++round) {
+    for (size_t i = 0; i < works.size(); ++i) {
+      const Stopwatch watch;
+      works[i]();
+      times[i].push_back(watch.Seconds());
+    }
+  }
+  std::vector<Timing> result;
+  for (std::vector<double>& each : times) {
+    std::sort(each.begin(), each.end());
+    result.push_back({.median = each[each.size() / 2],
+                      .best = each.front(),
+                      .runs = static_cast<int64_t>(each.size())});
+  }
+  return result;
 }
 
 // The sequences of a problem for VisiblePairs. Args: ForwardArgs or BackwardArgs in the memory of

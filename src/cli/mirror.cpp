@@ -44,6 +44,10 @@ void* Mirror::Find(void* host, size_t bytes, bool out) {
   return device;
 }
 
+void Mirror::CopyOnGpu(void* to, const void* from, size_t bytes) const {
+  Expect(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, nullptr), "copying on the GPU");
+}
+
 void Mirror::Wait() const {
   if (!transparent_) Expect(cudaDeviceSynchronize(), "on the GPU");
 }
@@ -64,6 +68,7 @@ Mirror::Mirror(Device device, int64_t /*device_index*/) : transparent_(true) {
 }
 Mirror::~Mirror() = default;
 void* Mirror::Find(void* host, size_t /*bytes*/, bool /*out*/) { return host; }
+void Mirror::CopyOnGpu(void* /*to*/, const void* /*from*/, size_t /*bytes*/) const {}
 void Mirror::Wait() const {}
 void Mirror::Fetch() const {}
 

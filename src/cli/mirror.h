@@ -35,6 +35,8 @@ class Mirror {
     return {Out(host.data(), host.size()), host.size()};
   }
 
+  // On the GPU, both pointers there: returns when it is enqueued. On the CPU nothing calls it.
+  void CopyOnGpu(void* to, const void* from, size_t bytes) const;
   void Wait() const;   // until all launches are done
   void Fetch() const;  // Wait, then outputs back to the host
 

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/inputs.h"
+#include "cli/launch_check.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
 #include "cli/safetensors_file.h"
@@ -80,12 +82,29 @@ class Outputs {
   std::deque<Buffer> buffers_;
 };
 
-int64_t Longest(const std::vector<int32_t>& offsets) {
-  int64_t longest = 0;
-  for (size_t b = 0; b + 1 < offsets.size(); ++b) {
-    longest = std::max<int64_t>(longest, offsets[b + 1] - offsets[b]);
+void SetCache(const CacheInputs& cache, const Inputs& in, const RunOptions& o, Problem* p) {
+  p->cache = cache.kind;
+  if (cache.kind == Cache::kPaged) {
+    p->pages = in.k.batch;
+    p->page_size = in.k.seqlen;
+    p->pages_per_sequence = cache.pages_per_sequence;
+  } else {
+    p->cache_batch = in.k.batch;
   }
-  return longest;
+  p->has_cache_batch_idx = !cache.cache_batch_idx.empty();
+  p->has_leftpad = !cache.leftpad.empty();
+  p->append = cache.append;
+  if (cache.append != Append::kNone) {
+    const bool packed = cache.append == Append::kPacked;
+    p->seqlen_new = packed ? Longest(cache.cu_seqlens_k_new) : cache.k_new.seqlen;
+    p->total_new = packed ? cache.k_new.seqlen : 0;
+    p->k_new = cache.k_new.strides;
+    p->v_new = cache.v_new.strides;
+  }
+  p->rotary_dim = cache.rotary_dim;
+  p->rotary_rows = cache.rotary_rows;
+  p->rotary_interleaved = o.rotary_interleaved;
+  p->has_rotary_position = !cache.rotary_position.empty();
 }
 
 Problem MakeProblem(const Inputs& in, const RunOptions& o) {
@@ -96,14 +115,14 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.device_index = static_cast<int32_t>(o.device_index);
   p.batch = in.Batch();
   p.seqlen_q = in.varlen ? Longest(in.cu_seqlens_q) : in.q.seqlen;
-  p.seqlen_k = in.varlen ? Longest(in.cu_seqlens_k) : in.k.seqlen;
+  p.seqlen_k = in.SeqlenK();
   p.heads = in.q.heads;
   p.heads_kv = in.k.heads;
   p.head_dim = in.q.dim;
   p.head_dim_v = in.v.dim;
   p.varlen = in.varlen;
   p.total_q = in.varlen ? in.q.seqlen : 0;
-  p.total_k = in.varlen ? in.k.seqlen : 0;
+  p.total_k = in.varlen && !in.cached() ? in.k.seqlen : 0;
   p.alibi = in.alibi;
   p.has_seqused_q = !in.arrays.seqused_q.empty();
   p.has_seqused_k = !in.arrays.seqused_k.empty();
@@ -113,16 +132,57 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.q = in.q.strides;
   p.k = in.k.strides;
   p.v = in.v.strides;
+  if (o.out_float32) p.out_dtype = DType::kFloat32;
+  if (in.cached()) SetCache(in.cache, in, o, &p);
   return p;
 }
 
-double Pairs(const Inputs& in, const Problem& p) {
-  const auto host = [](const std::vector<int32_t>& values) {
-    return values.empty() ? nullptr : values.data();
-  };
-  ForwardArgs args = {.cu_seqlens_q = host(in.cu_seqlens_q), .cu_seqlens_k = host(in.cu_seqlens_k)};
-  map_arrays(in.arrays, args, host);
-  return VisiblePairs(SequencesOf(p, args));
+// The arguments that a launch has besides its tensors. number(values) and data(pointer, bytes) give
+// the places that it reads them from: the host's, or a mirror's.
+template <typename Number, typename Data>
+void SetNumbers(const Inputs& in, const Number& number, const Data& data, ForwardArgs* args) {
+  args->cu_seqlens_q = number(in.cu_seqlens_q);
+  args->cu_seqlens_k = number(in.cu_seqlens_k);
+  map_arrays(in.arrays, *args, number);
+  const CacheInputs& cache = in.cache;
+  args->block_table = number(cache.block_table);
+  args->cache_batch_idx = number(cache.cache_batch_idx);
+  args->leftpad = number(cache.leftpad);
+  args->rotary_position = number(cache.rotary_position);
+  args->cu_seqlens_k_new = number(cache.cu_seqlens_k_new);
+  const size_t element = Bytes(in.dtype);
+  args->k_new = data(cache.k_new.data, Elements(cache.k_new) * element);
+  args->v_new = data(cache.v_new.data, Elements(cache.v_new) * element);
+  const auto angles = static_cast<size_t>(cache.rotary_rows * cache.rotary_dim / 2) * element;
+  args->rotary_cos = data(cache.rotary_cos, angles);
+  args->rotary_sin = data(cache.rotary_sin, angles);
+}
+
+// The numbers and tensors of a launch where the host has them. Nobody writes through the pointers.
+ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
+  ForwardArgs args = {.q = in.q.data,
+                      .k = in.k.data,
+                      .v = in.v.data,
+                      .out = out.data,
+                      .alibi_slopes = in.slopes.data()};
+  SetNumbers(
+      in,
+      [](const std::vector<int32_t>& values) { return values.empty() ? nullptr : values.data(); },
+      [](const void* at, size_t) { return at; }, &args);
+  return args;
+}
+
+double Pairs(const Inputs& in, const Plan& plan, const Problem& p, const ForwardArgs& host) {
+  return in.cached() ? WorkOf(plan.c().problem, host.c()).pairs
+                     : VisiblePairs(SequencesOf(p, host));
+}
+
+// New keys and values are written to a copy of the cache, which becomes a part of the result.
+void CopyCache(const Packing& packing, DType dtype, Outputs* outputs, Tensor* t) {
+  const Tensor copy = outputs->Add(t->name, *t, packing, dtype);
+  if (const size_t bytes = Elements(*t) * Bytes(dtype); bytes > 0)
+    std::memcpy(copy.data, t->data, bytes);
+  t->data = copy.data;
 }
 
 void PrintTensor(std::string_view name, std::string_view dtype, const std::vector<int64_t>& shape) {
@@ -157,12 +217,18 @@ int Run(const RunOptions& options) {
   Inputs in(&file, options);
   const Which which = options.direction.value_or(in.has_dout ? Which::kBoth : Which::kForward);
   const bool backward = which != Which::kForward;
+  if (backward && in.cached()) {
+    throw UserError(
+        fmt::format("{} makes k and v a KV cache, which has no backward pass, expected "
+                    "--forward{}",
+                    in.cache.because, in.has_dout ? " or no dout" : ""));
+  }
 
   Outputs outputs;
   Problem problem = MakeProblem(in, options);
   Tensor like_out = in.q;
   like_out.dim = in.v.dim;
-  const Packing plain = {.varlen = in.varlen, .layout = options.layout, .part = 0, .parts = 1};
+  const Packing plain = {.varlen = in.varlen, .layout = options.layout};
   // The strides of out do not depend on its memory, and memory is only taken, and the tensors only
   // read, for a problem that some kernel accepts.
   Tensor out = like_out;
@@ -171,31 +237,43 @@ int Run(const RunOptions& options) {
   const Plan forward_plan(problem);
   in.ReadData();
 
-  out = outputs.Add("out", like_out, plain, in.dtype);
+  const DType out_dtype = options.out_float32 ? DType::kFloat32 : in.dtype;
+  out = outputs.Add("out", like_out, plain, out_dtype);
   float* lse = outputs.AddFloats(
       "lse", in.varlen ? std::vector<int64_t>{in.q.heads, in.q.seqlen}
                        : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
+  const bool append = in.cache.append != Append::kNone;
+  if (append) {
+    CopyCache(in.packing_k, in.dtype, &outputs, &in.k);
+    CopyCache(in.packing_v, in.dtype, &outputs, &in.v);
+  }
+  // Numbers are refused before anything is said: a GPU would not tell.
+  const ForwardArgs host = HostArguments(in, out);
+  if (in.cached()) CheckLaunch(forward_plan.c().problem, host.c());
   const Buffer forward_workspace(forward_plan.workspace_bytes());
   Mirror mirror(options.device, options.device_index);
   const auto input = [&](const Tensor& t) {
     return mirror.In(t.data, Elements(t) * Bytes(in.dtype));
   };
   const auto output = [&](const Tensor& t) { return outputs.Mirrored(&mirror, t.data); };
-  ForwardArgs forward_args = {
-      .q = input(in.q),
-      .k = input(in.k),
-      .v = input(in.v),
-      .out = output(out),
-      .lse = outputs.Mirrored(&mirror, lse),
-      .cu_seqlens_q = mirror.In(in.cu_seqlens_q.data(), in.cu_seqlens_q.size()),
-      .cu_seqlens_k = mirror.In(in.cu_seqlens_k.data(), in.cu_seqlens_k.size()),
-      .alibi_slopes = mirror.In(in.slopes.data(), in.slopes.size()),
-      .dropout_seed = static_cast<uint64_t>(options.seed),
-      .dropout_offset = static_cast<uint64_t>(options.offset),
-      .workspace = mirror.Out(forward_workspace.span())};
-  map_arrays(in.arrays, forward_args, [&](const std::vector<int32_t>& values) {
-    return values.empty() ? nullptr : mirror.In(values.data(), values.size());
-  });
+  ForwardArgs forward_args = {.q = input(in.q),
+                              .k = append ? output(in.k) : input(in.k),
+                              .v = append ? output(in.v) : input(in.v),
+                              .out = output(out),
+                              .lse = outputs.Mirrored(&mirror, lse),
+                              .alibi_slopes = mirror.In(in.slopes.data(), in.slopes.size()),
+                              .dropout_seed = static_cast<uint64_t>(options.seed),
+                              .dropout_offset = static_cast<uint64_t>(options.offset),
+                              .workspace = mirror.Out(forward_workspace.span())};
+  SetNumbers(
+      in,
+      [&](const std::vector<int32_t>& values) {
+        return values.empty() ? nullptr : mirror.In(values.data(), values.size());
+      },
+      [&](const void* at, size_t bytes) {
+        return mirror.In(static_cast<const std::byte*>(at), bytes);
+      },
+      &forward_args);
 
   // Both plans before the first launch, so that what is refused is refused at once.
   Problem backward_problem = problem;
@@ -247,6 +325,9 @@ int Run(const RunOptions& options) {
   for (const TensorInfo* info : in.used()) PrintTensor(info->name, info->dtype, info->shape);
   if (!in.unused.empty()) Print("  not used: {}\n", NamesText(in.unused));
   if (options.dtype) Print("  converted to {}\n", Name(in.dtype));
+  if (in.cached()) {
+    Print("  k and v are a {} cache\n", in.cache.kind == Cache::kPaged ? "paged" : "contiguous");
+  }
   Flush();
 
   constexpr double kSeconds = 0.5;
@@ -256,7 +337,8 @@ int Run(const RunOptions& options) {
         mirror.Wait();
       },
       kSeconds, options.repeat);
-  const double flop = ForwardFlop(Pairs(in, problem), in.q.heads, in.q.dim, in.v.dim);
+  const double flop =
+      ForwardFlop(Pairs(in, forward_plan, problem, host), in.q.heads, in.q.dim, in.v.dim);
   Print("\n  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", "", "kernel", "threads",
         "workspace", "time", "runs", "speed");
   PrintLaunch("forward", forward_plan, forward, flop);

@@ -128,6 +128,10 @@ struct CachedSequences : Sequences {
 
   /// Every sequence has places of its own.
   STROBE_INLINE constexpr bool sequences_differ() const { return true; }
+  /// What the base knows of whole sequences knows nothing of the cache's arrays.
+  bool is_whole() const = delete;
+  template <bool kWhole>
+  void known() const = delete;
 
  private:
   // Where there is nothing to turn, no position is in use.

@@ -68,7 +68,8 @@ CpuFeatures detect() {
   f.avx512 = f.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
-  f.amx = f.avx512 && __builtin_cpu_supports("avx512bf16") && cpu_has_amx_bf16() && request_amx();
+  f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16");
+  f.amx = f.avx512_bf16 && cpu_has_amx_bf16() && request_amx();
   read_name(f.name);
 #elif defined(__aarch64__)
   f.neon = true;

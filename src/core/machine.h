@@ -7,7 +7,8 @@ namespace strobe {
 struct CpuFeatures {
   bool avx2 = false;    // AVX2, FMA, F16C, BMI1/2
   bool avx512 = false;  // F, BW, CD, DQ, VL
-  bool amx = false;     // AMX tiles and bf16, AVX-512 bf16, and the kernel's leave to use them
+  bool avx512_bf16 = false;
+  bool amx = false;  // AMX tiles and bf16, AVX-512 bf16, and the kernel's leave to use them
   bool neon = false;
   char name[64] = {};
 };

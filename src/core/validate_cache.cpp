@@ -181,10 +181,18 @@ Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b
   return {};
 }
 
+// Where no array has a number for each sequence, the first stands for all: a batch without rows may
+// be of any size.
+int64_t sequences_to_check(const AttentionProblem& p) {
+  const bool differ = p.varlen || p.has_seqused_q || p.has_seqused_k || p.has_leftpad ||
+                      p.has_cache_batch_idx || p.has_rotary_position || p.pages_per_sequence > 0;
+  return differ ? p.batch : 1;
+}
+
 // The positions that the embedding looks up.
 Status check_positions(const AttentionProblem& p, const ForwardArgs& a) {
   const CachedSequences sequences = cached_sequences_of(p, a);
-  for (int64_t b = 0; b < p.batch; ++b) {
+  for (int64_t b = 0; b < sequences_to_check(p); ++b) {
     const CachedSequence s = sequences.sequence(b);
     if (s.in_range) continue;  // all other numbers are known to be
     if (p.has_rotary_position) {
@@ -223,7 +231,9 @@ Status check_cache_args(const AttentionProblem& p, const ForwardArgs& a) {
     STROBE_RETURN_IF_ERROR(check_cumulative("cu_seqlens_k_new", "new", a.cu_seqlens_k_new, p.batch,
                                             p.total_new, p.seqlen_new));
   }
-  for (int64_t b = 0; b < p.batch; ++b) STROBE_RETURN_IF_ERROR(check_sequence(p, a, b));
+  for (int64_t b = 0; b < sequences_to_check(p); ++b) {
+    STROBE_RETURN_IF_ERROR(check_sequence(p, a, b));
+  }
   return p.rotary_dim > 0 ? check_positions(p, a) : Status();
 }
 

@@ -92,6 +92,17 @@ struct Decode {
   const DecodeScratch& s;
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
+  const bool packed = packs_queries(c.problem);
+
+  /// Whether Q stays in bf16. Queries that were turned are no bf16 numbers any more.
+  static bool packs_queries(const AttentionProblem& p) {
+#if HWY_TARGET == HWY_AVX3
+    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && has_bf16_products();
+#else
+    (void)p;
+    return false;
+#endif
+  }
 
   STROBE_INLINE int64_t query(int64_t row) const { return row / c.group(); }
   STROBE_INLINE int64_t head(int64_t head_kv, int64_t row) const {
@@ -122,7 +133,14 @@ struct Decode {
         for (int64_t i = 0; i < shape.dim; i += kLanes) store(hn::Zero(f32), s.row + i);
         load_query_rows(c, sequence, head(h, r), {at, at + 1}, s.row, shape.dim);
         const float factor = q_factor(score_rule(c, item.batch, head(h, r)));
-        order_row<T>(s.row, shape.dim, factor, s.q + n * shape.dim);
+        float* const to = s.q + n * shape.dim;
+#if HWY_TARGET == HWY_AVX3
+        if (packed) {
+          pack_row(s.row, shape.dim, factor, to);
+          continue;
+        }
+#endif
+        order_row<T>(s.row, shape.dim, factor, to);
       }
     }
   }
@@ -138,6 +156,16 @@ struct Decode {
       for (; j < end; ++j, row += view.row_bytes) rows[j] = row;
     }
     for (int64_t j = n; j < round_up(n, kDecodeMicroKeys); ++j) rows[j] = rows[n - 1];
+  }
+
+  template <int kRows>
+  STROBE_INLINE void score(const float* q, const T* const (&k)[kDecodeMicroKeys], float* to) const {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
+      if (packed) return score_packed_keys<kRows>(q, shape.dim, k, to);
+    }
+#endif
+    score_keys<kRows, T>(q, shape.dim, k, to);
   }
 
   void scores(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
@@ -160,8 +188,7 @@ struct Decode {
           const int64_t at = h * rows + r;
           for_rows(
               rows - r, [&]<typename R>(R) __attribute__((always_inline)) {
-                score_keys<R::value, T>(s.q + at * shape.dim, shape.dim, k,
-                                        s.weights + at * kDecodeKeys + j);
+                score<R::value>(s.q + at * shape.dim, k, s.weights + at * kDecodeKeys + j);
               });
         }
       }

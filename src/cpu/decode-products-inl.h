@@ -8,6 +8,8 @@
 #ifndef STROBE_CPU_DECODE_PRODUCTS_INL_H_
 #define STROBE_CPU_DECODE_PRODUCTS_INL_H_
 
+#include <type_traits>
+
 #include "cpu/decode.h"
 #include "cpu/simd-inl.h"
 
@@ -153,6 +155,49 @@ static void score_keys(const float* q, int64_t dim, const T* const (&k)[kDecodeM
   }
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) store_sums(sum[r], scores + r * kDecodeKeys);
 }
+
+#if HWY_TARGET == HWY_AVX3
+/// A row of n bf16 values (a multiple of kPair), which are float32 here, times 1, 0 or -1, as bf16:
+/// to has two values in each float.
+STROBE_SIMD void pack_row(const float* from, int64_t n, float factor, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    VF even, odd;
+    hn::LoadInterleaved2(f32, from + i, even, odd);
+    const VU low = hn::ShiftRight<16>(hn::BitCast(u32, hn::Mul(even, set(factor))));
+    const VU high = hn::And(hn::BitCast(u32, hn::Mul(odd, set(factor))), hn::Set(u32, 0xFFFF0000u));
+    store(hn::BitCast(f32, hn::Or(low, high)), to + i / 2);
+  }
+}
+
+/// score_keys of rows that pack_row made: products of bf16 pairs, added in float32. A value that is
+/// smaller than the least normal number counts as 0.
+template <int kRows>
+__attribute__((target("avx512bf16"))) static void score_packed_keys(
+    const float* q, int64_t dim, const hwy::bfloat16_t* const (&k)[kDecodeMicroKeys],
+    float* scores) {
+  constexpr int kKeys = kDecodeMicroKeys;
+  __m512 sum[kRows][kKeys];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = _mm512_setzero_ps();
+  }
+  for (int64_t i = 0; i < dim; i += kPair) {
+    __m512i key[kKeys];
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) key[j] = _mm512_loadu_si512(k[j] + i);
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const __m512i x = _mm512_load_si512(q + r * dim + i / 2);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) {
+        sum[r][j] = _mm512_dpbf16_ps(sum[r][j], reinterpret_cast<__m512bh>(key[j]),
+                                     reinterpret_cast<__m512bh>(x));
+      }
+    }
+  }
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    VF v[kKeys];
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) v[j] = VF{sum[r][j]};
+    store_sums(v, scores + r * kDecodeKeys);
+  }
+}
+#endif
 
 /// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
 template <int kRows, int kPairs, typename T>

@@ -47,6 +47,9 @@ struct DecodeShape {
   }
 };
 
+/// Whether the CPU multiplies pairs of bf16 numbers and adds them in float32 (AVX512_BF16).
+bool has_bf16_products();
+
 /// Rows of an item. Q, O and the tree of 64 rows of 128 values stay in L2.
 inline constexpr int64_t kDecodeRows = 64;
 

@@ -1,5 +1,7 @@
 #include "cpu/decode_items.h"
 
+#include "core/machine.h"
+
 namespace strobe::cpu {
 
 namespace {
@@ -24,6 +26,8 @@ int64_t item_blocks(int64_t blocks, int64_t least, int64_t threads) {
 }
 
 }  // namespace
+
+bool has_bf16_products() { return cpu_features().avx512_bf16; }
 
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
     : shape(decode_shape(p, isa.decode->few, isa.decode->width)) {

@@ -805,7 +805,7 @@ def test_check() -> None:
     lines = [line for line in result.stdout.splitlines() if line.endswith(" ok")]
     assert len(lines) >= 20
     assert "FAILED" not in result.stdout
-    for feature in ("forward, bfloat16", "backward, float16", "ALiBi", "prefix", "lengths in use"):
+    for feature in ("forward, bfloat16", "backward, float16", "ALiBi", "prefix", "KV cache in pages, new"):
         assert any(line.startswith(feature) for line in lines)
 
 

@@ -1,0 +1,69 @@
+"""Attention over a KV cache through the C ABI, for benchmarks: tensors of PyTorch in, a launch out."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+
+import capi
+
+
+class Decode:
+    """One launch: `run()`, as often as one likes, on the stream that is current when this is made.
+
+    q and out: [batch, seqlen_q, heads, head_dim]. k, v: the cache [batch, capacity, heads_kv, head_dim], or with a
+    table (int32 [batch, pages_per_sequence]) its pages, with any strides. used: int32 [batch], the keys in use.
+    """
+
+    def __init__(self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0) -> None:
+        import torch
+
+        p = capi.new_problem()
+        p.dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[q.dtype]
+        p.device = capi.CUDA if q.is_cuda else capi.CPU
+        p.device_index = q.device.index or 0
+        p.batch, p.seqlen_q, p.heads, p.head_dim = q.shape
+        p.heads_kv, p.threads, p.has_seqused_k = k.shape[2], threads, 1
+        if table is None:
+            p.cache, p.cache_batch, p.seqlen_k = 1, k.shape[0], k.shape[1]
+        else:
+            p.cache, p.pages, p.page_size, p.pages_per_sequence = 2, k.shape[0], k.shape[1], table.shape[1]
+            p.seqlen_k = k.shape[1] * table.shape[1]
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+            strides = getattr(p, name)
+            strides.batch, strides.seqlen, strides.head, strides.dim = tensor.stride()
+        self.plan = capi.make_plan(p)
+        self.kernel = capi.text(self.plan.kernel)
+        size = int(self.plan.workspace_bytes)
+        workspace = torch.empty(size + 64, dtype=torch.uint8, device=q.device)
+        args = capi.ForwardArgs()
+        args.struct_size = ctypes.sizeof(args)
+        self.keep = {"q": q, "k": k, "v": v, "out": out, "seqused_k": used, "block_table": table}
+        for name, tensor in self.keep.items():
+            setattr(args, name, None if tensor is None else tensor.data_ptr())
+        args.workspace, args.workspace_bytes = -(-workspace.data_ptr() // 64) * 64, size
+        if q.is_cuda:
+            args.stream = torch.cuda.current_stream().cuda_stream
+        self.keep["workspace"] = workspace
+        self.args, self.address, self.forward = bytes(args), ctypes.addressof(self.plan), capi.forward
+
+    def run(self) -> None:
+        capi.check(self.forward(self.address, self.args))
+
+
+def paged(k: Any, page_size: int, seed: int = 1) -> tuple[Any, Any]:
+    """A cache [batch, capacity, heads_kv, head_dim], capacity a multiple of page_size, as pages in a random order,
+    and their table."""
+    import torch
+
+    batch, capacity = k.shape[:2]
+    pages = batch * capacity // page_size
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(k.device)
+    pool = torch.empty(pages, page_size, *k.shape[2:], dtype=k.dtype, device=k.device)
+    pool[order] = k.reshape(pages, page_size, *k.shape[2:])
+    return pool, order.to(torch.int32).reshape(batch, -1).contiguous()

@@ -1,0 +1,263 @@
+// `strobe bench --decode`: a few queries for each sequence against a long KV cache, beside a plain
+// read of as many bytes by as many threads (on a GPU beside a copy on the device).
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/bench_fill.h"
+#include "cli/buffer.h"
+#include "cli/commands.h"
+#include "cli/dtype.h"
+#include "cli/errors.h"
+#include "cli/machine_json.h"
+#include "cli/measure.h"
+#include "cli/mirror.h"
+#include "cli/random.h"
+#include "cli/streaming_read.h"
+#include "cli/terminal.h"
+
+namespace strobe::cli {
+namespace {
+
+// Caches are read in turns, as the layers of a model are, until so much has passed that no cache of
+// the machine holds the first of them any more.
+constexpr double kTurnBytes = 512e6;
+constexpr int64_t kMostLayers = 128;
+
+struct Shape {
+  DType dtype;
+  int64_t head_dim, seqlen_k, page_size;  // page_size 0: contiguous
+  Layout layout;
+};
+
+// The keys, values and queries of a few layers of one shape.
+class Layers {
+ public:
+  Layers(const Shape& shape, const BenchOptions& o) {
+    const int64_t batch = o.batch > 0 ? o.batch : 16, heads = o.heads > 0 ? o.heads : 32;
+    const int64_t heads_kv = o.heads_kv > 0 ? o.heads_kv : o.heads > 0 ? heads : 8;
+    const int64_t seqlen_q = o.seqlens.empty() ? 1 : o.seqlens.front();
+    const int64_t page = shape.page_size, dim = shape.head_dim;
+    const int64_t pages = page > 0 ? (shape.seqlen_k + page - 1) / page : 0;
+    const int64_t rows = page > 0 ? page : shape.seqlen_k;
+    const int64_t entries = page > 0 ? batch * pages : batch;
+    // In double: the product may be beyond 64 bits, and no machine has that much.
+    if (static_cast<double>(batch) * static_cast<double>(std::max(shape.seqlen_k, seqlen_q)) *
+            static_cast<double>(heads * dim) >
+        0x1p48) {
+      throw std::bad_alloc();
+    }
+    problem_ = {.dtype = shape.dtype,
+                .device = o.device,
+                .device_index = static_cast<int32_t>(o.device_index),
+                .batch = batch,
+                .seqlen_q = seqlen_q,
+                .seqlen_k = shape.seqlen_k,
+                .heads = heads,
+                .heads_kv = heads_kv,
+                .head_dim = dim};
+    copy_options(o.problem, problem_);
+    problem_.causal = !o.causal.empty() && o.causal.front();
+    problem_.threads = static_cast<int32_t>(o.threads);
+    problem_.has_seqused_k = true;
+    problem_.cache = page > 0 ? Cache::kPaged : Cache::kContiguous;
+    problem_.pages = page > 0 ? entries : 0;
+    problem_.page_size = page;
+    problem_.pages_per_sequence = pages;
+    if (shape.layout == Layout::kHeadsSeqlen) {
+      problem_.k = problem_.v = {
+          .batch = heads_kv * rows * dim, .seqlen = dim, .head = rows * dim, .dim = 1};
+    }
+    cache_bytes_ = static_cast<size_t>(entries * rows * heads_kv * dim) * Bytes(shape.dtype);
+    q_bytes_ = static_cast<size_t>(batch * seqlen_q * heads * dim) * Bytes(shape.dtype);
+    lengths_.assign(static_cast<size_t>(batch), static_cast<int32_t>(shape.seqlen_k));
+    // Pages in a random order, as a pool has them after a while.
+    Random random(1);
+    table_.reserve(static_cast<size_t>(batch * pages));
+    for (int64_t i = 0; i < batch * pages; ++i) {
+      table_.push_back(static_cast<int32_t>(i));
+      std::swap(table_.back(), table_[static_cast<size_t>(random.Integer(0, i))]);
+    }
+  }
+
+  [[nodiscard]] const Problem& problem() const { return problem_; }
+  // Of K and V that one launch reads.
+  [[nodiscard]] double ReadBytes() const {
+    return 2.0 * static_cast<double>(problem_.batch * problem_.seqlen_k * problem_.heads_kv) *
+           static_cast<double>(problem_.head_dim) * static_cast<double>(Bytes(problem_.dtype));
+  }
+
+  struct Times {
+    Timing decode, read;  // seconds of one launch, and of a read of its bytes
+    int64_t layers = 0;
+  };
+  // The launches of all layers and the reads of all, in turns, until `seconds` have passed.
+  [[nodiscard]] Times Run(const Plan& plan, double seconds) {
+    const auto turns = static_cast<int64_t>(kTurnBytes / std::max(ReadBytes(), 1.0)) + 1;
+    const auto layers = static_cast<size_t>(std::min(turns, kMostLayers));
+    Fill(layers);
+    Mirror mirror(problem_.device, problem_.device_index);
+    const Buffer workspace(plan.workspace_bytes());
+    std::vector<ForwardArgs> args;
+    for (size_t n = 0; n < layers; ++n) {
+      args.push_back(
+          {.q = mirror.In(q_.data(), q_.size()),
+           .k = mirror.Out(k_.data(), k_.size()) + n * cache_bytes_,
+           .v = mirror.Out(v_.data(), v_.size()) + n * cache_bytes_,
+           .out = mirror.Out(out_.data(), out_.size()),
+           .lse = mirror.Out(lse_.floats(), lse_.size() / sizeof(float)),
+           .workspace = mirror.Out(workspace.span()),
+           .seqused_k = mirror.In(lengths_.data(), lengths_.size()),
+           .block_table = table_.empty() ? nullptr : mirror.In(table_.data(), table_.size())});
+    }
+    const auto decode = [&] {
+      for (const ForwardArgs& each : args) plan.forward(each);
+      mirror.Wait();
+    };
+    const auto read = [&] {
+      for (const ForwardArgs& each : args) Read(mirror, each, plan.threads());
+      mirror.Wait();
+    };
+    const auto count = static_cast<double>(layers);
+    std::vector<Timing> times = MeasureInTurns({decode, read}, seconds);
+    for (Timing& t : times) t = {t.median / count, t.best / count, t.runs};
+    return {times[0], times[1], static_cast<int64_t>(layers)};
+  }
+
+ private:
+  void Fill(size_t layers) {
+    q_ = Buffer(q_bytes_);
+    out_ = Buffer(q_bytes_);
+    lse_ = Buffer(static_cast<size_t>(problem_.batch * problem_.heads * problem_.seqlen_q) *
+                  sizeof(float));
+    k_ = Buffer(cache_bytes_ * layers);
+    v_ = Buffer(cache_bytes_ * layers);
+    FillNormal(problem_.dtype, q_.span(), 1);
+    uint64_t seed = 2;
+    for (const Buffer* b : {&k_, &v_}) {
+      FillNormal(problem_.dtype, b->span().first(cache_bytes_), seed++);
+      for (size_t n = 1; n < layers; ++n)
+        std::memcpy(b->data() + n * cache_bytes_, b->data(), cache_bytes_);
+    }
+  }
+
+  // On a CPU each thread reads its share of K and of V. On a GPU K is copied over V, which reads
+  // and writes as many bytes together.
+  void Read(const Mirror& mirror, const ForwardArgs& args, int threads) const {
+    if (problem_.device == Device::kCuda) {
+      mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, cache_bytes_);
+      return;
+    }
+#pragma omp parallel num_threads(threads)
+    for (const void* tensor : {args.k, args.v}) {
+      StreamingReadShare(static_cast<const std::byte*>(tensor), cache_bytes_, omp_get_thread_num(),
+                         omp_get_num_threads());
+    }
+  }
+
+  Problem problem_;
+  size_t cache_bytes_ = 0, q_bytes_ = 0;
+  std::vector<int32_t> lengths_, table_;
+  Buffer q_, k_, v_, out_, lse_;
+};
+
+std::vector<Shape> Shapes(const BenchOptions& o) {
+  const auto some = [](const std::vector<int64_t>& given, std::vector<int64_t> otherwise) {
+    return given.empty() ? std::move(otherwise) : given;
+  };
+  const std::vector<DType> dtypes =
+      o.dtypes.empty() ? std::vector{DType::kFloat32, DType::kBFloat16} : o.dtypes;
+  std::vector<Shape> shapes;
+  for (const DType dtype : dtypes) {
+    if (o.device == Device::kCuda && o.dtypes.empty() && dtype == DType::kFloat32) continue;
+    for (const int64_t head_dim : some(o.head_dims, {128})) {
+      for (const int64_t seqlen_k : some(o.seqlens_k, {4096})) {
+        for (const int64_t page_size : some(o.page_sizes, {0}))
+          shapes.push_back({dtype, head_dim, seqlen_k, page_size, o.layout});
+      }
+    }
+  }
+  return shapes;
+}
+
+nlohmann::ordered_json ToJson(const Problem& p, const Shape& shape, const Plan& plan,
+                              const Layers::Times& times, double bytes) {
+  return {{"dtype", Name(p.dtype)},
+          {"head_dim", p.head_dim},
+          {"batch", p.batch},
+          {"heads", p.heads},
+          {"heads_kv", p.heads_kv},
+          {"seqlen", p.seqlen_q},
+          {"seqlen_k", p.seqlen_k},
+          {"page_size", shape.page_size},
+          {"layout", shape.layout == Layout::kSeqlenHeads ? "bshd" : "bhsd"},
+          {"kernel", plan.kernel()},
+          {"threads", plan.threads()},
+          {"layers", times.layers},
+          {"runs", times.decode.runs},
+          {"bytes", bytes},
+          {"median_seconds", times.decode.median},
+          {"best_seconds", times.decode.best},
+          {"read_median_seconds", times.read.median},
+          {"read_best_seconds", times.read.best},
+          {"gbytes_per_second", bytes / times.decode.median / 1e9},
+          {"read_gbytes_per_second", bytes / times.read.median / 1e9},
+          {"share_of_read", times.read.median / times.decode.median}};
+}
+
+}  // namespace
+
+int BenchDecode(const BenchOptions& options) {
+  if (options.direction.value_or(Which::kForward) != Which::kForward)
+    throw UserError("--direction with --decode, expected forward: a KV cache has no backward pass");
+  if (options.seqlens.size() > 1)
+    throw UserError("--seqlen with --decode, expected one number of queries");
+  if (options.causal.size() > 1)
+    throw UserError("--causal with --decode, expected either no or yes");
+  const std::vector<Shape> shapes = Shapes(options);
+  for (const Shape& shape : shapes) (void)Plan(Layers(shape, options).problem());
+  const Machine m = machine();
+  const bool cuda = options.device == Device::kCuda;
+  nlohmann::ordered_json json = {{"machine", MachineJson(m)},
+                                 {"results", nlohmann::ordered_json::array()}};
+  if (!options.json) {
+    const Problem p = Layers(shapes.front(), options).problem();
+    const std::string where =
+        cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
+             : fmt::format("{}, {} threads", m.cpu_name,
+                           options.threads > 0 ? options.threads : m.cpu_threads);
+    Print("Strobe {} on {}: {} sequences x {} queries, {} heads, {} of keys.\n", version(), where,
+          p.batch, p.seqlen_q, p.heads, p.heads_kv);
+    Print("{}\n\n",
+          Dim(cuda ? "Median times. The machine: a copy on the device, bytes read and written."
+                   : "Median times. The machine: a plain read of as many bytes, as many threads."));
+    Print("{:<9} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype", "head_dim",
+          "seqlen_k", "page", "kernel", "time", "K and V", "", "machine", "share");
+  }
+  for (const Shape& shape : shapes) {
+    Layers layers(shape, options);
+    const std::string label =
+        fmt::format("{:<9} {:>8} {:>8} {:>6}", Name(shape.dtype), shape.head_dim, shape.seqlen_k,
+                    shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
+    if (!options.json) Progress(label);
+    const Plan plan(layers.problem());
+    const Layers::Times times = layers.Run(plan, options.min_time);
+    const double bytes = layers.ReadBytes();
+    json["results"].push_back(ToJson(layers.problem(), shape, plan, times, bytes));
+    if (options.json) continue;
+    ClearProgress();
+    Print("{}  {:<13} {:>7.1f} us {:>9} {:>9}/s {:>11}/s {:>4.0f} %\n", label, plan.kernel(),
+          times.decode.median * 1e6, BytesText(bytes), BytesText(bytes / times.decode.median),
+          BytesText(bytes / times.read.median), 100 * times.read.median / times.decode.median);
+    Flush();
+  }
+  if (options.json) Print("{}\n", json.dump(2));
+  return 0;
+}
+
+}  // namespace strobe::cli

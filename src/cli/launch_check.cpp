@@ -1,0 +1,33 @@
+#include "cli/launch_check.h"
+
+#include "cli/errors.h"
+#include "core/problem.h"
+
+namespace strobe::cli {
+
+void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args) {
+  strobe_problem here = problem;
+  here.device = STROBE_CPU;
+  strobe_forward_args checked = args;
+  checked.workspace = nullptr;  // its size is the plan's affair
+  if (const Status status = check_args(here, 0, checked); !status.ok()) {
+    throw UserError(status.text());
+  }
+}
+
+CacheWork WorkOf(const strobe_problem& problem, const strobe_forward_args& args) {
+  const CachedSequences sequences = cached_sequences_of(problem, args);
+  CacheWork work;
+  // Sequences without a query may be of any number where nothing tells them apart.
+  if (rows_q(problem) == 0 && !problem.append) return work;
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    const CachedSequence s = sequences.sequence(b);
+    for (int64_t i = 0; i < s.mask.seqlen_q; ++i)
+      work.pairs += static_cast<double>(s.mask.row(i).size());
+    work.keys += static_cast<double>(s.mask.seqlen_k);
+    work.added += static_cast<double>(s.mask.seqlen_k - s.new_begin);
+  }
+  return work;
+}
+
+}  // namespace strobe::cli

@@ -1,0 +1,26 @@
+// What the tool asks the library's core about a launch, with the arrays of the host at hand: also
+// where the launch runs on a GPU, which looks at no number before it runs.
+#ifndef STROBE_CLI_LAUNCH_CHECK_H_
+#define STROBE_CLI_LAUNCH_CHECK_H_
+
+#include <cstdint>
+
+#include "strobe/strobe.h"
+
+namespace strobe::cli {
+
+// Throws UserError with the text with which a launch on the CPU refuses these arguments. problem:
+// of a plan. args: pointers of the host.
+void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args);
+
+// What a launch with a cache does, all sequences together. Arguments as above, and checked.
+struct CacheWork {
+  double pairs = 0;  // of query and key that see each other
+  double keys = 0;   // appended ones included
+  double added = 0;  // new ones
+};
+[[nodiscard]] CacheWork WorkOf(const strobe_problem& problem, const strobe_forward_args& args);
+
+}  // namespace strobe::cli
+
+#endif  // STROBE_CLI_LAUNCH_CHECK_H_
