@@ -235,7 +235,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   }
   write_rows(b, c.dk, b.s.dk, b.d_blocks, p.head_dim, p.scale);
   write_rows(b, c.dv, b.s.dv, b.dv_blocks, p.head_dim_v, 1);
-  _tile_release();
+  tile_release();
 }
 
 }  // namespace strobe::cpu::amx
