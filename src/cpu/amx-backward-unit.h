@@ -32,6 +32,7 @@ struct BackwardScratch {
   Bf16 *q_pairs, *dout_pairs;
   uint32_t *q_nonfinite, *dout_nonfinite;  // of the sub-tiles
   float *lse, *delta;                      // [tile_q]: the products' initial values
+  float* over_sum;                         // [tile_q]: 1; 1 / row_sum where lse holds row_max
   float *s, *dp;                           // [2] 2 x 2 tiles
   Bf16 *p, *ds;                            // [sub-tile] A operands of a strip: 2 tiles
   Bf16* ds_pairs;                          // [strip][sub-tile] B operands: 2 tiles
@@ -60,6 +61,7 @@ STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c
   s.dout_nonfinite = arena.take<uint32_t>(kSubTiles);
   s.lse = arena.take<float>(kBackwardTileQ);
   s.delta = arena.take<float>(kBackwardTileQ);
+  s.over_sum = arena.take<float>(kBackwardTileQ);
   s.ds_pairs = arena.take<Bf16>(keys * kBackwardTileQ);
   s.dq = arena.take<float>(kBackwardTileQ * d);
   s.s = arena.take<float>(2 * 4 * kTileFloat);
@@ -264,10 +266,11 @@ class Gradients {
         const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
         const float* const lse = b_.s.lse + unit_.sub_tile * kSubTile + j % 2 * kTile;
         const float* const delta = b_.s.delta + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        // No weight is more than 1, except by lse's rounding error, which grows with lse. NaN
-        // stays.
-        const __m512 whole = _mm512_min_ps(
+        const float* const over_sum = b_.s.over_sum + unit_.sub_tile * kSubTile + j % 2 * kTile;
+        // No weight is more than 1, except by lse's rounding error. NaN stays.
+        const __m512 bounded = _mm512_min_ps(
             set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
+        const __m512 whole = _mm512_mul_ps(bounded, load(over_sum));
         __m512 weight = whole, gradient = dp;
         if (rule.dropout) {
           const auto keep = static_cast<__mmask16>(kept[i + j / 2 * kTile] >> (j % 2 * kTile));
