@@ -34,7 +34,15 @@ for isa in ${isas:-portable}; do
   stage "float32 accuracy and special values, $isa" env STROBE_CPU_ISA="$isa" bash -c \
     'build/cpu/tests/accuracy_test --gtest_brief=1 && build/cpu/tests/softmax_test --gtest_brief=1'
 done
-stage "bf16 accuracy of the widest kernel" env STROBE_ACCURACY_CASES=2000 build/cpu/tests/kernel_accuracy_test --gtest_brief=1
+accuracy=build/cpu/tests/kernel_accuracy_test
+if [ -x build/cpu/tests/random_test_amx ]; then  # where the AMX kernels can be emulated
+  stage "$cases random problems from seed $seed, amx emulated" \
+    env STROBE_CPU_ISA=amx STROBE_RANDOM_CASES="$cases" STROBE_RANDOM_SEED="$seed" \
+    build/cpu/tests/random_test_amx --gtest_brief=1
+  stage "bf16 accuracy of AMX, emulated" env STROBE_CPU_ISA=amx STROBE_ACCURACY_CASES=2000 \
+    ${accuracy}_amx --gtest_brief=1
+fi
+stage "bf16 accuracy of the widest kernel" env STROBE_ACCURACY_CASES=2000 $accuracy --gtest_brief=1
 python_tests() { STROBE_LIBRARY=$PWD/build/cpu/libstrobe.so build/venv/bin/python -m pytest -q "$@"; }
 export STROBE_FUZZ_SEED=${seed:0:8}
 STROBE_FUZZ_CASES=50000 stage "Python fuzzer" python_tests tests/python/test_fuzz.py

@@ -16,6 +16,14 @@ namespace {
 
 #if defined(__x86_64__)
 
+#if STROBE_AMX_EMULATED
+
+// Tiles lie in memory (cpu/amx-emulated.h).
+bool request_amx() { return true; }
+bool cpu_has_amx_bf16() { return true; }
+
+#else
+
 // Linux gives a process AMX's 8 KB of tile state only when it asks.
 bool request_amx() {
 #if defined(__linux__)
@@ -25,12 +33,6 @@ bool request_amx() {
 #else
   return false;
 #endif
-}
-
-// Clang 14's __builtin_cpu_supports does not know the name.
-bool cpu_has_f16c() {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
 
 bool cpu_has_amx_bf16() {
@@ -43,6 +45,14 @@ bool cpu_has_amx_bf16() {
   unsigned low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low >> 17 & 3) == 3;
+}
+
+#endif
+
+// Clang 14's __builtin_cpu_supports does not know the name.
+bool cpu_has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
 
 void read_name(char (&name)[64]) {

@@ -4,6 +4,7 @@
 #define STROBE_CPU_AMX_BACKWARD_ITEM_H_
 
 #include "cpu/amx-backward.h"
+#include "cpu/amx-forward-online.h"
 
 namespace strobe::cpu::amx {
 
@@ -13,13 +14,64 @@ static Tiles backward_tiles(const AttentionProblem& p) {
   return {kBackwardTileQ, kStrip, block};
 }
 
-static size_t backward_scratch(const BackwardContext& context) {
-  Arena arena;
-  carve_backward(arena, context);
-  return arena.used();
+STROBE_AMX ForwardContext forward_of(const BackwardContext& c) {
+  ForwardContext f{};
+  static_cast<Context&>(f) = c;
+  f.block_q = kForwardTileQ;
+  return f;
 }
 
-static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte*) {
+static size_t backward_scratch(const BackwardContext& context) {
+  Arena arena, row_sums;
+  carve_backward(arena, context);
+  carve_forward(row_sums, forward_of(context));
+  return arena.used() > row_sums.used() ? arena.used() : row_sums.used();
+}
+
+/// Lanes whose lse is large (kLargeLse). Infinity stands for a row that sees nothing.
+STROBE_AMX uint32_t large_lanes(const float* lse, int64_t count) {
+  const __m512 x =
+      _mm512_abs_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(lanes(0, count)), lse));
+  return _mm512_cmp_ps_mask(x, set(kLargeLse), _CMP_GE_OQ) &
+         _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
+}
+STROBE_AMX bool any_large(const float* lse, int64_t count) {
+  uint32_t large = 0;
+  for (int64_t r = 0; r < count; r += kTile) large |= large_lanes(lse + r, count - r);
+  return large != 0;
+}
+
+/// Fills row_max and row_sum of tiles in which some row's lse is large: the maximum of the scores
+/// that backward will compute, bit for bit, and the sum of the weights. lse does not tell them, and
+/// decoding made it by another kernel's arithmetic, whose scores of 1e7 differ by 1 and more.
+static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  const AttentionProblem& p = c.problem;
+  const Sequence sequence = c.sequence(item.batch);
+  const int64_t at = c.lse_index(sequence, item.head);
+  for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {
+    const Range tile{q, min64(q + kForwardTileQ, item.q_end)};
+    if (!any_large(c.lse + at + tile.begin, tile.size())) continue;
+    Arena arena(scratch);
+    const ForwardContext context = forward_of(c);
+    const Forward f{context,
+                    sequence,
+                    {item.batch, item.head, tile.begin, tile.end},
+                    carve_forward(arena, context),
+                    padded_dim(p.head_dim) / kPair,
+                    padded_dim(p.head_dim_v) / kPair};
+    pack_rows(f.q_rows(tile), kForwardTileQ, f.s.q);
+    configure_tiles();
+    online_tiles(f, 0, 1, 0);
+    tile_release();
+    for (int64_t r = 0; r < tile.size(); ++r) {
+      c.row_max[at + tile.begin + r] = f.s.reference[r * kTile];
+      c.row_sum[at + tile.begin + r] = f.s.sum[r * kTile];
+    }
+  }
+}
+
+static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
+  find_row_sums(c, item, scratch);
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
   const int64_t at = c.lse_index(sequence, item.head);
@@ -80,15 +132,7 @@ static bool may_start_at_lse(const Backward& b, const QueryTile& t) {
   if (!rule.linear || rule.dropout) return false;
   if (!(__builtin_fabsf(rule.scale) > 1e-20f)) return false;
   const float* const lse = b.c.lse + b.c.lse_index(b.sequence, t.head) + t.queries.begin;
-  uint32_t large = 0;
-  for (int64_t r = 0; r < t.queries.size(); r += kTile) {
-    const auto lane = static_cast<__mmask16>(lanes(0, t.queries.size() - r));
-    const __m512 x = _mm512_abs_ps(_mm512_maskz_loadu_ps(lane, lse + r));
-    // Infinity stands for a row that sees nothing.
-    large |= _mm512_cmp_ps_mask(x, set(kLargeLse), _CMP_GE_OQ) &
-             _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
-  }
-  return large == 0;
+  return !any_large(lse, t.queries.size());
 }
 
 /// Packs a tile's queries. Returns whether Q or dO has rows that pack_pairs leaves out.
@@ -105,6 +149,11 @@ static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const float lse_factor = t.starts_at_lse ? -1 / t.scorer.rule.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {
     b.s.lse[r] = r < n ? canonical_nan(b.c.lse[at + r] * lse_factor) : 0;
+    b.s.over_sum[r] = 1;
+    if (!t.starts_at_lse && large_lanes(b.c.lse + at + r, min64(n - r, 1)) != 0) {
+      b.s.lse[r] = canonical_nan(-b.c.row_max[at + r]);
+      b.s.over_sum[r] = canonical_nan(1 / b.c.row_sum[at + r]);
+    }
     b.s.delta[r] = r < n ? canonical_nan(-b.c.delta[at + r]) : 0;
   }
   return nonfinite;
@@ -235,7 +284,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   }
   write_rows(b, c.dk, b.s.dk, b.d_blocks, p.head_dim, p.scale);
   write_rows(b, c.dv, b.s.dv, b.dv_blocks, p.head_dim_v, 1);
-  _tile_release();
+  tile_release();
 }
 
 }  // namespace strobe::cpu::amx

@@ -16,11 +16,11 @@ constexpr int64_t kSubTiles = kBackwardTileQ / kSubTile;  // of a query tile
 constexpr int64_t kBackwardBlock = 512;
 constexpr int64_t kUnitTiles = 2 * kTileBf16;  // P or dS of a unit
 
-/// Which sub-tiles of a query tile see a strip (they are consecutive), and which of them see only a
-/// part of it.
+/// Which sub-tiles of a query tile see a strip (they are consecutive), which of them see only a
+/// part of it, and whose P and dS are split for dK and dV (kFewKeys, kFewQueries).
 struct StripPlan {
   int64_t begin, end;
-  uint32_t masked;
+  uint32_t masked, split;
 };
 
 struct BackwardScratch {
@@ -32,10 +32,11 @@ struct BackwardScratch {
   Bf16 *q_pairs, *dout_pairs;
   uint32_t *q_nonfinite, *dout_nonfinite;  // of the sub-tiles
   float *lse, *delta;                      // [tile_q]: the products' initial values
+  float* over_sum;                         // [tile_q]: 1; 1 / row_sum where lse holds row_max
   float *s, *dp;                           // [2] 2 x 2 tiles
   Bf16 *p, *ds;                            // [sub-tile] A operands of a strip: 2 tiles
   Bf16* ds_pairs;                          // [strip][sub-tile] B operands: 2 tiles
-  Bf16 *p_low, *ds_low, *ds_pairs_low;     // their low parts, of sub-tiles that see few keys
+  Bf16 *p_low, *ds_low, *ds_pairs_low;     // their low parts, of units that are split
   float* dq;        // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
   float* spare;     // a tile that is written and never read
   StripPlan* plan;  // [strip]
@@ -60,6 +61,7 @@ STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c
   s.dout_nonfinite = arena.take<uint32_t>(kSubTiles);
   s.lse = arena.take<float>(kBackwardTileQ);
   s.delta = arena.take<float>(kBackwardTileQ);
+  s.over_sum = arena.take<float>(kBackwardTileQ);
   s.ds_pairs = arena.take<Bf16>(keys * kBackwardTileQ);
   s.dq = arena.take<float>(kBackwardTileQ * d);
   s.s = arena.take<float>(2 * 4 * kTileFloat);
@@ -109,7 +111,7 @@ struct QueryTile {
   Range queries;
   Scorer scorer;
   bool starts_at_lse;  // lse and delta are the initial values of the tile products
-  uint32_t few;        // sub-tiles whose weights and gradients are split (kFewKeys)
+  uint32_t few;        // sub-tiles whose weights and gradients are split everywhere (kFewKeys)
 
   STROBE_INLINE bool few_keys(int64_t n) const { return (few >> n & 1) != 0; }
   STROBE_INLINE Range sub_tile(int64_t n) const {
@@ -123,7 +125,7 @@ static void plan_strips(const Backward& b, const QueryTile& t) {
   const int64_t first = t.queries.begin / kSubTile;
   for (int64_t n = 0; n < b.strips(); ++n) {
     StripPlan& plan = b.s.plan[n];
-    plan = {0, 0, 0};
+    plan = {0, 0, 0, 0};
     const Range keys = b.strip(n);
     const Visits visits = query_visits(b.sequence.mask, keys, kSubTile);
     const Range seen = intersect(visits.blocks, {first, first + t.sub_tiles()});
@@ -134,6 +136,8 @@ static void plan_strips(const Backward& b, const QueryTile& t) {
       const bool whole = keys.size() == kStrip && visits.is_full(first + i);
       plan.masked |= static_cast<uint32_t>(!whole) << i;
     }
+    // The strip and its mask alone decide, and not the query tile.
+    plan.split = b.sequence.mask.q_range(keys).size() <= kFewQueries ? ~0u : t.few;
   }
 }
 
@@ -163,7 +167,7 @@ class Gradients {
     ds_ = b_.s.ds + u.sub_tile * kUnitTiles;
     ds_pairs_ = b_.ds_pairs(u.strip, u.sub_tile);
     left_ = kTile;
-    slow_ = !t_.starts_at_lse || masked() || t_.few_keys(u.sub_tile);
+    slow_ = !t_.starts_at_lse || masked() || split();
   }
   STROBE_INLINE bool start() {
     if (left_ == 0) return false;
@@ -205,6 +209,9 @@ class Gradients {
   STROBE_INLINE bool masked() const {
     return (b_.s.plan[unit_.strip].masked >> unit_.sub_tile & 1) != 0;
   }
+  STROBE_INLINE bool split() const {
+    return (b_.s.plan[unit_.strip].split >> unit_.sub_tile & 1) != 0;
+  }
   STROBE_INLINE void write(int64_t i, const __m512 (&p)[2][2], const __m512 (&ds)[2][2],
                            const RoundToPairs& pairs) {
     write(i, p, ds, pairs, p_, ds_, ds_pairs_);
@@ -238,7 +245,7 @@ class Gradients {
     const Range queries = t_.sub_tile(unit_.sub_tile), keys = b_.strip(unit_.strip);
     const FastExp2 fast_exp2(b_.c.problem.scale * kLog2e);
     const ScoreRule& rule = t_.scorer.rule;
-    const bool some_masked = masked(), split = t_.few_keys(unit_.sub_tile);
+    const bool some_masked = masked(), is_split = split();
     uint32_t kept[kStrip];
     if (rule.dropout) kept_queries(rule, queries.begin, keys.begin, kept);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
@@ -259,10 +266,11 @@ class Gradients {
         const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
         const float* const lse = b_.s.lse + unit_.sub_tile * kSubTile + j % 2 * kTile;
         const float* const delta = b_.s.delta + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        // No weight is more than 1, except by lse's rounding error, which grows with lse. NaN
-        // stays.
-        const __m512 whole = _mm512_min_ps(
+        const float* const over_sum = b_.s.over_sum + unit_.sub_tile * kSubTile + j % 2 * kTile;
+        // No weight is more than 1, except by lse's rounding error. NaN stays.
+        const __m512 bounded = _mm512_min_ps(
             set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
+        const __m512 whole = _mm512_mul_ps(bounded, load(over_sum));
         __m512 weight = whole, gradient = dp;
         if (rule.dropout) {
           const auto keep = static_cast<__mmask16>(kept[i + j / 2 * kTile] >> (j % 2 * kTile));
@@ -276,7 +284,7 @@ class Gradients {
         ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, gradient, score.derivative);
       }
       write(i - kTile + left_, p, ds, RoundToPairs());
-      if (split) write_low(i, p, ds);
+      if (is_split) write_low(i, p, ds);
     }
     left_ = 0;
   }

@@ -14,7 +14,8 @@
 // them it stays transposed and in tiles.
 //
 // For queries that see few keys (kFewKeys), P and dS are split into two bf16 values each, and dV,
-// dK and dQ get a second product, of the low parts.
+// dK and dQ get a second product, of the low parts; for keys that few queries see (kFewQueries), dV
+// and dK do.
 //
 // Pipeline. S is computed two units ahead of P and dS, dP one unit ahead, and the vector work of a
 // unit is issued between the tile instructions of those two products.
@@ -130,23 +131,29 @@ class BackwardTile {
           for (int i = 0; i < 4; ++i) copy_tile(from ? in.at(i) : nullptr, out.at(i));
           continue;
         }
-        const Product m = {b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles,
-                           b_.ds_pairs(strips.begin, n),
-                           b_.d_blocks * kUnitTiles,
-                           kTileBf16,
-                           kSubTiles * kUnitTiles,
-                           kTileBf16,
-                           in,
-                           64,
-                           out,
-                           64,
-                           strips.size()};
+        Product m = {b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles,
+                     b_.ds_pairs(strips.begin, n),
+                     b_.d_blocks * kUnitTiles,
+                     kTileBf16,
+                     kSubTiles * kUnitTiles,
+                     kTileBf16,
+                     in,
+                     64,
+                     out,
+                     64,
+                     strips.size()};
+        const Bf16* const low = b_.s.ds_pairs_low + b_.ds_pairs_at(strips.begin, n);
+        const bool split = t_.few_keys(n), one_strip = strips.size() == 1;
+        if (split && one_strip) {
+          m.a_step = 0;
+          m.b_step = low - m.b;
+          m.steps = 2;
+        }
         products_.multiply<true>(m, idle, {});
-        if (!t_.few_keys(n)) continue;
-        Product low = m;
-        low.b = b_.s.ds_pairs_low + b_.ds_pairs_at(strips.begin, n);
-        low.in = {out.tile, out.right, out.down};
-        products_.multiply<true>(low, idle, {});
+        if (!split || one_strip) continue;
+        m.b = low;
+        m.in = {out.tile, out.right, out.down};
+        products_.multiply<true>(m, idle, {});
       }
     }
     products_.flush();
@@ -224,12 +231,18 @@ class BackwardTile {
     const int64_t d = b_.d_blocks, dv = b_.dv_blocks;
     float* const dv_sum = b_.s.dv + strip * kStrip * dv * kPair;
     float* const dk_sum = b_.s.dk + strip * kStrip * d * kPair;
-    add_rows(b_.s.p, b_.s.dout_pairs, dv, seen, dv_sum);
-    add_rows(b_.s.ds, b_.s.q_pairs, d, seen, dk_sum);
-    for (int64_t n = seen.begin; n < seen.end; ++n) {
-      if (!t_.few_keys(n)) continue;
-      add_rows(b_.s.p_low, b_.s.dout_pairs, dv, {n, n + 1}, dv_sum);
-      add_rows(b_.s.ds_low, b_.s.q_pairs, d, {n, n + 1}, dk_sum);
+    const uint32_t split = b_.s.plan[strip].split;
+    if (seen.size() == 1 && (split >> seen.begin & 1)) {
+      add_rows(b_.s.p, b_.s.p_low, b_.s.dout_pairs, dv, seen, dv_sum);
+      add_rows(b_.s.ds, b_.s.ds_low, b_.s.q_pairs, d, seen, dk_sum);
+    } else {
+      add_rows(b_.s.p, nullptr, b_.s.dout_pairs, dv, seen, dv_sum);
+      add_rows(b_.s.ds, nullptr, b_.s.q_pairs, d, seen, dk_sum);
+      for (int64_t n = seen.begin; n < seen.end; ++n) {
+        if (!(split >> n & 1)) continue;
+        add_rows(b_.s.p_low, nullptr, b_.s.dout_pairs, dv, {n, n + 1}, dv_sum);
+        add_rows(b_.s.ds_low, nullptr, b_.s.q_pairs, d, {n, n + 1}, dk_sum);
+      }
     }
     if (q_nonfinite_) {
       products_.flush();
@@ -239,22 +252,23 @@ class BackwardTile {
                          b_.c.problem.head_dim, dk_sum);
     }
   }
-  STROBE_INLINE void add_rows(const Bf16* weights, const Bf16* rows, int64_t blocks, Range seen,
-                              float* sum) {
+  /// low: the low parts of the weights, where one sub-tile is all; a second step of each product.
+  STROBE_INLINE void add_rows(const Bf16* weights, const Bf16* low, const Bf16* rows,
+                              int64_t blocks, Range seen, float* sum) {
     Idle idle;
     for (int64_t e = 0; e < blocks; ++e) {
       float* const at = sum + e * 4 * kTileFloat;
       const Product m = {weights + seen.begin * kUnitTiles,
                          rows + (seen.begin * blocks + e) * kUnitTiles,
-                         kUnitTiles,
+                         low ? low - weights : kUnitTiles,
                          kTileBf16,
-                         blocks * kUnitTiles,
+                         low ? 0 : blocks * kUnitTiles,
                          kTileBf16,
                          {at, kTileFloat, 2 * kTileFloat},
                          64,
                          {at, kTileFloat, 2 * kTileFloat},
                          64,
-                         seen.size()};
+                         low ? 2 : seen.size()};
       products_.multiply<false>(m, idle, {});
     }
   }

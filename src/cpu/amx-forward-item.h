@@ -270,7 +270,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
       pipeline_tiles(f, run, lse);
     }
   }
-  _tile_release();
+  tile_release();
 }
 
 }  // namespace strobe::cpu::amx

@@ -12,6 +12,8 @@ namespace strobe::cpu::amx {
 /// results: weights rounded once would add as much to the results' errors as rounding the results
 /// does.
 constexpr int64_t kFewKeys = 48;
+/// The same for dK and dV of 32 keys that no more queries (of a head) than these see.
+constexpr int64_t kFewQueries = 8;
 
 struct Score {
   __m512 value;

@@ -28,6 +28,12 @@
 #define STROBE_AMX static inline __attribute__((always_inline))
 #define STROBE_UNROLL _Pragma("GCC unroll 32")
 
+#if STROBE_AMX_EMULATED
+#include "cpu/amx-emulated.h"
+#else
+#include "cpu/amx-instructions.h"
+#endif
+
 namespace strobe::cpu::amx {
 
 using Bf16 = uint16_t;
@@ -37,42 +43,14 @@ constexpr int64_t kPair = 32;               // bf16 columns of a tile
 constexpr int64_t kTileBf16 = kTile * 32;   // values of a bf16 tile
 constexpr int64_t kTileFloat = kTile * 16;  // values of a float32 tile
 
-/// Every tile 16 rows of 64 bytes, until _tile_release().
+/// Every tile 16 rows of 64 bytes, until tile_release().
 STROBE_AMX void configure_tiles() {
   alignas(64) uint8_t config[64] = {1};  // palette 1
   for (int t = 0; t < 8; ++t) {
     config[16 + 2 * t] = 64;  // bytes of a row
     config[48 + t] = 16;      // rows
   }
-  // GCC 12's _tile_loadconfig says that it reads 8 bytes, so the compiler may drop what stands in
-  // the other 56: all tiles then have no rows, and the first instruction that uses one is illegal.
-  __asm__ volatile("ldtilecfg %0" ::"m"(config));
-}
-
-// These too replace GCC 12's intrinsics, which take literals only, and whose loads do not tell the
-// compiler that they read memory.
-template <int kT>
-STROBE_AMX void tile_load(const void* p, int64_t row_bytes = 64) {
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
-}
-/// Loads from L2 past L1. An operand that streams through L1 would evict the lines that scores and
-/// weights are about to be written to.
-template <int kT>
-STROBE_AMX void tile_stream(const void* p, int64_t row_bytes = 64) {
-  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
-}
-template <int kT>
-STROBE_AMX void tile_store(void* p, int64_t row_bytes = 64) {
-  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row_bytes), "i"(kT) : "memory");
-}
-template <int kT>
-STROBE_AMX void tile_zero() {
-  __asm__ volatile("tilezero %%tmm%c0" ::"i"(kT));
-}
-/// C += A B.
-template <int kC, int kA, int kB>
-STROBE_AMX void tile_multiply() {
-  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  tile_configure(config);
 }
 
 STROBE_AMX __m512 load(const float* p) { return _mm512_load_ps(p); }

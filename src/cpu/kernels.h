@@ -110,8 +110,8 @@ struct BackwardContext : Context {
   float* delta;  // one value a query: rowsum(dout * out) - dlse; backward_delta makes it before any
                  // backward_block runs
   float* dq_sum;             // float32 [query][dq_stride], queries in lse's order: dQ so far
-  float *row_max, *row_sum;  // one value a query, of the queries that large-lse-inl.h is for; AMX
-                             // does not use them
+  float *row_max, *row_sum;  // one value a query, of the queries whose lse is large (kLargeLse);
+                             // backward_delta makes them
   int64_t dq_stride;         // head_dim rounded up to a whole vector
   uint32_t* turn;  // [heads, turn_tiles]: key blocks that have added to the query tile's dQ; see
                    // turnstile.h

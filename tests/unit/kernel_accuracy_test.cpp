@@ -1,7 +1,7 @@
 // How far each CPU kernel is from float64 in bf16, beside the next narrower one: errors of out, dq,
 // dk and dv over the same random problems. All round results to bf16. AMX also has to round weights
 // to bf16: where queries see more keys than it splits weights for, its errors' root mean square is
-// up to 1.41 of the other's.
+// up to 1.41 of the other's. In programs whose name ends in _amx its tiles are emulated.
 //
 //   STROBE_ACCURACY_CASES  how many problems (default 60; the project's figures: 2000)
 //   STROBE_ACCURACY_SEED   of the first
@@ -110,7 +110,8 @@ uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
   return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
 }
 
-// Against the next narrower kernel. The worst of few problems is a matter of luck.
+// Against the next narrower kernel. From other seeds, the worst of few problems is a matter of
+// luck.
 TEST(Accuracy, ErrorsAreThoseOfTheNextNarrowerKernel) {
   const std::vector<CpuKernel> kernels = CpuKernels();
   if (kernels.size() < 2) GTEST_SKIP() << "one kernel only";
@@ -130,8 +131,35 @@ TEST(Accuracy, ErrorsAreThoseOfTheNextNarrowerKernel) {
     std::printf("%s over %s, %llu problems: %-3s  RMS %.3f  worst %.3f\n", kernels[0].name.c_str(),
                 kernels[1].name.c_str(), static_cast<unsigned long long>(cases), kNames[t],
                 total.RmsRatio(t), total.WorstRatio(t));
-    EXPECT_LE(total.RmsRatio(t), amx ? 1.2 : 1.02) << kNames[t];
-    EXPECT_LE(total.WorstRatio(t), amx ? 2.5 : 1.1) << kNames[t];
+    EXPECT_LE(total.RmsRatio(t), amx ? 1.1 : 1.02) << kNames[t];
+    EXPECT_LE(total.WorstRatio(t), 1.1) << kNames[t];
+  }
+}
+
+// Where few queries see a key, dK and dV are sums of few terms, and rounding weights to bf16 would
+// add as much to their errors as rounding the results does: root mean squares of 1.3 to 1.9, and
+// one problem's dv with the largest error of 2,000 problems, 1.3 times the other kernel's.
+TEST(Accuracy, FewQueries) {
+  const std::vector<CpuKernel> kernels = CpuKernels();
+  if (kernels.size() < 2) GTEST_SKIP() << "one kernel only";
+  for (const int64_t queries : {1, 3, 8}) {
+    Case c;
+    c.seed = static_cast<uint64_t>(queries);
+    c.dtype = oracle::DType::kBFloat16;
+    c.seqlens_q = {queries, queries};
+    c.seqlens_k = {403, 403};
+    c.heads = c.heads_kv = 2;
+    c.head_dim = 53;
+    c.head_dim_v = 72;
+    c.scale = std::nanf("");
+    c.alibi = STROBE_ALIBI_PER_HEAD;
+    Fixture f(c);
+    const Truth truth = TruthOf(f);
+    Errors errors[2][kTensors];
+    for (size_t i = 0; i < 2; ++i) RunKernel(kernels[i], f, truth, errors[i]);
+    for (int t = 2; t < kTensors; ++t) {
+      EXPECT_LE(errors[0][t].rms, 1.03 * errors[1][t].rms) << queries << " queries: " << kNames[t];
+    }
   }
 }
 
