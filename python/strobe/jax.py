@@ -76,10 +76,34 @@ def _workspace(backward: bool, dtype: str, shapes: Any, options: tuple[tuple[str
     return most
 
 
-def _result(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """What ffi_call is told of a result: in shard_map it varies over the axes that `arrays` do."""
-    over = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in arrays))
-    return jax.ShapeDtypeStruct(shape, dtype, **({"vma": over} if over else {}))
+def _axes(x: Any) -> frozenset[str]:
+    """Over which axes of shard_map an array varies, as jax 0.10, and as 0.7 to 0.9 say it."""
+    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return frozenset(getattr(kind, "vma", ()))
+
+
+def _alike(arrays: dict[str, Any]) -> dict[str, Any]:
+    """`arrays`, each of which varies over all axes that one of them does, as ffi_call wants it."""
+    every = frozenset().union(*map(_axes, arrays.values()))
+    cast = getattr(jax.lax, "pcast", None) or (lambda x, axes, to: jax.lax.pvary(x, axes))
+    missing = {name: tuple(sorted(every - _axes(x))) for name, x in arrays.items()}
+    return {
+        name: cast(x, missing[name], to="varying") if missing[name] else x
+        for name, x in arrays.items()
+    }
+
+
+def _structs(like: Any, results: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
+    """What ffi_call is told of its results: in shard_map they vary as `like` does."""
+    if not _axes(like):
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+
+    def spread(x: Any) -> Any:
+        return [jnp.broadcast_to(x.sum().astype(dtype), shape) for shape, dtype in results]
+
+    return jax.eval_shape(spread, like)
 
 
 def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Sequence[Any]:
@@ -109,7 +133,7 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
             name: np.float32(value) if isinstance(value, float) else np.int64(value)
             for name, value in options.items()
         }
-        function = ffi_call(_TARGETS[backward], [_result(arrays, *result) for result in results])
+        function = ffi_call(_TARGETS[backward], _structs(q, results))
         return tuple(function(*arrays, **attributes)[:-1])
 
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
@@ -168,7 +192,7 @@ def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
     *tensors, more = kept
     dout, *dlse = gradients
     if isinstance(dout, SymbolicZero):
-        dout = jnp.zeros(dout.shape, dout.dtype)
+        dout = jnp.zeros_like(tensors[3])
     dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
     return (*_launch(call, True, (dout, *tensors, *dlse), more), None)
 
@@ -356,7 +380,8 @@ def attention(
     call = _Call(
         given_options, flag("deterministic", deterministic), flag("return_residual", return_residual)
     )
-    results = _attention(call, tensors["q"], tensors["k"], tensors["v"], more)
+    given = _alike(tensors | more)
+    results = _attention(call, *(given[x] for x in "qkv"), {name: given[name] for name in more})
     if ndim == 3:
         results = [x[0] for x in results]
     return (results[0], jnp.swapaxes(results[1], -1, -2)) if call.return_lse else results[0]
