@@ -49,10 +49,10 @@ void check(strobe_status status) {
 // An option of a problem by its field's name; false: there is none of that name.
 template <typename Number>
 bool set_option(strobe_problem& problem, std::string_view name, Number value) {
-#define STROBE_FIELD(field)                                                 \
-  if (name == #field) {                                                     \
-    problem.field = static_cast<decltype(strobe_problem::field)>(value);    \
-    return true;                                                            \
+#define STROBE_FIELD(field)                                              \
+  if (name == #field) {                                                  \
+    problem.field = static_cast<decltype(strobe_problem::field)>(value); \
+    return true;                                                         \
   }
 #define STROBE_FLAG(field, ...) STROBE_FIELD(field)
 #define STROBE_CHOICE(field, ...) STROBE_FIELD(field)
@@ -339,15 +339,17 @@ Error* handler(CallFrame* frame) noexcept {
   }
 }
 
-// --------------------------------------------------------------------------------- Python's methods
+// --------------------------------------------------------------------------------- Python's
+// methods
 
 PyObject* capsule_of(Error* (*function)(CallFrame*) noexcept) {
   return PyCapsule_New(reinterpret_cast<void*>(function), nullptr, nullptr);
 }
 
 PyObject* xla_handlers(PyObject*, PyObject*) {
-  return Py_BuildValue("(NNNN)", capsule_of(handler<false, false>), capsule_of(handler<true, false>),
-                       capsule_of(handler<false, true>), capsule_of(handler<true, true>));
+  return Py_BuildValue("(NNNN)", capsule_of(handler<false, false>),
+                       capsule_of(handler<true, false>), capsule_of(handler<false, true>),
+                       capsule_of(handler<true, true>));
 }
 
 PyObject* xla_workspace(PyObject*, PyObject* arguments) {

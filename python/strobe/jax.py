@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple, overload
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ try:
     from jax.custom_derivatives import SymbolicZero
     from jax.ffi import ffi_call, register_ffi_target
 except ImportError:
-    raise ImportError(f"strobe.jax: jax {jax.__version__}, expected 0.5.0 or newer") from None
+    raise ImportError(f"strobe.jax: jax {jax.__version__}, expected 0.6 or newer") from None
 
 # Forward, backward; on the CPU, on CUDA.
 _TARGETS: Final = ("strobe_attention_forward", "strobe_attention_backward")
@@ -61,8 +61,10 @@ class _Call(NamedTuple):
 # --------------------------------------------------------------------------------------- launches
 
 
-@functools.cache
-def _workspace(backward: bool, dtype: str, shapes: Any, options: tuple[tuple[str, Any], ...]) -> int:
+@functools.lru_cache(1024)
+def _workspace(
+    backward: bool, dtype: str, shapes: Any, options: tuple[tuple[str, Any], ...]
+) -> int:
     """Bytes that a launch may need on a GPU of this machine. XLA is to give them as a result of the
     call, so that CUDA graphs can be made of it.
     """
@@ -78,7 +80,7 @@ def _workspace(backward: bool, dtype: str, shapes: Any, options: tuple[tuple[str
 
 def _axes(x: Any) -> frozenset[str]:
     """Over which axes of shard_map an array varies, as jax 0.10, and as 0.7 to 0.9 say it."""
-    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
     if hasattr(kind, "manual_axis_type"):
         return frozenset(kind.manual_axis_type.varying)
     return frozenset(getattr(kind, "vma", ()))
@@ -106,12 +108,12 @@ def _structs(like: Any, results: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
     return jax.eval_shape(spread, like)
 
 
-def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Sequence[Any]:
-    """out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv.
+def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Any:
+    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv.
 
     own: (q, k, v), or (dout, q, k, v, out, lse) and dlse if there is one. more: of _MORE, by name.
     """
-    names = [name for name in _MORE if name in more]
+    names: list[str] = [name for name in _MORE if name in more]
     first = int(backward)  # of q, k and v
 
     def launch(*arrays: Any) -> Sequence[Any]:
@@ -171,7 +173,7 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
 
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Sequence[Any]:
+def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
     return _launch(call, False, (q, k, v), more)
 
 
@@ -226,26 +228,14 @@ def _seed(value: Any) -> Any:
     return data if data.shape == (2,) else data[:2] ^ data[2:]  # the latter: keys of rbg
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _check(tensors: Any, more: Any, options: Any) -> None:
-    """Raises where the call cannot be. What runs on every CPU is declined by no GPU alone."""
+    """Raises what is wrong with a call. The CPU's kernels take whatever is not wrong."""
     specs: Any = {name: ArraySpec(shape, dtype) for name, shape, dtype in (*tensors, *more)}
     try:
         plan(**specs, **dict(options))
     except Error as error:
         raise type(error)(renamed(str(error), _NAMES)) from None
-
-
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_residual: Literal[False] = ..., **options: Any
-) -> jax.Array: ...
-
-
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_residual: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -320,7 +310,8 @@ def attention(
     ndim = arrays["q"].ndim
     for name, x in arrays.items():
         if ndim not in (3, 4) or x.ndim != ndim:
-            wanted = "4: (batch, seqlen, heads, head_dim), or 3 without batch" if name == "q" else f"{ndim} as of q"
+            wanted = "4: (batch, seqlen, heads, head_dim), or 3 without batch"
+            wanted = wanted if name == "q" else f"{ndim} as of q"
             raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
     tensors = {name: x if ndim == 4 else x[None] for name, x in arrays.items()}
     batch, seqlen_q = tensors["q"].shape[:2]
@@ -347,10 +338,12 @@ def attention(
         more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
     lengths = (query_seq_lengths, key_value_seq_lengths, prefix)
     names = ("query_seq_lengths", "key_value_seq_lengths", "prefix")
-    for field, name, given in zip(("seqused_q", "seqused_k", "prefix"), names, lengths, strict=True):
+    for field, name, given in zip(
+        ("seqused_q", "seqused_k", "prefix"), names, lengths, strict=True
+    ):
         if given is not None:
             more[field] = _array(name, given)
-    # Where a query is matters to these alone; without a position, the last query is at the last key.
+    # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
     if placed or alibi_slopes is not None:
         if isinstance(q_position, int):
@@ -372,13 +365,17 @@ def attention(
             more[field] = jnp.clip(more[field], 0, most)
     if options["dropout_p"] > 0:
         if dropout_seed is None:
-            raise InvalidArgument("dropout_seed = None, expected a key of jax.random, or an integer")
+            raise InvalidArgument(
+                "dropout_seed = None, expected a key of jax.random, or an integer"
+            )
         more["dropout_seed"] = _seed(dropout_seed)
 
-    default = {"window_left": -1, "window_right": -1}
+    default = {"window_left": -1, "window_right": -1, "scale": None}
     given_options = tuple((x, y) for x, y in options.items() if y != default.get(x, 0))
     call = _Call(
-        given_options, flag("deterministic", deterministic), flag("return_residual", return_residual)
+        given_options,
+        flag("deterministic", deterministic),
+        flag("return_residual", return_residual),
     )
     given = _alike(tensors | more)
     results = _attention(call, *(given[x] for x in "qkv"), {name: given[name] for name in more})
