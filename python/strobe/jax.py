@@ -18,6 +18,7 @@ import numpy as np
 
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
 from ._errors import renamed, shown
+from ._options import ARRAYS
 from ._values import flag, integer, pair, real, seed
 
 __all__ = ["attention"]
@@ -46,8 +47,7 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_NUMBERS: Final = ("seqused_q", "seqused_k", "q_position", "prefix")  # as src/core/options.def
-_MORE: Final = ("alibi_slopes", *_NUMBERS, "dropout_seed")
+_MORE: Final = ("alibi_slopes", *ARRAYS, "dropout_seed")
 
 
 class _Call(NamedTuple):
@@ -118,7 +118,7 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
 
     def launch(*arrays: Any) -> Sequence[Any]:
         q, k, v = arrays[first : first + 3]
-        options = dict(call.options) | {f"has_{name}": 1 for name in names if name in _NUMBERS}
+        options = dict(call.options) | {f"has_{name}": 1 for name in names if name in ARRAYS}
         if "alibi_slopes" in names:
             options["alibi"] = arrays[len(own)].ndim
         if backward:

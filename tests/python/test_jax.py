@@ -5,6 +5,7 @@ JAX's transformations.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -162,6 +163,16 @@ def test_defaults_and_positions_of_jax_nn(seqlen_k: int) -> None:
             return jax.jit(lambda x: (cut(*x), gradients(cut)(*x)))(x)
 
         compare(both)
+
+
+def test_every_option() -> None:
+    """Of jax.nn and of strobe.attention, but for what this function has another way."""
+    ours = set(inspect.signature(attention).parameters)
+    nn = set(inspect.signature(plain).parameters)
+    assert nn - {"query", "key", "value", "bias", "mask", "implementation"} <= ours
+    known = {RENAMED.get(x, x) for x in inspect.signature(strobe.attention).parameters}
+    packed = {f"{x}_{y}" for x in ("cu_seqlens", "max_seqlen") for y in "qk"}
+    assert known - packed - {"out", "return_lse", "dropout_offset"} <= ours
 
 
 def test_residual_and_no_batch() -> None:
