@@ -120,7 +120,6 @@ XlaPlans& plans = *new XlaPlans;  // never freed: launches may come while the pr
 class Buffers {
  public:
   Buffers(const Values& values, const char* kind) : values_(values), kind_(kind) {}
-  ~Buffers() = default;
 
   const Buffer& any(const char* name) {
     if (at_ >= values_.size || values_.types[at_] != kBufferType)

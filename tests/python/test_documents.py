@@ -1,4 +1,4 @@
-"""Every Python block of the README, docs/pytorch.md, docs/jax.md and docs/learn.md runs as it stands."""
+"""Every Python block of the README, pytorch.md, jax.md and learn.md runs as it stands."""
 
 from __future__ import annotations
 
