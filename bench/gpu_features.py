@@ -1,9 +1,9 @@
 """What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the costs of
 determinism and of batch invariance, memory, host cost, the Hopper forward against the mma.sync one, kernel rows
-against each other, and the paper's own story. Each section gives points: a label, TFLOP/s by name, and what a peer
+against each other, the paper's own story, and JAX. Each section gives points: a label, TFLOP/s by name, and what a peer
 that is missing said.
 
-    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,batch_invariant,paths,memory,host,rows,story"
+    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,batch_invariant,paths,memory,host,rows,story,jax"
 """
 
 from __future__ import annotations
@@ -333,6 +333,15 @@ def story(args: Any) -> dict[str, Any]:
         return json.loads(output.read_text()) if output.exists() else {"missing": "paper_story skipped"}
 
 
+def jax(args: Any) -> dict[str, Any]:
+    """bench/jax_bench.py in a process of its own, as JAX and PyTorch would each keep memory from the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "jax.json"
+        command = [sys.executable, str(ROOT / "bench" / "jax_bench.py"), "--rounds", str(args.rounds), "--output", str(output)]
+        subprocess.run(command, check=True)
+        return json.loads(output.read_text()) if output.exists() else {"missing": "jax"}
+
+
 # Rows whose choice has not been measured, on the problems between which the choice is.
 CHOICES = [
     (("forward_sm90_bf16_64_128x128x4x8", "forward_sm90_bf16_64_192x128x4x12"), 64, (512, 1024, 2048, 4096)),
@@ -404,6 +413,8 @@ def run(section: str, args: Any, flush: Any) -> Any:
         return rows(args)
     if section == "story":
         return story(args)
+    if section == "jax":
+        return jax(args)
     if section == "paths":
         return paths(args, flush)
     points = []
@@ -425,5 +436,5 @@ def run(section: str, args: Any, flush: Any) -> Any:
 
 SECTIONS = (
     "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
-    "decode",
+    "decode", "jax",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every Python block of the README, docs/pytorch.md and docs/learn.md runs as it stands."""
+"""Every Python block of the README, pytorch.md, jax.md and learn.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def blocks(document: str) -> list[str]:
 
 
 def run(program: str, *flags: str) -> str:
-    if "import torch" in program and importlib.util.find_spec("torch") is None:
-        pytest.skip("PyTorch is not installed")
+    for name in ("torch", "jax"):
+        if f"import {name}\n" in program and importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
     path = [str(ROOT / "python" / "flash_attn_shim"), *filter(None, sys.path)]
     result = subprocess.run(
         [sys.executable, *flags, "-c", program],
@@ -53,6 +54,10 @@ def test_pytorch_document() -> None:
     if importlib.util.find_spec("torch") and not _has_flex_attention():
         found = [block for block in found if "flex_attention" not in block]
     run("\n".join(found))
+
+
+def test_jax_document() -> None:
+    run("\n".join(blocks("docs/jax.md")))
 
 
 def test_learning_document() -> None:

@@ -1,0 +1,384 @@
+"""Attention in JAX, on CPUs and NVIDIA GPUs: under jit, grad, vmap, shard_map and checkpoint.
+
+    out = strobe.jax.attention(q, k, v, is_causal=True)      # (batch, seqlen, heads, head_dim)
+
+Shapes, and the options that both have, are those of jax.nn.dot_product_attention. XLA calls the
+library by itself (`python/core/xla.cpp`): no Python runs while a compiled program does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
+from ._errors import renamed, shown
+from ._options import ARRAYS
+from ._values import flag, integer, pair, real, seed
+
+__all__ = ["attention"]
+
+try:
+    from jax.custom_batching import custom_vmap
+    from jax.custom_derivatives import SymbolicZero
+    from jax.ffi import ffi_call, register_ffi_target
+except ImportError:
+    raise ImportError(f"strobe.jax: jax {jax.__version__}, expected 0.6 or newer") from None
+
+# Forward, backward; on the CPU, on CUDA.
+_TARGETS: Final = ("strobe_attention_forward", "strobe_attention_backward")
+for _index, _handler in enumerate(_core.xla_handlers()):
+    register_ffi_target(_TARGETS[_index % 2], _handler, platform=("cpu", "CUDA")[_index // 2])
+
+_DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}  # strobe_dtype
+_NAMES: Final = {  # strobe.attention's, and what this module calls them
+    "causal": "is_causal",
+    "window": "local_window_size",
+    "window[0]": "local_window_size[0]",
+    "window[1]": "local_window_size[1]",
+    "window_left": "local_window_size[0]",
+    "window_right": "local_window_size[1]",
+    "seqused_q": "query_seq_lengths",
+    "seqused_k": "key_value_seq_lengths",
+}
+# The arrays of a call besides its tensors, in the order in which the handlers take them.
+_MORE: Final = ("alibi_slopes", *ARRAYS, "dropout_seed")
+
+
+class _Call(NamedTuple):
+    """What is known of a call when it is traced, besides shapes and dtypes."""
+
+    options: tuple[tuple[str, Any], ...]  # fields of strobe_problem, where they have no default
+    deterministic: bool
+    return_lse: bool
+
+
+# --------------------------------------------------------------------------------------- launches
+
+
+@functools.lru_cache(1024)
+def _workspace(
+    backward: bool, dtype: str, shapes: Any, options: tuple[tuple[str, Any], ...]
+) -> int:
+    """Bytes that a launch may need on a GPU of this machine. XLA is to give them as a result of the
+    call, so that CUDA graphs can be made of it.
+    """
+    most = 0
+    for device in range(len(info().cuda_devices)):
+        arguments: Any = (backward, _DTYPES[dtype], device, *shapes, dict(options))
+        try:
+            most = max(most, _core.xla_workspace(*arguments))
+        except Error:
+            continue  # should there be a launch on that device, it says why it cannot be
+    return most
+
+
+def _axes(x: Any) -> frozenset[str]:
+    """Over which axes of shard_map an array varies, as jax 0.10, and as 0.7 to 0.9 say it."""
+    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return frozenset(getattr(kind, "vma", ()))
+
+
+def _alike(arrays: dict[str, Any]) -> dict[str, Any]:
+    """`arrays`, each of which varies over all axes that one of them does, as ffi_call wants it."""
+    every = frozenset().union(*map(_axes, arrays.values()))
+    cast = getattr(jax.lax, "pcast", None) or (lambda x, axes, to: jax.lax.pvary(x, axes))
+    missing = {name: tuple(sorted(every - _axes(x))) for name, x in arrays.items()}
+    return {
+        name: cast(x, missing[name], to="varying") if missing[name] else x
+        for name, x in arrays.items()
+    }
+
+
+def _structs(like: Any, results: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
+    """What ffi_call is told of its results: in shard_map they vary as `like` does."""
+    if not _axes(like):
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+
+    def spread(x: Any) -> Any:
+        return [jnp.broadcast_to(x.sum().astype(dtype), shape) for shape, dtype in results]
+
+    return jax.eval_shape(spread, like)
+
+
+def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Any:
+    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv.
+
+    own: (q, k, v), or (dout, q, k, v, out, lse) and dlse if there is one. more: of _MORE, by name.
+    """
+    names: list[str] = [name for name in _MORE if name in more]
+    first = int(backward)  # of q, k and v
+
+    def launch(*arrays: Any) -> Sequence[Any]:
+        q, k, v = arrays[first : first + 3]
+        options = dict(call.options) | {f"has_{name}": 1 for name in names if name in ARRAYS}
+        if "alibi_slopes" in names:
+            options["alibi"] = arrays[len(own)].ndim
+        if backward:
+            options |= {"deterministic": int(call.deterministic), "has_dlse": len(own) - 6}
+            results = [(x.shape, x.dtype) for x in (q, k, v)]
+        else:
+            results = [((*q.shape[:3], v.shape[3]), q.dtype)]
+            if call.return_lse:
+                results.append(((q.shape[0], q.shape[2], q.shape[1]), jnp.float32))
+        shapes = (q.shape, k.shape, v.shape)
+        size = _workspace(backward, q.dtype.name, shapes, tuple(options.items()))
+        results.append(((size,), jnp.uint8))
+        attributes: Any = {
+            name: np.float32(value) if isinstance(value, float) else np.int64(value)
+            for name, value in options.items()
+        }
+        function = ffi_call(_TARGETS[backward], _structs(q, results))
+        return tuple(function(*arrays, **attributes)[:-1])
+
+    def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
+        """All examples as one batch."""
+        batch = arrays[first].shape[int(batched[first])]
+        whole = []
+        for x, many, name in zip(arrays, batched, [""] * len(own) + names, strict=True):
+            if name == "alibi_slopes" and x.ndim == 1:  # (heads,): of every sequence
+                whole.append(x)
+                continue
+            if name == "alibi_slopes" and many and x.ndim == 2:
+                x = jnp.broadcast_to(x[:, None], (size, batch, x.shape[1]))
+            if not many:
+                x = jnp.broadcast_to(x, (size, *x.shape))
+            whole.append(x.reshape(size * batch, *x.shape[2:]))
+        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in run(*whole))
+
+    def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
+        """Each example by itself, as dropout draws by a sequence's place in its batch."""
+
+        def one(chosen: Sequence[Any]) -> Any:
+            rest = iter(chosen)
+            return run(*(next(rest) if m else x for x, m in zip(arrays, batched, strict=True)))
+
+        return jax.lax.map(one, [x for x, many in zip(arrays, batched, strict=True) if many])
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
+        results = (one_by_one if "dropout_seed" in names else folded)(size, batched, *arrays)
+        return results, (True,) * len(results)
+
+    run = custom_vmap(launch)
+    run.def_vmap(rule)
+    return run(*own, *(more[name] for name in names))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
+    return _launch(call, False, (q, k, v), more)
+
+
+def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
+    for name, given in more.items():
+        if given.perturbed:
+            raise Unsupported(
+                f"{name} has no gradient, and one is asked for: pass "
+                f"jax.lax.stop_gradient({name}) if it is a constant"
+            )
+    own = (q.value, k.value, v.value)
+    values = {name: given.value for name, given in more.items()}
+    out, lse = _launch(call._replace(return_lse=True), False, own, values)
+    return (out, lse) if call.return_lse else (out,), (*own, out, lse, values)
+
+
+def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
+    *tensors, more = kept
+    dout, *dlse = gradients
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(tensors[3])
+    dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
+    return (*_launch(call, True, (dout, *tensors, *dlse), more), None)
+
+
+_attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+# -------------------------------------------------------------------------------------- arguments
+
+
+def _array(name: str, value: Any) -> Any:
+    try:
+        return jnp.asarray(value)
+    except Exception:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected an array") from None
+
+
+def _seed(value: Any) -> Any:
+    """uint32 (2,): the high and the low half of a seed."""
+    if isinstance(value, int):
+        number = seed("dropout_seed", value)
+        return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
+    data = _array("dropout_seed", value)
+    if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(data)
+    if data.dtype != jnp.uint32 or data.shape not in ((2,), (4,)):
+        raise InvalidArgument(
+            f"dropout_seed has dtype {data.dtype} and shape {data.shape}, expected one key of "
+            "jax.random, or an integer from 0 to 2**64 - 1"
+        )
+    return data if data.shape == (2,) else data[:2] ^ data[2:]  # the latter: keys of rbg
+
+
+@functools.lru_cache(1024)
+def _check(tensors: Any, more: Any, options: Any) -> None:
+    """Raises what is wrong with a call. The CPU's kernels take whatever is not wrong."""
+    specs: Any = {name: ArraySpec(shape, dtype) for name, shape, dtype in (*tensors, *more)}
+    try:
+        plan(**specs, **dict(options))
+    except Error as error:
+        raise type(error)(renamed(str(error), _NAMES)) from None
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    q_position: Any = 0,
+    prefix: Any = None,
+    attention_chunk: int = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    threads: int = 0,
+) -> Any:
+    """Exact attention, differentiable by q, k and v in reverse mode, in O(seqlen) memory.
+
+    Arrays may be traced; other arguments are Python's. The defaults compute what
+    jax.nn.dot_product_attention does. Query i is at the key position q_position + i: masks and
+    ALiBi go by it. Unlike strobe.attention, q_position is 0 by default, as it is in jax.nn: the
+    first query sees the first key only, also where there are fewer queries than keys.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float32, bfloat16 or float16.
+        k: (batch, seqlen_k, heads_kv, head_dim), of q's dtype; heads_kv divides heads.
+        v: (batch, seqlen_k, heads_kv, head_dim_v). All three may be without batch.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        is_causal: a query sees keys up to its own position.
+        query_seq_lengths, key_value_seq_lengths: int32, (batch,): so many rows of each sequence are
+            in use, the first ones; numbers out of range mean none or all. The others are not read:
+            their out is 0, their lse -inf and their gradients are 0.
+        local_window_size: (left, right): a query sees keys so far from its own position, -1: no
+            limit; a number: both; None: no window.
+        return_residual: also return lse.
+        softcap: c > 0: the scaled score s becomes c * tanh(s / c); 0: off.
+        alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |distance of positions|.
+            Constants: a gradient with respect to them is refused.
+        q_position: an integer, or int32 (batch,): seqlen_k - seqlen_q aligns the last query with
+            the last key, as strobe.attention does.
+        prefix: int32, (batch,): so many first keys are seen by all queries, whatever is_causal
+            says; out of range as for lengths. Not with attention_chunk or a left window.
+        attention_chunk: c > 0: a query sees keys of its own chunk of c positions only; 0: off.
+        dropout_p: probability of dropping a weight, in [0, 1). On the CPU alone.
+        dropout_seed: with dropout_p: a key of jax.random (traced or not), or an integer from 0 to
+            2**64 - 1. The same seed drops the same weights; with vmap, in each example.
+        deterministic: backward: the same bits for every number of threads.
+        batch_invariant: a sequence's bits do not depend on the others of its batch (gradients: with
+            deterministic too).
+        threads: CPU threads at most; 0: OpenMP's number (OMP_NUM_THREADS).
+
+    Returns:
+        out, (batch, seqlen_q, heads, head_dim_v), of q's dtype; or (out, lse). lse is the natural
+        logarithm of the sum of exponentials of a row's scores: float32, (batch, seqlen_q, heads);
+        it can be differentiated. A query that sees no key has out = 0 and lse = -inf.
+
+    Raises:
+        InvalidArgument, Unsupported: when the call is traced, as strobe.attention would.
+        jax.errors.JaxRuntimeError: when it runs: a position out of range; on a GPU: a problem that
+            none of its kernels takes. On platforms other than CPU and CUDA, XLA refuses to compile
+            the call: it knows no strobe_attention_forward there.
+    """
+    arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    ndim = arrays["q"].ndim
+    for name, x in arrays.items():
+        if ndim not in (3, 4) or x.ndim != ndim:
+            wanted = "4: (batch, seqlen, heads, head_dim), or 3 without batch"
+            wanted = wanted if name == "q" else f"{ndim} as of q"
+            raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
+    tensors = {name: x if ndim == 4 else x[None] for name, x in arrays.items()}
+    batch, seqlen_q = tensors["q"].shape[:2]
+    seqlen_k = tensors["k"].shape[1]
+
+    name = "local_window_size"
+    window = (-1, -1) if local_window_size is None else local_window_size
+    left, right = pair(name, window) if not isinstance(window, int) else (window, window)
+    options: dict[str, Any] = {
+        "causal": int(flag("is_causal", is_causal)),
+        "window_left": integer(f"{name}[0]", left),
+        "window_right": integer(f"{name}[1]", right),
+        "softcap": real("softcap", softcap),
+        "dropout_p": real("dropout_p", dropout_p),
+        "batch_invariant": int(flag("batch_invariant", batch_invariant)),
+        "attention_chunk": integer("attention_chunk", attention_chunk),
+        "threads": integer("threads", threads, 32),
+    }
+    if scale is not None:
+        options["scale"] = real("scale", scale)
+
+    more: dict[str, Any] = {}
+    if alibi_slopes is not None:
+        more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
+    lengths = (query_seq_lengths, key_value_seq_lengths, prefix)
+    names = ("query_seq_lengths", "key_value_seq_lengths", "prefix")
+    for field, name, given in zip(
+        ("seqused_q", "seqused_k", "prefix"), names, lengths, strict=True
+    ):
+        if given is not None:
+            more[field] = _array(name, given)
+    # Where a query is matters to these alone. Without a position, the last one is at the last key.
+    placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
+    if placed or alibi_slopes is not None:
+        if isinstance(q_position, int):
+            position = integer("q_position", q_position)
+            if abs(position) > 2**30:
+                raise InvalidArgument(f"q_position = {position}, expected -2**30 to 2**30")
+            if position != seqlen_k - seqlen_q or "seqused_q" in more or "seqused_k" in more:
+                more["q_position"] = np.full(batch, position, np.int32)
+        else:
+            more["q_position"] = _array("q_position", q_position)
+    checked = {"window": (left, right)} | {x: y for x, y in options.items() if x[:6] != "window"}
+    _check(
+        tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
+        tuple((name, x.shape, x.dtype.name) for name, x in more.items()),
+        tuple(checked.items()),
+    )
+    for field, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_k), ("prefix", seqlen_k)):
+        if field in more:
+            more[field] = jnp.clip(more[field], 0, most)
+    if options["dropout_p"] > 0:
+        if dropout_seed is None:
+            raise InvalidArgument(
+                "dropout_seed = None, expected a key of jax.random, or an integer"
+            )
+        more["dropout_seed"] = _seed(dropout_seed)
+
+    default = {"window_left": -1, "window_right": -1, "scale": None}
+    given_options = tuple((x, y) for x, y in options.items() if y != default.get(x, 0))
+    call = _Call(
+        given_options,
+        flag("deterministic", deterministic),
+        flag("return_residual", return_residual),
+    )
+    given = _alike(tensors | more)
+    results = _attention(call, *(given[x] for x in "qkv"), {name: given[name] for name in more})
+    if ndim == 3:
+        results = [x[0] for x in results]
+    return (results[0], jnp.swapaxes(results[1], -1, -2)) if call.return_lse else results[0]

@@ -1,0 +1,326 @@
+"""strobe.jax against float64 and against jax.nn.dot_product_attention, values and gradients, under
+JAX's transformations.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import strobe
+
+from cases import Array, Case, Inputs
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import strobe.jax  # noqa: E402
+
+plain = jax.nn.dot_product_attention
+attention: Any = strobe.jax.attention
+
+RENAMED = {
+    "causal": "is_causal",
+    "window": "local_window_size",
+    "seqused_q": "query_seq_lengths",
+    "seqused_k": "key_value_seq_lengths",
+}
+
+
+def call(inputs: Inputs) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
+    """(out, lse), and (dq, dk, dv), each of a compiled program; lse as strobe.attention has it."""
+    options = {RENAMED.get(name, name): value for name, value in inputs.options.items()}
+    # As strobe.attention places queries by default.
+    options.setdefault("q_position", inputs.k.shape[1] - inputs.q.shape[1])
+    function = functools.partial(attention, return_residual=True, **options)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    out, lse = jax.jit(function)(*tensors)
+
+    def gradients(dout: Any, dlse: Any, *tensors: Any) -> Any:
+        if dlse is not None:
+            return jax.vjp(function, *tensors)[1]((dout, jnp.swapaxes(dlse, 1, 2)))
+        return jax.vjp(lambda *x: function(*x)[0], *tensors)[1](dout)
+
+    return (out, jnp.swapaxes(lse, 1, 2)), jax.jit(gradients)(inputs.dout, inputs.dlse, *tensors)
+
+
+def numpy(arrays: Any) -> list[Array]:
+    return [np.asarray(x) for x in arrays]
+
+
+CASES = {
+    "float32": Case(),
+    "bfloat16": Case(dtype="bfloat16", options={"causal": True}),
+    "float16": Case(dtype="float16", head_dim=40, head_dim_v=24, with_dlse=True),
+    "one row": Case(seqlen_q=1, seqlen_k=1, heads=1, heads_kv=1, head_dim=1, head_dim_v=1),
+    "decode": Case(seqlen_q=1, seqlen_k=67, options={"causal": True}),
+    "rows without keys": Case(seqlen_q=53, seqlen_k=37, with_dlse=True, options={"causal": True}),
+    "no queries": Case(seqlen_q=0),
+    "no keys": Case(seqlen_k=0),
+    "window": Case(with_dlse=True, options={"window": (5, 3), "scale": 0.3}),
+    "softcap": Case(dtype="bfloat16", options={"softcap": 2.5, "causal": True}),
+    "alibi": Case(alibi=1, options={"causal": True}),
+    "alibi of sequences": Case(alibi=2, with_dlse=True),
+    "chunks": Case(options={"attention_chunk": 16, "causal": True}),
+    "dropout": Case(options={"dropout_p": 0.3, "dropout_seed": (7 << 32) + 5}),
+    "flags": Case(with_dlse=True, options={"batch_invariant": True, "threads": 1}),
+    "per sequence": Case(
+        batch=3,
+        with_dlse=True,
+        options={
+            "causal": True,
+            "seqused_q": np.array([37, 0, 11], np.int32),
+            "seqused_k": np.array([50, 9, 53], np.int32),
+            "q_position": np.array([13, 0, -2], np.int32),
+            "prefix": np.array([0, 9, 30], np.int32),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name: str) -> None:
+    inputs = CASES[name].make(np.random.default_rng(3))
+    inputs.poison_unused()
+    forward, gradients = call(inputs)
+    assert forward[0].dtype == inputs.q.dtype
+    assert forward[1].dtype == np.float32
+    inputs.check_forward(*numpy(forward))
+    inputs.check_backward(*numpy(gradients))
+
+
+def test_not_a_number_where_it_is_seen() -> None:
+    inputs = Case(options={"causal": True}).make(np.random.default_rng(4))
+    inputs.k[0, 50] = np.nan
+    inputs.v[1, 52] = np.inf
+    forward, _ = call(inputs)
+    inputs.check_forward(*numpy(forward))
+    assert np.isnan(np.asarray(forward[0])).any()
+
+
+# ------------------------------------------------------------------------------ beside jax.nn's own
+
+
+def tensors(*shape: int, dtype: Any = jnp.float32, seqlen_k: int = 0) -> Any:
+    """q, k and v of [..., seqlen, heads, head_dim]."""
+    keys = (*shape[:-3], seqlen_k or shape[-3], *shape[-2:])
+    seeds = jax.random.split(jax.random.key(5), 3)
+    return tuple(
+        jax.random.normal(seed, x, dtype)
+        for seed, x in zip(seeds, (shape, keys, keys), strict=True)
+    )
+
+
+def same(ours: Any, theirs: Any, within: float = 2e-5) -> None:
+    ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=within, atol=within)
+
+
+def compare(use: Callable[[Callable[..., Any]], Any], **options: Any) -> None:
+    """What `use` makes of each attention."""
+    same(use(functools.partial(attention, **options)), use(functools.partial(plain, **options)))
+
+
+def gradients(function: Callable[..., Any], **options: Any) -> Any:
+    """Of a loss whose gradient differs from place to place."""
+    return jax.grad(lambda *x: (function(*x, **options) ** 2).sum(), argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("seqlen_k", [9, 21, 40])
+def test_defaults_and_positions_of_jax_nn(seqlen_k: int) -> None:
+    """A query sees by its own index, whatever the lengths."""
+    x = tensors(2, 21, 4, 16, seqlen_k=seqlen_k)
+    used = jnp.array([7, 30])  # more than there are: all, as in jax.nn
+    for options in (
+        {},
+        {"scale": 0.5},
+        {"scale": 0.0},
+        {"is_causal": True},
+        {"local_window_size": 3},
+        {"local_window_size": (4, 1), "is_causal": True},
+        {"key_value_seq_lengths": used},
+        {"query_seq_lengths": used, "key_value_seq_lengths": used, "is_causal": True},
+    ):
+        # jax.nn lets a row without keys see all of them, and takes gradients of it.
+        few = options.keys() & {"key_value_seq_lengths", "local_window_size"}
+        rows = min(seqlen_k, 7) if few else 21
+
+        def both(f: Any, rows: int = rows, options: Any = options) -> Any:
+            def cut(*x: Any) -> Any:
+                return f(*x, **options)[:, :rows]
+
+            return jax.jit(lambda x: (cut(*x), gradients(cut)(*x)))(x)
+
+        compare(both)
+
+
+def test_every_option() -> None:
+    """Of jax.nn and of strobe.attention, but for what this function has another way."""
+    ours = set(inspect.signature(attention).parameters)
+    nn = set(inspect.signature(plain).parameters)
+    assert nn - {"query", "key", "value", "bias", "mask", "implementation"} <= ours
+    known = {RENAMED.get(x, x) for x in inspect.signature(strobe.attention).parameters}
+    packed = {f"{x}_{y}" for x in ("cu_seqlens", "max_seqlen") for y in "qk"}
+    assert known - packed - {"out", "return_lse", "dropout_offset"} <= ours
+
+
+def test_residual_and_no_batch() -> None:
+    x = tensors(21, 4, 16)
+    out, lse = attention(*x, return_residual=True)
+    score = jnp.einsum("tnh,snh->tns", x[0], x[1]) / 4
+    same(lse, jax.nn.logsumexp(score, axis=-1))
+    same(out, plain(*x))
+    compare(lambda f: f(*x, key_value_seq_lengths=jnp.array([5])))
+    same(
+        jax.grad(lambda q: attention(q, *x[1:], return_residual=True)[1].sum())(x[0]),
+        jax.grad(lambda q: jax.nn.logsumexp(jnp.einsum("tnh,snh->tns", q, x[1]) / 4, -1).sum())(
+            x[0]
+        ),
+    )
+
+
+def test_grouped_heads_and_half_precision() -> None:
+    q, k, v = tensors(2, 33, 4, 16, dtype=jnp.bfloat16)
+    for heads in (2, 1):
+        x = (q, k[:, :, :heads], v[:, :, :heads])
+        same(attention(*x), plain(*x), 0.03)
+
+
+# ---------------------------------------------------------------------------------- transformations
+
+
+def test_without_jit_with_it_and_recomputed() -> None:
+    x = tensors(2, 21, 4, 16)
+    wanted = plain(*x, is_causal=True), gradients(plain, is_causal=True)(*x)
+    ours = functools.partial(attention, is_causal=True)
+    for f in (ours, jax.jit(ours), jax.checkpoint(ours), jax.jit(jax.checkpoint(ours))):
+        same((f(*x), gradients(f)(*x)), wanted)
+
+
+def test_in_a_loop() -> None:
+    q, k, v = tensors(2, 9, 2, 8)
+
+    def loop(f: Callable[..., Any]) -> Any:
+        def layers(q: Any) -> Any:
+            return (jax.lax.scan(lambda x, _: (f(x, k, v), None), q, length=3)[0] ** 2).sum()
+
+        return jax.jit(jax.grad(layers))(q)
+
+    compare(loop)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, None), (-1, 0, 0)]
+)
+def test_vmap(axes: tuple[int | None, ...]) -> None:
+    x = tensors(3, 2, 11, 2, 8)
+    moved = [y[0] if at is None else jnp.moveaxis(y, 0, at) for y, at in zip(x, axes, strict=True)]
+    compare(lambda f: jax.vmap(f, in_axes=axes)(*moved), is_causal=True)
+    compare(lambda f: jax.vmap(gradients(f), in_axes=axes)(*moved), is_causal=True)
+    compare(lambda f: gradients(jax.vmap(f, in_axes=axes))(*moved), is_causal=True)
+
+
+def test_vmap_of_vmap_and_of_options() -> None:
+    x = tensors(2, 3, 2, 11, 2, 8)
+    used = jnp.arange(1, 13).reshape(2, 3, 2) % 12
+    compare(lambda f: jax.vmap(jax.vmap(f))(*x))
+    got = jax.vmap(jax.vmap(lambda *y: attention(*y[:3], key_value_seq_lengths=y[3])))(*x, used)
+    for at in np.ndindex(2, 3):
+        same(got[at], attention(*(y[at] for y in x), key_value_seq_lengths=used[at]))
+    slopes = jnp.linspace(0.1, 1, 12)
+    for shape, batch in (((2, 3, 2), False), ((2, 3, 2, 2), True)):
+        given = jnp.resize(slopes, shape)
+        got = jax.vmap(jax.vmap(lambda *y: attention(*y[:3], alibi_slopes=y[3])))(*x, given)
+        for at in np.ndindex(2, 3):
+            same(got[at], attention(*(y[at] for y in x), alibi_slopes=given[at]))
+        assert (given[0, 0].ndim == 2) == batch
+    shared = jax.vmap(lambda *y: attention(*y, alibi_slopes=slopes[:2]))(*(y[0] for y in x))
+    same(shared[1], attention(*(y[0, 1] for y in x), alibi_slopes=slopes[:2]))
+
+
+def test_jacobian() -> None:
+    x = tensors(1, 3, 2, 4)
+    compare(lambda f: jax.jacrev(f, argnums=(0, 1, 2))(*x), is_causal=True)
+
+
+def test_dropout_by_keys() -> None:
+    q, k, v = tensors(3, 2, 21, 2, 16)
+    keys = jax.random.split(jax.random.key(1), 3)
+    drop = functools.partial(attention, dropout_p=0.5)
+    each = jax.jit(jax.vmap(lambda q, key: drop(q, k[0], v[0], dropout_seed=key)))(q, keys)
+    for at in range(3):
+        same(each[at], drop(q[at], k[0], v[0], dropout_seed=keys[at]))
+        data = [int(x) for x in jax.random.key_data(keys[at])]
+        same(each[at], drop(q[at], k[0], v[0], dropout_seed=(data[0] << 32) + data[1]))
+    assert np.abs(drop(q[0], k[0], v[0], dropout_seed=keys[1]) - each[0]).max() > 0.1
+    shared = jax.vmap(lambda q: drop(q, k[0], v[0], dropout_seed=keys[0]))(q)
+    same(shared[2], drop(q[2], k[0], v[0], dropout_seed=keys[0]))
+    rbg = jax.random.key(3, impl="rbg")
+    same(*(drop(q[0], k[0], v[0], dropout_seed=x) for x in (rbg, jax.random.key_data(rbg))))
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+import strobe.jax
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:
+    from jax.experimental.shard_map import shard_map
+q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 33, 4, 16))
+two = Mesh(np.array(jax.devices()).reshape(2, 2), ("batch", "heads"))
+one = Mesh(np.array(jax.devices()), ("rows",))
+whole, rows = P("batch", None, "heads"), P(None, "rows")
+used = jnp.array([33, 20, 5, 1])
+
+def gradients(f):
+    return jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))
+
+def lengths(q, k, v, n):
+    return strobe.jax.attention(q, k, v, is_causal=True, key_value_seq_lengths=n)
+
+def without(q, k, v):
+    return strobe.jax.attention(q, k, v)
+
+by_batch = shard_map(lengths, mesh=two, in_specs=(whole, whole, whole, P("batch")), out_specs=whole)
+by_rows = shard_map(without, mesh=one, in_specs=(rows, P(), P()), out_specs=rows)
+for got, wanted in (
+    (jax.jit(by_batch)(q, k, v, used), lengths(q, k, v, used)),
+    [gradients(lambda *x: f(*x, used))(q, k, v) for f in (by_batch, lengths)],
+    (gradients(by_rows)(q[:, :32], k, v), gradients(without)(q[:, :32], k, v)),
+):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+print("same")
+"""
+
+
+def test_shard_map() -> None:
+    """Four devices, in a process of their own; arrays that are alike on all are cast."""
+    assert run(SHARDED) == "same\n"
+
+
+def run(program: str) -> str:
+    path = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
