@@ -11,10 +11,7 @@ if(NOT EXISTS "${sysroot_libraries}/libgomp.so.1")
   message(FATAL_ERROR "no sysroot in ${STROBE_SYSROOT}: run scripts/sysroot.sh, or `make wheel`, which does")
 endif()
 
-set(CMAKE_CXX_FLAGS_INIT "--sysroot=${STROBE_SYSROOT}")
-# GCC's own folder has links to this machine's libgomp and libstdc++ and would come first.
-foreach(kind EXE SHARED MODULE)
-  set(CMAKE_${kind}_LINKER_FLAGS_INIT "-L${sysroot_libraries}")
-endforeach()
+# The folder by name too: GCC's own, which has links to this machine's libgomp and libstdc++, would come first.
+set(CMAKE_CXX_FLAGS_INIT "--sysroot=${STROBE_SYSROOT} -L${sysroot_libraries}")
 set(OpenMP_gomp_LIBRARY "${sysroot_libraries}/libgomp.so" CACHE FILEPATH "")
 set(OpenMP_pthread_LIBRARY "${sysroot_libraries}/libpthread.so" CACHE FILEPATH "")

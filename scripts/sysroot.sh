@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=bullseye
-packages=(libc6 libc6-dev linux-libc-dev libcrypt-dev libgcc-s1 libgomp1 libstdc++6)
+packages=(libc6 libc6-dev linux-libc-dev libcrypt-dev libgcc-s1 libgomp1 libstdc++6 gcc-10-base)
 root=build/sysroot
 made_by="$suite: ${packages[*]}"
 [ "$(cat "$root/.made" 2>/dev/null)" != "$made_by" ] || exit 0
