@@ -80,7 +80,9 @@ def too_new(library: Path) -> list[str]:
         number = tuple(int(part) for part in re.findall(r"\d+", version))
         if not number or number > NEWEST[family]:
             newest = ".".join(map(str, NEWEST[family]))
-            found.append(f"needs {symbol} of {family}_{version}, expected {family}_{newest} or older")
+            found.append(
+                f"needs {symbol} of {family}_{version}, expected {family}_{newest} or older"
+            )
     return found
 
 
@@ -108,7 +110,9 @@ def check_library(library: Path, *, exports: str, beside: set[str]) -> list[str]
             found.append(f"needs {name}, which neither the wheel nor every system has")
     paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", dynamic)
     if any(path != "$ORIGIN" for path in paths):
-        found.append(f"looks for libraries in {paths}, expected its own folder ($ORIGIN) or nothing")
+        found.append(
+            f"looks for libraries in {paths}, expected its own folder ($ORIGIN) or nothing"
+        )
     if own and not paths:
         found.append(f"does not look for {own} in its own folder ($ORIGIN)")
     if "TEXTREL" in dynamic:
@@ -204,7 +208,14 @@ def check_files(names: list[str], info: str, *, cpu: bool) -> list[str]:
     if outside:
         found.append(f"files outside the package: {outside}")
     licences = {name.split("/licenses/", 1)[1] for name in names if "/licenses/" in name}
-    third_party = ("README.txt", "apache-2.0.txt", "cuda.txt", "gcc.txt", "gpl-3.txt", "highway.txt")
+    third_party = (
+        "README.txt",
+        "apache-2.0.txt",
+        "cuda.txt",
+        "gcc.txt",
+        "gpl-3.txt",
+        "highway.txt",
+    )
     wanted = {"LICENSE", *(f"third-party/{name}" for name in third_party)}
     if cpu:
         wanted.remove("third-party/cuda.txt")
@@ -256,9 +267,7 @@ def check_wheel(path: Path, *, cpu: bool = False, part: bool = False, tag: str =
         text = email.message_from_bytes(wheel.read(f"{info}/WHEEL"))
         if text.get_all("Tag") != [f"cp310-abi3-{tag}"]:
             found.append(f"WHEEL has Tag = {text.get_all('Tag')}, expected cp310-abi3-{tag}")
-        found += check_metadata(
-            email.message_from_bytes(wheel.read(f"{info}/METADATA")), version
-        )
+        found += check_metadata(email.message_from_bytes(wheel.read(f"{info}/METADATA")), version)
         found += check_files(names, info, cpu=cpu)
         found += check_record(wheel, f"{info}/RECORD")
         wheel.extractall(work)
@@ -268,7 +277,9 @@ def check_wheel(path: Path, *, cpu: bool = False, part: bool = False, tag: str =
             "libstrobe.so": "strobe_[a-z0-9_]+",
             "libgomp.so.1": ".*",
         }
-        present = {library: names_ for library, names_ in exports.items() if (folder / library).is_file()}
+        present = {
+            library: names_ for library, names_ in exports.items() if (folder / library).is_file()
+        }
         for library, allowed in present.items():
             says = check_library(folder / library, exports=allowed, beside=set(present) - {library})
             if library == "libstrobe.so":
@@ -288,9 +299,7 @@ def main() -> int:
     parser.add_argument("--part", action="store_true", help="a wheel with some CUDA kernels")
     parser.add_argument("--tag", default=TAG, help="its platform tag")
     arguments = parser.parse_args()
-    found = check_wheel(
-        arguments.wheel, cpu=arguments.cpu, part=arguments.part, tag=arguments.tag
-    )
+    found = check_wheel(arguments.wheel, cpu=arguments.cpu, part=arguments.part, tag=arguments.tag)
     for line in found:
         print(f"check_wheel: {line}", file=sys.stderr)
     size = arguments.wheel.stat().st_size / 1e6

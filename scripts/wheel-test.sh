@@ -83,7 +83,7 @@ for suite in "${suites[@]}"; do
     echo "wheel-test: $suite: installing a compiler in the chroot to build the sdist with"
     inside 'apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ cmake ninja-build libhwy-dev python3-dev' \
       >"$base/sdist.log" 2>&1 || { tail -n 5 "$base/sdist.log" >&2; exit 1; }
-    inside 'python3 -m venv /venv-sdist && /venv-sdist/bin/pip install -v -C cmake.define.STROBE_CPU_ISAS=portable \
+    inside 'python3 -m venv /venv-sdist && /venv-sdist/bin/pip install -v --config-settings=cmake.define.STROBE_CPU_ISAS=portable \
       /wheels/strobe-*.tar.gz' >"$base/sdist.log" 2>&1 || { tail -n 15 "$base/sdist.log" >&2; exit 1; }
     grep -F 'built for the CPU alone' "$base/sdist.log" ||
       { echo "wheel-test: pip did not say that it built for the CPU alone: $base/sdist.log" >&2; exit 1; }

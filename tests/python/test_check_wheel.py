@@ -1,4 +1,4 @@
-"""scripts/check_wheel.py, which looks at a wheel before anybody installs it: it finds what it is there to find."""
+"""scripts/check_wheel.py, which looks at a wheel before anybody installs it: it finds defects."""
 
 from __future__ import annotations
 
@@ -75,11 +75,15 @@ def test_other_defects(
 
 
 def test_libraries_that_systems_may_not_have(script: ModuleType, tmp_path: Path) -> None:
-    library(tmp_path, "int more(void) { return 3; }\n", "-Wl,-soname,libmore.so.1", name="libmore.so")
+    library(
+        tmp_path, "int more(void) { return 3; }\n", "-Wl,-soname,libmore.so.1", name="libmore.so"
+    )
     code = "int more(void); int strobe_one(void) { return more(); }\n"
     link = [f"-L{tmp_path}", "-lmore"]
     made = library(tmp_path, code, *link)
-    assert "needs libmore.so.1, which neither the wheel nor every system has" in findings(script, made)
+    assert "needs libmore.so.1, which neither the wheel nor every system has" in findings(
+        script, made
+    )
     assert "does not look for ['libmore.so.1'] in its own folder" in findings(
         script, made, "libmore.so.1"
     )

@@ -1,4 +1,4 @@
-"""py.typed: what type checkers make of the installed package, in programs of its users (tests/typing)."""
+"""py.typed: what type checkers make of programs that use the installed package (tests/typing)."""
 
 from __future__ import annotations
 

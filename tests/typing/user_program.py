@@ -1,4 +1,4 @@
-"""A program as a user writes it, for type checkers alone (tests/python/test_typed.py): everything here is right."""
+"""What a user may write: for type checkers (tests/python/test_typed.py), which find nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 import strobe
 from strobe.info import Info
 

@@ -1,8 +1,9 @@
-"""Mistakes that a type checker should find (tests/python/test_typed.py): one on each line that says so, and no others."""
+"""Mistakes that type checkers find (tests/python/test_typed.py), on each line that says so."""
 
 from __future__ import annotations
 
 import numpy as np
+
 import strobe
 
 x = np.ones((1, 2, 1, 8), np.float32)

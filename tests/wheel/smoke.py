@@ -1,9 +1,9 @@
-"""Attention of an installed Strobe against plain NumPy in float64, with each instruction set that the machine has.
+"""An installed Strobe against plain NumPy in float64, on each instruction set of the machine.
 
     python smoke.py VERSION
 
-For scripts/wheel-test.sh: needs NumPy and the installed package, nothing of this source tree. VERSION is the one that should
-be installed.
+For scripts/wheel-test.sh: needs NumPy and the installed package, nothing of this source tree.
+VERSION is the one that should be installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Array, Array, Array]:
-    """Causal attention of [seqlen, heads, head_dim] with fewer key heads than query heads, and its gradients."""
+    """Causal attention of [seqlen, heads, head_dim], fewer heads of keys, and its gradients."""
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2])
@@ -64,7 +64,9 @@ def check() -> None:
     wanted = plain(*(x.astype(np.float64) for x in (q, k, v, dout)))
     errors = [
         compare(name, got, want, 2e-5)
-        for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted)
+        for name, got, want in zip(
+            ("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True
+        )
     ]
     print(f"smoke: {strobe.info().cpu_isa}: largest error {max(errors):.1e}")
 
@@ -75,13 +77,20 @@ def main() -> None:
     if "site-packages" not in str(here):
         sys.exit(f"smoke: strobe is {here}, expected an installed one")
     if not strobe.__version__ == metadata.version("strobe") == version:
-        sys.exit(f"smoke: strobe is {strobe.__version__} (metadata: {metadata.version('strobe')}), expected {version}")
+        sys.exit(
+            f"smoke: strobe is {strobe.__version__}, by its metadata {metadata.version('strobe')}, "
+            f"expected {version}"
+        )
     libraries = Path("/proc/self/maps").read_text()
     if f"{here}/libgomp.so.1" not in libraries:
         sys.exit("smoke: the wheel's own libgomp is not in use")
     for isa in strobe.info().cpu_isas:
         command = [sys.executable, "-c", "import smoke; smoke.check()"]
-        environment = {**os.environ, "STROBE_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {
+            **os.environ,
+            "STROBE_CPU_ISA": isa,
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
         subprocess.run(command, check=True, env=environment)
     print(f"smoke: Python {sys.version.split()[0]}, NumPy {np.__version__}: passed")
 
