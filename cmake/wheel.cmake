@@ -3,7 +3,7 @@
 if(NOT TARGET strobe_cuda_objects)
   message(NOTICE
     "strobe: built for the CPU alone, since ${STROBE_NO_CUDA_REASON}. For CUDA kernels: put nvcc (12.4 or newer) on the PATH and "
-    "build again with `pip install -v --config-settings=cmake.define.STROBE_CUDA=ON .`, which takes 10 to 20 minutes on two cores; or install a "
+    "build again with `pip install -v --config-settings=cmake.define.STROBE_CUDA=ON .`, which takes up to half an hour on two cores; or install a "
     "wheel that has them (docs/releasing.md).")
 endif()
 

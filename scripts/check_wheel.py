@@ -140,13 +140,32 @@ def kernel_names() -> list[str]:
     return names
 
 
+def cpu_kernels() -> list[str]:
+    """The CPU's rows of the kernel table: an instruction set each, of this architecture."""
+    built = (ROOT / "cmake/library.cmake").read_text()
+    return [
+        f"cpu_{isa}"
+        for isa in re.findall(r"^ *strobe_isa\((\w+)", built, re.MULTILINE)
+        if isa != "neon"
+    ]
+
+
 def check_kernels(library: Path, *, cpu: bool, part: bool) -> list[str]:
-    """Whether the library has the CUDA kernels: every row of kernels.def, a part of them, or none."""
+    """Whether the library has every CPU kernel, and of the CUDA kernels each row of kernels.def.
+
+    Args:
+        library: the file.
+        cpu: it has no CUDA kernels.
+        part: it has some of what there is, for development.
+    """
     code = library.read_bytes()
+    found = []
+    for kernel in cpu_kernels():
+        if kernel.encode() not in code and not part:
+            found.append(f"lacks the CPU kernel {kernel}")
     there = [name for name in kernel_names() if name.encode() in code]
     if cpu:
-        return [f"has {len(there)} CUDA kernels, expected none"] if there else []
-    found = []
+        return [*found, f"has {len(there)} CUDA kernels, expected none"] if there else found
     if (absent := sorted(set(kernel_names()) - set(there))) and not part:
         found.append(f"lacks {len(absent)} CUDA kernels of kernels.def: {', '.join(absent[:3])}")
     if ".nv_fatbin" not in output("readelf", "-SW", library):

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 suite=bullseye
 packages=(libc6 libc6-dev linux-libc-dev libcrypt-dev libgcc-s1 libgomp1 libstdc++6 gcc-10-base)
 root=build/sysroot
-made_by="$suite: ${packages[*]}"
+made_by="$suite: ${packages[*]} $(sha256sum <"scripts/${0##*/}")"
 [ "$(cat "$root/.made" 2>/dev/null)" != "$made_by" ] || exit 0
 
 for tool in apt-get dpkg-deb; do
@@ -39,8 +39,9 @@ for package in "$work"/packages/*.deb; do dpkg-deb -x "$package" "$root"; done
 # Links to absolute paths would lead out of the sysroot, to this machine's own libraries.
 find "$root" -type l -lname '/*' | while read -r link; do ln -sfnr "$root$(readlink "$link")" "$link"; done
 libraries=$root/usr/lib/x86_64-linux-gnu
-# The names without numbers, which the linker looks for.
+# The names that the linker looks for, in the one folder that it is told of.
 for name in libgomp.so.1 libstdc++.so.6; do ln -sfn "$name" "$libraries/${name%.*}"; done
+ln -sfnr "$root/lib/x86_64-linux-gnu/libgcc_s.so.1" "$libraries/"
 # Headers that belong to this machine: GCC with a sysroot does not look into /usr/include. Those of Debian's Python are in two
 # folders, of which CMake names one.
 for headers in /usr/include/hwy /usr/include/x86_64-linux-gnu/python3*; do

@@ -7,7 +7,7 @@
 #   --cpu  the wheel without CUDA kernels, into build/wheel-cpu, so that nobody takes it for the real one
 #   -D     for development (-DSTROBE_CUDA_KERNELS=..., -DSTROBE_CPU_ISAS=...): into build/wheel-part, and not checked for kernels
 # Needs nvcc 12.4 or newer (unless --cpu) and Debian 12's GCC. scripts/setup.sh installs what else is missing and says so; only
-# that needs root or sudo. The wheel takes 10 to 20 minutes on two cores.
+# that needs root or sudo. The wheel takes up to half an hour on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=dist cuda=ON options=() parts=() check=()
@@ -46,13 +46,16 @@ if has wheel; then
   scripts/sysroot.sh
   raw=build/wheel-raw
   rm -rf "$raw" "$out"/strobe-*.whl
-  echo "wheel: building the package$([ $cuda = OFF ] || echo " and its CUDA kernels, which takes 10 to 20 minutes on two cores")"
-  quietly "$python" -m build --wheel --no-isolation -o "$raw" -C build-dir="build/wheel-cmake-$cuda" \
+  echo "wheel: building the package$([ $cuda = OFF ] || echo " and its CUDA kernels, which takes up to half an hour on two cores")"
+  # Options of an earlier build are not to be in this one.
+  rm -f build/wheel-cmake/CMakeCache.txt
+  quietly "$python" -m build --wheel --no-isolation -o "$raw" -C build-dir=build/wheel-cmake \
     -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/cmake/manylinux.cmake" -C cmake.define.STROBE_CUDA="$cuda" "${options[@]}" .
   # It refuses where symbols or libraries contradict the tag.
   quietly "$python" -m auditwheel repair --only-plat --plat "$tag" -w "$out" "$raw"/strobe-*.whl
   [ ${#options[@]} = 0 ] || check+=(--part)
   "$python" scripts/check_wheel.py "${check[@]}" "$out"/strobe-*.whl
+  scripts/run_on_sysroot.sh "$out"/strobe-*.whl
 fi
 if has shim; then
   rm -f "$out"/flash_attn-*.whl

@@ -93,12 +93,14 @@ def test_libraries_that_systems_may_not_have(script: ModuleType, tmp_path: Path)
 
 def test_kernels(script: ModuleType, tmp_path: Path) -> None:
     names = script.kernel_names()
+    cpu = script.cpu_kernels()
+    assert cpu == ["cpu_portable", "cpu_avx2", "cpu_avx512", "cpu_amx"]
     assert "forward_sm80_bf16_64_128x128x2x4" in names
     assert len(set(names)) == len(names) > 50
     section = '__attribute__((section(".nv_fatbin"), used)) static int code = 1;\n'
 
     def made(kernels: list[str], more: str) -> Path:
-        text = " ".join(kernels)
+        text = " ".join([*kernels, *cpu])
         return library(tmp_path, f'const char* strobe_names(void) {{ return "{text}"; }}\n{more}')
 
     assert script.check_kernels(made(names, section), cpu=False, part=False) == []
@@ -109,6 +111,9 @@ def test_kernels(script: ModuleType, tmp_path: Path) -> None:
     assert "no machine code for GPUs" in found
     assert script.check_kernels(made([], ""), cpu=True, part=False) == []
     assert script.check_kernels(made(names, section), cpu=True, part=False) != []
+    cpu.remove("cpu_amx")
+    (found,) = script.check_kernels(made(names, section), cpu=False, part=False)
+    assert "lacks the CPU kernel cpu_amx" in found
 
 
 def test_a_wheel_of_another_kind(script: ModuleType, tmp_path: Path) -> None:
