@@ -19,5 +19,5 @@ if "${on_sysroot[@]}" --list "$work/consumer" | grep -F ' => ' | grep -vE " => (
   echo "run_on_sysroot: these libraries are this machine's" >&2
   exit 1
 fi
-glibc=$("$root/lib64/ld-linux-x86-64.so.2" --version | sed -n '1s/.* //p')
-echo "run_on_sysroot: glibc ${glibc%.}: $("${on_sysroot[@]}" "$work/consumer")"
+glibc=$("${on_sysroot[@]}" "$root/lib/x86_64-linux-gnu/libc.so.6" | sed -n '1s/.*version \([0-9.]*[0-9]\).*/\1/p')
+echo "run_on_sysroot: glibc $glibc: $("${on_sysroot[@]}" "$work/consumer")"

@@ -65,5 +65,7 @@ if has sdist; then
   rm -f "$out"/strobe-*.tar.gz
   quietly "$python" -m build --sdist --no-isolation -o "$out" .
 fi
-quietly "$python" -m twine check --strict "$out"/*.whl "$out"/*.tar.gz
+made=()
+for file in "$out"/*.whl "$out"/*.tar.gz; do [ ! -e "$file" ] || made+=("$file"); done
+quietly "$python" -m twine check --strict "${made[@]}"
 ls -l "$out" | awk 'NR > 1 {printf "wheel: %9d bytes  %s\n", $5, $9}'
