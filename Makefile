@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training build-times format fuzz clean
+.PHONY: help demo generate test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training wheel wheel-test release-check build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -30,6 +30,12 @@ gpu-bench: ## on a machine with a GPU: Strobe and PyTorch's back ends; ARGS go t
 	@scripts/gpu.sh bench $(ARGS)
 gpu-training: ## on a machine with a GPU: training of GPT models end to end; ARGS go to bench/gpt_training.py
 	@scripts/gpu.sh training $(ARGS)
+wheel: ## dist/: the wheel with its CUDA kernels, the wheel flash-attn, the sdist; checked; ARGS go to scripts/wheel.sh
+	@scripts/wheel.sh $(ARGS)
+wheel-test: ## as root: the wheels of dist/ on minimal Debian systems, the oldest and the newest; ARGS go to scripts/wheel-test.sh
+	@scripts/wheel-test.sh $(ARGS)
+release-check: ## all that must hold before a release, but the tests on GPUs (docs/releasing.md)
+	@scripts/release-check.sh
 build-times: ## how long each CUDA kernel took to compile; ARGS go to scripts/build_times.py
 	@scripts/build_times.py $(ARGS)
 format: ## clang-format over every source

@@ -1,6 +1,7 @@
 # The CUDA back end: finds nvcc, as STROBE_CUDA says, and adds src/cuda to the library.
 
 if(STROBE_CUDA STREQUAL OFF)
+  set(STROBE_NO_CUDA_REASON "STROBE_CUDA=OFF was given")
   return()
 endif()
 
@@ -12,6 +13,7 @@ if(NOT CMAKE_CUDA_COMPILER)
                         "or set CMAKE_CUDA_COMPILER")
   endif()
   message(STATUS "no CUDA compiler found: building the CPU library alone (STROBE_CUDA=AUTO)")
+  set(STROBE_NO_CUDA_REASON "no nvcc was found")
   return()
 endif()
 enable_language(CUDA)

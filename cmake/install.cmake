@@ -2,6 +2,7 @@
 # relocatable.
 
 if(SKBUILD)
+  include(wheel)
   # A wheel has no symbolic links and takes one file: the library, beside the Python code that loads it.
   install(FILES "$<TARGET_FILE:strobe>" DESTINATION . RENAME libstrobe.so COMPONENT python)
   install(TARGETS strobe_python LIBRARY DESTINATION . COMPONENT python)

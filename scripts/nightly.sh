@@ -51,6 +51,9 @@ unset STROBE_FUZZ_SEED
 stage "ThreadSanitizer" env STROBE_RANDOM_CASES=1000 STROBE_RANDOM_SEED="$seed" STROBE_TSAN_ALL=1 scripts/tsan.sh
 [ ! -x scripts/compat.sh ] || stage "libraries beside the shim" scripts/compat.sh
 
+stage "distributions without CUDA" scripts/wheel.sh --cpu
+[ "$(id -u)" != 0 ] || stage "distributions on minimal systems" scripts/wheel-test.sh --sdist build/wheel-cpu
+
 printf '\n=== nightly: %d s, %d failed\n' "$SECONDS" "${#failed[@]}"
 [ ${#failed[@]} = 0 ] || printf 'FAILED: %s\n' "${failed[@]}"
 exit $((${#failed[@]} > 0))

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|wheel]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the examples
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
 #   plots matplotlib in build/venv
+#   wheel what the distributions are built and checked with, in build/wheel-venv
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,13 +18,14 @@ case $part in
   ci) why="for formatting, fuzzing and tests" ;;
   bench) why="to build and run the benchmarks" ;;
   plots) why="to draw the figures" packages=() ;;
-  *) echo "setup: got part '$part', expected demo, test, ci, bench or plots" >&2; exit 2 ;;
+  wheel) why="to build the distributions" packages=(g++ cmake ninja-build libhwy-dev debian-archive-keyring) ;;
+  *) echo "setup: got part '$part', expected demo, test, ci, bench, plots or wheel" >&2; exit 2 ;;
 esac
 case $part in
   test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
-  test | ci | bench) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
-  test | ci | bench | plots) packages+=(python3 python3-venv) ;;
+  test | ci | bench | wheel) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
+  test | ci | bench | plots | wheel) packages+=(python3 python3-venv) ;;
 esac
 
 if ! command -v apt-get >/dev/null; then
@@ -61,13 +63,15 @@ fi
 
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
-  case $part in bench | plots) requirements=python/requirements-$part.txt ;; esac
+  case $part in bench | plots | wheel) requirements=python/requirements-$part.txt ;; esac
+  venv=build/venv
+  [ "$part" != wheel ] || venv=build/wheel-venv
   # The copy inside the venv says what it has.
-  have=build/venv/$(basename "$requirements")
+  have=$venv/$(basename "$requirements")
   if ! cmp -s "$requirements" "$have"; then
-    echo "setup: installing the Python packages of $requirements into build/venv $why"
-    python3 -m venv build/venv
-    build/venv/bin/pip install -qq -r "$requirements"
+    echo "setup: installing the Python packages of $requirements into $venv $why"
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install -qq -r "$requirements"
     cp "$requirements" "$have"
   fi
 fi

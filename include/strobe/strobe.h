@@ -29,7 +29,7 @@
 #include <stdint.h>
 
 #define STROBE_VERSION_MAJOR 0
-#define STROBE_VERSION_MINOR 1
+#define STROBE_VERSION_MINOR 2
 #define STROBE_VERSION_PATCH 0
 
 #if defined(_WIN32)
@@ -380,7 +380,7 @@ STROBE_API strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64
 STROBE_API const char* strobe_last_error(void) STROBE_NOEXCEPT;
 STROBE_API const char* strobe_status_name(strobe_status status)
     STROBE_NOEXCEPT;                                         /* "STROBE_OK", ... */
-STROBE_API const char* strobe_version(void) STROBE_NOEXCEPT; /* "0.1.0" */
+STROBE_API const char* strobe_version(void) STROBE_NOEXCEPT; /* "0.2.0" */
 
 /* The kernel table, in the order in which the plan asks them. NULL past the end. */
 STROBE_API const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT;

@@ -75,7 +75,7 @@ using Strides = strobe_strides;
 // Text of the calling thread's latest failure: the argument, what was got and what was wanted.
 [[nodiscard]] inline std::string last_error() { return strobe_last_error(); }
 
-// "0.1.0"
+// "0.2.0"
 [[nodiscard]] inline std::string version() { return strobe_version(); }
 
 // What the throwing forms throw. what() is the library's text.

@@ -348,7 +348,9 @@ TEST(Validation, EveryStatusHasItsName) {
   EXPECT_STREQ(strobe_status_name(STROBE_DEVICE_ERROR), "STROBE_DEVICE_ERROR");
   EXPECT_STREQ(strobe_status_name(STROBE_INTERNAL_ERROR), "STROBE_INTERNAL_ERROR");
   EXPECT_NE(strobe_status_name(static_cast<strobe_status>(99)), nullptr);
-  EXPECT_STREQ(strobe_version(), "0.1.0");
+  EXPECT_EQ(strobe_version(), std::to_string(STROBE_VERSION_MAJOR) + "." +
+                                  std::to_string(STROBE_VERSION_MINOR) + "." +
+                                  std::to_string(STROBE_VERSION_PATCH));
 }
 
 TEST(Validation, ADeviceThatIsNotThereIsUnsupportedWithReasons) {
