@@ -31,8 +31,8 @@ class Fibre {
   char* stack_ = nullptr;
   const void* bottom_ = nullptr;  // of the stack, and its size
   size_t size_ = 0;
-  void* fake_stack_ = nullptr;  // AddressSanitizer's
-  void* tsan_ = nullptr;        // ThreadSanitizer's
+  [[maybe_unused]] void* fake_stack_ = nullptr;  // AddressSanitizer's
+  [[maybe_unused]] void* tsan_ = nullptr;        // ThreadSanitizer's
 #if defined(__x86_64__)
   void* top_ = nullptr;  // where the registers are that resume() restores
 #else

@@ -33,7 +33,16 @@ except ImportError:
     sys.exit(0)
 
 import strobe_torch as st
-from cache_cases import DENSE, NONE, PACKED, ZONE, CacheCase, Tensors, draw, make_hostile
+from cache_cases import (
+    DENSE,
+    NONE,
+    PACKED,
+    ZONE,
+    CacheCase,
+    Tensors,
+    draw,
+    make_hostile,
+)
 from strobe_torch import lib
 
 

@@ -45,26 +45,25 @@ __device__ __forceinline__ void read_chunk(uint32_t (&word)[4], const char* from
 /// The rotary embedding of one row of Q or of new keys.
 template <typename T>
 struct Rotation {
-  const T *cosines, *sines;  // of the row's position
-  int32_t turned, half;      // elements that are turned: 0 where the row stays as it is
-  bool interleaved;
+  const DecodeUpdateParams* p;  // what they hold costs no registers
+  int64_t first;                // of the row's position in the tables; negative: it stays as it is
 
   /// position: in range, where anything is turned.
   __device__ __forceinline__ static Rotation at(const DecodeUpdateParams& p, int64_t position) {
-    const int32_t half = p.cache.rotary_dim / 2;
-    return {static_cast<const T*>(p.rotary_cos) + position * half,
-            static_cast<const T*>(p.rotary_sin) + position * half, 2 * half, half,
-            p.cache.rotary_interleaved};
+    return {&p, position * (p.cache.rotary_dim / 2)};
   }
   /// Element d of the row after the embedding, rounded once.
   __device__ __forceinline__ T value(const T* row, int d) const {
-    if (d >= turned) return row[d];
-    const bool first = interleaved ? d % 2 == 0 : d < half;
-    const int n = interleaved ? d / 2 : first ? d : d - half;
-    const int other = interleaved ? d ^ 1 : first ? d + half : d - half;
+    if (first < 0 || d >= p->cache.rotary_dim) return row[d];
+    const int half = p->cache.rotary_dim / 2;
+    const bool interleaved = p->cache.rotary_interleaved;
+    const bool leads = interleaved ? d % 2 == 0 : d < half;
+    const int n = interleaved ? d / 2 : leads ? d : d - half;
+    const int other = interleaved ? d ^ 1 : leads ? d + half : d - half;
     const float x = static_cast<float>(row[d]), y = static_cast<float>(row[other]);
-    const float cosine = static_cast<float>(cosines[n]), sine = static_cast<float>(sines[n]);
-    return static_cast<T>(__fmaf_rn(x, cosine, y * (first ? -sine : sine)));
+    const float cosine = static_cast<float>(static_cast<const T*>(p->rotary_cos)[first + n]);
+    const float sine = static_cast<float>(static_cast<const T*>(p->rotary_sin)[first + n]);
+    return static_cast<T>(__fmaf_rn(x, cosine, y * (leads ? -sine : sine)));
   }
   /// Eight elements from `column` on, of which `columns` are there: give(n, word) gets them in
   /// pairs. One pair after the other, since registers are short where this is used.

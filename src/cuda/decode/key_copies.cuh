@@ -163,11 +163,9 @@ class KeyCopies {
 
   // The same where some of the keys are new, row by row: there are few such tiles.
   __device__ __forceinline__ void copy_with_new(const Piece& x, const NewKeys& fresh) {
-    using T = typename Shape::T;
     const int chunk = thread() % kChunks, first = thread() / kChunks, column = 8 * chunk;
     const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
                                                       first * Shape::kPitch + 16 * chunk);
-    const int k_columns = p_.head_dim - column, v_columns = p_.head_dim_v - column;
 #pragma unroll 1
     for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
       const int32_t key = key_ + first + i;
@@ -182,22 +180,26 @@ class KeyCopies {
         continue;
       }
       const bool is_new = key >= fresh.begin;
-      const auto row = [&](const char* cached, const Tensor& of, const char* given,
-                           const Tensor& of_new) {
-        return is_new ? given + 2 * key * of_new.row_stride
-                      : cached + 2 * place.offset(of.batch_stride, of.row_stride);
-      };
-      const char* const k = row(x.k, p_.k, fresh.k, p_.k_new);
-      const char* const v = row(x.v, p_.v, fresh.v, p_.v_new);
       const bool turned = is_new && column < p_.cache.rotary_dim;
-      if (turned) {
-        Rotation<T>::at(p_, fresh.position + key)
-            .chunk(reinterpret_cast<const T*>(k), column, k_columns,
-                   [&](int n, uint32_t word) { ptx::store_shared(at + 4 * n, word); });
-      } else {
-        copy_half(at, k + 2 * column, k_columns);
-      }
-      copy_half(at + Shape::kHalf, v + 2 * column, v_columns);
+      const char* row = is_new ? fresh.k + int64_t{key} * (2 * p_.k_new.row_stride)
+                               : x.k + 2 * place.offset(p_.k.batch_stride, p_.k.row_stride);
+      put(at, row, p_.head_dim, turned ? fresh.position + key : -1);
+      row = is_new ? fresh.v + int64_t{key} * (2 * p_.v_new.row_stride)
+                   : x.v + 2 * place.offset(p_.v.batch_stride, p_.v.row_stride);
+      put(at + Shape::kHalf, row, p_.head_dim_v, -1);
+    }
+  }
+  // A chunk of a row, turned where its position is not negative.
+  __device__ __forceinline__ void put(uint32_t at, const char* row, int dim, int32_t position) {
+    using T = typename Shape::T;
+    const int column = 8 * (thread() % kChunks);
+    if (kElements || position >= 0) {
+      const Rotation<T> rotation =
+          position < 0 ? Rotation<T>{&p_, -1} : Rotation<T>::at(p_, position);
+      rotation.chunk(reinterpret_cast<const T*>(row), column, dim - column,
+                     [&](int n, uint32_t word) { ptx::store_shared(at + 4 * n, word); });
+    } else {
+      copy_half(at, row + 2 * column, dim - column);
     }
   }
 

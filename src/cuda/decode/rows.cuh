@@ -105,7 +105,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     // A new key without a page is none either.
     const auto key_at = [&](int64_t key) -> TurnedRow<T> {
       const T* const cached = at(p.k, key);
-      if (key < fresh.begin || !cached) return {cached, {}};
+      if (key < fresh.begin || !cached) return {cached, {&p, -1}};
       return {new_row(fresh.k, p.k_new, key), Rotation<T>::at(p, fresh.position + key)};
     };
     const auto value_at = [&](int64_t key) {
