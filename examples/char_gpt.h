@@ -139,8 +139,10 @@ class WeightsReader {
 
   [[nodiscard]] int64_t Columns(const std::string& name) const {
     const cli::TensorInfo& info = Find(name);
-    if (info.shape.size() != 2 || info.shape[1] == 0) {
-      Refuse(fmt::format("{} is {}, expected [characters, dim]", name, cli::ShapeText(info.shape)));
+    constexpr int64_t kMost = 1 << 24;  // its multiples are far from overflowing
+    if (info.shape.size() != 2 || info.shape[1] == 0 || info.shape[1] > kMost) {
+      Refuse(fmt::format("{} is {}, expected [characters, dim] with dim from 1 to {}", name,
+                         cli::ShapeText(info.shape), kMost));
     }
     return info.shape[1];
   }
@@ -161,8 +163,10 @@ class WeightsReader {
   }
 
   [[nodiscard]] Matrix Table(const std::string& name, int64_t rows, int64_t cols) {
-    Matrix table(rows, cols);
-    table.values = Values(name, {rows, cols});
+    Matrix table;
+    table.values = Values(name, {rows, cols});  // memory is taken once the file is known to have it
+    table.rows = rows;
+    table.cols = cols;
     return table;
   }
 

@@ -135,7 +135,8 @@ struct Problem {
   DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
   DType out_dtype = DType::kSame;  // of out; or kFloat32, forward alone
 
-  // Keys and values in a cache, forward only: strobe.h has the rules.
+  // Keys and values in a cache, forward only: strobe.h has the rules, examples/paged_cache.cpp and
+  // examples/generate.cpp show how an engine uses it.
   Cache cache = Cache::kNone;
   Append append = Append::kNone;  // needs has_seqused_k
   int64_t cache_batch = 0;        // contiguous: entries of the cache; 0: batch

@@ -184,6 +184,10 @@ def test_generate_says_what_is_wrong(words: list[str | Path], message: str) -> N
         (lambda t, m: m.update({"heads": "3"}), "heads = 3 in its metadata"),
         (lambda t, m: m.update({"context": "0"}), "context = 0, expected a whole number from 1"),
         (lambda t, m: m.update({"alphabet": "abc"}), "token.weight is F32 [96, 128], expected"),
+        (
+            lambda t, m: t.update({"token.weight": torch.zeros(0, 1 << 40)}),
+            "token.weight is [0, 1099511627776], expected [characters, dim] with dim from 1 to",
+        ),
     ],
 )
 def test_generate_says_what_is_wrong_with_weights(
@@ -214,13 +218,15 @@ def test_generate_takes_weights_in_bfloat16(tmp_path: Path) -> None:
 
 def test_char_gpt_exports_what_generate_reads(tmp_path: Path) -> None:
     script, weights = ROOT / "examples" / "char_gpt.py", tmp_path / "weights.safetensors"
-    text = ROOT / "examples" / "data" / "text.txt"
+    text = tmp_path / "text.txt"
+    text.write_text("Les élèves étaient là, où l'œuvre coûte 5 €.\n" * 10)
     words = ("--alone", "--steps", "2", "--length", "1", "--export", weights)
     output = run(sys.executable, script, "--text", text, *words)
     assert f"weights         {weights}" in output
     assert "figure" not in output
-    ((written, logits),) = generate(tmp_path, "The", "--length", "5", "--weights", str(weights))
-    assert written.startswith("The")
+    ((written, logits),) = generate(tmp_path, "où €", "--length", "5", "--weights", str(weights))
+    assert written.startswith("où €")
+    assert len(written) == 9
     assert logits.shape == (5, len(set(text.read_text())))
 
 
