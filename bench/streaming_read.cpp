@@ -1,4 +1,5 @@
-// The plain read of cli/streaming_read.h by as many threads as asked for, for bench/cpu_bench.py --decode.
+// The plain read of cli/streaming_read.h by as many threads as asked for, for bench/cpu_bench.py
+// --decode.
 #include "cli/streaming_read.h"
 
 #include <omp.h>
