@@ -62,7 +62,6 @@ def test_command_line(tmp_path: Path) -> None:
     for long, short in (
         ("strobe check ", "strobe check --cases 1 "),
         ("--seqlen 2048", "--seqlen 128 --min-time 0.01"),
-        ("--seqlen-k 8192", "--seqlen-k 128 --min-time 0.01"),
     ):
         assert script.count(long) == 1
         script = script.replace(long, short)
