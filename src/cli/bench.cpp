@@ -196,6 +196,7 @@ int Bench(const BenchOptions& given) {
   }
   if (given.decode) return BenchDecode(given);
   if (!given.page_sizes.empty()) throw UserError("--page-size without --decode, expected both");
+  if (given.layout) throw UserError("--layout without --decode, expected both");
   const BenchOptions options = WithDefaults(given);
   const std::vector<Problem> grid = Grid(options);
   // A problem that no kernel takes ends the command before it has begun.

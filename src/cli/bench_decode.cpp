@@ -172,13 +172,14 @@ std::vector<Shape> Shapes(const BenchOptions& o) {
   };
   const std::vector<DType> dtypes =
       o.dtypes.empty() ? std::vector{DType::kFloat32, DType::kBFloat16} : o.dtypes;
+  const Layout layout = o.layout.value_or(Layout::kSeqlenHeads);
   std::vector<Shape> shapes;
   for (const DType dtype : dtypes) {
     if (o.device == Device::kCuda && o.dtypes.empty() && dtype == DType::kFloat32) continue;
     for (const int64_t head_dim : some(o.head_dims, {128})) {
       for (const int64_t seqlen_k : some(o.seqlens_k, {4096})) {
         for (const int64_t page_size : some(o.page_sizes, {0}))
-          shapes.push_back({dtype, head_dim, seqlen_k, page_size, o.layout});
+          shapes.push_back({dtype, head_dim, seqlen_k, page_size, layout});
       }
     }
   }

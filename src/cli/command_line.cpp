@@ -143,18 +143,17 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
 
 void AddBench(CLI::App& app, BenchOptions* o) {
   AddFlag(app, "--decode", &o->decode,
-          "Few queries on a KV cache, beside a plain read of as many bytes; in brackets: its "
-          "defaults");
+          "Few queries on a KV cache, beside a plain read [its defaults]");
   AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "NAME,...", "Default float32,bfloat16");
   AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128 [128]");
   AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
-              "Tokens, of queries and keys; default 512,1024,2048,4096 [queries: 1]");
+              "Tokens, of queries and keys; default 512,1024,2048,4096 [1]");
   AddIntegers(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32,
               "Keys; default: as many as queries [4096]");
   AddIntegers(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
-              "Rows of a page, in a pool with a random table; 0: contiguous [0]");
+              "With --decode: rows of a page; 0 (default): contiguous");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
-            "Of the cache: bshd [rows before heads] or bhsd");
+            "With --decode: cache with rows before heads, bshd, or bhsd");
   AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
                 "Default no,yes");
   AddOptions(app, &o->problem);

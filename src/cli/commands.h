@@ -55,9 +55,9 @@ struct BenchOptions {
   std::vector<DType> dtypes;
   std::vector<int64_t> head_dims;
   std::vector<int64_t> seqlens;
-  std::vector<int64_t> seqlens_k;        // empty: as many keys as queries
-  std::vector<int64_t> page_sizes;       // --decode alone; 0: contiguous
-  Layout layout = Layout::kSeqlenHeads;  // of the cache
+  std::vector<int64_t> seqlens_k;   // empty: as many keys as queries
+  std::vector<int64_t> page_sizes;  // --decode alone; 0: contiguous
+  std::optional<Layout> layout;     // --decode alone: of the cache
   std::vector<bool> causal;
   Options problem;  // those of core/options.def that are flags, but for causal
   std::optional<Which> direction;

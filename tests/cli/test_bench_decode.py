@@ -67,5 +67,6 @@ def test_refusals(args: list[str], words: list[str]) -> None:
     refused(strobe("bench", "--decode", *args), *words)
 
 
-def test_page_size_needs_decode() -> None:
-    refused(strobe("bench", "--page-size", "16"), "--page-size without --decode")
+@pytest.mark.parametrize("flag", [("--page-size", "16"), ("--layout", "bhsd")])
+def test_flags_of_decode_alone(flag: tuple[str, str]) -> None:
+    refused(strobe("bench", *flag), f"{flag[0]} without --decode")

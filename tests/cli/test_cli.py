@@ -805,7 +805,8 @@ def test_check() -> None:
     lines = [line for line in result.stdout.splitlines() if line.endswith(" ok")]
     assert len(lines) >= 20
     assert "FAILED" not in result.stdout
-    for feature in ("forward, bfloat16", "backward, float16", "ALiBi", "prefix", "KV cache in pages, new"):
+    features = ("forward, bfloat16", "backward, float16", "ALiBi", "prefix", "lengths in use")
+    for feature in (*features, "KV cache in pages, new keys"):
         assert any(line.startswith(feature) for line in lines)
 
 
