@@ -111,7 +111,7 @@ class XlaPlans {
   std::shared_mutex mutex_;
   std::unordered_map<std::string, strobe_plan> plans_;
 };
-XlaPlans& plans = *new XlaPlans;  // never freed: launches may come while the process ends
+XlaPlans& xla_plans = *new XlaPlans;  // never freed: launches may come while the process ends
 
 // ----------------------------------------------------------------------------------------- buffers
 
@@ -274,7 +274,7 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
         other->dims[2] != heads_kv || (other == &k && other->dims[3] != dim))
       refuse(kInvalidArgument, "strobe: q, k and v differ in dtype or shape");
   void* stream = cuda ? enter_cuda(frame, problem) : nullptr;
-  const strobe_plan plan = plans.find_or_make(problem);
+  const strobe_plan plan = xla_plans.find_or_make(problem);
 
   if (!backward) {
     strobe_forward_args arguments{};
