@@ -14,8 +14,32 @@ Plans* const plans = new Plans[2];  // never freed: Python may have ended before
 #define STROBE_ARRAY(name, ...) #name,
 #define STROBE_CACHE_ARRAY(...)
 const char* const kSlotNames[kSlots] = {
-    "dout",         "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
-    "cu_seqlens_k", "dq", "dk", "dv",
+    "dout",
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "dlse",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "dq",
+    "dk",
+    "dv",
+#include "core/options.def"
+    "block_table",
+    "k_new",
+    "v_new",
+    "cu_seqlens_k_new",
+    "rotary_cos",
+    "rotary_sin",
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) #name,
 #include "core/options.def"
 };
 
@@ -137,7 +161,9 @@ bool Call::write_key(Key& key) const {
   }
   key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
           uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
+          uint64_t{cached} << 6 | uint64_t{rotary_interleaved} << 7 | uint64_t{float_out} << 41 |
           static_cast<uint64_t>(threads) << 8);
+  if (cached) key.add(static_cast<uint64_t>(chunk));
   key.add(static_cast<uint64_t>(left));
   key.add(static_cast<uint64_t>(right));
   key.add(static_cast<uint64_t>(lengths[0]));
@@ -196,8 +222,14 @@ bool Call::make(const Key& key) {
       "batch_invariant", batch_invariant ? Py_True : Py_False, "scalars",
       scalars ? scalars.get() : Py_None));
   if (!options) return false;
-  Ref made = call_python("_plans", "make", "(OOO)", backward ? Py_True : Py_False, arrays.get(),
-                         options.get());
+  if (cached) {
+    Ref more(Py_BuildValue("{s:L,s:i,s:O}", "attention_chunk", static_cast<long long>(chunk),
+                           "rotary_interleaved", rotary_interleaved ? 1 : 0, "float_out",
+                           float_out ? Py_True : Py_False));
+    if (!more || PyDict_Update(options.get(), more.get()) != 0) return false;
+  }
+  Ref made = call_python(cached ? "_kvcache" : "_plans", "make", "(OOO)",
+                         backward ? Py_True : Py_False, arrays.get(), options.get());
   if (!made) return false;
   for (int slot = 0; slot < kSlots; ++slot)
     if (given(static_cast<Slot>(slot)) && !tensors[slot].plain) {
@@ -296,6 +328,23 @@ void Call::fill(Arguments& arguments) {
 #include "core/options.def"
 }
 
+void Call::fill_cache(strobe_forward_args& arguments) const {
+  const auto numbers = [this](Slot slot) { return static_cast<const int32_t*>(data(slot)); };
+  arguments.block_table = numbers(kBlockTable);
+  arguments.k_new = data(kKNew);
+  arguments.v_new = data(kVNew);
+  arguments.cu_seqlens_k_new = numbers(kCuKNew);
+  arguments.rotary_cos = data(kRotaryCos);
+  arguments.rotary_sin = data(kRotarySin);
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) arguments.name = numbers(kArray_##name);
+#include "core/options.def"
+}
+
 bool Call::launch_it() {
   bool listens = false;
   if (launch_->is_long) {
@@ -308,6 +357,7 @@ bool Call::launch_it() {
   strobe_forward_args forward{};
   strobe_backward_args gradients{};
   fill(forward);
+  if (cached) fill_cache(forward);
   forward.out = data(kOut);
   forward.lse = wants_lse ? static_cast<float*>(data(kLse)) : nullptr;
   if (backward) {
@@ -342,15 +392,16 @@ bool Call::fail(strobe_status status) {
     if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
       return false;
   }
-  Ref error = call_python("_plans", "launch_error", "(isO)", static_cast<int>(status),
-                          library.last_error(), arrays.get());
+  Ref error = call_python(cached ? "_kvcache" : "_plans", "launch_error", "(isO)",
+                          static_cast<int>(status), library.last_error(), arrays.get());
   if (error) raise_object(error.get());
   return false;
 }
 
 bool Call::run() {
   const bool writes = backward ? check_writable(kDq) && check_writable(kDk) && check_writable(kDv)
-                               : check_writable(kOut);
+                               : check_writable(kOut) &&
+                                     (!given(kKNew) || (check_writable(kK) && check_writable(kV)));
   if (!writes) return false;
   Key key;
   if (all_plain()) {

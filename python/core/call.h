@@ -32,6 +32,20 @@ enum Slot {
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #include "core/options.def"
+  // Of a call with a cache alone, whose k and v are the cache.
+  kBlockTable,
+  kKNew,
+  kVNew,
+  kCuKNew,
+  kRotaryCos,
+  kRotarySin,
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) kArray_##name,
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#include "core/options.def"
   kSlots
 };
 extern const char* const kSlotNames[kSlots];
@@ -53,6 +67,9 @@ struct Call {
   PyObject* result(int index) const { return results[index].get(); }
 
   const bool backward;
+  bool cached = false;                                 // attention_with_kvcache
+  bool rotary_interleaved = false, float_out = false;  // with a cache
+  int64_t chunk = 0;                                   // likewise
   bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
   bool has_scale = false;
   bool has_length[2] = {};
@@ -75,6 +92,7 @@ struct Call {
   void* data(Slot slot) const { return tensors[slot].data; }
   template <typename Arguments>
   void fill(Arguments& arguments);
+  void fill_cache(strobe_forward_args& arguments) const;
 
   std::shared_ptr<Launch> launch_;
   Ref results[3];
@@ -86,5 +104,7 @@ struct Call {
 };
 
 extern Plans* const plans;  // forward, backward
+
+extern PyMethodDef cache_methods[];
 
 }  // namespace strobe_python

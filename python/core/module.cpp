@@ -321,7 +321,7 @@ int execute(PyObject* module) {
                     "are, are kept once for the whole process. Import it in the main interpreter");
     return -1;
   }
-  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods})
+  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, cache_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }

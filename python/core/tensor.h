@@ -16,7 +16,7 @@ enum : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt32 = 8, kOtherTy
 
 struct DLManaged;  // of a DLPack capsule, either version
 
-constexpr int kMaxAxes = 4;  // no argument has more
+constexpr int kMaxAxes = 5;  // no argument has more
 
 struct Tensor {
   PyObject* object = nullptr;  // borrowed: what the caller gave
