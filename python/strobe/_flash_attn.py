@@ -136,7 +136,7 @@ def check_dropout(dropout_p: Any, softcap: Any) -> None:
         )
 
 
-def _window(window_size: Any) -> tuple[Any, Any]:
+def as_window(window_size: Any) -> tuple[Any, Any]:
     left, right = pair("window_size", window_size)
     return as_integer("window_size[0]", left), as_integer("window_size[1]", right)
 
@@ -168,7 +168,7 @@ def as_number(name: str, value: Any) -> Any:
     return real(name, value)
 
 
-def _flag(name: str, value: Any) -> Any:
+def as_flag(name: str, value: Any) -> Any:
     """`value` as a bool (or, while compiling, a SymBool)."""
     if type(value) is bool or isinstance(value, torch.SymBool):
         return value
@@ -217,14 +217,16 @@ def call(
     deterministic: bool,
     return_attn_probs: bool,
     packed: str = "",
+    more: tuple[Any, ...] = (),
 ) -> Result:
     """What all functions of `flash_attn` do. cu_seqlens_q None: dense.
 
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
+    more: the tail of the operator's arguments, `_options.ROWS`.
     """
     tracing = _is_tracing()
     no_dropout = type(dropout_p) in (float, int) and dropout_p == 0
-    if not tracing and no_dropout and return_attn_probs is False:
+    if not tracing and no_dropout and return_attn_probs is False and not more:
         try:
             found = _core.flash(
                 q,
@@ -258,7 +260,7 @@ def call(
     if type(dropout_p) is not float:
         dropout_p = as_number("dropout_p", dropout_p)
     if type(return_attn_probs) is not bool:
-        return_attn_probs = _flag("return_attn_probs", return_attn_probs)
+        return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
         raise InvalidArgument(
             f"alibi_slopes is of type {type(alibi_slopes).__name__:.60}, expected a torch.Tensor"
@@ -276,9 +278,9 @@ def call(
     if not tracing and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     q, k, v = _autocast(q, k, v)
-    window_left, window_right = _window(window_size)
-    causal = _flag("causal", causal)
-    deterministic = _flag("deterministic", deterministic)
+    window_left, window_right = as_window(window_size)
+    causal = as_flag("causal", causal)
+    deterministic = as_flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:
         check_dropout(dropout_p, softcap)
@@ -297,6 +299,7 @@ def call(
         window_right,
         softcap,
         deterministic,
+        *more,
     )
     if tracing:
         out, lse = _operators.attention_forward(q, k, v, *options)

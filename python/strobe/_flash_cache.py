@@ -10,9 +10,19 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _core
-from ._errors import InvalidArgument, Unsupported, renamed, shown
-from ._flash_attn import as_integer, as_number, check_tensor
+from ._arrays import cannot_be_read
+from ._errors import Error, InvalidArgument, Unsupported, renamed
+from ._flash_attn import (
+    Result,
+    as_flag,
+    as_integer,
+    as_number,
+    as_window,
+    check_tensor,
+)
 from ._operators import _LIBRARY
+from ._tensors import check_readable
+from ._values import integer
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -53,70 +63,110 @@ def call(
     k: Any,
     v: Any,
     arrays: dict[str, Any],
-    max_seqlen_q: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
+    max_seqlen_q: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
     attention_chunk: Any = 0,
     rotary_interleaved: Any = False,
+    return_lse: Any = True,
     names: dict[str, str] = NAMES,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries with a cache, without a gradient.
+) -> Result:
+    """out, or (out, lse), of queries with a cache, without a gradient.
 
-    arrays: those of `_ARRAYS` that are given; names: what the caller calls them.
+    arrays: those of `_ARRAYS` that may be given; names: what the caller calls them.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), *arrays.items()):
+    given = tuple(map(arrays.get, _ARRAYS))
+    tracing = torch.compiler.is_dynamo_compiling()
+    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched():
+        try:  # what is wrong here is said below
+            return _core.kvcache(
+                q,
+                k,
+                v,
+                None,
+                *given,
+                max_seqlen_q,
+                causal,
+                window_size,
+                softmax_scale,
+                softcap,
+                attention_chunk,
+                rotary_interleaved,
+                False,
+                False,
+                0,
+                return_lse,
+            )
+        except InvalidArgument:
+            pass
+        except Error as error:
+            raise type(error)(renamed(str(error), names)) from None
+        except Exception:
+            pass
+    named = {"q": q, "k": k, "v": v, **arrays}
+    for name, x in named.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v")):
             raise InvalidArgument(
-                f"{names.get(name, name)} is of type {type(x).__name__:.60}, expected a torch.Tensor"
+                f"{names.get(name, name)} is of type {type(x).__name__:.60}, "
+                "expected a torch.Tensor"
             )
-    if max_seqlen_q is not None:
-        max_seqlen_q = as_integer("max_seqlen_q", max_seqlen_q)
-    if softmax_scale is not None:
-        softmax_scale = as_number("softmax_scale", softmax_scale)
-    try:
-        left, right = window_size
-    except Exception:
-        raise InvalidArgument(
-            f"window_size = {shown(window_size)}, expected a pair (left, right) of integers"
-        ) from None
-    given = tuple(map(arrays.get, _ARRAYS))
+    return_lse = as_flag("return_softmax_lse", return_lse)
+    left, right = as_window(window_size)
     options = (
-        max_seqlen_q,
-        softmax_scale,
-        causal,
-        as_integer("window_size[0]", left),
-        as_integer("window_size[1]", right),
+        None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q),
+        None if softmax_scale is None else as_number("softmax_scale", softmax_scale),
+        as_flag("causal", causal),
+        left,
+        right,
         as_number("softcap", softcap),
         as_integer("attention_chunk", attention_chunk),
-        rotary_interleaved,
+        as_flag("rotary_interleaved", rotary_interleaved),
     )
-    if torch.compiler.is_dynamo_compiling() or not _core.unwatched():
-        found: tuple[Tensor, Tensor] = _operator(q, k, v, *given, *options)
-        return found
+    if tracing:
+        found = _operator(q, k, v, *given, *options)
+        return found if return_lse else found[0]
+    kernel = _kernel if _core.unwatched() else _operator
     try:
-        return _kernel(q, k, v, *given, *options)
-    except InvalidArgument as error:
-        # flash_attn copies what is not contiguous, but for the cache, which it writes to.
-        straight = [_straight(x, name) for name, x in zip(("q", *_ARRAYS), (q, *given), strict=True)]
-        if all(a is b for a, b in zip(straight, (q, *given), strict=True)):
-            raise InvalidArgument(renamed(str(error), names)) from None
-    except Unsupported as error:
-        raise Unsupported(renamed(str(error), names)) from None
-    try:
-        return _kernel(straight[0], k, v, *straight[1:], *options)
-    except InvalidArgument as error:
-        raise InvalidArgument(renamed(str(error), names)) from None
+        try:
+            found = kernel(q, k, v, *given, *options)
+        except InvalidArgument as refused:
+            # flash_attn copies what is not contiguous, but for the cache, which it writes to.
+            straight = [_straight(name, named.get(name), refused) for name in ("q", *_ARRAYS)]
+            if all(a is named.get(name) for name, a in zip(("q", *_ARRAYS), straight, strict=True)):
+                raise
+            found = kernel(straight[0], k, v, *straight[1:], *options)
+    except Error as error:
+        raise type(error)(renamed(str(error), names)) from None
+    except Exception as error:
+        _diagnose({names.get(name, name): x for name, x in named.items()}, error)
+        raise cannot_be_read(names.get("k", "k"), k, error) from None
+    return found if return_lse else found[0]
 
 
-def _straight(x: Any, name: str) -> Any:
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.ndim == 0:
+def _diagnose(named: dict[str, Any], error: Exception) -> None:
+    """Raises what can be said of a tensor that PyTorch itself could not read."""
+    for name, x in named.items():
+        try:
+            if x is not None:
+                check_readable(name, x)
+        except Error as found:
+            raise found from None
+        except Exception as found:
+            raise cannot_be_read(name, x, found) from None
+
+
+def _straight(name: str, x: Any, refused: Error) -> Any:
+    if x is None or x.is_nested or x.layout is not torch.strided or x.ndim == 0:
         return x
     whole = name not in ("q", "k_new", "v_new", "block_table")
     if x.is_contiguous() if whole else x.stride(-1) == 1 and 0 not in x.stride():
         return x
-    return x.contiguous()
+    try:
+        return x.contiguous()
+    except Exception:  # there is no memory for so many elements
+        raise refused from None
 
 
 def _kernel(
@@ -181,7 +231,8 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
         added = new.shape[1] if packed is None else packed.diff().long()
     used = zeros + (capacity if arrays.get("seqused_k") is None else arrays["seqused_k"])
     pad = zeros if arrays.get("leftpad") is None else arrays["leftpad"].long()
-    suffix = " (the capacity less the sequence's new keys)" if new is not None else ""
+    suffix = "k.shape[1]" + " * block_table.shape[1]" * (table is not None)
+    suffix = f" ({suffix}{" less the sequence's new keys" * (new is not None)})"
     checks = [
         ("seqused_k", used, zeros + capacity - added, suffix),
         ("leftpad", pad, used, " (the sequence's seqused_k)"),
@@ -239,19 +290,19 @@ _operator: Final = torch.ops.strobe.attention_with_kvcache.default
 # ------------------------------------------------------------------------------- flash_attn's own
 
 
-def lengths(name: str, given: Any, batch: int, device: torch.device) -> Any:
+def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     """cache_seqlens, which may be one integer for all sequences."""
     if given is None or isinstance(given, torch.Tensor):
         return given
-    return torch.full((batch,), as_integer(name, given), dtype=torch.int32, device=device)
-
-
-def check_queries(q: Any, ndim: int) -> Any:
-    """The shape of q, which is a tensor of so many axes."""
-    axes = ("batch", "seqlen_q", "heads", "head_dim") if ndim == 4 else ("total_q", "heads", "head_dim")
-    if not isinstance(q, torch.Tensor) or q.ndim != ndim:
-        check_tensor("q", q, axes)
-    return q.shape
+    if cu_seqlens_q is None:
+        if not isinstance(q, torch.Tensor) or q.is_nested or q.ndim != 4:
+            check_tensor("q", q, ("batch", "seqlen_q", "heads", "head_dim"))
+        batch = q.shape[0]
+    else:
+        check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+        batch = max(cu_seqlens_q.shape[0] - 1, 0)
+    number = given if type(given) is int and abs(given) < 1 << 31 else integer("cache_seqlens", given, 32)
+    return torch.full((batch,), number, dtype=torch.int32, device=q.device)
 
 
 def rotary_start(arrays: dict[str, Any]) -> None:
@@ -284,7 +335,8 @@ def paged_varlen(
             "block_table with q, k or v that requires a gradient: a paged cache has no backward "
             "pass, expected torch.no_grad() or tensors that require none"
         )
-    if seqused_k is None and isinstance(cu_seqlens_k, torch.Tensor) and cu_seqlens_k.ndim == 1:
+    if seqused_k is None:
+        check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
         seqused_k = cu_seqlens_k.diff()
     arrays = {
         "cu_seqlens_q": cu_seqlens_q,
@@ -295,6 +347,7 @@ def paged_varlen(
     }
     names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
-    return call(
+    found: tuple[Tensor, Tensor] = call(
         q, k, v, arrays, max_seqlen_q, softmax_scale, causal, window_size, softcap, names=names
     )
+    return found

@@ -6,9 +6,13 @@ include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any, Final
 
-from . import _checks, _core
+import numpy as np
+
+from . import _checks, _core, _plans
 from ._arrays import Spec, allocator, spec_of
 from ._checks import DTYPE_CODES
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
@@ -142,10 +146,25 @@ def attention_with_kvcache(
 def _is_float(out_dtype: Any) -> bool:
     if out_dtype is None:
         return False
-    name = getattr(out_dtype, "__name__", None) or str(out_dtype).removeprefix("torch.")
-    if name != "float32":
+    if _dtype_name(out_dtype) != "float32":
         raise InvalidArgument(f'out_dtype = {shown(out_dtype)}, expected None or "float32"')
     return True
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Of a name, or of a dtype of NumPy's or PyTorch's."""
+    name = dtype
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
+        name = dtype.__name__
+    elif isinstance(dtype, np.dtype):
+        name = dtype.name
+    elif type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
+        name = str(dtype).removeprefix("torch.")
+    if not isinstance(name, str) or name not in DTYPE_CODES:
+        raise InvalidArgument(
+            f'out_dtype = {shown(dtype)}, expected "float32", "bfloat16" or "float16"'
+        )
+    return name
 
 
 # -------------------------------------------------------------------------------------------- plan
@@ -215,7 +234,7 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tup
         if name in specs:
             _check_numbers(name, specs[name], q, batch)
             problem[f"has_{name}"] = 1
-    problem |= _append_fields(specs, batch) | _rotary_fields(specs, options)
+    problem |= _append_fields(specs, batch, problem["seqlen_k"]) | _rotary_fields(specs, options)
     strided = {name: specs[name] for name in ("q", "k", "v", "k_new", "v_new") if name in specs}
     out_dtype = "float32" if options["float_out"] else q.dtype
     problem["out_dtype"] = DTYPE_CODES[out_dtype]
@@ -268,7 +287,7 @@ def _cache_fields(k: Spec, table: Spec | None, batch: int) -> dict[str, Any]:
     return fields
 
 
-def _append_fields(specs: dict[str, Spec], batch: int) -> dict[str, Any]:
+def _append_fields(specs: dict[str, Spec], batch: int, capacity: int) -> dict[str, Any]:
     k, v, lengths = specs.get("k_new"), specs.get("v_new"), specs.get("cu_seqlens_k_new")
     if k is None or v is None:
         for name in ("k_new", "v_new", "cu_seqlens_k_new"):
@@ -282,8 +301,12 @@ def _append_fields(specs: dict[str, Spec], batch: int) -> dict[str, Any]:
         axes = (*rows, "heads_kv", "head_dim")
         _checks.check_ndim(name, spec, axes)
         like = (batch, k.shape[1]) if lengths is None else (k.shape[0],)
-        _checks.check_shape(name, spec, (*like, *cache.shape[2:]), axes, "q and the cache")
+        of = "q and k" if name == "k_new" else "k_new and v"
+        _checks.check_shape(name, spec, (*like, *cache.shape[2:]), axes, of)
     if lengths is None:
+        if k.shape[1] > capacity:
+            of = "k.shape[1]" + " * block_table.shape[1]" * ("block_table" in specs)
+            raise InvalidArgument(f"k_new.shape[1] = {k.shape[1]}, expected at most {capacity} ({of})")
         return {"append": 1, "seqlen_new": k.shape[1]}
     check_cu_seqlens("cu_seqlens_k_new", lengths)
     _checks.check_shape("cu_seqlens_k_new", lengths, (batch + 1,), ("batch + 1",), "q")
@@ -356,12 +379,14 @@ def _plan_of(problem: dict[str, Any], strided: dict[str, Spec], varlen: bool, pa
 
 def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
     """For a launch that the library refused, with the arrays that it was given."""
-    from ._plans import launch_error as general
-
-    names = {"seqlen_k": "the capacity", "rotary_rows": "rotary_cos.shape[0]"}
+    capacity = "k.shape[1] * block_table.shape[1]" if "block_table" in named else "k.shape[1]"
+    names = {"seqlen_k": capacity, "rotary_rows": "rotary_cos.shape[0]"}
     names |= {"total_new": "k_new.shape[0]", "total_q": "q.shape[0]"}
-    error = error_for_status(status, renamed(text, names))
-    return general(status, str(error), named) if isinstance(error, InvalidArgument) else error
+    text = renamed(text, names)
+    if re.fullmatch(r"seqused_k\[\d+\] = -?\d+, expected 0 to \d+", text):
+        text += f" ({capacity})"
+    error = error_for_status(status, text)
+    return _plans.launch_error(status, text, named) if isinstance(error, InvalidArgument) else error
 
 
 # ------------------------------------------------------------------------------------------- merge
@@ -401,10 +426,17 @@ def merge(
     rows = ("batch", "seqlen_q") if len(x.shape) == 5 else ("total_q",)
     axes = ("parts", *rows, "heads", "head_dim_v")
     wanted = (*x.shape[:-3], x.shape[-2], x.shape[-3])
+    if len(y.shape) != len(wanted):
+        raise InvalidArgument(f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(wanted)}")
     _checks.check_shape("lses", y, wanted, ("parts", *rows[:-1], "heads", rows[-1]), "outs")
     for name, spec in (("outs", x), ("lses", y)):
         _checks.check_dtype(name, spec, "partial results", "float32")
         _checks.check_place(name, spec, "outs", x)
+        if spec.shape[0] > 1 and spec.strides[0] == 0:
+            raise InvalidArgument(
+                f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
+                "are one and the same"
+            )
     _checks.check_last_contiguous("outs", x)
     if out is None:
         name = "float32" if out_dtype is None else _dtype_name(out_dtype)
@@ -425,15 +457,6 @@ def _made(allocation: Any) -> Any:
     return function(*arguments, **(keywords[0] if keywords else {}))
 
 
-def _dtype_name(dtype: Any) -> str:
-    name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    if name not in DTYPE_CODES:
-        raise InvalidArgument(
-            f'out_dtype = {shown(dtype)}, expected "float32", "bfloat16" or "float16"'
-        )
-    return name
-
-
 def _stacked(name: str, parts: Any) -> Any:
     """One array of a list of parts."""
     if not isinstance(parts, list | tuple):
@@ -446,10 +469,6 @@ def _stacked(name: str, parts: Any) -> Any:
         _checks.check_shape(f"{name}[{n}]", spec, specs[0].shape, axes, f"{name}[0]")
         _checks.check_dtype(f"{name}[{n}]", spec, "partial results", "float32")
         _checks.check_place(f"{name}[{n}]", spec, f"{name}[0]", specs[0])
-    import sys
-
-    import numpy as np
-
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(parts[0], torch.Tensor):
         return torch.stack(tuple(parts))

@@ -424,9 +424,8 @@ def flash_attn_with_kvcache(
         graph is captured and where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such
         a sequence are then NaN.
     """
-    rows = _flash_cache.check_queries(q, 4)
     arrays = {
-        "seqused_k": _flash_cache.lengths("cache_seqlens", cache_seqlens, rows[0], q.device),
+        "seqused_k": _flash_cache.lengths(cache_seqlens, q),
         "block_table": block_table,
         "cache_batch_idx": cache_batch_idx,
         "leftpad": cache_leftpad,
@@ -437,7 +436,7 @@ def flash_attn_with_kvcache(
         "alibi_slopes": alibi_slopes,
     }
     _flash_cache.rotary_start(arrays)
-    found = _flash_cache.call(
+    return _flash_cache.call(
         q,
         k_cache,
         v_cache,
@@ -448,6 +447,6 @@ def flash_attn_with_kvcache(
         window_size,
         softcap,
         0,
-        rotary_interleaved and rotary_cos is not None,
+        rotary_interleaved,
+        return_softmax_lse,
     )
-    return found if return_softmax_lse else found[0]

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from . import _flash_cache, _options
-from ._errors import InvalidArgument, Unsupported, renamed
-from ._flash_attn import Result, Tensor, as_integer, as_number, check_tensor
+from ._errors import Unsupported
+from ._flash_attn import Result, Tensor, as_integer, call, check_tensor
 from ._kvcache import merge
-from ._operators import attention_forward
-from .flash_attn import flash_attn_func as _func
-from .flash_attn import flash_attn_varlen_func as _varlen_func
 
 __all__ = [
     "flash_attn_combine",
@@ -69,27 +66,11 @@ def flash_attn_func(
     Raises: as there.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if attention_chunk == 0:
-        found = _func(
-            q,
-            k,
-            v,
-            0.0,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            None,
-            deterministic,
-            return_attn_probs,
-        )
-        return found[:2] if return_attn_probs else found
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, ("batch", "seqlen", "heads", "head_dim"))
-    options = (None, None, None, None)
-    plain = (softmax_scale, causal, window_size, softcap, deterministic)
-    found = _operator(q, k, v, options, *plain, attention_chunk=attention_chunk)
-    return found if return_attn_probs else found[0]
+    found = call(
+        *(q, k, v, None, None, None, None, 0.0, softmax_scale, causal, window_size, softcap, None),
+        *(deterministic, return_attn_probs, "", _more(attention_chunk)),
+    )
+    return found[:2] if isinstance(found, tuple) else found
 
 
 def flash_attn_varlen_func(
@@ -135,48 +116,14 @@ def flash_attn_varlen_func(
     Raises: as `flash_attn_func`.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if attention_chunk == 0 and seqused_q is None and seqused_k is None:
-        found = _varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            0.0,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            None,
-            deterministic,
-            return_attn_probs,
-        )
-        return found[:2] if return_attn_probs else found
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, ("total", "heads", "head_dim"))
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_tensor(name, x, ("batch + 1",))
-    longest_q, longest_k = (
-        as_integer(name, x)
-        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    found = call(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale),
+        *(causal, window_size, softcap, None, deterministic, return_attn_probs, ""),
+        _more(attention_chunk, seqused_q, seqused_k),
     )
-    found = _operator(
-        q,
-        k,
-        v,
-        (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k),
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        attention_chunk=attention_chunk,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-    )
-    return found if return_attn_probs else found[0]
+    return found[:2] if isinstance(found, tuple) else found
 
 
 def flash_attn_with_kvcache(
@@ -240,12 +187,8 @@ def flash_attn_with_kvcache(
         v_descale=v_descale,
         scheduler_metadata=scheduler_metadata,
     )
-    rows = _flash_cache.check_queries(q, 4 if cu_seqlens_q is None else 3)
-    if cu_seqlens_q is not None:
-        check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
-    batch = rows[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)
     arrays = {
-        "seqused_k": _flash_cache.lengths("cache_seqlens", cache_seqlens, batch, q.device),
+        "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
         "cache_batch_idx": cache_batch_idx,
         "leftpad": cache_leftpad,
@@ -259,7 +202,7 @@ def flash_attn_with_kvcache(
     }
     if rotary_seqlens is None:
         _flash_cache.rotary_start(arrays)
-    found = _flash_cache.call(
+    return _flash_cache.call(
         q,
         k_cache,
         v_cache,
@@ -270,10 +213,10 @@ def flash_attn_with_kvcache(
         window_size,
         softcap,
         attention_chunk,
-        rotary_interleaved and rotary_cos is not None,
+        rotary_interleaved,
+        return_softmax_lse,
         _NAMES,
     )
-    return found if return_softmax_lse else found[0]
 
 
 def flash_attn_combine(
@@ -323,40 +266,14 @@ def _refuse(**arguments: Any) -> None:
             raise Unsupported(f"{name} is given, expected None: {reason}")
 
 
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[Any, ...],
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    deterministic: Any,
-    **more: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the operator, which takes what flash_attn 2 has no arguments for."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    more["attention_chunk"] = as_integer("attention_chunk", more["attention_chunk"])
-    left, right = (as_integer("window_size", x) for x in window_size)
-    scale = None if softmax_scale is None else as_number("softmax_scale", softmax_scale)
-    numbers = (0.0, scale, bool(causal), left, right, as_number("softcap", softcap))
-    try:
-        found: tuple[Tensor, Tensor] = attention_forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            None,
-            None,
-            max_seqlen_q,
-            max_seqlen_k,
-            *numbers,
-            bool(deterministic),
-            *_options.positional(**more),
-        )
-    except InvalidArgument as error:
-        names = {"scale": "softmax_scale", "window": "window_size"}
-        raise InvalidArgument(renamed(str(error), names)) from None
-    return found
+def _more(attention_chunk: Any, seqused_q: Any = None, seqused_k: Any = None) -> tuple[Any, ...]:
+    """The tail of the operator's arguments: what flash_attn 2 has no arguments for."""
+    attention_chunk = as_integer("attention_chunk", attention_chunk)
+    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if x is not None:
+            check_tensor(name, x, ("batch",))
+    if attention_chunk == 0 and seqused_q is seqused_k is None:
+        return ()
+    return _options.positional(
+        attention_chunk=attention_chunk, seqused_q=seqused_q, seqused_k=seqused_k
+    )
