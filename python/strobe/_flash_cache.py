@@ -231,8 +231,8 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
         added = new.shape[1] if packed is None else packed.diff().long()
     used = zeros + (capacity if arrays.get("seqused_k") is None else arrays["seqused_k"])
     pad = zeros if arrays.get("leftpad") is None else arrays["leftpad"].long()
-    suffix = "k.shape[1]" + " * block_table.shape[1]" * (table is not None)
-    suffix = f" ({suffix}{" less the sequence's new keys" * (new is not None)})"
+    suffix = " (k.shape[1]" + " * block_table.shape[1]" * (table is not None)
+    suffix += " less the sequence's new keys)" if new is not None else ")"
     checks = [
         ("seqused_k", used, zeros + capacity - added, suffix),
         ("leftpad", pad, used, " (the sequence's seqused_k)"),
@@ -301,8 +301,9 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     else:
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
         batch = max(cu_seqlens_q.shape[0] - 1, 0)
-    number = given if type(given) is int and abs(given) < 1 << 31 else integer("cache_seqlens", given, 32)
-    return torch.full((batch,), number, dtype=torch.int32, device=q.device)
+    if type(given) is not int or abs(given) >= 1 << 31:
+        given = integer("cache_seqlens", given, 32)
+    return torch.full((batch,), given, dtype=torch.int32, device=q.device)
 
 
 def rotary_start(arrays: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def attention_with_kvcache(
     out_dtype: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """`attention` of queries with keys and values that lie in a cache, appended to in the same call.
+    """`attention` with keys and values that lie in a cache, appended to in the same call.
 
     Arrays are of the kinds that `attention` takes and are read where they lie, whatever their
     strides, with a contiguous last dimension. A plan is kept by shapes and options and not by any
@@ -241,7 +241,9 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tup
     out_shape = (*q.shape[:-1], v.shape[3])
     if "out" in specs:
         strided["out"] = specs["out"]
-        _checks.check_shape("out", specs["out"], out_shape, (*rows, "heads", "head_dim_v"), "q and v")
+        _checks.check_shape(
+            "out", specs["out"], out_shape, (*rows, "heads", "head_dim_v"), "q and v"
+        )
         _checks.check_dtype("out", specs["out"], "out_dtype", out_dtype)
     for name, spec in specs.items():
         _checks.check_place(name, spec, "q", q)
@@ -275,7 +277,12 @@ def _cache_fields(k: Spec, table: Spec | None, batch: int) -> dict[str, Any]:
     _checks.check_last_contiguous("block_table", table)
     if k.shape[1] == 0:
         raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")
-    fields = {"cache": 2, "pages": k.shape[0], "page_size": k.shape[1], "seqlen_k": columns * k.shape[1]}
+    fields = {
+        "cache": 2,
+        "pages": k.shape[0],
+        "page_size": k.shape[1],
+        "seqlen_k": columns * k.shape[1],
+    }
     fields["pages_per_sequence"] = columns
     if batch > 1 and columns > 0:
         if table.strides[0] < columns:  # rows that overlap; to the library 0 means contiguous
@@ -295,7 +302,9 @@ def _append_fields(specs: dict[str, Spec], batch: int, capacity: int) -> dict[st
                 raise InvalidArgument(f"{name} is given, expected k_new and v_new with it")
         return {}
     if "seqused_k" not in specs:
-        raise InvalidArgument("seqused_k = None, expected an array: it says where k_new and v_new go")
+        raise InvalidArgument(
+            "seqused_k = None, expected an array: it says where k_new and v_new go"
+        )
     rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
     for name, spec, cache in (("k_new", k, specs["k"]), ("v_new", v, specs["v"])):
         axes = (*rows, "heads_kv", "head_dim")
@@ -306,7 +315,9 @@ def _append_fields(specs: dict[str, Spec], batch: int, capacity: int) -> dict[st
     if lengths is None:
         if k.shape[1] > capacity:
             of = "k.shape[1]" + " * block_table.shape[1]" * ("block_table" in specs)
-            raise InvalidArgument(f"k_new.shape[1] = {k.shape[1]}, expected at most {capacity} ({of})")
+            raise InvalidArgument(
+                f"k_new.shape[1] = {k.shape[1]}, expected at most {capacity} ({of})"
+            )
         return {"append": 1, "seqlen_new": k.shape[1]}
     check_cu_seqlens("cu_seqlens_k_new", lengths)
     _checks.check_shape("cu_seqlens_k_new", lengths, (batch + 1,), ("batch + 1",), "q")
@@ -318,7 +329,9 @@ def _rotary_fields(specs: dict[str, Spec], options: dict[str, Any]) -> dict[str,
     if cos is None or sin is None:
         for name in ("rotary_cos", "rotary_sin", "rotary_position"):
             if name in specs:
-                raise InvalidArgument(f"{name} is given, expected rotary_cos and rotary_sin with it")
+                raise InvalidArgument(
+                    f"{name} is given, expected rotary_cos and rotary_sin with it"
+                )
         return {}
     q, axes = specs["q"], ("positions", "rotary_dim / 2")
     _checks.check_ndim("rotary_cos", cos, axes)

@@ -1,5 +1,5 @@
-"""The functions of FlashAttention-3 (its module `flash_attn_interface`), for PyTorch tensors on CPUs
-and NVIDIA GPUs: for serving code that is written for their arguments.
+"""The functions of FlashAttention-3 (its module `flash_attn_interface`), for PyTorch tensors on
+CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
 
     from strobe.flash_attn_3 import flash_attn_with_kvcache
 

@@ -147,14 +147,14 @@ class Arrays:
         columns = -(-case.capacity // size)
         case.capacity = columns * size
         held = [-(-(s.used + s.added) // size) for s in case.sequences]
-        own = [h - s.used // size if s.added else 0 for h, s in zip(held, case.sequences, strict=True)]
+        own = [
+            h - s.used // size if s.added else 0 for h, s in zip(held, case.sequences, strict=True)
+        ]
         shared = max(1, sum(held) // 2)
         self.entries, self.extent = shared + sum(own) + 2, size
         order = list(rng.permutation(self.entries))
         common = [order.pop() for _ in range(shared)]
-        self.table = np.array(
-            rng.choice(NONSENSE, (len(held), columns)), np.int32
-        )
+        self.table = np.array(rng.choice(NONSENSE, (len(held), columns)), np.int32)
         for b, s in enumerate(case.sequences):
             row = [rng.choice(common) for _ in range(held[b] - own[b])]
             row += [order.pop() for _ in range(own[b])]
@@ -194,7 +194,8 @@ class Arrays:
             return y
         at = self.starts[b] + np.arange(len(x)) * moving
         cos, sin = (
-            self.arguments[f"rotary_{part}"].astype(np.float64)[at][:, None] for part in ("cos", "sin")
+            self.arguments[name].astype(np.float64)[at][:, None]
+            for name in ("rotary_cos", "rotary_sin")
         )
         if self.arguments.get("rotary_interleaved"):
             first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
@@ -240,7 +241,8 @@ class Arrays:
             got = self.of_sequence("out", out, b)
             start = sum(x.queries for x in case.sequences[:b])
             got_lse = lse[:, start : start + s.queries] if case.packed else lse[b]
-            assert (got[n:] == 0).all() and (got_lse[:, n:] == -np.inf).all(), "rows not in use"
+            assert (got[n:] == 0).all(), "out of rows that are not in use"
+            assert (got_lse[:, n:] == -np.inf).all(), "lse of rows that are not in use"
             more: dict[str, Any] = {"offset": s.keys - n, **plain}
             if "q_position" in case.given:
                 more["offset"] = int(options["q_position"][b])
@@ -268,7 +270,10 @@ class Arrays:
 
 def draw(rng: np.random.Generator, **changes: Any) -> CacheCase:
     """Any problem."""
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+
+    def pick(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
     page_size = changes.pop("page_size", pick(0, 0, *range(1, 18), 64, 128, 256))
     capacity = int(pick(1, 7, 40, 150, 300))
     added = int(pick(0, 0, 1, 1, 5)) if capacity > 5 else 0
@@ -277,7 +282,9 @@ def draw(rng: np.random.Generator, **changes: Any) -> CacheCase:
     sequences = []
     for _ in range(int(pick(1, 2, 5))):
         new = int(rng.integers(0, added + 1)) if packed_new else added
-        used = int(pick(0, min(1, capacity - new), capacity - new, rng.integers(0, capacity - new + 1)))
+        used = int(
+            pick(0, min(1, capacity - new), capacity - new, rng.integers(0, capacity - new + 1))
+        )
         sequences.append(Sequence(int(rng.integers(0, longest + 1)), used, new))
     if pick(0, 0, 1):
         for s in sequences:

@@ -1,5 +1,5 @@
-"""transformers' continuous batching, whose cache is paged, equal to its own eager generation: by way
-of the distribution flash-attn, and of strobe.transformers.register().
+"""transformers' continuous batching, whose cache is paged, equal to its own eager generation: by
+way of the distribution flash-attn, and of strobe.transformers.register().
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 import strobe.flash_attn  # noqa: E402
 import strobe.transformers  # noqa: E402
 from strobe import _flash_attn, _flash_cache  # noqa: E402
-
 from test_transformers import GROUPED, MODELS, make, transformers  # noqa: E402, F401 - the fixture
 
 LENGTHS = (11, 3, 17, 1, 8)
