@@ -89,15 +89,19 @@ def _forward(request: Request, rng_state: Tensor | None, blocks: Blocks) -> tupl
 
 
 def _backward(
-    request: Request, rng_state: Tensor | None, blocks: Blocks, *others: Tensor
+    request: Request, new: Callable[[Tensor], Tensor], rng_state: Any, blocks: Blocks, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """others: gradient of out, out, lse."""
+    """new: makes a gradient's tensor. others: gradient of out, out, lse."""
     dout, out, lse = others
     query, key, value = tensors = request[:3]
-    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    grads = (new(query), new(key), new(value))
     plain = (request.dropout_p, request.scale)
-    _blocks.backward(dout, *tensors, out, lse, rng_state, blocks, *plain, grads=grads)
-    return grads
+    return _blocks.backward(dout, *tensors, out, lse, rng_state, blocks, *plain, grads=grads)
+
+
+def _heads_inner(x: Tensor) -> Tensor:
+    """Memory for x laid out as (batch, seqlen, heads, head_dim)."""
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype)
 
 
 def _cpu_request(
@@ -132,7 +136,7 @@ def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     blocks = None if request.dropout_p > 0 else _blocks_of(request)
     if blocks is None:
         return before.call_boxed(keyset, *args, **options)
-    return _backward(request, None, blocks, dout, out, lse)
+    return _backward(request, _heads_inner, None, blocks, dout, out, lse)
 
 
 def _cuda_forward(
@@ -170,4 +174,4 @@ def _cuda_backward(before: Any, keyset: Any, *args: Any, scale: float | None = N
     if blocks is None:
         return before.call_boxed(keyset, *args, scale=scale)
     rng_state = seed.view(torch.int64) if dropout_p > 0 else None
-    return _backward(request, rng_state, blocks, dout, out, lse)
+    return _backward(request, torch.empty_like, rng_state, blocks, dout, out, lse)
