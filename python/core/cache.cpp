@@ -43,15 +43,16 @@ PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!call.give(kArrays[i], a[i])) return nullptr;
   }
   const auto* b = a + kGiven;
-  if (!call.give_lengths(b[0], Py_None) || !to_flag("causal", b[1], &call.causal) ||
+  if (!call.give_length(0, b[0]) || !to_flag("causal", b[1], &call.causal) ||
       !call.give_window(b[2]) ||
       (b[3] != Py_None && (call.has_scale = true, !to_real("scale", b[3], &call.scale))) ||
       !to_real("softcap", b[4], &call.softcap) ||
       !to_integer("attention_chunk", b[5], 64, &call.chunk) ||
       !to_flag("rotary_interleaved", b[6], &call.rotary_interleaved) ||
       !to_flag("float_out", b[7], &call.float_out) ||
-      !to_flag("batch_invariant", b[8], &call.batch_invariant) || !call.give_threads(b[9]) ||
-      !to_flag("return_lse", b[10], &call.wants_lse) || !call.run())
+      !to_flag("batch_invariant", b[8], &call.batch_invariant) ||
+      !to_integer("threads", b[9], 32, &call.threads) || !call.find_lengths() ||
+      !call.find_threads() || !to_flag("return_lse", b[10], &call.wants_lse) || !call.run())
     return nullptr;
   if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
   return Py_BuildValue("(OO)", call.result(0), call.result(1));

@@ -330,14 +330,13 @@ bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchang
   if (!negative) return unreadable(name, object);
   if (negative.get() == Py_True) tensor.plain = false;
   if (tensor.plain && reinterpret_cast<uintptr_t>(tensor.data) < kLow) {
-    Ref checked = call_python("_tensors", "check_readable", "(sO)", name, object);
+    Ref checked = call_python("_arrays", "check_readable", "(sO)", name, object);
     if (!checked) return false;
   }
   return true;
 }
 
-// ------------------------------------------------------------------------------ methods of
-// Python's
+// ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
   PyObject *given[5], *dtypes[4];
@@ -400,8 +399,8 @@ bool current_stream(const Tensor& tensor, void** stream) {
 }
 
 PyMethodDef tensor_methods[] = {
-    {"set_torch", set_torch, METH_VARARGS, "Introduces PyTorch."},
-    {"describe", describe, METH_VARARGS, "The Spec of an object with __dlpack__."},
+    method<set_torch>("set_torch", METH_VARARGS, "Introduces PyTorch."),
+    method<describe>("describe", METH_VARARGS, "The Spec of an object with __dlpack__."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

@@ -19,8 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from . import _core
-from ._errors import Error, InvalidArgument, Unsupported, shown
-from ._tensors import check_dense, check_device, check_readable, check_sign, first_line
+from ._errors import Error, InvalidArgument, Unsupported, first_line, shown
 from ._values import integer
 
 
@@ -180,6 +179,72 @@ def check_writable(name: str, array: Any) -> None:
             f"{name} requires grad, expected a tensor that autograd does not track: "
             f"pass {name}.detach() or use torch.no_grad()"
         )
+
+
+# --------------------------------------------------------------- PyTorch's that are none to read
+# Nested, sparse, fake, negated, freed: their type is torch.Tensor like any other's, and what PyTorch
+# says of them ranges from a wrong address to an "Internal error".
+
+
+def has_memory(x: Any) -> bool:
+    """Whether the address of `x`, a dense tensor, is more than an offset into no memory."""
+    # A storage that was freed, a fake or a wrapper's: its address is NULL.
+    return bool(x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size())
+
+
+def check_dense(name: str, x: Any) -> None:
+    """Refuses the layouts that have no strides."""
+    torch = _torch()
+    if x.is_nested:
+        raise InvalidArgument(
+            f"{name} is a nested tensor, expected a dense one: pack its sequences end to end and "
+            "pass cu_seqlens_q and cu_seqlens_k (flash_attn_varlen_func), or pad them"
+        )
+    if x.layout is not torch.strided:
+        raise InvalidArgument(
+            f"{name}.layout = {x.layout}, expected torch.strided: pass {name}.to_dense()"
+        )
+
+
+def check_sign(name: str, x: Any) -> None:
+    """Refuses a tensor whose memory holds its negative: `x.conj().imag`, say."""
+    if x.is_neg():
+        raise InvalidArgument(
+            f"{name} has its negative bit set, so that its memory holds -{name}: pass "
+            f"{name}.resolve_neg()"
+        )
+
+
+def check_device(name: str, x: Any) -> None:
+    """Refuses devices without kernels, and those without memory (meta)."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name} is on {x.device}, expected a cpu or cuda tensor")
+
+
+def check_readable(name: str, x: Any) -> None:
+    """Refuses what has no elements in memory, or others there than it stands for."""
+    check_dense(name, x)
+    check_sign(name, x)
+    check_device(name, x)
+    try:
+        readable = has_memory(x)
+    except Exception:
+        readable = False
+    if not readable:
+        raise InvalidArgument(f"{name} is a {_kind(x)}, expected one that has memory")
+
+
+def _kind(x: Any) -> str:
+    torch = _torch()
+    if x._is_zerotensor():
+        return "zero tensor of PyTorch's"
+    if type(x).__name__ == "FakeTensor" or torch._is_functional_tensor(x):
+        return "fake tensor (torch.compile, export)"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "tensor of torch.func (vmap, grad)"
+    if type(x) in (torch.Tensor, torch.nn.Parameter):
+        return "tensor whose storage was freed"
+    return f"tensor of type {type(x).__name__}"
 
 
 # ------------------------------------------------------------------------------------------- specs

@@ -10,19 +10,11 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _core
-from ._arrays import cannot_be_read
+from ._arrays import cannot_be_read, check_readable
 from ._errors import Error, InvalidArgument, Unsupported, renamed
-from ._flash_attn import (
-    Result,
-    as_flag,
-    as_integer,
-    as_number,
-    as_window,
-    check_tensor,
-)
-from ._operators import _LIBRARY
-from ._tensors import check_readable
-from ._values import integer
+from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
+from ._operators import _LIBRARY, is_transformed
+from ._values import integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -79,7 +71,7 @@ def call(
     """
     given = tuple(map(arrays.get, _ARRAYS))
     tracing = torch.compiler.is_dynamo_compiling()
-    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched():
+    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched(q, k, v):
         try:  # what is wrong here is said below
             return _core.kvcache(
                 q,
@@ -113,7 +105,7 @@ def call(
                 "expected a torch.Tensor"
             )
     return_lse = as_flag("return_softmax_lse", return_lse)
-    left, right = as_window(window_size)
+    left, right = pair("window_size", window_size, as_integer)
     options = (
         None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q),
         None if softmax_scale is None else as_number("softmax_scale", softmax_scale),
@@ -127,7 +119,8 @@ def call(
     if tracing:
         found = _operator(q, k, v, *given, *options)
         return found if return_lse else found[0]
-    kernel = _kernel if _core.unwatched() else _operator
+    watched = is_transformed() or not _core.unwatched(q, k, v)
+    kernel = _operator if watched else _kernel
     try:
         try:
             found = kernel(q, k, v, *given, *options)

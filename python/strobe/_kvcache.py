@@ -12,16 +12,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import _checks, _core, _plans
+from . import _core, _plans
 from ._arrays import Spec, allocator, spec_of
-from ._checks import DTYPE_CODES
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
-from ._problem import _alibi, _check_numbers, _strides, check_cu_seqlens
+from ._problem import (
+    DTYPE_CODES,
+    Problem,
+    axes_of,
+    check_float,
+    take_alibi,
+    take_offsets,
+)
 
 __all__ = ["attention_with_kvcache", "merge"]
 
-_CONTIGUOUS: Final = ("cache_batch", "rows", "heads_kv", "head_dim")
-_PAGED: Final = ("pages", "page_size", "heads_kv", "head_dim")
 _NUMBERS: Final = (
     "seqused_q",
     "seqused_k",
@@ -173,211 +177,179 @@ def _dtype_name(dtype: Any) -> str:
 def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """What `_plans.make` gives, for a call with a cache."""
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
-    q, k, v = specs["q"], specs["k"], specs["v"]
-    varlen, table = "cu_seqlens_q" in specs, specs.get("block_table")
-    rows = ("total_q",) if varlen else ("batch", "seqlen_q")
-    cache_axes = _CONTIGUOUS if table is None else _PAGED
-    _checks.check_ndim("q", q, (*rows, "heads", "head_dim"))
-    _checks.check_float("q", q)
-    if varlen:
-        check_cu_seqlens("cu_seqlens_q", specs["cu_seqlens_q"])
-        batch = specs["cu_seqlens_q"].shape[0] - 1
-    else:
-        batch = q.shape[0]
-        if options["max_seqlen_q"] is not None:
-            raise InvalidArgument(
-                f"max_seqlen_q = {shown(options['max_seqlen_q'])}, expected None: "
-                "it belongs to cu_seqlens_q"
-            )
-    heads, head_dim = q.shape[-2:]
-    for name in ("k", "v"):
-        _checks.check_ndim(name, specs[name], (*cache_axes[:-1], f"head_dim{'_v' * (name == 'v')}"))
-    _checks.check_shape("k", k, (*k.shape[:3], head_dim), cache_axes, "q")
-    _checks.check_shape("v", v, (*k.shape[:3], v.shape[3]), cache_axes, "k")
-    if k.shape[2] == 0 and heads != 0:
+    q, packed = specs["q"], "cu_seqlens_q" in specs
+    _check_ndim("q", q, axes_of("q", packed))
+    check_float(q)
+    fields = {**options, "direction": 0, "dtype": DTYPE_CODES[q.dtype], "cache": 1}
+    fields["device"], fields["device_index"] = int(q.device == "cuda"), q.device_index
+    fields["window_left"], fields["window_right"] = fields.pop("window")
+    out_dtype = "float32" if fields.pop("float_out") else q.dtype
+    longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
+    for name in ("max_seqlen_k", *(["scale"] if fields["scale"] is None else [])):
+        del fields[name]
+    problem = Problem(fields, packed, q, {}, {})
+    if packed:
+        take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
+        problem.sizes["batch"] = problem.sizes["batch + 1"] - 1
+    elif longest is not None:
+        raise InvalidArgument(
+            f"max_seqlen_q = {longest}, expected None: it belongs to cu_seqlens_q"
+        )
+    problem.take("q", q, "cu_seqlens_q")
+    _take_cache(problem, specs)
+    names = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v")
+    fields |= {name: problem.sizes[name] for name in names}
+    fields["seqlen_q"] = longest if packed else problem.sizes["seqlen_q"]
+    if packed:
+        fields |= {"varlen": 1, "total_q": problem.sizes["total_q"]}
+    # The library reads 0 in these two as "not given"; here they are given.
+    if fields["heads_kv"] == 0 and fields["heads"] != 0:
         raise InvalidArgument("k.shape[2] = 0, expected at least 1 (heads_kv)")
-    if v.shape[3] == 0 and head_dim != 0:
+    if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
         raise InvalidArgument("v.shape[3] = 0, expected 1 to 256 (head_dim_v)")
-    problem: dict[str, Any] = {
-        "direction": 0,
-        "dtype": DTYPE_CODES[q.dtype],
-        "device": int(q.device == "cuda"),
-        "device_index": q.device_index,
-        "batch": batch,
-        "seqlen_q": options["max_seqlen_q"] if varlen else q.shape[1],
-        "heads": heads,
-        "heads_kv": k.shape[2],
-        "head_dim": head_dim,
-        "head_dim_v": v.shape[3],
-        "rotary_interleaved": 0,
-        **{
-            name: options[name]
-            for name in (
-                "causal",
-                "window_left",
-                "window_right",
-                "softcap",
-                "attention_chunk",
-                "batch_invariant",
-                "threads",
-            )
-        },
-    }
-    if varlen:
-        problem |= {"varlen": 1, "total_q": q.shape[0]}
-    if options["scale"] is not None:
-        problem["scale"] = options["scale"]
     if "alibi_slopes" in specs:
-        problem["alibi"] = _alibi(specs["alibi_slopes"], q, batch, heads)
-    problem |= _cache_fields(k, table, batch)
+        take_alibi(problem, specs["alibi_slopes"])
     for name in _NUMBERS:
         if name in specs:
-            _check_numbers(name, specs[name], q, batch)
-            problem[f"has_{name}"] = 1
-    problem |= _append_fields(specs, batch, problem["seqlen_k"]) | _rotary_fields(specs, options)
-    strided = {name: specs[name] for name in ("q", "k", "v", "k_new", "v_new") if name in specs}
-    out_dtype = "float32" if options["float_out"] else q.dtype
-    problem["out_dtype"] = DTYPE_CODES[out_dtype]
-    out_shape = (*q.shape[:-1], v.shape[3])
+            words = "one number for each sequence"
+            of = "cu_seqlens_q" if packed else "q"
+            problem.take_packed(name, specs[name], ("batch",), of, "int32", words)
+            fields[f"has_{name}"] = 1
+    _take_new(problem, specs)
+    _take_rotary(problem, specs, interleaved)
+    fields["out_dtype"] = DTYPE_CODES[out_dtype]
     if "out" in specs:
-        strided["out"] = specs["out"]
-        _checks.check_shape(
-            "out", specs["out"], out_shape, (*rows, "heads", "head_dim_v"), "q and v"
-        )
-        _checks.check_dtype("out", specs["out"], "out_dtype", out_dtype)
-    for name, spec in specs.items():
-        _checks.check_place(name, spec, "q", q)
-        if name in strided:
-            if name != "out":
-                _checks.check_dtype(name, spec, "that of q", q.dtype)
-            _checks.check_last_contiguous(name, spec)
-            problem[name] = _strides(spec)
-    plan = _plan_of(problem, strided, varlen, table is not None)
-    lse_shape = (heads, q.shape[0]) if varlen else (batch, heads, q.shape[1])
-    lse = allocator(lse_shape, "float32", q)
-    result = lse if "out" in specs else allocator(out_shape, out_dtype, q)
+        problem.take("out", specs["out"], "q and v", dtype=out_dtype)
+    plan = _plan_of(problem)
+    lse = allocator(problem.shape("lse"), "float32", q)
+    out = None if "out" in specs else allocator(problem.shape("out"), out_dtype, q)
     size = _core.workspace_bytes(plan)
     workspace = allocator((size,), "uint8", q) if q.device == "cuda" and size else None
+    small = size <= _plans.OWN_WORKSPACE
     # How long a launch takes is in the lengths, which a plan does not know: as if all were full.
-    rows_q = q.shape[0] if varlen else batch * q.shape[1]
-    work = float(rows_q) * heads * problem["seqlen_k"] * 2.0 * (head_dim + v.shape[3])
-    on_cpu = q.device == "cpu"
-    return plan, (result, lse), workspace, size <= 256 << 10, on_cpu and work > 4e9, False
+    rows = fields["total_q"] if packed else fields["batch"] * fields["seqlen_q"]
+    flop = 2.0 * rows * fields["heads"] * fields["seqlen_k"]
+    flop *= fields["head_dim"] + fields["head_dim_v"]
+    return plan, (out, lse), workspace, small, q.device == "cpu" and flop > _plans.LONG, False
 
 
-def _cache_fields(k: Spec, table: Spec | None, batch: int) -> dict[str, Any]:
+def _check_ndim(name: str, spec: Spec, axes: tuple[str, ...]) -> None:
+    if len(spec.shape) != len(axes):
+        raise InvalidArgument(
+            f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
+        )
+
+
+def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
+    """The cache, k and v, and the table of its pages."""
+    fields, sizes, table = problem.fields, problem.sizes, specs.get("block_table")
+    extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
+    problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
+    problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
     if table is None:
-        return {"cache": 1, "cache_batch": k.shape[0], "seqlen_k": k.shape[1]}
-    _checks.check_ndim("block_table", table, ("batch", "pages_per_sequence"))
-    _checks.check_dtype("block_table", table, "pages of each sequence", "int32")
-    columns = table.shape[1]
-    _checks.check_shape(
-        "block_table", table, (batch, columns), ("batch", "pages_per_sequence"), "q"
-    )
-    _checks.check_last_contiguous("block_table", table)
-    if k.shape[1] == 0:
+        fields |= {"cache_batch": sizes["cache_batch"], "seqlen_k": sizes["rows"]}
+        return
+    if sizes["page_size"] == 0:
         raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")
-    fields = {
-        "cache": 2,
-        "pages": k.shape[0],
-        "page_size": k.shape[1],
-        "seqlen_k": columns * k.shape[1],
-    }
-    fields["pages_per_sequence"] = columns
-    if batch > 1 and columns > 0:
-        if table.strides[0] < columns:  # rows that overlap; to the library 0 means contiguous
+    name, axes = "block_table", ("batch", "pages_per_sequence")
+    problem.check(name, table, axes, "q", "int32", "numbers of pages")
+    rows, columns = table.shape
+    hint = table.kind.contiguous_hint.format(name)
+    for axis, least in ((1, 1), (0, columns)):
+        step = table.strides[axis]
+        # Rows may lie apart, but to the library 0 means that they do not.
+        wrong = step != 1 if axis else step < least
+        if 0 not in table.shape and table.shape[axis] > 1 and wrong:
             raise InvalidArgument(
-                f"{table.kind.stride_hint.format('block_table', 0)} = {table.strides[0]} elements, "
-                f"expected at least {columns}: pass {table.kind.contiguous_hint.format('block_table')}"
+                f"{table.kind.stride_hint.format(name, axis)} = {step} elements, expected "
+                f"{'' if axis else 'at least '}{least}: pass {hint}"
             )
+    if rows > 1 and columns > 0:
         fields["block_table_stride"] = table.strides[0]
-    return fields
+    fields |= {name: sizes[name] for name in (*extents, "pages_per_sequence")}
+    fields |= {"cache": 2, "seqlen_k": columns * sizes["page_size"]}
 
 
-def _append_fields(specs: dict[str, Spec], batch: int, capacity: int) -> dict[str, Any]:
-    k, v, lengths = specs.get("k_new"), specs.get("v_new"), specs.get("cu_seqlens_k_new")
-    if k is None or v is None:
+def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
+    """k_new and v_new, and where their sequences begin."""
+    fields, sizes, lengths = problem.fields, problem.sizes, specs.get("cu_seqlens_k_new")
+    if "k_new" not in specs or "v_new" not in specs:
         for name in ("k_new", "v_new", "cu_seqlens_k_new"):
             if name in specs:
                 raise InvalidArgument(f"{name} is given, expected k_new and v_new with it")
-        return {}
+        return
     if "seqused_k" not in specs:
         raise InvalidArgument(
             "seqused_k = None, expected an array: it says where k_new and v_new go"
         )
     rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
-    for name, spec, cache in (("k_new", k, specs["k"]), ("v_new", v, specs["v"])):
-        axes = (*rows, "heads_kv", "head_dim")
-        _checks.check_ndim(name, spec, axes)
-        like = (batch, k.shape[1]) if lengths is None else (k.shape[0],)
-        of = "q and k" if name == "k_new" else "k_new and v"
-        _checks.check_shape(name, spec, (*like, *cache.shape[2:]), axes, of)
-    if lengths is None:
-        if k.shape[1] > capacity:
-            of = "k.shape[1]" + " * block_table.shape[1]" * ("block_table" in specs)
-            raise InvalidArgument(
-                f"k_new.shape[1] = {k.shape[1]}, expected at most {capacity} ({of})"
-            )
-        return {"append": 1, "seqlen_new": k.shape[1]}
-    check_cu_seqlens("cu_seqlens_k_new", lengths)
-    _checks.check_shape("cu_seqlens_k_new", lengths, (batch + 1,), ("batch + 1",), "q")
-    return {"append": 2, "total_new": k.shape[0], "seqlen_new": k.shape[0]}
+    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"))
+    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"))
+    if lengths is not None:
+        sizes["batch + 1"] = sizes["batch"] + 1
+        take_offsets(problem, "cu_seqlens_k_new", lengths)
+        # The longest is a value; all of them is the bound that shapes give.
+        total = sizes["total_new"]
+        fields |= {"append": 2, "total_new": total, "seqlen_new": total}
+        return
+    fields |= {"append": 1, "seqlen_new": sizes["seqlen_new"]}
+    if sizes["seqlen_new"] > fields["seqlen_k"]:
+        raise InvalidArgument(
+            f"k_new.shape[1] = {sizes['seqlen_new']}, expected at most {fields['seqlen_k']} "
+            f"({_capacity('block_table' in specs)})"
+        )
 
 
-def _rotary_fields(specs: dict[str, Spec], options: dict[str, Any]) -> dict[str, Any]:
-    cos, sin = specs.get("rotary_cos"), specs.get("rotary_sin")
-    if cos is None or sin is None:
+def _take_rotary(problem: Problem, specs: dict[str, Spec], interleaved: bool) -> None:
+    if "rotary_cos" not in specs or "rotary_sin" not in specs:
         for name in ("rotary_cos", "rotary_sin", "rotary_position"):
             if name in specs:
                 raise InvalidArgument(
                     f"{name} is given, expected rotary_cos and rotary_sin with it"
                 )
-        return {}
-    q, axes = specs["q"], ("positions", "rotary_dim / 2")
-    _checks.check_ndim("rotary_cos", cos, axes)
-    _checks.check_shape("rotary_sin", sin, cos.shape, axes, "rotary_cos")
-    for name, spec in (("rotary_cos", cos), ("rotary_sin", sin)):
-        _checks.check_dtype(name, spec, "that of q", q.dtype)
-        _checks.check_contiguous(name, spec)
-    if not 1 <= cos.shape[1] <= q.shape[-1] // 2:
-        raise InvalidArgument(
-            f"rotary_cos.shape[1] = {cos.shape[1]}, expected 1 to head_dim / 2 = {q.shape[-1] // 2}"
-        )
-    interleaved = int(options["rotary_interleaved"])
-    return {
-        "rotary_dim": 2 * cos.shape[1],
-        "rotary_rows": cos.shape[0],
-        "rotary_interleaved": interleaved,
-    }
+        return
+    axes, dtype = ("positions", "rotary_dim / 2"), problem.q.dtype
+    problem.take_packed("rotary_cos", specs["rotary_cos"], axes, "q", dtype, "that of q")
+    problem.take_packed("rotary_sin", specs["rotary_sin"], axes, "rotary_cos", dtype, "that of q")
+    positions, half = specs["rotary_cos"].shape
+    most = problem.sizes["head_dim"] // 2
+    if not 1 <= half <= most:
+        raise InvalidArgument(f"rotary_cos.shape[1] = {half}, expected 1 to head_dim / 2 = {most}")
+    problem.fields |= {"rotary_dim": 2 * half, "rotary_rows": positions}
+    problem.fields["rotary_interleaved"] = int(interleaved)
 
 
 # ---------------------------------------------------------------------------------------- messages
 
 
-def _plan_of(problem: dict[str, Any], strided: dict[str, Spec], varlen: bool, paged: bool) -> Any:
+def _capacity(paged: bool) -> str:
+    return "k.shape[1] * block_table.shape[1]" if paged else "k.shape[1]"
+
+
+def _plan_of(problem: Problem) -> Any:
     """The plan, or an error in the caller's words."""
-    heads = 1 if varlen else 2
+    paged = problem.fields["cache"] == 2
+    heads = len(problem.q.shape) - 2
     names = {
         "heads": f"q.shape[{heads}] (heads)",
         "heads_kv": "k.shape[2] (heads_kv)",
         "head_dim": f"q.shape[{heads + 1}] (head_dim)",
         "head_dim_v": "v.shape[3] (head_dim_v)",
-        "batch": "the batch of cu_seqlens_q" if varlen else "q.shape[0] (batch)",
-        "seqlen_q": "max_seqlen_q" if varlen else "q.shape[1] (seqlen_q)",
-        "seqlen_k": "pages_per_sequence * page_size" if paged else "k.shape[1] (rows)",
+        "batch": "the batch of cu_seqlens_q" if problem.packed else "q.shape[0] (batch)",
+        "seqlen_q": "max_seqlen_q" if problem.packed else "q.shape[1] (seqlen_q)",
+        "seqlen_k": _capacity(paged),
         "total_q": "q.shape[0] (total_q)",
         "cache_batch": "k.shape[0] (cache_batch)",
         "pages": "k.shape[0] (pages)",
         "page_size": "k.shape[1] (page_size)",
         "pages_per_sequence": "block_table.shape[1] (pages_per_sequence)",
         "block_table_stride": "the first stride of block_table",
-        "seqlen_new": "k_new.shape[1] (seqlen_new)",
         "total_new": "k_new.shape[0] (total_new)",
         "window_left": "window[0]",
         "window_right": "window[1]",
         "device_index": "q.device.index",
     }
-    for name, spec in strided.items():
+    for name, spec in problem.tensors.items():
         steps = ("batch", "seqlen", "head", "dim")[4 - len(spec.shape) :]
         for axis, step in enumerate(steps):
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
@@ -385,14 +357,14 @@ def _plan_of(problem: dict[str, Any], strided: dict[str, Spec], varlen: bool, pa
     names |= {f"has_{name} = 1": f"{name} given" for name in _NUMBERS}
     names |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
     try:
-        return _core.make_plan(problem)
+        return _core.make_plan(problem.fields)
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
 
 
 def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
     """For a launch that the library refused, with the arrays that it was given."""
-    capacity = "k.shape[1] * block_table.shape[1]" if "block_table" in named else "k.shape[1]"
+    capacity = _capacity("block_table" in named)
     names = {"seqlen_k": capacity, "rotary_rows": "rotary_cos.shape[0]"}
     names |= {"total_new": "k_new.shape[0]", "total_q": "q.shape[0]"}
     text = renamed(text, names)
@@ -436,31 +408,32 @@ def merge(
             f"outs.ndim = {len(x.shape)}, expected 5: (parts, batch, seqlen_q, heads, head_dim_v) "
             "or 4: (parts, total_q, heads, head_dim_v)"
         )
-    rows = ("batch", "seqlen_q") if len(x.shape) == 5 else ("total_q",)
-    axes = ("parts", *rows, "heads", "head_dim_v")
-    wanted = (*x.shape[:-3], x.shape[-2], x.shape[-3])
-    if len(y.shape) != len(wanted):
-        raise InvalidArgument(f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(wanted)}")
-    _checks.check_shape("lses", y, wanted, ("parts", *rows[:-1], "heads", rows[-1]), "outs")
+    packed = len(x.shape) == 4
+    if len(y.shape) != len(x.shape) - 1:
+        raise InvalidArgument(
+            f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(x.shape) - 1}"
+        )
+    problem = Problem({}, packed, x, {}, {})
+    partial = "partial results"
+    problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32")
+    problem.check("lses", y, ("parts", *axes_of("lse", packed)), "outs", "float32", partial)
     for name, spec in (("outs", x), ("lses", y)):
-        _checks.check_dtype(name, spec, "partial results", "float32")
-        _checks.check_place(name, spec, "outs", x)
         if spec.shape[0] > 1 and spec.strides[0] == 0:
             raise InvalidArgument(
                 f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
                 "are one and the same"
             )
-    _checks.check_last_contiguous("outs", x)
     if out is None:
         name = "float32" if out_dtype is None else _dtype_name(out_dtype)
-        out = _made(allocator(x.shape[1:], name, x))
+        out = _made(allocator(problem.shape("out"), name, x))
     else:
         z = spec_of("out", out)
-        _checks.check_shape("out", z, x.shape[1:], axes[1:], "outs")
-        _checks.check_float("out", z)
-        _checks.check_place("out", z, "outs", x)
-        _checks.check_last_contiguous("out", z)
-    lse = _made(allocator(wanted[1:], "float32", x))
+        if z.dtype not in DTYPE_CODES:
+            raise InvalidArgument(
+                f"out.dtype = {z.dtype:.60}, expected float32, bfloat16 or float16"
+            )
+        problem.take("out", z, "outs", dtype=z.dtype)
+    lse = _made(allocator(problem.shape("lse"), "float32", x))
     _core.merge(outs, lses, out, lse, threads)
     return out, lse
 
@@ -478,10 +451,9 @@ def _stacked(name: str, parts: Any) -> Any:
         raise InvalidArgument(f"{name} is empty, expected at least one part")
     specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
     axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
+    problem = Problem({}, False, specs[0], {}, {})
     for n, spec in enumerate(specs):
-        _checks.check_shape(f"{name}[{n}]", spec, specs[0].shape, axes, f"{name}[0]")
-        _checks.check_dtype(f"{name}[{n}]", spec, "partial results", "float32")
-        _checks.check_place(f"{name}[{n}]", spec, f"{name}[0]", specs[0])
+        problem.check(f"{name}[{n}]", spec, axes, f"{name}[0]", "float32", "partial results")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(parts[0], torch.Tensor):
         return torch.stack(tuple(parts))

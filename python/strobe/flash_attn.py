@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from . import _flash_cache
 from ._errors import InvalidArgument
-from ._flash_attn import Result, Tensor, call, check_tensor, unbound
+from ._flash_attn import DENSE, Result, Tensor, call, check_tensor, unbound
 
 __all__ = [
     "flash_attn_func",
@@ -85,23 +85,8 @@ def flash_attn_func(
             ValueError. The text names the argument, what was got and what was wanted.
         strobe.Unsupported: no kernel takes this, with each one's reason; a NotImplementedError.
     """
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -127,24 +112,8 @@ def flash_attn_qkvpacked_func(
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     # Its derivative is one torch.stack; that of three slices, three sums.
     q, k, v = unbound("qkv", qkv, 2)
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "qkv",
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
 
 
 def flash_attn_kvpacked_func(
@@ -171,24 +140,8 @@ def flash_attn_kvpacked_func(
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
     k, v = unbound("kv", kv, 2)
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "kv",
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs, "kv")
 
 
 def flash_attn_varlen_func(
@@ -238,37 +191,13 @@ def flash_attn_varlen_func(
         if dropout_p != 0:
             raise InvalidArgument(f"dropout_p = {dropout_p!r} with block_table, expected 0")
         out, lse = _flash_cache.paged_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            block_table,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table),
+            *(softmax_scale, causal, window_size, softcap, alibi_slopes),
         )
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -298,24 +227,9 @@ def flash_attn_varlen_qkvpacked_func(
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
     q, k, v = unbound("qkv", qkv, 1)
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "qkv",
-    )
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs, "qkv")
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -349,24 +263,9 @@ def flash_attn_varlen_kvpacked_func(
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     k, v = unbound("kv", kv, 1)
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "kv",
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs, "kv")
 
 
 def flash_attn_with_kvcache(

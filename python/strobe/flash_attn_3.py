@@ -17,7 +17,7 @@ import torch
 
 from . import _flash_cache, _options
 from ._errors import Unsupported
-from ._flash_attn import Result, Tensor, as_integer, call, check_tensor
+from ._flash_attn import DENSE, Result, Tensor, as_integer, call, check_tensor
 from ._kvcache import merge
 
 __all__ = [
@@ -67,8 +67,9 @@ def flash_attn_func(
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     found = call(
-        *(q, k, v, None, None, None, None, 0.0, softmax_scale, causal, window_size, softcap, None),
-        *(deterministic, return_attn_probs, "", _more(attention_chunk)),
+        *(q, k, v, DENSE),
+        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
+        *(return_attn_probs, "", _more(attention_chunk)),
     )
     return found[:2] if isinstance(found, tuple) else found
 
@@ -119,9 +120,9 @@ def flash_attn_varlen_func(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_tensor(name, x, ("batch + 1",))
     found = call(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale),
-        *(causal, window_size, softcap, None, deterministic, return_attn_probs, ""),
-        _more(attention_chunk, seqused_q, seqused_k),
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
+        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
+        *(return_attn_probs, "", _more(attention_chunk, seqused_q, seqused_k)),
     )
     return found[:2] if isinstance(found, tuple) else found
 

@@ -182,10 +182,9 @@ class Arrays:
         count, packed = "queries", self.case.packed
         if name.endswith("_new"):
             count, packed = "added", self.case.packed_new
-        if not packed:
-            return x[b]
         lengths = [getattr(s, count) for s in self.case.sequences]
-        return x[sum(lengths[:b]) : sum(lengths[: b + 1])]
+        rows: Array = x[sum(lengths[:b]) : sum(lengths[: b + 1])] if packed else x[b]
+        return rows
 
     def turned(self, x: Array, b: int, moving: bool) -> Array:
         """Rows of sequence b after the rotary embedding, in float64."""
