@@ -72,7 +72,7 @@ strobe_strides lse_strides_of(const Tensor& tensor, int first, bool packed) {
   return {at[0], at[2], at[1], 1};
 }
 
-// outs, lses, out, lse, threads: arrays that strobe._kvcache.merge has checked.
+// outs, lses, out, lse, threads: arrays that strobe._merge.merge has checked.
 PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count != 5) {
     PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", count);

@@ -171,7 +171,7 @@ def _kernel(
     """The kernel of the operator: its arguments are those of `_SCHEMA`."""
     given = more[:15]
     max_seqlen_q, scale, causal, left, right, softcap, chunk, interleaved = more[15:]
-    if q.is_cuda and not os.environ.get(_SKIP) and not torch.cuda.is_current_stream_capturing():
+    if wants_value_checks(q):
         moving = bool(causal) or (left, right) != (-1, -1) or chunk > 0
         check_values(q, k, dict(zip(_ARRAYS, given, strict=True)), moving)
     found: tuple[Tensor, Tensor] = _core.kvcache(
@@ -196,6 +196,13 @@ def _kernel(
 
 
 # ------------------------------------------------------------------------------------------- values
+
+
+def wants_value_checks(q: Tensor) -> bool:
+    """Whether `check_values` has to look at this call."""
+    if not q.is_cuda or os.environ.get(_SKIP, "0") not in ("", "0"):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> None:

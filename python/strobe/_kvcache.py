@@ -1,4 +1,4 @@
-"""Attention over a key-value cache, and the merging of partial results: for arrays of every kind.
+"""Attention over a key-value cache, for arrays of every kind.
 
 `_core` has the call; `make` is what it asks for where a problem is new. Names are those of
 include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended.
@@ -7,14 +7,12 @@ include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any, Final
-
-import numpy as np
 
 from . import _core, _plans
 from ._arrays import Spec, allocator, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
+from ._merge import dtype_name
 from ._problem import (
     DTYPE_CODES,
     Problem,
@@ -24,7 +22,7 @@ from ._problem import (
     take_offsets,
 )
 
-__all__ = ["attention_with_kvcache", "merge"]
+__all__ = ["attention_with_kvcache"]
 
 _NUMBERS: Final = (
     "seqused_q",
@@ -150,25 +148,9 @@ def attention_with_kvcache(
 def _is_float(out_dtype: Any) -> bool:
     if out_dtype is None:
         return False
-    if _dtype_name(out_dtype) != "float32":
+    if dtype_name(out_dtype) != "float32":
         raise InvalidArgument(f'out_dtype = {shown(out_dtype)}, expected None or "float32"')
     return True
-
-
-def _dtype_name(dtype: Any) -> str:
-    """Of a name, or of a dtype of NumPy's or PyTorch's."""
-    name = dtype
-    if isinstance(dtype, type) and issubclass(dtype, np.generic):
-        name = dtype.__name__
-    elif isinstance(dtype, np.dtype):
-        name = dtype.name
-    elif type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
-        name = str(dtype).removeprefix("torch.")
-    if not isinstance(name, str) or name not in DTYPE_CODES:
-        raise InvalidArgument(
-            f'out_dtype = {shown(dtype)}, expected "float32", "bfloat16" or "float16"'
-        )
-    return name
 
 
 # -------------------------------------------------------------------------------------------- plan
@@ -372,89 +354,3 @@ def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
         text += f" ({capacity})"
     error = error_for_status(status, text)
     return _plans.launch_error(status, text, named) if isinstance(error, InvalidArgument) else error
-
-
-# ------------------------------------------------------------------------------------------- merge
-
-
-def merge(
-    outs: Any, lses: Any, *, out: Any = None, out_dtype: Any = None, threads: int = 0
-) -> tuple[Any, Any]:
-    """Joins partial results of attention whose keys were divided into parts.
-
-    With it, what sequences share is attended to once (`attention_with_kvcache` with out_dtype
-    "float32" and return_lse=True gives such parts), and keys may lie on several machines.
-
-    Args:
-        outs: float32, (parts, batch, seqlen_q, heads, head_dim_v), or packed
-            (parts, total_q, heads, head_dim_v); or a list or tuple of the parts.
-        lses: float32, (parts, batch, heads, seqlen_q), or (parts, heads, total_q); or a list. A row
-            without keys in a part has lse -inf there; what its outs hold is then not read.
-        out: where to write the result; None: a new contiguous array.
-        out_dtype: "float32" (None), "bfloat16" or "float16", of a new array.
-        threads: CPU threads at most; 0: OpenMP's number.
-
-    Returns:
-        (out, lse): lse = log(sum of exp(lses)), out = sum of exp(lses - lse) * outs. A row without
-        keys in all parts has out 0 and lse -inf.
-
-    Raises:
-        InvalidArgument: as `attention`.
-    """
-    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    x, y = spec_of("outs", outs), spec_of("lses", lses)
-    if len(x.shape) not in (4, 5):
-        raise InvalidArgument(
-            f"outs.ndim = {len(x.shape)}, expected 5: (parts, batch, seqlen_q, heads, head_dim_v) "
-            "or 4: (parts, total_q, heads, head_dim_v)"
-        )
-    packed = len(x.shape) == 4
-    if len(y.shape) != len(x.shape) - 1:
-        raise InvalidArgument(
-            f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(x.shape) - 1}"
-        )
-    problem = Problem({}, packed, x, {}, {})
-    partial = "partial results"
-    problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32")
-    problem.check("lses", y, ("parts", *axes_of("lse", packed)), "outs", "float32", partial)
-    for name, spec in (("outs", x), ("lses", y)):
-        if spec.shape[0] > 1 and spec.strides[0] == 0:
-            raise InvalidArgument(
-                f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
-                "are one and the same"
-            )
-    if out is None:
-        name = "float32" if out_dtype is None else _dtype_name(out_dtype)
-        out = _made(allocator(problem.shape("out"), name, x))
-    else:
-        z = spec_of("out", out)
-        if z.dtype not in DTYPE_CODES:
-            raise InvalidArgument(
-                f"out.dtype = {z.dtype:.60}, expected float32, bfloat16 or float16"
-            )
-        problem.take("out", z, "outs", dtype=z.dtype)
-    lse = _made(allocator(problem.shape("lse"), "float32", x))
-    _core.merge(outs, lses, out, lse, threads)
-    return out, lse
-
-
-def _made(allocation: Any) -> Any:
-    function, arguments, *keywords = allocation
-    return function(*arguments, **(keywords[0] if keywords else {}))
-
-
-def _stacked(name: str, parts: Any) -> Any:
-    """One array of a list of parts."""
-    if not isinstance(parts, list | tuple):
-        return parts
-    if not parts:
-        raise InvalidArgument(f"{name} is empty, expected at least one part")
-    specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
-    axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
-    problem = Problem({}, False, specs[0], {}, {})
-    for n, spec in enumerate(specs):
-        problem.check(f"{name}[{n}]", spec, axes, f"{name}[0]", "float32", "partial results")
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(parts[0], torch.Tensor):
-        return torch.stack(tuple(parts))
-    return np.stack([np.asarray(part) for part in parts])

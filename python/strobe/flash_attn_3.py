@@ -18,7 +18,7 @@ import torch
 from . import _flash_cache, _options
 from ._errors import Unsupported
 from ._flash_attn import DENSE, Result, Tensor, as_integer, call, check_tensor
-from ._kvcache import merge
+from ._merge import merge
 
 __all__ = [
     "flash_attn_combine",
