@@ -242,7 +242,7 @@ def flash_attn_combine(
     return merged, lse.transpose(-1, -2)
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
     """FlashAttention-3 plans a launch ahead here; Strobe's kernels do it in the launch.
 
     Returns:

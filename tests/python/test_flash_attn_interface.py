@@ -163,7 +163,7 @@ def test_a_cache_by_position(interface: Any) -> None:
         q[:, 0], *cache, *lengths, 0.0, None, True, block_table=table
     )
     assert_equal((packed[0][:, None], packed[1].t()[..., None]), wanted)
-    with pytest.raises(strobe.InvalidArgument, match="dropout_p = 0.3 with block_table"):
+    with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.3 with block_table"):
         interface._flash_attn_varlen_forward(
             q[:, 0], *cache, *lengths, 0.3, None, True, block_table=table
         )
@@ -296,7 +296,7 @@ def test_keys_in_use(interface: Any) -> None:
 def test_refusals(interface: Any) -> None:
     (q, k, v, dout), lengths = inputs(True)
     forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
-    with pytest.raises(NotImplementedError, match="^leftpad_k without block_table"):
+    with pytest.raises(NotImplementedError, match=r"^leftpad_k without block_table"):
         forward(q, k, v, *lengths, 0.0, 0.2, True, leftpad_k=OFFSETS[:2])
     tail: tuple[Any, ...] = (0.0, None, True, (-1, -1), 0.0, None, False, False)
     with pytest.raises(NotImplementedError, match=r"^block_table: a paged cache has no backward"):

@@ -40,7 +40,7 @@ def shared(x: Array) -> Tensor:
 
 
 def arguments(arrays: Arrays, names: dict[str, str]) -> dict[str, Any]:
-    given = {"q": arrays.q, "k_cache": arrays.k, "v_cache": arrays.v}
+    given: dict[str, Any] = {"q": arrays.q, "k_cache": arrays.k, "v_cache": arrays.v}
     given |= {names.get(name, name): x for name, x in arrays.arguments.items()}
     if "rotary_cos" in given:
         given.setdefault("rotary_interleaved", False)
@@ -334,9 +334,11 @@ def test_dense_and_packed(chunk: int) -> None:
     (gradient,) = torch.autograd.grad(out.sum(), q)
     assert gradient.abs().max() > 0
     offsets = torch.tensor([0, 20, 40], dtype=torch.int32)
+    rows = {name: x.flatten(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
+    rows |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    rows |= {"max_seqlen_q": 20, "max_seqlen_k": 20}
     packed = flash_attn_3.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), offsets, offsets, 20, 20,
-        causal=True, attention_chunk=chunk, num_splits=3, pack_gqa=True, sm_margin=2,
+        **rows, causal=True, attention_chunk=chunk, num_splits=3, pack_gqa=True, sm_margin=2,
     )  # fmt: skip
     torch.testing.assert_close(packed.unflatten(0, (2, 20)), wanted)
     if not chunk:
@@ -344,10 +346,7 @@ def test_dense_and_packed(chunk: int) -> None:
             flash_attn_3.flash_attn_func(q, k, v), flash_attn.flash_attn_func(q, k, v)
         )
     used = torch.tensor([20, 7], dtype=torch.int32)
-    some = flash_attn_3.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), offsets, offsets, 20, 20,
-        seqused_k=used, attention_chunk=chunk,
-    )  # fmt: skip
+    some = flash_attn_3.flash_attn_varlen_func(**rows, seqused_k=used, attention_chunk=chunk)
     wanted = strobe.attention(q, k, v, seqused_k=used, attention_chunk=chunk)
     torch.testing.assert_close(some.unflatten(0, (2, 20)), wanted)
 
@@ -362,10 +361,9 @@ def test_what_flash_attention_3_has_and_strobe_has_not() -> None:
     for name in ("q_descale", "k_descale", "v_descale", "qv", "scheduler_metadata"):
         with pytest.raises(strobe.Unsupported, match=f"^{name} is given, expected None: "):
             flash_attn_3.flash_attn_with_kvcache(**given, **{name: one})
-    for function in (flash_attn_3.flash_attn_func, flash_attn_3.flash_attn_varlen_func):
-        lengths = [one] * 4 if function is flash_attn_3.flash_attn_varlen_func else []
-        with pytest.raises(strobe.Unsupported, match="^k_descale is given, .* float8"):
-            function(*given.values(), *lengths, k_descale=one)
+    for name, count in (("flash_attn_func", 3), ("flash_attn_varlen_func", 7)):
+        with pytest.raises(strobe.Unsupported, match=r"^k_descale is given, .* float8"):
+            getattr(flash_attn_3, name)(*[one] * count, k_descale=one)
     with pytest.raises(strobe.InvalidArgument, match=r"^page_table\[0\]\[0\] = 2, expected 0 to 1"):
         flash_attn_3.flash_attn_with_kvcache(**given, page_table=table_of(2))
 

@@ -191,7 +191,7 @@ def right() -> dict[str, Any]:
 def test_what_is_wrong_is_named_and_nothing_written(change: str, message: str) -> None:
     given = right()
     rng = np.random.default_rng(1)
-    more = {"new": normal(rng, (2, 2, 2, 8)), "table": normal(rng, (50, 4))}
+    more: dict[str, Any] = {"new": normal(rng, (2, 2, 2, 8)), "table": normal(rng, (50, 4))}
     more |= {"wide": normal(rng, (50, 8)), "int32": int32, "np": np}
     given |= eval(f"dict({change})", more)
     before = given["k"].copy(), given["v"].copy()
@@ -257,7 +257,7 @@ def test_merge(packed: bool, rng: np.random.Generator) -> None:
     assert half is into
     for dtype in ("float16", np.float16):
         assert np.array_equal(strobe.merge(**given, out_dtype=dtype)[0], into)
-    spread = {name: np.stack([x, x], -3)[..., 0, :, :] for name, x in given.items()}
+    spread: dict[str, Any] = {name: np.stack([x, x], -3)[..., 0, :, :] for name, x in given.items()}
     assert np.array_equal(strobe.merge(**spread)[0], found[0])
 
 
