@@ -149,8 +149,7 @@ bool Call::give_window(PyObject* window) {
 
 bool Call::give_length(int index, PyObject* value) {
   has_length[index] = value != Py_None;
-  return !has_length[index] ||
-         to_integer(name_at(kMaxSeqlenQ + index), value, 64, &lengths[index]);
+  return !has_length[index] || to_integer(name_at(kMaxSeqlenQ + index), value, 64, &lengths[index]);
 }
 
 bool Call::find_lengths() {
@@ -198,12 +197,13 @@ bool Call::all_plain() const {
 }
 
 bool Call::write_key(Key& key) const {
-  for (const Tensor& tensor : tensors) {
-    if (tensor.object == nullptr) {
-      key.add(uint64_t{0});
-      continue;
-    }
-    key.add(uint64_t{1} | static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
+  uint64_t given_slots = 0;
+  static_assert(kSlots <= 64);
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const Tensor& tensor = tensors[slot];
+    if (tensor.object == nullptr) continue;
+    given_slots |= uint64_t{1} << slot;
+    key.add(static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
             uint64_t{tensor.on_cuda} << 24 | static_cast<uint64_t>(tensor.ndim) << 28 |
             static_cast<uint64_t>(tensor.device_index) << 32);
     for (int axis = 0; axis < tensor.ndim; ++axis) {
@@ -211,6 +211,7 @@ bool Call::write_key(Key& key) const {
       key.add(static_cast<uint64_t>(tensor.strides[axis]));
     }
   }
+  key.add(given_slots);
   key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
           uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
           static_cast<uint64_t>(threads) << 8);
@@ -277,14 +278,14 @@ Ref number_or_none(bool given, int64_t number) {
 bool Call::make(const Key& key) {
   Ref arrays = described_arrays();
   const auto truth = [](bool value) { return value ? Py_True : Py_False; };
-  Ref options(Py_BuildValue(
-      "{s:O,s:(LL),s:N,s:d,s:d,s:N,s:N,s:L,s:O,s:O}", "causal", truth(causal), "window",
-      static_cast<long long>(left), static_cast<long long>(right), "scale",
-      number_or_none(has_scale, scale).release(), "softcap", softcap, "dropout_p", dropout_p,
-      "max_seqlen_q", number_or_none(has_length[0], lengths[0]).release(), "max_seqlen_k",
-      number_or_none(has_length[1], lengths[1]).release(), "threads",
-      static_cast<long long>(threads), "deterministic", truth(deterministic), "batch_invariant",
-      truth(batch_invariant)));
+  Ref options(Py_BuildValue("{s:O,s:(LL),s:N,s:d,s:d,s:N,s:N,s:L,s:O,s:O}", "causal", truth(causal),
+                            "window", static_cast<long long>(left), static_cast<long long>(right),
+                            "scale", number_or_none(has_scale, scale).release(), "softcap", softcap,
+                            "dropout_p", dropout_p, "max_seqlen_q",
+                            number_or_none(has_length[0], lengths[0]).release(), "max_seqlen_k",
+                            number_or_none(has_length[1], lengths[1]).release(), "threads",
+                            static_cast<long long>(threads), "deterministic", truth(deterministic),
+                            "batch_invariant", truth(batch_invariant)));
   if (options && scalars && PyDict_Update(options.get(), scalars.get()) != 0) return false;
   if (!arrays) return false;
   if (!options) return false;
@@ -333,20 +334,20 @@ bool Call::allocate() {
       continue;
     }
     results[i] = Ref(launch_->results[i]());
-    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]]))
+    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]], true))
       return false;
   }
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small) {
-    Ref capturing = call_python("_arrays", "torch_capturing", "(i)",
+    Ref capturing = call_python("_plans", "torch_capturing", "(i)",
                                 static_cast<int>(launch_->plan.problem.device_index));
     if (!capturing) return false;
     if (capturing.get() != Py_True) return true;
   }
   workspace_ = Ref(launch_->workspace());
-  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_)) return false;
+  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
   workspace_address_ = workspace_tensor_.data;
   return true;
 }

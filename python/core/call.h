@@ -41,7 +41,7 @@ struct Call {
   ~Call();
 
   // Each returns false where an exception is set.
-  bool give(Slot slot, PyObject* array);                    // None: not given
+  bool give(Slot slot, PyObject* array);  // None: not given
   bool give_option(const char* function, PyObject* name, PyObject* value);
   bool give_options(const char* function, PyObject* options);  // a dict: what attention takes
   bool give_tail(PyObject* const* tail, Py_ssize_t count);     // of an operator's arguments
