@@ -1,12 +1,27 @@
 // strobe._core: what runs on each call. Python's part checks, explains and plans; it is asked where
 // something is seen for the first time, or is wrong.
 #include <cstdarg>
-#include <cstring>
-#include <vector>
+#include <map>
+#include <utility>
 
 #include "call.h"
 
 namespace strobe_python {
+
+namespace {
+
+// A function of the package, borrowed: looked up once. On null an exception is set.
+PyObject* function_of(const char* module, const char* name) {
+  static auto& known = *new std::map<std::pair<const char*, const char*>, PyObject*>;
+  const auto found = known.find({module, name});
+  if (found != known.end()) return found->second;
+  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
+  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
+  if (function) known.emplace(std::pair(module, name), function.get());
+  return function.release();
+}
+
+}  // namespace
 
 Ref call_python(const char* module, const char* name, const char* format, ...) {
   PyObject *type, *value, *traceback;  // what is set already is the caller's to judge
@@ -15,10 +30,8 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
   va_start(list, format);
   Ref arguments(Py_VaBuildValue(format, list));
   va_end(list);
-  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
-  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
-  Ref result(function && arguments ? PyObject_CallObject(function.get(), arguments.get())
-                                   : nullptr);
+  PyObject* function = arguments ? function_of(module, name) : nullptr;
+  Ref result(function != nullptr ? PyObject_CallObject(function, arguments.get()) : nullptr);
   if (PyErr_Occurred() != nullptr) {
     Py_XDECREF(type);
     Py_XDECREF(value);

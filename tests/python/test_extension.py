@@ -179,7 +179,7 @@ calls = {
     "forward": lambda: strobe.attention(x, x, x, attention_chunk=2),
     "backward": lambda: strobe.attention_backward(out, x, x, x, out, lse, grads=[x + 1] * 3),
     "shared": lambda: strobe.attention(Producer(x), x, x),
-    "packed": lambda: strobe.attention(x[0], x[0], x[0], cu_seqlens_q=lengths, cu_seqlens_k=lengths),
+    "packed": lambda: strobe.attention(*[x[0]] * 3, cu_seqlens_q=lengths, cu_seqlens_k=lengths),
     "refused": lambda: strobe.attention(x, x[:, :2, :1, :4], x),
     "questions": lambda: (strobe.plan(x, x, x), strobe.why(x, x, x), strobe.info()),
 }
