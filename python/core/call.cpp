@@ -222,12 +222,13 @@ bool Call::all_plain() const {
 }
 
 bool Call::write_key(Key& key) const {
-  for (const Tensor& tensor : tensors) {
-    if (tensor.object == nullptr) {
-      key.add(uint64_t{0});
-      continue;
-    }
-    key.add(uint64_t{1} | static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
+  uint64_t given_slots = 0;
+  static_assert(kSlots <= 64);
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const Tensor& tensor = tensors[slot];
+    if (tensor.object == nullptr) continue;
+    given_slots |= uint64_t{1} << slot;
+    key.add(static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
             uint64_t{tensor.on_cuda} << 24 | static_cast<uint64_t>(tensor.ndim) << 28 |
             static_cast<uint64_t>(tensor.device_index) << 32);
     for (int axis = 0; axis < tensor.ndim; ++axis) {
@@ -235,6 +236,7 @@ bool Call::write_key(Key& key) const {
       key.add(static_cast<uint64_t>(tensor.strides[axis]));
     }
   }
+  key.add(given_slots);
   key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
           uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
           uint64_t{cached} << 6 | uint64_t{rotary_interleaved} << 7 | uint64_t{float_out} << 41 |
@@ -366,20 +368,20 @@ bool Call::allocate() {
       continue;
     }
     results[i] = Ref(launch_->results[i]());
-    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]]))
+    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]], true))
       return false;
   }
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small) {
-    Ref capturing = call_python("_arrays", "torch_capturing", "(i)",
+    Ref capturing = call_python("_plans", "torch_capturing", "(i)",
                                 static_cast<int>(launch_->plan.problem.device_index));
     if (!capturing) return false;
     if (capturing.get() != Py_True) return true;
   }
   workspace_ = Ref(launch_->workspace());
-  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_)) return false;
+  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
   workspace_address_ = workspace_tensor_.data;
   return true;
 }

@@ -1,12 +1,27 @@
 // strobe._core: what runs on each call. Python's part checks, explains and plans; it is asked where
 // something is seen for the first time, or is wrong.
 #include <cstdarg>
-#include <cstring>
-#include <vector>
+#include <map>
+#include <utility>
 
 #include "call.h"
 
 namespace strobe_python {
+
+namespace {
+
+// A function of the package, borrowed: looked up once. On null an exception is set.
+PyObject* function_of(const char* module, const char* name) {
+  static auto& known = *new std::map<std::pair<const char*, const char*>, PyObject*>;
+  const auto found = known.find({module, name});
+  if (found != known.end()) return found->second;
+  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
+  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
+  if (function) known.emplace(std::pair(module, name), function.get());
+  return function.release();
+}
+
+}  // namespace
 
 Ref call_python(const char* module, const char* name, const char* format, ...) {
   PyObject *type, *value, *traceback;  // what is set already is the caller's to judge
@@ -15,10 +30,8 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
   va_start(list, format);
   Ref arguments(Py_VaBuildValue(format, list));
   va_end(list);
-  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
-  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
-  Ref result(function && arguments ? PyObject_CallObject(function.get(), arguments.get())
-                                   : nullptr);
+  PyObject* function = arguments ? function_of(module, name) : nullptr;
+  Ref result(function != nullptr ? PyObject_CallObject(function, arguments.get()) : nullptr);
   if (PyErr_Occurred() != nullptr) {
     Py_XDECREF(type);
     Py_XDECREF(value);
@@ -87,8 +100,7 @@ bool give_gradients(Call& call, PyObject* grads) {
   for (int i = 0; i < 3; ++i) {
     PyObject* array = PyTuple_GetItem(three.get(), i);
     if (array == Py_None) {
-      raise_error("InvalidArgument",
-                  "grads[" + std::to_string(i) + "] = None, expected an array");
+      raise_error("InvalidArgument", "grads[" + std::to_string(i) + "] = None, expected an array");
       return false;
     }
     if (!call.give(static_cast<Slot>(kDq + i), array)) return false;
@@ -185,8 +197,8 @@ PyObject* set_watchers(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OOOO!O", &given.modes, &given.is_tracing,
                         &given.has_function_mode, &PyDict_Type, &given.forward_ad, &given.level))
     return nullptr;
-  for (PyObject* object : {given.modes, given.is_tracing, given.has_function_mode, given.forward_ad,
-                           given.level})
+  for (PyObject* object :
+       {given.modes, given.is_tracing, given.has_function_mode, given.forward_ad, given.level})
     Py_INCREF(object);
   watchers = given;
   Py_RETURN_NONE;
@@ -202,8 +214,8 @@ bool unwatched(PyObject* q, PyObject* k, PyObject* v) {
   Ref tensors(PyTuple_Pack(3, q, k, v));
   return tensors && denies(Ref(PyObject_CallNoArgs(watchers.modes))) &&
          denies(Ref(PyObject_CallNoArgs(watchers.is_tracing))) &&
-         denies(Ref(PyObject_CallFunctionObjArgs(watchers.has_function_mode, tensors.get(),
-                                                 nullptr)));
+         denies(
+             Ref(PyObject_CallFunctionObjArgs(watchers.has_function_mode, tensors.get(), nullptr)));
 }
 
 PyObject* is_unwatched(PyObject*, PyObject* const* a, Py_ssize_t count) {
@@ -266,20 +278,19 @@ bool is_autocast(bool on_cuda) {
 }
 
 // A call without dropout of plain tensors that nobody but autograd watches: its out. Where autograd
-// does, the operator's options; else None, and the caller goes the general way.
-// q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (dropout_p, scale, causal,
-// window, softcap, alibi_slopes, deterministic), return_attn_probs
+// does, what the autograd function is given: ((out, lse), the operator's options, False). Else
+// None, and the caller goes the general way. q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+// max_seqlen_k), (dropout_p, scale, causal, window, softcap, alibi_slopes, deterministic),
+// return_attn_probs
 PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (!takes(count, 6)) return nullptr;
-  FlashArguments given{};
-  given.q = a[0];
-  given.k = a[1];
-  given.v = a[2];
-  if (!PyArg_ParseTuple(a[3], "OOOO", &given.cu_seqlens_q, &given.cu_seqlens_k,
-                        &given.max_seqlen_q, &given.max_seqlen_k) ||
-      !PyArg_ParseTuple(a[4], "OOOOOOO", &given.dropout_p, &given.scale, &given.causal,
-                        &given.window, &given.softcap, &given.alibi_slopes, &given.deterministic))
-    return nullptr;
+  PyObject *lengths = a[3], *options = a[4];
+  if (!takes(PyTuple_Size(lengths), 4) || !takes(PyTuple_Size(options), 7)) return nullptr;
+  const auto length = [&](int i) { return PyTuple_GetItem(lengths, i); };
+  const auto option = [&](int i) { return PyTuple_GetItem(options, i); };
+  const FlashArguments given{a[0],      a[1],      a[2],      length(0), length(1),
+                             length(2), length(3), option(0), option(1), option(2),
+                             option(3), option(4), option(5), option(6)};
   const auto general = []() -> PyObject* {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyErr_Clear();
@@ -294,16 +305,13 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   for (const Slot slot : {kQ, kK, kV})
     if (!call.tensors[slot].plain || !call.tensors[slot].rows_contiguous()) return general();
   if (is_autocast(call.tensors[kQ].on_cuda)) return general();
-  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-  if (!denies(Ref(PyObject_CallNoArgs(torch.is_grad_enabled))) &&
-      (has(given.q, requires_grad) || has(given.k, requires_grad) || has(given.v, requires_grad)))
-    return Py_BuildValue("(OOOOOOdOOOOOO)", given.cu_seqlens_q, given.cu_seqlens_k,
-                         given.alibi_slopes, Py_None, given.max_seqlen_q, given.max_seqlen_k, 0.0,
-                         given.scale, given.causal, PyTuple_GetItem(given.window, 0),
-                         PyTuple_GetItem(given.window, 1), given.softcap, given.deterministic);
   if (!call.give(kCuQ, given.cu_seqlens_q) || !call.give(kCuK, given.cu_seqlens_k) ||
       !call.give(kAlibi, given.alibi_slopes))
     return general();
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  call.wants_lse =
+      !denies(Ref(PyObject_CallNoArgs(torch.is_grad_enabled))) &&
+      (has(given.q, requires_grad) || has(given.k, requires_grad) || has(given.v, requires_grad));
   call.has_scale = given.scale != Py_None;
   if (!to_flag("causal", given.causal, &call.causal) || !call.give_length(0, given.max_seqlen_q) ||
       !call.give_length(1, given.max_seqlen_k) || !call.give_window(given.window) ||
@@ -311,7 +319,13 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
       (call.has_scale && !to_real("softmax_scale", given.scale, &call.scale)) ||
       !to_real("softcap", given.softcap, &call.softcap) || !call.run())
     return nullptr;
-  return Ref::borrowed(call.result(0)).release();
+  if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
+  Ref plain(PyTuple_Pack(13, given.cu_seqlens_q, given.cu_seqlens_k, given.alibi_slopes, Py_None,
+                         given.max_seqlen_q, given.max_seqlen_k, given.dropout_p, given.scale,
+                         given.causal, PyTuple_GetItem(given.window, 0),
+                         PyTuple_GetItem(given.window, 1), given.softcap, given.deterministic));
+  Ref both(PyTuple_Pack(2, call.result(0), call.result(1)));
+  return plain && both ? PyTuple_Pack(3, both.get(), plain.get(), Py_False) : nullptr;
 }
 
 // ------------------------------------------------------------------------------------ the module
@@ -352,7 +366,8 @@ int execute(PyObject* module) {
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }
 
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(Guarded<execute>::call)}, {0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(Guarded<execute>::call)},
+                            {0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "strobe._core",

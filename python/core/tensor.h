@@ -44,8 +44,9 @@ struct Tensor {
   void forget();  // without the GIL nothing is given back
 };
 
-// Reads `object`, which messages call `name`. On false an exception is set.
-bool read(const char* name, PyObject* object, Tensor& tensor);
+// Reads `object`, which messages call `name`. ours: it was made for this call. On false an
+// exception is set.
+bool read(const char* name, PyObject* object, Tensor& tensor, bool ours = false);
 
 // What Python's planner is given for it: the object, or of a DLPack tensor its description.
 Ref described(const char* name, const Tensor& tensor);

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -182,8 +181,8 @@ def check_writable(name: str, array: Any) -> None:
 
 
 # --------------------------------------------------------------- PyTorch's that are none to read
-# Nested, sparse, fake, negated, freed: their type is torch.Tensor like any other's, and what PyTorch
-# says of them ranges from a wrong address to an "Internal error".
+# Nested, sparse, fake, negated, freed: their type is torch.Tensor like any other's, and what
+# PyTorch says of them ranges from a wrong address to an "Internal error".
 
 
 def has_memory(x: Any) -> bool:
@@ -410,57 +409,3 @@ def shared_spec(
     if lanes != 1:
         dtype += f"x{lanes}"
     return Spec(SHARED, shape, strides, dtype, device, 0)
-
-
-# --------------------------------------------------------------------- what a launch makes and asks
-
-# function(*arguments, **keywords) makes an uninitialised, contiguous array.
-Allocator: TypeAlias = tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
-    """Of results on the device of `like`: PyTorch's for its tensors, else NumPy's."""
-    if like.kind is TORCH:
-        return _torch_allocator(tuple(shape), dtype, like)
-    return (np.empty, (tuple(shape), numpy_dtype(dtype)))
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name; bfloat16 is the one of ml_dtypes."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise Unsupported(
-            "a bfloat16 result as a NumPy array needs the package ml_dtypes "
-            "(pip install ml_dtypes); or pass PyTorch tensors, or your own array as out"
-        ) from None
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
-
-
-def _torch_allocator(shape: tuple[int, ...], dtype: str, like: Spec) -> Allocator:
-    torch = _torch()
-    device = torch.device(like.device, None if like.device == "cpu" else like.device_index)
-    made = {"dtype": getattr(torch, dtype), "device": device}
-    with torch.inference_mode(False):
-        model = torch.empty(shape, **made)
-    if type(model) is not torch.Tensor:  # fake ones, while somebody traces
-        return (torch.empty, (shape,), made)
-    # empty_like takes half the time of empty; of the model only its description is needed.
-    model.untyped_storage().resize_(0)
-    return (torch.empty_like, (model,))
-
-
-def torch_stream(device_index: int) -> int:
-    """cudaStream_t of PyTorch's current stream, where no exchange API (PyTorch 2.10) says it."""
-    address: int = _torch().cuda.current_stream(device_index).cuda_stream
-    return address
-
-
-def torch_capturing(device_index: int) -> bool:
-    """Whether PyTorch's current stream of the device is being captured into a graph."""
-    cuda = _torch().cuda
-    with cuda.device(device_index):
-        return bool(cuda.is_current_stream_capturing())

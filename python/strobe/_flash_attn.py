@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 from . import _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_readable, introduce_torch
@@ -29,14 +30,19 @@ _is_tracing: Final = torch.compiler.is_dynamo_compiling
 # -------------------------------------------------------------------------------- without dispatch
 
 
-try:
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode as in_dispatch_mode
-except ImportError:  # pragma: no cover - PyTorch 2.4
+def is_in_dispatch_mode() -> bool:
+    """Whether a mode sees each operator, also on the stack of tracing before dispatch."""
+    return bool(_in_dispatch_mode())
 
-    def in_dispatch_mode() -> bool:
-        """Whether a mode sees each operator, also on the stack of tracing before dispatch."""
-        before = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
-        return bool(before or torch._C._len_torch_dispatch_stack())
+
+def _older_in_dispatch_mode() -> bool:  # pragma: no cover - PyTorch 2.4
+    before = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    return bool(before or torch._C._len_torch_dispatch_stack())
+
+
+_in_dispatch_mode: Final = getattr(
+    _python_dispatch, "is_in_torch_dispatch_mode", _older_in_dispatch_mode
+)
 
 
 def _introduce_watchers() -> None:
@@ -51,7 +57,9 @@ def _introduce_watchers() -> None:
     names, is_tracing = forward_ad.__dict__, torch.jit.is_tracing
     if "_current_level" in names:
         has_function_mode = torch.overrides.has_torch_function
-        _core.set_watchers(in_dispatch_mode, is_tracing, has_function_mode, names, "_current_level")
+        _core.set_watchers(
+            _in_dispatch_mode, is_tracing, has_function_mode, names, "_current_level"
+        )
 
 
 _introduce_watchers()
@@ -223,7 +231,7 @@ def call(
         try:
             found = _core.flash(q, k, v, lengths, options, return_attn_probs)
             if type(found) is tuple:  # autograd watches
-                return _operators.Attention.apply(q, k, v, found, False)
+                return _operators.Attention.apply(q, k, v, found)
             if found is not None:
                 return found
         except InvalidArgument:

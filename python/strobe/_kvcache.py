@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from . import _core, _plans
-from ._arrays import Spec, allocator, spec_of
+from ._arrays import Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._problem import (
@@ -203,10 +203,10 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tup
     if "out" in specs:
         problem.take("out", specs["out"], "q and v", dtype=out_dtype)
     plan = _plan_of(problem)
-    lse = allocator(problem.shape("lse"), "float32", q)
-    out = None if "out" in specs else allocator(problem.shape("out"), out_dtype, q)
+    lse = _plans.allocator(problem.shape("lse"), "float32", q)
+    out = None if "out" in specs else _plans.allocator(problem.shape("out"), out_dtype, q)
     size = _core.workspace_bytes(plan)
-    workspace = allocator((size,), "uint8", q) if q.device == "cuda" and size else None
+    workspace = _plans.allocator((size,), "uint8", q) if q.device == "cuda" and size else None
     small = size <= _plans.OWN_WORKSPACE
     # How long a launch takes is in the lengths, which a plan does not know: as if all were full.
     rows = fields["total_q"] if packed else fields["batch"] * fields["seqlen_q"]

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._arrays import allocator, spec_of
+from ._arrays import spec_of
 from ._errors import InvalidArgument, shown
+from ._plans import allocator
 from ._problem import DTYPE_CODES, Problem, axes_of
 
 __all__ = ["merge"]

@@ -130,7 +130,8 @@ def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, *inputs[:3], output, inputs[3:])
+    q, k, v, *options = inputs
+    _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
@@ -149,18 +150,16 @@ def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes.
-
-    options: the operator's arguments after q, k and v, in one tuple: each argument costs time, and
-    each result, so lse is one only where wants_lse.
+    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes:
+    what was computed already gets its place in the graph.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], wants_lse: bool
-    ) -> Any:
-        """As the operator."""
-        results = forward(q, k, v, *options)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, computed: Any) -> Any:
+        """computed: (out, lse), the operator's options, and whether lse is a result. In one tuple,
+        as each argument costs time, and each result.
+        """
+        results, options, wants_lse = computed
         _save(ctx, q, k, v, results, options)
         if not wants_lse:
             return results[0]
@@ -172,7 +171,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         """As the operator's derivative."""
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        return (*_gradients(compute, ctx, dout, dlse), None, None)
+        return (*_gradients(compute, ctx, dout, dlse), None)
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -236,7 +235,7 @@ def is_transformed() -> bool:
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply(q, k, v, options, True)
+        return Attention.apply(q, k, v, (forward(q, k, v, *options), options, True))
     if is_transformed():
         return Transformed.apply(q, k, v, *options)
     return attention_forward(q, k, v, *options)

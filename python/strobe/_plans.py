@@ -8,13 +8,15 @@ and for the words of what the library refused.
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from . import _arrays, _core
-from ._arrays import Spec, allocator, spec_of
-from ._errors import Error, InvalidArgument, error_for_status, renamed
+from ._arrays import Spec, spec_of
+from ._errors import Error, InvalidArgument, Unsupported, error_for_status, renamed
 from ._options import ARRAYS
 from ._problem import Problem, axes_of, in_other_layout, make_problem, take_offsets
 
@@ -64,9 +66,70 @@ def make(
     workspace = allocator((size,), "uint8", q) if on_cuda and size else None
     flop, written = _work(problem)
     small = not backward and size <= OWN_WORKSPACE
-    return plan, results, workspace, small, not on_cuda and flop > LONG, (
-        not on_cuda and flop + written < _SHORT
+    return (
+        plan,
+        results,
+        workspace,
+        small,
+        not on_cuda and flop > LONG,
+        (not on_cuda and flop + written < _SHORT),
     )
+
+
+# --------------------------------------------------------------------- what a launch makes and asks
+
+# function(*arguments, **keywords) makes an uninitialised, contiguous array.
+Allocator: TypeAlias = tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
+    """Of results on the device of `like`: PyTorch's for its tensors, else NumPy's."""
+    if like.kind is _arrays.TORCH:
+        return _torch_allocator(tuple(shape), dtype, like)
+    return (np.empty, (tuple(shape), numpy_dtype(dtype)))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name; bfloat16 is the one of ml_dtypes."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise Unsupported(
+            "a bfloat16 result as a NumPy array needs the package ml_dtypes "
+            "(pip install ml_dtypes); or pass PyTorch tensors, or your own array as out"
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def _torch_allocator(shape: tuple[int, ...], dtype: str, like: Spec) -> Allocator:
+    torch = sys.modules["torch"]
+    device = torch.device(like.device, None if like.device == "cpu" else like.device_index)
+    made = {"dtype": getattr(torch, dtype), "device": device}
+    with torch.inference_mode(False):
+        model = torch.empty(shape, **made)
+    if type(model) is not torch.Tensor:  # fake ones, while somebody traces
+        return (torch.empty, (shape,), made)
+    # empty_like takes half the time of empty; of the model only its description is needed.
+    model.untyped_storage().resize_(0)
+    return (torch.empty_like, (model,))
+
+
+def torch_stream(device_index: int) -> int:
+    """cudaStream_t of PyTorch's current stream, where no exchange API (PyTorch 2.10) says it."""
+    address: int = sys.modules["torch"].cuda.current_stream(device_index).cuda_stream
+    return address
+
+
+def torch_capturing(device_index: int) -> bool:
+    """Whether PyTorch's current stream of the device is being captured into a graph."""
+    cuda = sys.modules["torch"].cuda
+    if cuda.current_device() == device_index:  # a third of the time of the other way
+        return bool(cuda.is_current_stream_capturing())
+    with cuda.device(device_index):
+        return bool(cuda.is_current_stream_capturing())
 
 
 # ---------------------------------------------------------------------------------- their messages
@@ -141,12 +204,11 @@ def _other_layout(problem: Problem) -> str:
     if not divides(""):
         for swapped in ("qkv", "kv", "q"):
             if divides(swapped):
-                axes = ("heads", "total", "head_dim")
-                if not problem.packed:
-                    axes = ("batch", "heads", "seqlen", "head_dim")
-                first = len(axes) - 3
+                packed = problem.packed
+                axes = ["heads", "total"] if packed else ["batch", "heads", "seqlen"]
+                first = len(axes) - 2
                 arrays = [(name, named[name]) for name in swapped]
-                return in_other_layout(arrays, axes, (first, first + 1))
+                return in_other_layout(arrays, [*axes, "head_dim"], (first, first + 1))
     return ""
 
 

@@ -186,17 +186,13 @@ def top_left(is_causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple
 def _verdict(is_causal: bool, *kind: Any) -> Verdict:
     """Of a call without a mask. Its kernel is that of the whole, also where blocks are computed."""
     q, k, v, dtypes, devices, dropout_p, _, _, autocast = kind
-    detail = (
-        f"query {q} {dtypes[0]} on {devices[0]}, key {k}, value {v}, dropout_p {dropout_p}"
-    )
+    detail = f"query {q} {dtypes[0]} on {devices[0]}, key {k}, value {v}, dropout_p {dropout_p}"
     reason = objection(*kind)
     if reason:
         return Verdict(kind=reason, detail=detail)
     causal, window = top_left(is_causal, q[2], min(q[2], k[2]))
     dtype = str(autocast or dtypes[0]).removeprefix("torch.")
-    specs = [
-        _arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, str(devices[0])) for n in (q, k, v)
-    ]
+    specs = [_arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, str(devices[0])) for n in (q, k, v)]
     try:
         plans = [
             _questions.plan(

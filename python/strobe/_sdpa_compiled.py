@@ -120,7 +120,7 @@ def _operator_backward(
     with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
         with _drawing(rng_state, query):
-            again = _by_pytorch(Request(*leaves, *request[3:]), lower_right)
+            again = _by_pytorch(Request._make([*leaves, *request[3:]]), lower_right)
         dq, dk, dv = torch.autograd.grad(again, leaves, dout)
     return _heads_inner(dq), _heads_inner(dk), _heads_inner(dv)
 
@@ -236,4 +236,4 @@ def declined(kind: str) -> None:
 
 def is_traced() -> bool:
     """Whether a compiler looks, or modes that must see operators (fake tensors, export)."""
-    return bool(torch.compiler.is_dynamo_compiling() or _flash_attn.in_dispatch_mode())
+    return bool(torch.compiler.is_dynamo_compiling() or _flash_attn.is_in_dispatch_mode())

@@ -163,7 +163,7 @@ def test_no_gradient() -> None:
         flash_attn_varlen_func(*pages, block_table=table)
     with torch.no_grad():
         flash_attn_varlen_func(*pages, block_table=table)
-        with pytest.raises(strobe.InvalidArgument, match="dropout_p = 0.1 with block_table"):
+        with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
             flash_attn_varlen_func(*pages, 0.1, block_table=table)
 
 
@@ -200,7 +200,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_values_are_checked_on_a_gpu_as_on_the_cpu() -> None:
-    """`check_values` reads tensors of any device; the library's words on the CPU are its measure."""
+    """`check_values` reads any device; on the CPU the words of the library are its measure."""
     found = 0
     for seed in range(300):
         arrays = draw(seed, three=True)
@@ -384,7 +384,7 @@ def test_combine() -> None:
 
 
 def test_every_sequence_of_a_mixed_batch() -> None:
-    """A chunk of a prompt, a decoded token and an empty sequence in one call, appended and turned."""
+    """A chunk of a prompt, a decoded token and an empty sequence: appended, turned, in one call."""
     rng = np.random.default_rng(3)
     case = CacheCase(
         [Sequence(16, 20, 16), Sequence(1, 39, 1), Sequence(0, 0, 0), Sequence(4, 7, 4)],

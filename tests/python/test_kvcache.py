@@ -31,7 +31,7 @@ def test_random_problems(seed: int) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_every_page_size(page_size: int, rng: np.random.Generator) -> None:
-    """Lengths 0, 1 and capacity, and an append of none, one and several rows at borders of pages."""
+    """Lengths 0, 1 and capacity; none, one and several rows appended at borders of pages."""
     capacity = max(3 * page_size, 8)
     borders = [max(2 * page_size + d, 0) for d in (-1, 0, 1)]
     for added in (0, 1, 4):
@@ -213,7 +213,7 @@ def test_a_cache_that_is_read_only_cannot_be_appended_to(rng: np.random.Generato
     new = normal(rng, (2, 1, 2, 8))
     given["v"].flags.writeable = False
     strobe.attention_with_kvcache(**given)
-    with pytest.raises(strobe.InvalidArgument, match="^v is read-only"):
+    with pytest.raises(strobe.InvalidArgument, match=r"^v is read-only"):
         strobe.attention_with_kvcache(**given, k_new=new, v_new=new)
 
 
