@@ -1,4 +1,4 @@
-"""Every Python block of the README, docs/pytorch.md and docs/learn.md runs as it stands."""
+"""Every Python block of the README and of these documents runs as it stands."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def test_pytorch_document() -> None:
     if importlib.util.find_spec("torch") and not _has_flex_attention():
         found = [block for block in found if "flex_attention" not in block]
     run("\n".join(found))
+
+
+@pytest.mark.parametrize("number", range(len(blocks("docs/decode.md"))))
+def test_decoding_document(number: int) -> None:
+    run(blocks("docs/decode.md")[number], "-W", "error")
 
 
 def test_learning_document() -> None:
