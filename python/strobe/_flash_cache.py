@@ -119,8 +119,12 @@ def call(
     if tracing:
         found = _operator(q, k, v, *given, *options)
         return found if return_lse else found[0]
-    watched = is_transformed() or not _core.unwatched(q, k, v)
-    kernel = _operator if watched else _kernel
+    if is_transformed():
+        raise Unsupported(
+            "attention with a key-value cache under torch.func's transforms (vmap, grad) is not "
+            "supported: a cache is written in place and has no backward pass"
+        )
+    kernel = _kernel if _core.unwatched(q, k, v) else _operator
     try:
         try:
             found = kernel(q, k, v, *given, *options)
@@ -283,6 +287,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
 _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("attention_with_kvcache", _kernel, _key)
+# No gradient, as in flash_attn.
+_LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("strobe::attention_with_kvcache", _fake, lib=_LIBRARY)
 _operator: Final = torch.ops.strobe.attention_with_kvcache.default
 

@@ -278,6 +278,23 @@ def test_compiled_and_fake() -> None:
     assert lse.shape == (2, 4, 1)
 
 
+def test_the_operator() -> None:
+    q, k, v = simple().values()
+    new = torch.randn(2, 2, 1, 2, 16)
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    plain = (None, None, True, -1, -1, 0.0, 0, False)
+    arrays = (used, None, None, None, *new, *[None] * 9)
+    operator = torch.ops.strobe.attention_with_kvcache.default
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(operator, (q, k, v, *arrays, *plain), test_utils=checks)
+    out, lse = operator(q.requires_grad_(), k, v, *arrays, *plain)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    for transform in (torch.vmap, torch.func.grad):
+        with pytest.raises(strobe.Unsupported, match="under torch.func's transforms"):
+            transform(lambda x: flash_attn_with_kvcache(x, k, v).sum())(q.detach()[None][0])
+
+
 def test_plans_know_no_values() -> None:
     given = simple()
     flash_attn_with_kvcache(**given, cache_seqlens=3)
