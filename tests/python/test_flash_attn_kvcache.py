@@ -291,7 +291,7 @@ def test_the_operator() -> None:
     assert not out.requires_grad
     assert not lse.requires_grad
     for transform in (torch.vmap, torch.func.grad):
-        with pytest.raises(strobe.Unsupported, match="under torch.func's transforms"):
+        with pytest.raises(strobe.Unsupported, match=r"under torch.func's transforms"):
             transform(lambda x: flash_attn_with_kvcache(x, k, v).sum())(q.detach()[None][0])
 
 
