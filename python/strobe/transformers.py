@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ._errors import Unsupported
+from ._kvcache import attention_with_kvcache
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 __all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
@@ -174,6 +175,21 @@ class _Packing:
     longest_q: int
     longest_k: int
     whole: bool  # all rows take part
+    # Of each row of the batch the first key and the end, int32, if its keys lie side by side.
+    bounds: tuple[Tensor, Tensor] | None
+
+
+def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where each row's keys begin and end; None: rows hold several sequences, or have gaps."""
+    seen = (numbers > 0).to(torch.int32)
+    if numbers.shape[1] == 0 or int(numbers.max()) > 1:
+        return None
+    begins = seen.argmax(1)
+    ends = begins + seen.sum(1)
+    gaps = seen.cumsum(1).argmax(1) + 1 != ends
+    if bool((gaps & (ends > begins)).any()):
+        return None
+    return begins.to(torch.int32), ends.to(torch.int32)
 
 
 def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Packing:
@@ -194,9 +210,25 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
     offsets_q, longest_q = _offsets(_lengths(own))
     offsets_k, longest_k = _offsets(_lengths(numbers))
     found = known[key] = _Packing(
-        rows, numbers > 0, offsets_q, offsets_k, longest_q, longest_k, bool(rows.all())
+        rows,
+        numbers > 0,
+        offsets_q,
+        offsets_k,
+        longest_q,
+        longest_k,
+        bool(rows.all()),
+        _bounds(numbers),
     )
     return found
+
+
+def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a cache will do: no gradient, no dropout, no compiler. On GPUs the way of all other
+    calls is taken.
+    """
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    compiled = torch.compiler.is_compiling()
+    return not (tracked or compiled or options["dropout_p"] > 0) and q.is_cpu and v.is_cpu
 
 
 def _packed(
@@ -205,6 +237,20 @@ def _packed(
     """Attention of rows with padding or several sequences; (batch, seqlen, heads, head_dim)."""
     batch, seqlen_q = q.shape[:2]
     packing = _packing(numbers, seqlen_q, causal, options["window_size"] != (-1, -1))
+    if causal and packing.whole and packing.bounds is not None and _is_decoding(q, k, v, options):
+        begins, ends = packing.bounds  # read where they lie, which saves a copy of all keys
+        out: Tensor = attention_with_kvcache(
+            q,
+            k,
+            v,
+            seqused_k=ends,
+            leftpad=begins,
+            causal=True,
+            window=options["window_size"],
+            scale=options["softmax_scale"],
+            softcap=options["softcap"],
+        )
+        return out
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     found: Tensor = flash_attn_varlen_func(
         q.flatten(0, 1) if packing.whole else q[packing.rows],
