@@ -94,6 +94,7 @@ bool give_gradients(Call& call, PyObject* grads) {
   Ref three(PySequence_Tuple(grads));
   if (!three || PyTuple_Size(three.get()) != 3) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    PyErr_Clear();
     raise_error("InvalidArgument", "grads is no tuple of three, expected (dq, dk, dv)");
     return false;
   }
