@@ -43,6 +43,7 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
 }
 
 void raise_error(const char* kind, const std::string& text) {
+  PyErr_Clear();  // of what this is said in place of
   Ref module(PyImport_ImportModule("strobe._errors"));
   Ref type(module ? PyObject_GetAttrString(module.get(), kind) : nullptr);
   if (type) PyErr_SetString(type.get(), text.c_str());
@@ -94,7 +95,6 @@ bool give_gradients(Call& call, PyObject* grads) {
   Ref three(PySequence_Tuple(grads));
   if (!three || PyTuple_Size(three.get()) != 3) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
-    PyErr_Clear();
     raise_error("InvalidArgument", "grads is no tuple of three, expected (dq, dk, dv)");
     return false;
   }

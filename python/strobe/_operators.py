@@ -161,7 +161,7 @@ def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any)
     ctx.options = options
 
 
-def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """(dq, dk, dv). compute: attention_backward or its kernel."""
     if dout is None and dlse is None:
         return None, None, None
@@ -173,14 +173,14 @@ def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None)
     return compute(dout, dlse, *saved, *options)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
     _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = _gradients(attention_backward, ctx, dout, dlse)
+    found = gradients(attention_backward, ctx, dout, dlse)
     return (*found, *(None for _ in ctx.options))
 
 
@@ -215,7 +215,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         """As the operator's derivative."""
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        return (*_gradients(compute, ctx, dout, dlse), None)
+        return (*gradients(compute, ctx, dout, dlse), None)
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -257,12 +257,12 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """As for the operator."""
-        _setup(ctx, inputs, output)
+        setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """As the operator's derivative."""
-        found = _gradients(TransformedBackward.apply, ctx, dout, dlse)
+        found = gradients(TransformedBackward.apply, ctx, dout, dlse)
         return (*found, *(None for _ in ctx.options))
 
     @staticmethod
@@ -333,7 +333,7 @@ def _register() -> None:
         torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
 
     torch.library.register_autograd(
-        name("attention_forward"), _operator_gradients, setup_context=_setup, lib=_LIBRARY
+        name("attention_forward"), _operator_gradients, setup_context=setup, lib=_LIBRARY
     )
     torch.library.register_autograd(
         name("attention_backward"), refuse_double_backward, lib=_LIBRARY
