@@ -172,7 +172,9 @@ def _register() -> None:
         library.impl(f"{name}_backward", _operator_backward, key)
     torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
     torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
-    torch.library.register_autograd(f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library)
+    torch.library.register_autograd(
+        f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library
+    )
     torch.library.register_autograd(
         f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
     )
