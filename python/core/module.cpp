@@ -43,6 +43,7 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
 }
 
 void raise_error(const char* kind, const std::string& text) {
+  PyErr_Clear();  // of what this is said in place of
   Ref module(PyImport_ImportModule("strobe._errors"));
   Ref type(module ? PyObject_GetAttrString(module.get(), kind) : nullptr);
   if (type) PyErr_SetString(type.get(), text.c_str());
@@ -136,7 +137,7 @@ bool straighten(Call& call, Slot slot, PyObject* array, bool whole) {
 // The options of an operator, from cu_seqlens_q on: 13, and the table's tail.
 bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
   if (a[3] != Py_None) {
-    Ref pair = call_python("_generator", "seed_and_offset", "(O)", a[3]);
+    Ref pair = call_python("_operators", "seed_and_offset", "(O)", a[3]);
     PyObject *seed, *offset;
     if (!pair || !PyArg_ParseTuple(pair.get(), "OO", &seed, &offset) ||
         !to_seed("dropout_seed", seed, &call.seed) ||
@@ -270,12 +271,11 @@ struct FlashArguments {
   }
 };
 
-// Whether autocast is on for the device of these tensors.
+// Whether autocast is on for the device of these tensors; it is PyTorch's GPU where none is named.
 bool is_autocast(bool on_cuda) {
-  static PyObject* const devices[] = {PyUnicode_InternFromString("cpu"),
-                                      PyUnicode_InternFromString("cuda")};
-  return !denies(
-      Ref(PyObject_CallFunctionObjArgs(torch.is_autocast_enabled, devices[on_cuda], nullptr)));
+  static PyObject* const cpu = PyUnicode_InternFromString("cpu");
+  PyObject* device = on_cuda ? nullptr : cpu;
+  return !denies(Ref(PyObject_CallFunctionObjArgs(torch.is_autocast_enabled, device, nullptr)));
 }
 
 // A call without dropout of plain tensors that nobody but autograd watches: its out. Where autograd

@@ -185,12 +185,6 @@ def check_writable(name: str, array: Any) -> None:
 # PyTorch says of them ranges from a wrong address to an "Internal error".
 
 
-def has_memory(x: Any) -> bool:
-    """Whether the address of `x`, a dense tensor, is more than an offset into no memory."""
-    # A storage that was freed, a fake or a wrapper's: its address is NULL.
-    return bool(x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size())
-
-
 def check_dense(name: str, x: Any) -> None:
     """Refuses the layouts that have no strides."""
     torch = _torch()
@@ -205,28 +199,26 @@ def check_dense(name: str, x: Any) -> None:
         )
 
 
-def check_sign(name: str, x: Any) -> None:
-    """Refuses a tensor whose memory holds its negative: `x.conj().imag`, say."""
+def check_plain(name: str, x: Any) -> None:
+    """Refuses what is not dense, whose memory holds its negative (`x.conj().imag`, say), and
+    devices without kernels or without memory (meta).
+    """
+    check_dense(name, x)
     if x.is_neg():
         raise InvalidArgument(
             f"{name} has its negative bit set, so that its memory holds -{name}: pass "
             f"{name}.resolve_neg()"
         )
-
-
-def check_device(name: str, x: Any) -> None:
-    """Refuses devices without kernels, and those without memory (meta)."""
     if x.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"{name} is on {x.device}, expected a cpu or cuda tensor")
 
 
 def check_readable(name: str, x: Any) -> None:
     """Refuses what has no elements in memory, or others there than it stands for."""
-    check_dense(name, x)
-    check_sign(name, x)
-    check_device(name, x)
+    check_plain(name, x)
     try:
-        readable = has_memory(x)
+        # A storage that was freed, a fake or a wrapper's: its address is NULL.
+        readable = x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size()
     except Exception:
         readable = False
     if not readable:
@@ -287,9 +279,7 @@ def _numpy_spec(name: str, array: NDArray) -> Spec:
 
 
 def _torch_spec(name: str, array: Any) -> Spec:
-    check_dense(name, array)
-    check_sign(name, array)
-    check_device(name, array)
+    check_plain(name, array)
     device = array.device
     dtype = str(array.dtype).removeprefix("torch.")
     index = device.index or 0

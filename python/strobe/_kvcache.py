@@ -18,6 +18,7 @@ from ._problem import (
     Problem,
     axes_of,
     check_float,
+    check_ndim,
     take_alibi,
     take_offsets,
 )
@@ -160,7 +161,7 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tup
     """What `_plans.make` gives, for a call with a cache."""
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
     q, packed = specs["q"], "cu_seqlens_q" in specs
-    _check_ndim("q", q, axes_of("q", packed))
+    check_ndim("q", q, axes_of("q", packed))
     check_float(q)
     fields = {**options, "direction": 0, "dtype": DTYPE_CODES[q.dtype], "cache": 1}
     fields["device"], fields["device_index"] = int(q.device == "cuda"), q.device_index
@@ -213,13 +214,6 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tup
     flop = 2.0 * rows * fields["heads"] * fields["seqlen_k"]
     flop *= fields["head_dim"] + fields["head_dim_v"]
     return plan, (out, lse), workspace, small, q.device == "cpu" and flop > _plans.LONG, False
-
-
-def _check_ndim(name: str, spec: Spec, axes: tuple[str, ...]) -> None:
-    if len(spec.shape) != len(axes):
-        raise InvalidArgument(
-            f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
-        )
 
 
 def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:

@@ -24,8 +24,6 @@ import torch
 
 from . import _core, _options, _questions, _s_dmask
 from ._errors import InvalidArgument, Unsupported
-from ._generator import draw_dropout_state as draw_dropout_state
-from ._generator import seed_and_offset as seed_and_offset
 from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
@@ -61,6 +59,52 @@ for _name, _schema in _SCHEMAS.items():
     if _name == "dropout_state":
         _tags.append(torch.Tag.nondeterministic_seeded)
     _LIBRARY.define(_name + _schema, tags=tuple(_tags))
+
+
+# ------------------------------------------------------------------ seeds and offsets of dropout
+
+_UINT64: Final = 2**64 - 1
+# Philox numbers that a CUDA generator counts for one call. Weights are told apart by their
+# position, so a step of 1 would do; PyTorch wants multiples of 4.
+_CUDA_OFFSET_STEP: Final = 4
+
+
+def draw_dropout_state(*, device: Any) -> Tensor:
+    """int64 (2,) in the CPU's memory: seed and offset for one call, from PyTorch's generator.
+
+    device "cpu": two numbers of the CPU's default generator. A CUDA device: that device's seed and
+    offset, and the offset moves on; nothing waits for the device.
+
+    Raises:
+        Unsupported: while a CUDA graph is captured, which would repeat one mask at each replay.
+    """
+    if device.type != "cuda":
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu")
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "dropout_p > 0 while a CUDA graph is captured: seed and offset would be those of the "
+            "capture at every replay; capture with dropout_p = 0"
+        )
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() & _UINT64, generator.get_offset()
+    generator.set_offset(offset + _CUDA_OFFSET_STEP)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.tensor([signed, offset], dtype=torch.int64, device="cpu")
+
+
+def seed_and_offset(rng_state: Tensor | None) -> tuple[int, int]:
+    """What `draw_dropout_state` gave, as the library takes it; (0, 0) without dropout."""
+    if rng_state is None:
+        return 0, 0
+    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
+        raise InvalidArgument(
+            f"rng_state is {rng_state.dtype} {tuple(rng_state.shape)}, expected torch.int64 (2,): "
+            "seed and offset"
+        )
+    seed, offset = rng_state.tolist()
+    return seed & _UINT64, offset & _UINT64
 
 
 # ----------------------------------------------------------------------------- forward and backward
@@ -117,7 +161,7 @@ def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any)
     ctx.options = options
 
 
-def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """(dq, dk, dv). compute: attention_backward or its kernel."""
     if dout is None and dlse is None:
         return None, None, None
@@ -129,14 +173,14 @@ def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None)
     return compute(dout, dlse, *saved, *options)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
     _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = _gradients(attention_backward, ctx, dout, dlse)
+    found = gradients(attention_backward, ctx, dout, dlse)
     return (*found, *(None for _ in ctx.options))
 
 
@@ -171,7 +215,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         """As the operator's derivative."""
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        return (*_gradients(compute, ctx, dout, dlse), None)
+        return (*gradients(compute, ctx, dout, dlse), None)
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -213,12 +257,12 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """As for the operator."""
-        _setup(ctx, inputs, output)
+        setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """As the operator's derivative."""
-        found = _gradients(TransformedBackward.apply, ctx, dout, dlse)
+        found = gradients(TransformedBackward.apply, ctx, dout, dlse)
         return (*found, *(None for _ in ctx.options))
 
     @staticmethod
@@ -289,7 +333,7 @@ def _register() -> None:
         torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
 
     torch.library.register_autograd(
-        name("attention_forward"), _operator_gradients, setup_context=_setup, lib=_LIBRARY
+        name("attention_forward"), _operator_gradients, setup_context=setup, lib=_LIBRARY
     )
     torch.library.register_autograd(
         name("attention_backward"), refuse_double_backward, lib=_LIBRARY

@@ -85,10 +85,7 @@ class Problem:
         self, name: str, spec: Spec, axes: tuple[str, ...], like: str, dtype: str, why: str
     ) -> None:
         """Checks axes, dtype, place and shape; sizes that are new become known."""
-        if len(spec.shape) != len(axes):
-            raise InvalidArgument(
-                f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
-            )
+        check_ndim(name, spec, axes)
         if spec.dtype != dtype:
             raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected {dtype} ({why})")
         if spec.place != self.q.place:
@@ -101,6 +98,13 @@ class Problem:
                     + _swapped(name, spec, wanted, axes)
                 )
         self.sizes.update(zip(axes, spec.shape, strict=True))
+
+
+def check_ndim(name: str, spec: Spec, axes: tuple[str, ...]) -> None:
+    if len(spec.shape) != len(axes):
+        raise InvalidArgument(
+            f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
+        )
 
 
 def _stride(name: str, spec: Spec, axis: int) -> str:
@@ -147,11 +151,7 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     q = specs["q"]
     packed = "cu_seqlens_q" in specs or "cu_seqlens_k" in specs
     for name in "qkv":  # first of all, as it is here that arrays of another layout show
-        axes = axes_of(name, packed)
-        if len(specs[name].shape) != len(axes):
-            raise InvalidArgument(
-                f"{name}.ndim = {len(specs[name].shape)}, expected {len(axes)}: ({', '.join(axes)})"
-            )
+        check_ndim(name, specs[name], axes_of(name, packed))
     check_float(q)
     fields = options | {
         "direction": int(backward),

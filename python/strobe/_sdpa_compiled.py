@@ -148,18 +148,12 @@ def _declined(kind: str) -> None:
     _calls.record(Verdict(kind=kind))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = inputs[5:]
-    ctx.set_materialize_grads(False)
-
-
 def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
-    absent = (None,) * (2 + len(ctx.options))
-    if dout is None:
-        return (None, None, None, *absent)
-    backward = torch.ops.strobe.scaled_dot_product_attention_backward.default
-    return (*backward(dout, *ctx.saved_tensors, *ctx.options), *absent)
+    def compute(dout: Tensor, _: None, *saved: Any) -> Any:
+        return torch.ops.strobe.scaled_dot_product_attention_backward.default(dout, *saved)
+
+    found = _operators.gradients(compute, ctx, dout, None)
+    return (*found, *(None for _ in ctx.options))
 
 
 def _register() -> None:
@@ -178,7 +172,9 @@ def _register() -> None:
         library.impl(f"{name}_backward", _operator_backward, key)
     torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
     torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
-    torch.library.register_autograd(f"strobe::{name}", _gradients, setup_context=_save, lib=library)
+    torch.library.register_autograd(
+        f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library
+    )
     torch.library.register_autograd(
         f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
     )

@@ -93,7 +93,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     inner = _flash_attn.call
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        made.append("dense" if arguments[3] is None else "packed")
+        made.append("dense" if arguments[3] == _flash_attn.DENSE else "packed")
         return inner(*arguments, **options)
 
     monkeypatch.setattr(strobe.flash_attn, "call", counted)
