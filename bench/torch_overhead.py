@@ -20,7 +20,7 @@ from typing import Any
 
 import strobe
 import torch
-from strobe.flash_attn import flash_attn_func
+from strobe.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
 import capi
@@ -58,7 +58,9 @@ def c_function(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     tensors = (q, k, v, torch.empty_like(q))
     workspace, stream = None, 0
     if q.is_cuda:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+        workspace = torch.empty(
+            plan.workspace_bytes, dtype=torch.uint8, device=q.device
+        )
         stream = torch.cuda.current_stream().cuda_stream
     arguments = capi.pack_forward(
         capi.FORWARD_ARGS_SIZE,
@@ -78,6 +80,47 @@ def c_function(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
             address, arguments
         ),
         "ctypes": lambda: nothing(address, arguments),
+    }
+
+
+def cached(device: str) -> dict[str, Callable[[], Any]]:
+    """flash_attn_with_kvcache, of one query and a cache in pages, and the C function beneath it."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = torch.randn(1, 1, 1, 64, dtype=dtype, device=device)
+    k, v = torch.randn(2, 4, 16, 1, 64, dtype=dtype, device=device)
+    numbers = {"dtype": torch.int32, "device": device}
+    used, table = torch.tensor([1], **numbers), torch.tensor([[3, 1]], **numbers)
+    p = capi.new_problem()
+    p.dtype, p.device = (0, capi.CPU) if device == "cpu" else (1, capi.CUDA)
+    p.batch = p.heads = p.has_seqused_k = p.seqlen_q = 1
+    p.head_dim, p.seqlen_k, p.threads = 64, 32, torch.get_num_threads()
+    p.cache, p.pages, p.page_size, p.pages_per_sequence = 2, 4, 16, 2
+    plan, arguments = capi.make_plan(p), capi.ForwardArgs()
+    arguments.struct_size = ctypes.sizeof(arguments)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    out, lse = torch.empty_like(q), torch.empty(1, dtype=torch.float32, device=device)
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "seqused_k": used,
+        "block_table": table,
+        "out": out,
+    }
+    for name, x in {**given, "lse": lse, "workspace": workspace}.items():
+        setattr(arguments, name, x.data_ptr())
+    arguments.workspace_bytes = workspace.numel()
+    if device != "cpu":
+        arguments.stream = torch.cuda.current_stream().cuda_stream
+    address, data, forward = ctypes.addressof(plan), bytes(arguments), capi.forward
+    capi.check(forward(address, data))
+    return {
+        "C function, cache": lambda _keep=(given, lse, workspace, plan): forward(
+            address, data
+        ),
+        "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, block_table=table
+        ),
     }
 
 
@@ -103,6 +146,7 @@ def measure(device: str) -> dict[str, float]:
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     quick: dict[str, Callable[[], Any]] = {
         **c_function(q, k, v),
+        **cached(device),
         "strobe.attention": lambda: strobe.attention(q, k, v, causal=True),
         "strobe.attention, NumPy": lambda: strobe.attention(
             *arrays, causal=True, threads=1
@@ -118,12 +162,14 @@ def measure(device: str) -> dict[str, float]:
         "flash_attn_func, forward and backward": lambda: torch.autograd.grad(
             ours(*leaves), leaves, dout
         ),
-        "scaled_dot_product_attention, forward and backward": lambda: torch.autograd.grad(
-            torchs(*leaves), leaves, dout
+        "scaled_dot_product_attention, forward and backward": lambda: (
+            torch.autograd.grad(torchs(*leaves), leaves, dout)
         ),
     }
     found = microseconds(quick) | microseconds(slow, 20)
-    found["C function"] -= found.pop("ctypes")
+    ctypes_alone = found.pop("ctypes")
+    found["C function"] -= ctypes_alone
+    found["C function, cache"] -= ctypes_alone
     return found
 
 

@@ -45,6 +45,8 @@ fi
 stage "bf16 accuracy of the widest kernel" env STROBE_ACCURACY_CASES=2000 $accuracy --gtest_brief=1
 python_tests() { STROBE_LIBRARY=$PWD/build/cpu/libstrobe.so build/venv/bin/python -m pytest -q "$@"; }
 export STROBE_FUZZ_SEED=${seed:0:8}
+stage "Python's extension under sanitizers" env -u STROBE_FUZZ_SEED scripts/asan_python.sh
+STROBE_LEAK_CALLS=1000000 stage "a million calls from Python" python_tests tests/python/test_extension.py -k nothing_is_kept
 STROBE_FUZZ_CASES=50000 stage "Python fuzzer" python_tests tests/python/test_fuzz.py
 STROBE_MASK_SEEDS=200 stage "masks given as tensors" python_tests tests/python/test_torch_sdpa_masks.py
 unset STROBE_FUZZ_SEED

@@ -5,7 +5,7 @@
 
 namespace strobe_python {
 
-Plans* const plans = new Plans[2];  // never freed: Python may have ended before
+Plans* plans = nullptr;  // never freed: Python may have ended before
 
 #define STROBE_FLAG(...)
 #define STROBE_CHOICE(...)
@@ -14,8 +14,32 @@ Plans* const plans = new Plans[2];  // never freed: Python may have ended before
 #define STROBE_ARRAY(name, ...) #name,
 #define STROBE_CACHE_ARRAY(...)
 const char* const kSlotNames[kSlots] = {
-    "dout",         "q",  "k",  "v",  "out", "lse", "dlse", "alibi_slopes", "cu_seqlens_q",
-    "cu_seqlens_k", "dq", "dk", "dv",
+    "dout",
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "dlse",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "dq",
+    "dk",
+    "dv",
+#include "core/options.def"
+    "block_table",
+    "k_new",
+    "v_new",
+    "cu_seqlens_k_new",
+    "rotary_cos",
+    "rotary_sin",
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) #name,
 #include "core/options.def"
 };
 
@@ -36,26 +60,105 @@ bool Call::give(Slot slot, PyObject* array) {
   return array == Py_None || read(kSlotNames[slot], array, tensors[slot]);
 }
 
-bool Call::give_more(const char* function, PyObject* more) {
-  if (PyDict_Size(more) == 0) return true;
-  Ref split = call_python("_options", "split", "(sO)", function, more);
-  PyObject *numbers, *arrays;
-  if (!split || !PyArg_ParseTuple(split.get(), "OO", &numbers, &arrays)) return false;
-  if (PyTuple_Size(numbers) > 0) scalars = Ref::borrowed(numbers);
-  for (int slot = kDv + 1; slot < kSlots; ++slot) {
-    PyObject* array = PyDict_GetItemString(arrays, kSlotNames[slot]);  // borrowed: more holds it
-    if (array != nullptr && !give(static_cast<Slot>(slot), array)) return false;
+namespace {
+
+// Names of options beside those of arrays, in the order of give_option's cases.
+enum Option : int {
+  kCausal = static_cast<int>(kSlots),
+  kBatchInvariant,
+  kWindow,
+  kScale,
+  kSoftcap,
+  kDropoutP,
+  kDropoutSeed,
+  kDropoutOffset,
+  kMaxSeqlenQ,
+  kMaxSeqlenK,
+  kThreads,
+  kNames
+};
+constexpr const char* kOptionNames[] = {
+    "causal",       "batch_invariant", "window",       "scale",        "softcap", "dropout_p",
+    "dropout_seed", "dropout_offset",  "max_seqlen_q", "max_seqlen_k", "threads"};
+
+const char* name_at(int index) {
+  return index < kSlots ? kSlotNames[index] : kOptionNames[index - kSlots];
+}
+
+// The index of a name, or kNames. Names in a call are interned: nearly always addresses are equal.
+int index_of(PyObject* name) {
+  static PyObject* known[kNames];
+  if (known[kNames - 1] == nullptr)
+    for (int i = 0; i < kNames; ++i) known[i] = PyUnicode_InternFromString(name_at(i));
+  for (int i = 0; i < kNames; ++i)
+    if (known[i] == name) return i;
+  for (int i = 0; i < kNames; ++i)
+    if (PyUnicode_CompareWithASCIIString(name, name_at(i)) == 0) return i;
+  return kNames;
+}
+
+bool is_option(int index) {
+  return index == kAlibi || index == kCuQ || index == kCuK ||
+         (index > kDv && index < kBlockTable) || (index >= kSlots && index < kNames);
+}
+
+}  // namespace
+
+bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
+  const int index = index_of(name);
+  const char* text = index < kNames ? name_at(index) : nullptr;
+  switch (is_option(index) ? index : kNames) {
+    case kCausal:
+      return to_flag(text, value, &causal);
+    case kBatchInvariant:
+      return to_flag(text, value, &batch_invariant);
+    case kWindow:
+      return give_window(value);
+    case kScale:
+      has_scale = value != Py_None;
+      return !has_scale || to_real(text, value, &scale);
+    case kSoftcap:
+      return to_real(text, value, &softcap);
+    case kDropoutP:
+      return to_real(text, value, &dropout_p);
+    case kDropoutSeed:
+      return to_seed(text, value, &seed);
+    case kDropoutOffset:
+      return to_seed(text, value, &offset);
+    case kMaxSeqlenQ:
+    case kMaxSeqlenK:
+      return give_length(index - kMaxSeqlenQ, value);
+    case kThreads:
+      return to_integer(text, value, 32, &threads);
+    case kNames: {
+      Ref number = call_python("_options", "scalar", "(sOO)", function, name, value);
+      if (number && !scalars) scalars = Ref(PyDict_New());
+      return number && scalars && PyDict_SetItem(scalars.get(), name, number.get()) == 0;
+    }
+    default:
+      return give(static_cast<Slot>(index), value);
   }
-  return true;
+}
+
+bool Call::give_options(const char* function, PyObject* options) {
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  while (PyDict_Next(options, &at, &name, &value) != 0)
+    if (!give_option(function, name, value)) return false;
+  return find_lengths() && find_threads();
 }
 
 bool Call::give_tail(PyObject* const* tail, Py_ssize_t count) {
   if (count == 0) return true;
   Ref values(PyTuple_New(count));
-  for (Py_ssize_t i = 0; i < count; ++i)
+  for (Py_ssize_t i = 0; values && i < count; ++i)
     PyTuple_SetItem(values.get(), i, Ref::borrowed(tail[i]).release());
-  Ref more = call_python("_options", "by_name", "(O)", values.get());
-  return more && give_more("attention", more.get());
+  Ref options = call_python("_options", "by_name", "(O)", values.get());
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  while (options && PyDict_Next(options.get(), &at, &name, &value) != 0)
+    if (!give_option("attention", name, value)) return false;
+  return static_cast<bool>(options);
 }
 
 bool Call::give_window(PyObject* window) {
@@ -69,27 +172,25 @@ bool Call::give_window(PyObject* window) {
          to_integer("window[1]", PyTuple_GetItem(window, 1), 64, &right);
 }
 
-bool Call::give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k) {
-  constexpr const char* kNames[] = {"max_seqlen_q", "max_seqlen_k"};
-  PyObject* const values[] = {max_seqlen_q, max_seqlen_k};
-  for (int i = 0; i < 2; ++i) {
-    if (values[i] == Py_None) continue;
-    has_length[i] = true;
-    if (!to_integer(kNames[i], values[i], 64, &lengths[i])) return false;
-  }
+bool Call::give_length(int index, PyObject* value) {
+  has_length[index] = value != Py_None;
+  return !has_length[index] || to_integer(name_at(kMaxSeqlenQ + index), value, 64, &lengths[index]);
+}
+
+bool Call::find_lengths() {
   for (int i = 0; i < 2; ++i) {
     const Slot slot = i == 0 ? kCuQ : kCuK;
     const Tensor& offsets = tensors[slot];
     if (has_length[i] || !given(slot)) continue;
+    const auto* numbers = static_cast<const int32_t*>(offsets.data);
     if (!offsets.plain || offsets.on_cuda || offsets.dtype != kInt32 || offsets.ndim != 1 ||
         offsets.shape[0] < 2 || !offsets.contiguous()) {
-      Ref described_ = described(kSlotNames[slot], offsets);
-      if (described_)
-        call_python("_plans", "refuse_offsets", "(ssO)", kSlotNames[slot], kNames[i],
-                    described_.get());
+      Ref spec = described(kSlotNames[slot], offsets);
+      Ref found =
+          spec ? call_python("_plans", "longest", "(sO)", kSlotNames[slot], spec.get()) : Ref();
+      if (found) raise_error("InternalError", "lengths that could be read were not");
       return false;
     }
-    const auto* numbers = static_cast<const int32_t*>(offsets.data);
     if (numbers == nullptr || reinterpret_cast<uintptr_t>(numbers) % alignof(int32_t) != 0) {
       raise_error(
           "InvalidArgument",
@@ -106,8 +207,7 @@ bool Call::give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k) {
   return true;
 }
 
-bool Call::give_threads(PyObject* given_number) {
-  if (!to_integer("threads", given_number, 32, &threads)) return false;
+bool Call::find_threads() {
   if (threads != 0 || !tensors[kQ].is_torch()) return true;
   Ref number(PyObject_CallObject(torch.number_of_threads, nullptr));
   return number && to_integer("threads", number.get(), 32, &threads);
@@ -122,12 +222,13 @@ bool Call::all_plain() const {
 }
 
 bool Call::write_key(Key& key) const {
-  for (const Tensor& tensor : tensors) {
-    if (tensor.object == nullptr) {
-      key.add(uint64_t{0});
-      continue;
-    }
-    key.add(uint64_t{1} | static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
+  uint64_t given_slots = 0;
+  static_assert(kSlots <= 64);
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const Tensor& tensor = tensors[slot];
+    if (tensor.object == nullptr) continue;
+    given_slots |= uint64_t{1} << slot;
+    key.add(static_cast<uint64_t>(tensor.kind) << 8 | uint64_t{tensor.dtype} << 16 |
             uint64_t{tensor.on_cuda} << 24 | static_cast<uint64_t>(tensor.ndim) << 28 |
             static_cast<uint64_t>(tensor.device_index) << 32);
     for (int axis = 0; axis < tensor.ndim; ++axis) {
@@ -135,9 +236,12 @@ bool Call::write_key(Key& key) const {
       key.add(static_cast<uint64_t>(tensor.strides[axis]));
     }
   }
+  key.add(given_slots);
   key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
           uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
+          uint64_t{cached} << 6 | uint64_t{rotary_interleaved} << 7 | uint64_t{float_out} << 41 |
           static_cast<uint64_t>(threads) << 8);
+  if (cached) key.add(static_cast<uint64_t>(chunk));
   key.add(static_cast<uint64_t>(left));
   key.add(static_cast<uint64_t>(right));
   key.add(static_cast<uint64_t>(lengths[0]));
@@ -145,13 +249,12 @@ bool Call::write_key(Key& key) const {
   key.add(has_scale ? scale : 0.0);
   key.add(softcap);
   key.add(dropout_p);
-  const Py_ssize_t count = scalars ? PyTuple_Size(scalars.get()) : 0;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const char* name;
-    PyObject* value;
-    if (!PyArg_ParseTuple(PyTuple_GetItem(scalars.get(), i), "sO", &name, &value)) return false;
-    for (const char* letter = name; *letter != '\0'; ++letter)
-      key.add(static_cast<uint64_t>(*letter));
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  while (scalars && PyDict_Next(scalars.get(), &at, &name, &value) != 0) {
+    const char* letters = PyUnicode_AsUTF8AndSize(name, nullptr);
+    if (letters == nullptr) return false;
+    for (; *letters != '\0'; ++letters) key.add(static_cast<uint64_t>(*letters));
     if (PyFloat_Check(value))
       key.add(PyFloat_AsDouble(value));
     else
@@ -163,6 +266,7 @@ bool Call::write_key(Key& key) const {
 namespace {
 
 bool take_allocator(PyObject* made, Allocator& allocator) {
+  if (made == Py_None) return true;
   PyObject *function, *arguments, *keywords = nullptr;
   if (!PyArg_ParseTuple(made, "OO|O", &function, &arguments, &keywords)) return false;
   allocator.function = Ref::borrowed(function);
@@ -173,31 +277,53 @@ bool take_allocator(PyObject* made, Allocator& allocator) {
 
 }  // namespace
 
-// Has Python check the arguments and make the plan, which is then kept.
-bool Call::make(const Key& key) {
+// What Python's planner and its messages are given.
+Ref Call::described_arrays() const {
   Ref arrays(PyDict_New());
-  for (int slot = 0; slot < kSlots; ++slot) {
+  for (int slot = 0; arrays && slot < kSlots; ++slot) {
     if (!given(static_cast<Slot>(slot))) continue;
     Ref array = described(kSlotNames[slot], tensors[slot]);
     if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
-      return false;
+      return Ref();
   }
-  Ref scale_given(has_scale ? PyFloat_FromDouble(scale) : Ref::borrowed(Py_None).release());
-  Ref length_given[2];
-  for (int i = 0; i < 2; ++i)
-    length_given[i] =
-        Ref(has_length[i] ? PyLong_FromLongLong(lengths[i]) : Ref::borrowed(Py_None).release());
-  Ref options(Py_BuildValue(
-      "{s:O,s:L,s:L,s:O,s:d,s:d,s:O,s:O,s:L,s:O,s:O,s:O}", "causal", causal ? Py_True : Py_False,
-      "window_left", static_cast<long long>(left), "window_right", static_cast<long long>(right),
-      "scale", scale_given.get(), "softcap", softcap, "dropout_p", dropout_p, "max_seqlen_q",
-      length_given[0].get(), "max_seqlen_k", length_given[1].get(), "threads",
-      static_cast<long long>(threads), "deterministic", deterministic ? Py_True : Py_False,
-      "batch_invariant", batch_invariant ? Py_True : Py_False, "scalars",
-      scalars ? scalars.get() : Py_None));
+  return arrays;
+}
+
+namespace {
+
+Ref number_or_none(bool given, double number) {
+  return given ? Ref(PyFloat_FromDouble(number)) : Ref::borrowed(Py_None);
+}
+
+Ref number_or_none(bool given, int64_t number) {
+  return given ? Ref(PyLong_FromLongLong(number)) : Ref::borrowed(Py_None);
+}
+
+}  // namespace
+
+// Has Python check the arguments and make the plan, which is then kept.
+bool Call::make(const Key& key) {
+  Ref arrays = described_arrays();
+  const auto truth = [](bool value) { return value ? Py_True : Py_False; };
+  Ref options(Py_BuildValue("{s:O,s:(LL),s:N,s:d,s:d,s:N,s:N,s:L,s:O,s:O}", "causal", truth(causal),
+                            "window", static_cast<long long>(left), static_cast<long long>(right),
+                            "scale", number_or_none(has_scale, scale).release(), "softcap", softcap,
+                            "dropout_p", dropout_p, "max_seqlen_q",
+                            number_or_none(has_length[0], lengths[0]).release(), "max_seqlen_k",
+                            number_or_none(has_length[1], lengths[1]).release(), "threads",
+                            static_cast<long long>(threads), "deterministic", truth(deterministic),
+                            "batch_invariant", truth(batch_invariant)));
+  if (options && scalars && PyDict_Update(options.get(), scalars.get()) != 0) return false;
+  if (!arrays) return false;
   if (!options) return false;
-  Ref made = call_python("_plans", "make", "(OOO)", backward ? Py_True : Py_False, arrays.get(),
-                         options.get());
+  if (cached) {
+    Ref more(Py_BuildValue("{s:L,s:O,s:O}", "attention_chunk", static_cast<long long>(chunk),
+                           "rotary_interleaved", truth(rotary_interleaved), "float_out",
+                           truth(float_out)));
+    if (!more || PyDict_Update(options.get(), more.get()) != 0) return false;
+  }
+  Ref made = call_python(cached ? "_kvcache" : "_plans", "make", "(OOO)", truth(backward),
+                         arrays.get(), options.get());
   if (!made) return false;
   for (int slot = 0; slot < kSlots; ++slot)
     if (given(static_cast<Slot>(slot)) && !tensors[slot].plain) {
@@ -215,7 +341,7 @@ bool Call::make(const Key& key) {
   std::memcpy(&launch->plan, plan, sizeof launch->plan);
   for (Py_ssize_t i = 0; i < PyTuple_Size(allocators); ++i)
     if (!take_allocator(PyTuple_GetItem(allocators, i), launch->results[i])) return false;
-  if (workspace != Py_None && !take_allocator(workspace, launch->workspace)) return false;
+  if (!take_allocator(workspace, launch->workspace)) return false;
   launch->small = small != 0;
   launch->is_long = is_long != 0;
   launch->is_short = is_short != 0;
@@ -242,20 +368,20 @@ bool Call::allocate() {
       continue;
     }
     results[i] = Ref(launch_->results[i]());
-    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]]))
+    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]], true))
       return false;
   }
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small) {
-    Ref capturing = call_python("_arrays", "torch_capturing", "(i)",
+    Ref capturing = call_python("_plans", "torch_capturing", "(i)",
                                 static_cast<int>(launch_->plan.problem.device_index));
     if (!capturing) return false;
     if (capturing.get() != Py_True) return true;
   }
   workspace_ = Ref(launch_->workspace());
-  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_)) return false;
+  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
   workspace_address_ = workspace_tensor_.data;
   return true;
 }
@@ -296,6 +422,23 @@ void Call::fill(Arguments& arguments) {
 #include "core/options.def"
 }
 
+void Call::fill_cache(strobe_forward_args& arguments) const {
+  const auto numbers = [this](Slot slot) { return static_cast<const int32_t*>(data(slot)); };
+  arguments.block_table = numbers(kBlockTable);
+  arguments.k_new = data(kKNew);
+  arguments.v_new = data(kVNew);
+  arguments.cu_seqlens_k_new = numbers(kCuKNew);
+  arguments.rotary_cos = data(kRotaryCos);
+  arguments.rotary_sin = data(kRotarySin);
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) arguments.name = numbers(kArray_##name);
+#include "core/options.def"
+}
+
 bool Call::launch_it() {
   bool listens = false;
   if (launch_->is_long) {
@@ -308,6 +451,7 @@ bool Call::launch_it() {
   strobe_forward_args forward{};
   strobe_backward_args gradients{};
   fill(forward);
+  if (cached) fill_cache(forward);
   forward.out = data(kOut);
   forward.lse = wants_lse ? static_cast<float*>(data(kLse)) : nullptr;
   if (backward) {
@@ -335,22 +479,18 @@ bool Call::launch_it() {
 
 bool Call::fail(strobe_status status) {
   if (PyErr_Occurred() != nullptr) return false;  // what the handler of a signal raised
-  Ref arrays(PyDict_New());
-  for (int slot = 0; slot < kSlots; ++slot) {
-    if (!given(static_cast<Slot>(slot))) continue;
-    Ref array = described(kSlotNames[slot], tensors[slot]);
-    if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
-      return false;
-  }
-  Ref error = call_python("_plans", "launch_error", "(isO)", static_cast<int>(status),
-                          library.last_error(), arrays.get());
+  Ref arrays = described_arrays();
+  if (!arrays) return false;
+  Ref error = call_python(cached ? "_kvcache" : "_plans", "launch_error", "(isO)",
+                          static_cast<int>(status), library.last_error(), arrays.get());
   if (error) raise_object(error.get());
   return false;
 }
 
 bool Call::run() {
   const bool writes = backward ? check_writable(kDq) && check_writable(kDk) && check_writable(kDv)
-                               : check_writable(kOut);
+                               : check_writable(kOut) &&
+                                     (!given(kKNew) || (check_writable(kK) && check_writable(kV)));
   if (!writes) return false;
   Key key;
   if (all_plain()) {

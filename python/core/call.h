@@ -32,6 +32,20 @@ enum Slot {
 #define STROBE_INTEGER(...)
 #define STROBE_REAL(...)
 #include "core/options.def"
+  // Of a call with a cache alone, whose k and v are the cache.
+  kBlockTable,
+  kKNew,
+  kVNew,
+  kCuKNew,
+  kRotaryCos,
+  kRotarySin,
+#define STROBE_ARRAY(...)
+#define STROBE_CACHE_ARRAY(name) kArray_##name,
+#define STROBE_FLAG(...)
+#define STROBE_CHOICE(...)
+#define STROBE_INTEGER(...)
+#define STROBE_REAL(...)
+#include "core/options.def"
   kSlots
 };
 extern const char* const kSlotNames[kSlots];
@@ -41,18 +55,23 @@ struct Call {
   ~Call();
 
   // Each returns false where an exception is set.
-  bool give(Slot slot, PyObject* array);                    // None: not given
-  bool give_more(const char* function, PyObject* more);     // a dict of the rarer options
-  bool give_tail(PyObject* const* tail, Py_ssize_t count);  // the same, in the table's order
+  bool give(Slot slot, PyObject* array);  // None: not given
+  bool give_option(const char* function, PyObject* name, PyObject* value);
+  bool give_options(const char* function, PyObject* options);  // a dict: what attention takes
+  bool give_tail(PyObject* const* tail, Py_ssize_t count);     // of an operator's arguments
   bool give_window(PyObject* window);
-  bool give_lengths(PyObject* max_seqlen_q, PyObject* max_seqlen_k);
-  bool give_threads(PyObject* given);  // 0: the number of q's library
+  bool give_length(int index, PyObject* value);  // max_seqlen_q or _k; None: find_lengths
+  bool find_lengths();                           // of those not given
+  bool find_threads();                           // where none were given
   bool run();
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
 
   const bool backward;
+  bool cached = false;                                 // attention_with_kvcache
+  bool rotary_interleaved = false, float_out = false;  // with a cache
+  int64_t chunk = 0;                                   // likewise
   bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
   bool has_scale = false;
   bool has_length[2] = {};
@@ -61,12 +80,13 @@ struct Call {
   double scale = 0, softcap = 0, dropout_p = 0;
   uint64_t seed = 0, offset = 0;
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
-  Ref scalars;              // the rarer options that are numbers: ((name, value), ...)
+  Ref scalars;              // a dict of the rarer options that are numbers
   Tensor tensors[kSlots];
 
  private:
   bool all_plain() const;
   bool write_key(Key& key) const;
+  Ref described_arrays() const;
   bool make(const Key& key);
   bool check_writable(Slot slot);
   bool allocate();
@@ -75,6 +95,7 @@ struct Call {
   void* data(Slot slot) const { return tensors[slot].data; }
   template <typename Arguments>
   void fill(Arguments& arguments);
+  void fill_cache(strobe_forward_args& arguments) const;
 
   std::shared_ptr<Launch> launch_;
   Ref results[3];
@@ -85,6 +106,8 @@ struct Call {
   bool without_gil_ = false;  // as when the interpreter ends a thread that waits for it
 };
 
-extern Plans* const plans;  // forward, backward
+extern Plans* plans;  // forward, backward
+
+extern PyMethodDef cache_methods[];
 
 }  // namespace strobe_python

@@ -276,15 +276,15 @@ void raise_status(strobe_status status) {
 }
 
 PyMethodDef library_methods[] = {
-    {"load", load, METH_O, "Opens libstrobe; its version. OSError: it cannot be opened."},
-    {"make_plan", make_plan, METH_O, "The plan of a problem, given by its fields."},
-    {"plan_text", plan_text, METH_O, "A plan in words."},
-    {"workspace_bytes", workspace_bytes, METH_O, "What a launch of this plan needs."},
-    {"why", why, METH_O, "One line a kernel: takes the problem, or why it declines."},
-    {"dropout_mask", dropout_mask, METH_VARARGS, "Writes the mask to an address."},
-    {"machine", machine, METH_NOARGS, "strobe_machine as a dict."},
-    {"cuda_device", cuda_device, METH_O, "strobe_cuda_device as a tuple."},
-    {"kernels", kernels, METH_NOARGS, "(name, why it is unavailable) of each kernel."},
+    method<load>("load", METH_O, "Opens libstrobe; its version. OSError: it cannot be opened."),
+    method<make_plan>("make_plan", METH_O, "The plan of a problem, given by its fields."),
+    method<plan_text>("plan_text", METH_O, "A plan in words."),
+    method<workspace_bytes>("workspace_bytes", METH_O, "What a launch of this plan needs."),
+    method<why>("why", METH_O, "One line a kernel: takes the problem, or why it declines."),
+    method<dropout_mask>("dropout_mask", METH_VARARGS, "Writes the mask to an address."),
+    method<machine>("machine", METH_NOARGS, "strobe_machine as a dict."),
+    method<cuda_device>("cuda_device", METH_O, "strobe_cuda_device as a tuple."),
+    method<kernels>("kernels", METH_NOARGS, "(name, why it is unavailable) of each kernel."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

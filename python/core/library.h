@@ -14,6 +14,7 @@ namespace strobe_python {
   X(why)                           \
   X(forward)                       \
   X(backward)                      \
+  X(merge)                         \
   X(dropout_mask)                  \
   X(last_error) X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info)
 

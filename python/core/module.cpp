@@ -1,13 +1,28 @@
 // strobe._core: what runs on each call. Python's part checks, explains and plans; it is asked where
 // something is seen for the first time, or is wrong.
 #include <cstdarg>
-#include <cstring>
-#include <vector>
+#include <map>
+#include <utility>
 
 #include "call.h"
 #include "xla.h"
 
 namespace strobe_python {
+
+namespace {
+
+// A function of the package, borrowed: looked up once. On null an exception is set.
+PyObject* function_of(const char* module, const char* name) {
+  static auto& known = *new std::map<std::pair<const char*, const char*>, PyObject*>;
+  const auto found = known.find({module, name});
+  if (found != known.end()) return found->second;
+  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
+  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
+  if (function) known.emplace(std::pair(module, name), function.get());
+  return function.release();
+}
+
+}  // namespace
 
 Ref call_python(const char* module, const char* name, const char* format, ...) {
   PyObject *type, *value, *traceback;  // what is set already is the caller's to judge
@@ -16,10 +31,8 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
   va_start(list, format);
   Ref arguments(Py_VaBuildValue(format, list));
   va_end(list);
-  Ref package(PyImport_ImportModule((std::string("strobe.") + module).c_str()));
-  Ref function(package ? PyObject_GetAttrString(package.get(), name) : nullptr);
-  Ref result(function && arguments ? PyObject_CallObject(function.get(), arguments.get())
-                                   : nullptr);
+  PyObject* function = arguments ? function_of(module, name) : nullptr;
+  Ref result(function != nullptr ? PyObject_CallObject(function, arguments.get()) : nullptr);
   if (PyErr_Occurred() != nullptr) {
     Py_XDECREF(type);
     Py_XDECREF(value);
@@ -31,6 +44,7 @@ Ref call_python(const char* module, const char* name, const char* format, ...) {
 }
 
 void raise_error(const char* kind, const std::string& text) {
+  PyErr_Clear();  // of what this is said in place of
   Ref module(PyImport_ImportModule("strobe._errors"));
   Ref type(module ? PyObject_GetAttrString(module.get(), kind) : nullptr);
   if (type) PyErr_SetString(type.get(), text.c_str());
@@ -57,19 +71,6 @@ bool takes(Py_ssize_t given, Py_ssize_t wanted) {
 
 // ------------------------------------------------------------------------- attention and backward
 
-// What strobe.attention and its derivative have in common: 13 arguments from alibi_slopes on.
-bool give_options(Call& call, const char* function, PyObject* const* a) {
-  return call.give(kAlibi, a[0]) && call.give(kCuQ, a[1]) && call.give(kCuK, a[2]) &&
-         call.give_more(function, a[14]) && call.give_lengths(a[3], a[4]) &&
-         call.give_window(a[5]) && call.give_threads(a[6]) &&
-         to_flag("causal", a[7], &call.causal) &&
-         to_flag("batch_invariant", a[8], &call.batch_invariant) &&
-         (a[9] == Py_None || (call.has_scale = true, to_real("scale", a[9], &call.scale))) &&
-         to_real("softcap", a[10], &call.softcap) && to_real("dropout_p", a[11], &call.dropout_p) &&
-         to_seed("dropout_seed", a[12], &call.seed) &&
-         to_seed("dropout_offset", a[13], &call.offset);
-}
-
 bool all_there(std::initializer_list<const char*> names, PyObject* const* arrays) {
   for (const char* name : names) {
     if (*arrays++ != Py_None) continue;
@@ -79,26 +80,46 @@ bool all_there(std::initializer_list<const char*> names, PyObject* const* arrays
   return true;
 }
 
+// q, k, v, out, return_lse, options
 PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 20)) return nullptr;
-  if (!all_there({"q", "k", "v"}, a)) return nullptr;
+  if (!takes(count, 6) || !all_there({"q", "k", "v"}, a)) return nullptr;
   Call call(false);
   if (!call.give(kQ, a[0]) || !call.give(kK, a[1]) || !call.give(kV, a[2]) ||
       !call.give(kOut, a[3]) || !to_flag("return_lse", a[4], &call.wants_lse) ||
-      !give_options(call, "attention", a + 5) || !call.run())
+      !call.give_options("attention", a[5]) || !call.run())
     return nullptr;
   return call.wants_lse ? results(call, 2) : Ref::borrowed(call.result(0)).release();
 }
 
+bool give_gradients(Call& call, PyObject* grads) {
+  if (grads == Py_None) return true;
+  Ref three(PySequence_Tuple(grads));
+  if (!three || PyTuple_Size(three.get()) != 3) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    PyErr_Clear();
+    raise_error("InvalidArgument", "grads is no tuple of three, expected (dq, dk, dv)");
+    return false;
+  }
+  for (int i = 0; i < 3; ++i) {
+    PyObject* array = PyTuple_GetItem(three.get(), i);
+    if (array == Py_None) {
+      raise_error("InvalidArgument", "grads[" + std::to_string(i) + "] = None, expected an array");
+      return false;
+    }
+    if (!call.give(static_cast<Slot>(kDq + i), array)) return false;
+  }
+  call.copies.push_back(std::move(three));  // that holds the arrays
+  return true;
+}
+
+// dout, q, k, v, out, lse, dlse, grads, deterministic, options
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 26)) return nullptr;
-  if (!all_there({"dout", "q", "k", "v", "out", "lse"}, a)) return nullptr;
+  if (!takes(count, 10) || !all_there({"dout", "q", "k", "v", "out", "lse"}, a)) return nullptr;
   Call call(true);
-  constexpr Slot kSlotsInOrder[] = {kDout, kQ, kK, kV, kOut, kLse, kDlse, kDq, kDk, kDv};
-  for (int i = 0; i < 10; ++i)
-    if (!call.give(kSlotsInOrder[i], a[i])) return nullptr;
-  if (!to_flag("deterministic", a[10], &call.deterministic) ||
-      !give_options(call, "attention_backward", a + 11) || !call.run())
+  for (int slot = kDout; slot <= kDlse; ++slot)
+    if (!call.give(static_cast<Slot>(slot), a[slot])) return nullptr;
+  if (!give_gradients(call, a[7]) || !to_flag("deterministic", a[8], &call.deterministic) ||
+      !call.give_options("attention_backward", a[9]) || !call.run())
     return nullptr;
   return results(call, 3);
 }
@@ -117,7 +138,7 @@ bool straighten(Call& call, Slot slot, PyObject* array, bool whole) {
 // The options of an operator, from cu_seqlens_q on: 13, and the table's tail.
 bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
   if (a[3] != Py_None) {
-    Ref pair = call_python("_generator", "seed_and_offset", "(O)", a[3]);
+    Ref pair = call_python("_operators", "seed_and_offset", "(O)", a[3]);
     PyObject *seed, *offset;
     if (!pair || !PyArg_ParseTuple(pair.get(), "OO", &seed, &offset) ||
         !to_seed("dropout_seed", seed, &call.seed) ||
@@ -125,16 +146,12 @@ bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
       return false;
   }
   return call.give(kAlibi, a[2]) && call.give(kCuQ, a[0]) && call.give(kCuK, a[1]) &&
-         call.give_tail(a + 13, count - 13) && call.give_lengths(a[4], a[5]) &&
+         call.give_tail(a + 13, count - 13) && call.give_length(0, a[4]) &&
+         call.give_length(1, a[5]) && call.find_lengths() &&
          to_integer("window[0]", a[9], 64, &call.left) &&
          to_integer("window[1]", a[10], 64, &call.right) && to_flag("causal", a[8], &call.causal) &&
          (a[7] == Py_None || (call.has_scale = true, to_real("scale", a[7], &call.scale))) &&
          to_real("softcap", a[11], &call.softcap) && to_real("dropout_p", a[6], &call.dropout_p);
-}
-
-bool number_of_threads(Call& call) {
-  Ref zero(PyLong_FromLong(0));
-  return zero && call.give_threads(zero.get());
 }
 
 PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
@@ -143,7 +160,7 @@ PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   call.wants_lse = true;
   for (int i = 0; i < 3; ++i)
     if (!straighten(call, static_cast<Slot>(kQ + i), a[i], false)) return nullptr;
-  if (!give_operator_options(call, a + 3, count - 3) || !number_of_threads(call) || !call.run())
+  if (!give_operator_options(call, a + 3, count - 3) || !call.find_threads() || !call.run())
     return nullptr;
   return results(call, 2);
 }
@@ -163,63 +180,52 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!straighten(call, slot, array, slot == kLse || slot == kDlse)) return nullptr;
   }
   if (!give_operator_options(call, a + 7, count - 7) ||
-      !to_flag("deterministic", a[7 + 12], &call.deterministic) || !number_of_threads(call) ||
+      !to_flag("deterministic", a[7 + 12], &call.deterministic) || !call.find_threads() ||
       !call.run())
     return nullptr;
   return results(call, 3);
 }
 
-// --------------------------------------------------------------------------- flash_attn's
-// functions
+// ------------------------------------------------------------------------ flash_attn's functions
 
-// Functions that say whether somebody must see each operator: see _watchers of _flash_attn.py. And
+// Of PyTorch: functions that say whether somebody must see each operator (see _flash_attn.py), and
 // where torch.autograd.forward_ad says it of forward-mode differentiation.
-constexpr int kOften = 3;
-PyObject *often[kOften], *seldom[2], *forward_ad = nullptr, *level_name = nullptr;
-PyObject* device_names[2];
+struct Watchers {
+  PyObject *modes, *is_tracing, *has_function_mode, *forward_ad, *level;
+};
+Watchers watchers;
 
 PyObject* set_watchers(PyObject*, PyObject* arguments) {
-  PyObject *functions[kOften], *rare[2], *names, *level;
-  if (!PyArg_ParseTuple(arguments, "(OOO)(OO)OO", &functions[0], &functions[1], &functions[2],
-                        &rare[0], &rare[1], &names, &level))
+  Watchers given;
+  if (!PyArg_ParseTuple(arguments, "OOOO!O", &given.modes, &given.is_tracing,
+                        &given.has_function_mode, &PyDict_Type, &given.forward_ad, &given.level))
     return nullptr;
-  if (PyDict_GetItem(names, level) == nullptr) {
-    PyErr_SetObject(PyExc_KeyError, level);
-    return nullptr;
-  }
-  for (int i = 0; i < kOften; ++i) often[i] = Ref::borrowed(functions[i]).release();
-  for (int i = 0; i < 2; ++i) seldom[i] = Ref::borrowed(rare[i]).release();
-  level_name = Ref::borrowed(level).release();
-  device_names[0] = PyUnicode_InternFromString("cpu");
-  device_names[1] = PyUnicode_InternFromString("cuda");
-  forward_ad = Ref::borrowed(names).release();
+  for (PyObject* object :
+       {given.modes, given.is_tracing, given.has_function_mode, given.forward_ad, given.level})
+    Py_INCREF(object);
+  watchers = given;
   Py_RETURN_NONE;
 }
 
-bool denies(PyObject* function) {
-  Ref found(PyObject_CallNoArgs(function));
-  return found && PyObject_IsTrue(found.get()) == 0;
+bool denies(const Ref& found) { return found && PyObject_IsTrue(found.get()) == 0; }
+
+// Whether nobody watches a call of these tensors; on false an exception may be set.
+bool unwatched(PyObject* q, PyObject* k, PyObject* v) {
+  if (watchers.level == nullptr) return false;
+  PyObject* level = PyDict_GetItem(watchers.forward_ad, watchers.level);  // borrowed
+  if (level == nullptr || PyLong_AsLong(level) >= 0) return false;
+  Ref tensors(PyTuple_Pack(3, q, k, v));
+  return tensors && denies(Ref(PyObject_CallNoArgs(watchers.modes))) &&
+         denies(Ref(PyObject_CallNoArgs(watchers.is_tracing))) &&
+         denies(
+             Ref(PyObject_CallFunctionObjArgs(watchers.has_function_mode, tensors.get(), nullptr)));
 }
 
-// Whether nobody watches; on false an exception may be set.
-bool unwatched() {
-  if (forward_ad == nullptr) return false;
-  for (PyObject* function : often)
-    if (!denies(function)) return false;
-  if (!denies(seldom[0]) && !denies(seldom[1])) return false;
-  PyObject* level = PyDict_GetItem(forward_ad, level_name);  // borrowed
-  return level != nullptr && PyLong_AsLong(level) < 0 && PyErr_Occurred() == nullptr;
-}
-
-PyObject* is_unwatched(PyObject*, PyObject*) {
-  const bool found = unwatched();
+PyObject* is_unwatched(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (!takes(count, 3)) return nullptr;
+  const bool found = unwatched(a[0], a[1], a[2]);
   if (!found) PyErr_Clear();
   return PyBool_FromLong(found);
-}
-
-bool says_yes(PyObject* function, PyObject* argument) {
-  Ref found(PyObject_CallFunctionObjArgs(function, argument, nullptr));
-  return found.get() == Py_True;
 }
 
 bool is_small_integer(PyObject* value) {
@@ -229,60 +235,99 @@ bool is_small_integer(PyObject* value) {
   return overflow == 0;
 }
 
+bool is_zero(PyObject* value) {
+  return (PyFloat_CheckExact(value) && PyFloat_AsDouble(value) == 0) ||
+         (PyLong_CheckExact(value) && PyObject_IsTrue(value) == 0);
+}
+
 // Whether an attribute of a tensor is True.
 bool has(PyObject* tensor, PyObject* attribute) {
   Ref found(PyObject_GetAttr(tensor, attribute));
   return found.get() == Py_True;
 }
 
+// What flash_attn's functions are called with.
+struct FlashArguments {
+  PyObject *q, *k, *v;
+  PyObject *cu_seqlens_q, *cu_seqlens_k, *max_seqlen_q, *max_seqlen_k;
+  PyObject *dropout_p, *scale, *causal, *window, *softcap, *alibi_slopes, *deterministic;
+
+  // Whether each is of the type that it has in nearly every call.
+  bool are_usual() const {
+    const auto is_tensor = [](PyObject* object) {
+      return reinterpret_cast<PyObject*>(Py_TYPE(object)) == torch.tensor_type;
+    };
+    const auto none_or = [](PyObject* object, bool usual) { return object == Py_None || usual; };
+    for (PyObject* tensor : {q, k, v})
+      if (!is_tensor(tensor)) return false;
+    for (PyObject* tensor : {cu_seqlens_q, cu_seqlens_k, alibi_slopes})
+      if (!none_or(tensor, is_tensor(tensor))) return false;
+    for (PyObject* length : {max_seqlen_q, max_seqlen_k})
+      if (!none_or(length, is_small_integer(length))) return false;
+    return is_zero(dropout_p) && none_or(scale, PyFloat_CheckExact(scale)) &&
+           PyBool_Check(causal) && PyBool_Check(deterministic) && PyFloat_CheckExact(softcap) &&
+           PyTuple_CheckExact(window) && PyTuple_Size(window) == 2 &&
+           is_small_integer(PyTuple_GetItem(window, 0)) &&
+           is_small_integer(PyTuple_GetItem(window, 1));
+  }
+};
+
+// Whether autocast is on for the device of these tensors; it is PyTorch's GPU where none is named.
+bool is_autocast(bool on_cuda) {
+  static PyObject* const cpu = PyUnicode_InternFromString("cpu");
+  PyObject* device = on_cuda ? nullptr : cpu;
+  return !denies(Ref(PyObject_CallFunctionObjArgs(torch.is_autocast_enabled, device, nullptr)));
+}
+
 // A call without dropout of plain tensors that nobody but autograd watches: its out. Where autograd
-// does, the operator's options; else None, and the caller goes the general way.
-// q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap,
-// alibi_slopes, deterministic
+// does, what the autograd function is given: ((out, lse), the operator's options, False). Else
+// None, and the caller goes the general way. q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+// max_seqlen_k), (dropout_p, scale, causal, window, softcap, alibi_slopes, deterministic),
+// return_attn_probs
 PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 13)) return nullptr;
+  if (!takes(count, 6)) return nullptr;
+  PyObject *lengths = a[3], *options = a[4];
+  if (!takes(PyTuple_Size(lengths), 4) || !takes(PyTuple_Size(options), 7)) return nullptr;
+  const auto length = [&](int i) { return PyTuple_GetItem(lengths, i); };
+  const auto option = [&](int i) { return PyTuple_GetItem(options, i); };
+  const FlashArguments given{a[0],      a[1],      a[2],      length(0), length(1),
+                             length(2), length(3), option(0), option(1), option(2),
+                             option(3), option(4), option(5), option(6)};
   const auto general = []() -> PyObject* {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyErr_Clear();
     return Ref::borrowed(Py_None).release();
   };
-  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-  static PyObject* const is_cuda = PyUnicode_InternFromString("is_cuda");
-  PyObject* const type = torch.tensor_type;
-  for (int i = 0; i < 3; ++i)
-    if (reinterpret_cast<PyObject*>(Py_TYPE(a[i])) != type) return general();
-  PyObject *causal = a[8], *window = a[9];
-  if ((causal != Py_True && causal != Py_False) || !PyBool_Check(a[12]) ||
-      !PyTuple_CheckExact(window) || PyTuple_Size(window) != 2 ||
-      !is_small_integer(PyTuple_GetItem(window, 0)) ||
-      !is_small_integer(PyTuple_GetItem(window, 1)) || !PyFloat_CheckExact(a[10]) ||
-      (a[7] != Py_None && !PyFloat_CheckExact(a[7])))
+  if (a[5] != Py_False || !given.are_usual() || !unwatched(given.q, given.k, given.v))
     return general();
-  for (int i : {3, 4, 11})
-    if (a[i] != Py_None && reinterpret_cast<PyObject*>(Py_TYPE(a[i])) != type) return general();
-  for (int i : {5, 6})
-    if (a[i] != Py_None && !is_small_integer(a[i])) return general();
-  if (!unwatched() || says_yes(torch.is_autocast_enabled, device_names[has(a[0], is_cuda)]))
-    return general();
-  if (says_yes(torch.is_grad_enabled, nullptr) &&
-      (has(a[0], requires_grad) || has(a[1], requires_grad) || has(a[2], requires_grad)))
-    return Py_BuildValue("(OOOOOOdOOOOOO)", a[3], a[4], a[11], Py_None, a[5], a[6], 0.0, a[7],
-                         causal, PyTuple_GetItem(window, 0), PyTuple_GetItem(window, 1), a[10],
-                         a[12]);
-
   Call call(false);
-  constexpr Slot kSlotsInOrder[] = {kQ, kK, kV, kCuQ, kCuK};
-  for (int i = 0; i < 5; ++i)
-    if (!call.give(kSlotsInOrder[i], a[i])) return general();
+  // A tensor of torch.func's transforms has no memory: reading it fails.
+  if (!call.give(kQ, given.q) || !call.give(kK, given.k) || !call.give(kV, given.v))
+    return general();
   for (const Slot slot : {kQ, kK, kV})
     if (!call.tensors[slot].plain || !call.tensors[slot].rows_contiguous()) return general();
-  if (!call.give(kAlibi, a[11])) return general();
-  if (!to_flag("causal", causal, &call.causal) || !call.give_lengths(a[5], a[6]) ||
-      !call.give_window(window) || !number_of_threads(call) ||
-      (a[7] != Py_None && (call.has_scale = true, !to_real("softmax_scale", a[7], &call.scale))) ||
-      !to_real("softcap", a[10], &call.softcap) || !call.run())
+  if (is_autocast(call.tensors[kQ].on_cuda)) return general();
+  if (!call.give(kCuQ, given.cu_seqlens_q) || !call.give(kCuK, given.cu_seqlens_k) ||
+      !call.give(kAlibi, given.alibi_slopes))
+    return general();
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  call.wants_lse =
+      !denies(Ref(PyObject_CallNoArgs(torch.is_grad_enabled))) &&
+      (has(given.q, requires_grad) || has(given.k, requires_grad) || has(given.v, requires_grad));
+  call.has_scale = given.scale != Py_None;
+  if (!to_flag("causal", given.causal, &call.causal) || !call.give_length(0, given.max_seqlen_q) ||
+      !call.give_length(1, given.max_seqlen_k) || !call.give_window(given.window) ||
+      !call.find_threads() ||
+      (call.has_scale && !to_real("softmax_scale", given.scale, &call.scale)) ||
+      !to_real("softcap", given.softcap, &call.softcap) || !call.run())
     return nullptr;
-  return Ref::borrowed(call.result(0)).release();
+  if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
+  Ref plain(PyTuple_Pack(13, given.cu_seqlens_q, given.cu_seqlens_k, given.alibi_slopes, Py_None,
+                         given.max_seqlen_q, given.max_seqlen_k, given.dropout_p, given.scale,
+                         given.causal, PyTuple_GetItem(given.window, 0),
+                         PyTuple_GetItem(given.window, 1), given.softcap, given.deterministic));
+  Ref both(PyTuple_Pack(2, call.result(0), call.result(1)));
+  return plain && both ? PyTuple_Pack(3, both.get(), plain.get(), Py_False) : nullptr;
 }
 
 // ------------------------------------------------------------------------------------ the module
@@ -298,21 +343,16 @@ PyObject* forget(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-template <typename Function>
-PyCFunction fast(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 PyMethodDef call_methods[] = {
-    {"forward", fast(forward), METH_FASTCALL, "strobe.attention, with every argument."},
-    {"backward", fast(backward), METH_FASTCALL, "strobe.attention_backward, likewise."},
-    {"operator_forward", fast(operator_forward), METH_FASTCALL, "(out, lse) of an operator."},
-    {"operator_backward", fast(operator_backward), METH_FASTCALL, "(dq, dk, dv) of an operator."},
-    {"flash", fast(flash), METH_FASTCALL, "A call of flash_attn's functions, if it is plain."},
-    {"set_watchers", set_watchers, METH_VARARGS, "Who may have to see each operator."},
-    {"unwatched", is_unwatched, METH_NOARGS, "Whether nobody has to."},
-    {"kept", kept, METH_NOARGS, "Number of plans that are kept: forward, backward."},
-    {"forget", forget, METH_NOARGS, "Forgets all plans."},
+    method<forward>("forward", METH_FASTCALL, "strobe.attention, with every argument."),
+    method<backward>("backward", METH_FASTCALL, "strobe.attention_backward, likewise."),
+    method<operator_forward>("operator_forward", METH_FASTCALL, "(out, lse) of an operator."),
+    method<operator_backward>("operator_backward", METH_FASTCALL, "(dq, dk, dv) of an operator."),
+    method<flash>("flash", METH_FASTCALL, "A call of flash_attn's functions, if it is plain."),
+    method<set_watchers>("set_watchers", METH_VARARGS, "Who may have to see each operator."),
+    method<is_unwatched>("unwatched", METH_FASTCALL, "Whether nobody has to, of q, k, v."),
+    method<kept>("kept", METH_NOARGS, "Number of plans that are kept: forward, backward."),
+    method<forget>("forget", METH_NOARGS, "Forgets all plans."),
     {nullptr, nullptr, 0, nullptr}};
 
 int execute(PyObject* module) {
@@ -322,12 +362,15 @@ int execute(PyObject* module) {
                     "are, are kept once for the whole process. Import it in the main interpreter");
     return -1;
   }
-  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, xla_methods})
+  if (plans == nullptr) plans = new Plans[2];
+  for (PyMethodDef* methods :
+       {library_methods, tensor_methods, call_methods, cache_methods, xla_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }
 
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(execute)}, {0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(Guarded<execute>::call)},
+                            {0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "strobe._core",

@@ -4,8 +4,12 @@
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <cxxabi.h>
 
+#include <exception>
+#include <new>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace strobe_python {
@@ -43,5 +47,36 @@ void raise_error(const char* kind, const std::string& text);
 
 // Raises an exception that Python made.
 void raise_object(PyObject* error);
+
+// Every function that Python calls goes by here: no C++ exception may pass into Python.
+template <auto function>
+struct Guarded;
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Guarded<function> {
+  static Result call(Arguments... arguments) {
+    try {
+      return function(arguments...);
+    } catch (const abi::__forced_unwind&) {
+      throw;  // the C library ends a thread
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+    } catch (const std::exception& error) {
+      raise_error("InternalError", error.what());
+    } catch (...) {
+      raise_error("InternalError", "an exception of C++");
+    }
+    if constexpr (std::is_pointer_v<Result>)
+      return nullptr;
+    else
+      return -1;
+  }
+};
+
+// An entry of a table of methods.
+template <auto function>
+PyMethodDef method(const char* name, int flags, const char* text) {
+  void (*any)() = reinterpret_cast<void (*)()>(Guarded<function>::call);
+  return {name, reinterpret_cast<PyCFunction>(any), flags, text};
+}
 
 }  // namespace strobe_python

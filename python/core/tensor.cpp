@@ -68,8 +68,14 @@ const DLExchangeApi* exchange_of(PyTypeObject* type) {
   return known ? api : nullptr;
 }
 
+Class torch_class{Kind::kTorch, nullptr};  // of torch.Tensor itself, once it has been met
+
 bool class_of(const char* name, PyObject* object, Class& found) {
   PyTypeObject* type = Py_TYPE(object);
+  if (reinterpret_cast<PyObject*>(type) == torch.tensor_type) {
+    found = torch_class;
+    return true;
+  }
   const auto known = classes.find(type);
   if (known != classes.end()) {
     found = known->second;
@@ -277,10 +283,21 @@ Ref describe_shared(const char* name, const DLTensor& found) {
 
 // ---------------------------------------------------------------------------------------- PyTorch
 
-// No memory of a 64-bit process need be looked into below this: a tensor without memory has its
-// offset for an address. Where memory does begin lower (a Python that is not position-independent),
-// Python looks closer.
+// A tensor without memory (freed, fake) has its offset for an address, which is below this. Memory
+// itself may lie there in a Python that is not position-independent: such a tensor is asked.
 constexpr uintptr_t kLow = uintptr_t{1} << 32;
+
+// Whether an address is none, but an offset. On true an exception may be set.
+bool has_no_memory(PyObject* object, const Tensor& tensor) {
+  if (reinterpret_cast<uintptr_t>(tensor.data) >= kLow) return false;
+  for (int axis = 0; axis < tensor.ndim; ++axis)
+    if (tensor.shape[axis] == 0) return false;
+  static PyObject* const name = PyUnicode_InternFromString("storage_offset");
+  Ref offset(PyObject_CallMethodObjArgs(object, name, nullptr));
+  if (!offset) return true;
+  const uint64_t size = tensor.dtype == kFloat32 || tensor.dtype == kInt32 ? 4 : 2;
+  return PyLong_AsUnsignedLongLong(offset.get()) * size == reinterpret_cast<uintptr_t>(tensor.data);
+}
 
 // PyTorch before 2.10, which has no exchange API.
 bool read_attributes(PyObject* object, Tensor& tensor) {
@@ -310,7 +327,9 @@ bool read_attributes(PyObject* object, Tensor& tensor) {
   return PyErr_Occurred() == nullptr;
 }
 
-bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor) {
+// ours: made here, so that it has memory and its own sign.
+bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor,
+                bool ours) {
   if (exchange != nullptr) {
     DLTensor found;
     DLManagedTensorVersioned* managed = nullptr;
@@ -326,25 +345,27 @@ bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchang
   } else if (!read_attributes(object, tensor)) {
     return unreadable(name, object);
   }
+  if (ours) return true;
   Ref negative(PyObject_CallFunctionObjArgs(torch.is_neg, object, nullptr));
   if (!negative) return unreadable(name, object);
   if (negative.get() == Py_True) tensor.plain = false;
-  if (tensor.plain && reinterpret_cast<uintptr_t>(tensor.data) < kLow) {
-    Ref checked = call_python("_tensors", "check_readable", "(sO)", name, object);
-    if (!checked) return false;
-  }
+  if (tensor.plain && has_no_memory(object, tensor)) return unreadable(name, object);
   return true;
 }
 
-// ------------------------------------------------------------------------------ methods of
-// Python's
+// ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
   PyObject *given[5], *dtypes[4];
   if (!PyArg_ParseTuple(arguments, "OOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
                         &given[4], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
     return nullptr;
+  if (!PyType_Check(given[0])) {
+    PyErr_SetString(PyExc_TypeError, "expected torch.Tensor first");
+    return nullptr;
+  }
   for (PyObject* object : given) Py_INCREF(object);
+  torch_class.exchange = exchange_of(reinterpret_cast<PyTypeObject*>(given[0]));
   for (PyObject* object : dtypes) Py_INCREF(object);
   torch = {given[0], given[1], given[2], given[3], given[4]};
   std::copy(dtypes, dtypes + 4, torch.dtypes);
@@ -362,7 +383,7 @@ PyObject* describe(PyObject*, PyObject* arguments) {
 
 }  // namespace
 
-bool read(const char* name, PyObject* object, Tensor& tensor) {
+bool read(const char* name, PyObject* object, Tensor& tensor, bool ours) {
   Class found;
   if (!class_of(name, object, found)) return false;
   tensor.object = object;
@@ -375,7 +396,7 @@ bool read(const char* name, PyObject* object, Tensor& tensor) {
       return tensor.owned && (read_numpy(tensor.owned.get(), tensor) || unreadable(name, object));
     case Kind::kTorch:
     case Kind::kTorchSubclass:
-      return read_torch(name, object, found.exchange, tensor);
+      return read_torch(name, object, found.exchange, tensor, ours);
     case Kind::kShared:
       return read_shared(name, object, tensor);
     default:
@@ -393,15 +414,15 @@ bool current_stream(const Tensor& tensor, void** stream) {
   if (!class_of("q", tensor.object, found)) return false;
   if (found.exchange != nullptr)
     return found.exchange->current_work_stream(kDlCuda, tensor.device_index, stream) == 0;
-  Ref address = call_python("_arrays", "torch_stream", "(i)", tensor.device_index);
+  Ref address = call_python("_plans", "torch_stream", "(i)", tensor.device_index);
   if (!address) return false;
   *stream = PyLong_AsVoidPtr(address.get());
   return PyErr_Occurred() == nullptr;
 }
 
 PyMethodDef tensor_methods[] = {
-    {"set_torch", set_torch, METH_VARARGS, "Introduces PyTorch."},
-    {"describe", describe, METH_VARARGS, "The Spec of an object with __dlpack__."},
+    method<set_torch>("set_torch", METH_VARARGS, "Introduces PyTorch."),
+    method<describe>("describe", METH_VARARGS, "The Spec of an object with __dlpack__."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

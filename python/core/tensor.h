@@ -16,7 +16,7 @@ enum : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt32 = 8, kOtherTy
 
 struct DLManaged;  // of a DLPack capsule, either version
 
-constexpr int kMaxAxes = 4;  // no argument has more
+constexpr int kMaxAxes = 5;  // no argument has more
 
 struct Tensor {
   PyObject* object = nullptr;  // borrowed: what the caller gave
@@ -44,8 +44,9 @@ struct Tensor {
   void forget();  // without the GIL nothing is given back
 };
 
-// Reads `object`, which messages call `name`. On false an exception is set.
-bool read(const char* name, PyObject* object, Tensor& tensor);
+// Reads `object`, which messages call `name`. ours: it was made for this call. On false an
+// exception is set.
+bool read(const char* name, PyObject* object, Tensor& tensor, bool ours = false);
 
 // What Python's planner is given for it: the object, or of a DLPack tensor its description.
 Ref described(const char* name, const Tensor& tensor);

@@ -14,6 +14,8 @@ from ._library import VERSION as __version__  # isort: skip - first: it opens th
 from ._arrays import ArraySpec
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import info
+from ._kvcache import attention_with_kvcache
+from ._merge import merge
 from ._questions import dropout_mask, plan, why
 from .functional import attention, attention_backward
 
@@ -28,8 +30,10 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_with_kvcache",
     "dropout_mask",
     "info",
+    "merge",
     "plan",
     "why",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from . import _core
-from ._errors import Error, InvalidArgument, Unsupported, shown
-from ._tensors import check_dense, check_device, check_readable, check_sign, first_line
+from ._errors import Error, InvalidArgument, Unsupported, first_line, shown
 from ._values import integer
 
 
@@ -182,6 +180,64 @@ def check_writable(name: str, array: Any) -> None:
         )
 
 
+# --------------------------------------------------------------- PyTorch's that are none to read
+# Nested, sparse, fake, negated, freed: their type is torch.Tensor like any other's, and what
+# PyTorch says of them ranges from a wrong address to an "Internal error".
+
+
+def check_dense(name: str, x: Any) -> None:
+    """Refuses the layouts that have no strides."""
+    torch = _torch()
+    if x.is_nested:
+        raise InvalidArgument(
+            f"{name} is a nested tensor, expected a dense one: pack its sequences end to end and "
+            "pass cu_seqlens_q and cu_seqlens_k (flash_attn_varlen_func), or pad them"
+        )
+    if x.layout is not torch.strided:
+        raise InvalidArgument(
+            f"{name}.layout = {x.layout}, expected torch.strided: pass {name}.to_dense()"
+        )
+
+
+def check_plain(name: str, x: Any) -> None:
+    """Refuses what is not dense, whose memory holds its negative (`x.conj().imag`, say), and
+    devices without kernels or without memory (meta).
+    """
+    check_dense(name, x)
+    if x.is_neg():
+        raise InvalidArgument(
+            f"{name} has its negative bit set, so that its memory holds -{name}: pass "
+            f"{name}.resolve_neg()"
+        )
+    if x.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name} is on {x.device}, expected a cpu or cuda tensor")
+
+
+def check_readable(name: str, x: Any) -> None:
+    """Refuses what has no elements in memory, or others there than it stands for."""
+    check_plain(name, x)
+    try:
+        # A storage that was freed, a fake or a wrapper's: its address is NULL.
+        readable = x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size()
+    except Exception:
+        readable = False
+    if not readable:
+        raise InvalidArgument(f"{name} is a {_kind(x)}, expected one that has memory")
+
+
+def _kind(x: Any) -> str:
+    torch = _torch()
+    if x._is_zerotensor():
+        return "zero tensor of PyTorch's"
+    if type(x).__name__ == "FakeTensor" or torch._is_functional_tensor(x):
+        return "fake tensor (torch.compile, export)"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "tensor of torch.func (vmap, grad)"
+    if type(x) in (torch.Tensor, torch.nn.Parameter):
+        return "tensor whose storage was freed"
+    return f"tensor of type {type(x).__name__}"
+
+
 # ------------------------------------------------------------------------------------------- specs
 
 
@@ -223,9 +279,7 @@ def _numpy_spec(name: str, array: NDArray) -> Spec:
 
 
 def _torch_spec(name: str, array: Any) -> Spec:
-    check_dense(name, array)
-    check_sign(name, array)
-    check_device(name, array)
+    check_plain(name, array)
     device = array.device
     dtype = str(array.dtype).removeprefix("torch.")
     index = device.index or 0
@@ -345,57 +399,3 @@ def shared_spec(
     if lanes != 1:
         dtype += f"x{lanes}"
     return Spec(SHARED, shape, strides, dtype, device, 0)
-
-
-# --------------------------------------------------------------------- what a launch makes and asks
-
-# function(*arguments, **keywords) makes an uninitialised, contiguous array.
-Allocator: TypeAlias = tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
-    """Of results on the device of `like`: PyTorch's for its tensors, else NumPy's."""
-    if like.kind is TORCH:
-        return _torch_allocator(tuple(shape), dtype, like)
-    return (np.empty, (tuple(shape), numpy_dtype(dtype)))
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name; bfloat16 is the one of ml_dtypes."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise Unsupported(
-            "a bfloat16 result as a NumPy array needs the package ml_dtypes "
-            "(pip install ml_dtypes); or pass PyTorch tensors, or your own array as out"
-        ) from None
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
-
-
-def _torch_allocator(shape: tuple[int, ...], dtype: str, like: Spec) -> Allocator:
-    torch = _torch()
-    device = torch.device(like.device, None if like.device == "cpu" else like.device_index)
-    made = {"dtype": getattr(torch, dtype), "device": device}
-    with torch.inference_mode(False):
-        model = torch.empty(shape, **made)
-    if type(model) is not torch.Tensor:  # fake ones, while somebody traces
-        return (torch.empty, (shape,), made)
-    # empty_like takes half the time of empty; of the model only its description is needed.
-    model.untyped_storage().resize_(0)
-    return (torch.empty_like, (model,))
-
-
-def torch_stream(device_index: int) -> int:
-    """cudaStream_t of PyTorch's current stream, where no exchange API (PyTorch 2.10) says it."""
-    address: int = _torch().cuda.current_stream(device_index).cuda_stream
-    return address
-
-
-def torch_capturing(device_index: int) -> bool:
-    """Whether PyTorch's current stream of the device is being captured into a graph."""
-    cuda = _torch().cuda
-    with cuda.device(device_index):
-        return bool(cuda.is_current_stream_capturing())

@@ -49,13 +49,18 @@ def forward(
     blocks: Blocks,
     dropout_p: float,
     scale: float | None,
+    out: Tensor | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), out's heads innermost but head_dim, as PyTorch's kernel for the CPU has them."""
+    """(out, lse). Without an out to write to, its heads are innermost but head_dim, as PyTorch's
+    kernel for the CPU has them.
+    """
     q, k, v = rows(query), rows(key), rows(value)
     batch, seqlen_q, heads, _ = q.shape
-    new = q.new_zeros if blocks.hides_queries else q.new_empty
-    out = new((batch, seqlen_q, heads, v.shape[3]))
+    shape = (batch, seqlen_q, heads, v.shape[3])
+    out = q.new_empty(shape) if out is None else out.transpose(1, 2)
+    if blocks.hides_queries:
+        out.zero_()
     lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
     if blocks.hides_queries and with_lse:
         lse.fill_(float("-inf"))
@@ -86,13 +91,18 @@ def backward(
     blocks: Blocks,
     dropout_p: float,
     scale: float | None,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients laid out as out is."""
+    """Gradients, laid out as `forward` lays out its out if there are none to write to."""
     q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
-    empty = not blocks.blocks
-    dq = torch.zeros_like(q) if blocks.hides_queries or empty else torch.empty_like(q)
-    hidden = blocks.hides_keys or blocks.hides_queries or empty
-    dk, dv = (torch.zeros_like(x) if hidden else torch.empty_like(x) for x in (k, v))
+    if grads is None:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    else:
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    hides_queries = blocks.hides_queries or not blocks.blocks
+    for x, hidden in ((dq, False), (dk, blocks.hides_keys), (dv, blocks.hides_keys)):
+        if hidden or hides_queries:
+            x.zero_()
     for block, options in zip(
         blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
     ):

@@ -6,13 +6,24 @@ import threading
 from dataclasses import dataclass, field
 from typing import Final
 
-from ._questions import latest_answer
+# .text: what became of this thread's latest call of PyTorch's attention.
+_latest: Final = threading.local()
 
+_NONE_YET: Final = (
+    "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
+    "strobe.torch.sdpa_kernel():`, and in its place as PyTorch's flash kernel after "
+    "strobe.torch.register(); none was made in this thread"
+)
 # What `strobe.why()` says of a block in which nothing has been called yet.
 _NO_CALL: Final = (
     "no call seen: nothing has called scaled_dot_product_attention since this thread's latest "
     "`with strobe.torch.sdpa_kernel()` began"
 )
+
+
+def latest() -> str:
+    """What `strobe.why()` says."""
+    return str(getattr(_latest, "text", _NONE_YET))
 
 
 @dataclass
@@ -58,7 +69,7 @@ def enter(served: ServedCalls, *, again: bool = False) -> None:
     """A block begins. again: only to compute once more what was computed in it."""
     _blocks.open.append(served)
     if not again:
-        latest_answer.text = _NO_CALL
+        _latest.text = _NO_CALL
 
 
 def current() -> ServedCalls | None:
@@ -74,7 +85,7 @@ def leave(served: ServedCalls) -> None:
 
 def record(verdict: Verdict, *, counted: bool = True) -> None:
     """For `strobe.why()`, and the counts of the innermost block, also from compiled code."""
-    latest_answer.text = verdict.text
+    _latest.text = verdict.text
     served = current()
     if served is not None and counted:
         if verdict.kind:

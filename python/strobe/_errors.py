@@ -8,18 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = [
-    "DeviceError",
-    "Error",
-    "InternalError",
-    "InvalidArgument",
-    "OutOfMemory",
-    "Unsupported",
-    "error_for_status",
-    "renamed",
-    "shown",
-]
-
 _LONGEST_MESSAGE: Final = 400  # bytes
 _LONGEST_VALUE: Final = 100
 
@@ -64,6 +52,15 @@ def _shown(value: Any, depth: int) -> str:
             return repr(value)  # NumPy's scalars
         return f"<{kind.__name__} of shape {tuple(value.shape)}>"
     return repr(value)
+
+
+def first_line(error: BaseException) -> str:
+    """Of somebody else's message."""
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:
+        text = ""
+    return text or type(error).__name__
 
 
 class Error(Exception):

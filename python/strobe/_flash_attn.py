@@ -3,61 +3,66 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 from . import _core, _operators
-from ._arrays import cannot_be_read, introduce_torch
-from ._errors import Error, InvalidArgument, Unsupported, renamed
-from ._tensors import check_dense, check_readable, first_line
+from ._arrays import cannot_be_read, check_dense, check_readable, introduce_torch
+from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._values import flag, integer, pair, real
 
 Tensor: TypeAlias = torch.Tensor
 
 # What a function of `flash_attn` returns: out, or (out, softmax_lse, S_dmask).
 Result: TypeAlias = Any
+# cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+Lengths: TypeAlias = tuple[Any, Any, Any, Any]
+DENSE: Final[Lengths] = (None, None, None, None)
+# dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+Options: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 
 _is_tracing: Final = torch.compiler.is_dynamo_compiling
 
 
 # -------------------------------------------------------------------------------- without dispatch
 
-# Whether operators are traced before dispatch, on a stack of modes of its own (export).
-_PRE_DISPATCH: Final = getattr(torch._C.DispatchKey, "PreDispatch", None)
+
+def is_in_dispatch_mode() -> bool:
+    """Whether a mode sees each operator, also on the stack of tracing before dispatch."""
+    return bool(_in_dispatch_mode())
 
 
-def pre_dispatch() -> bool:
-    """Whether operators are traced before dispatch, on a stack of modes of its own (export)."""
-    return _PRE_DISPATCH is not None and torch._C._dispatch_tls_is_dispatch_key_included(
-        _PRE_DISPATCH
-    )
+def _older_in_dispatch_mode() -> bool:  # pragma: no cover - PyTorch 2.4
+    before = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    return bool(before or torch._C._len_torch_dispatch_stack())
 
 
-def _watchers() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Functions that say whether somebody must see each operator, and of such a somebody who is
-    never without a mode for functions, (whether there is one of these, the answer).
+_in_dispatch_mode: Final = getattr(
+    _python_dispatch, "is_in_torch_dispatch_mode", _older_in_dispatch_mode
+)
 
-    These are dispatch modes (fake tensors, FLOP counters, export), functorch transforms (vmap,
-    grad), torch.jit.trace; and tracing before dispatch. PyTorch has public names for none of these
-    questions, or slow ones. Where a name is missing, calls go by its dispatcher: right, and slower.
+
+def _introduce_watchers() -> None:
+    """Tells _core whom to ask whether somebody must see each operator: dispatch modes (FLOP
+    counters, export), torch.jit.trace, modes for functions, forward-mode differentiation. The
+    tensors of torch.func's transforms cannot be read, which says it of those.
+
+    PyTorch has no public name for the level of forward-mode differentiation. In a PyTorch without
+    one of these names, calls go by its dispatcher: right, and slower.
     """
-    often = (
-        torch._C._len_torch_dispatch_stack,
-        torch._C._are_functorch_transforms_active,
-        torch._C._is_tracing,
-    )
-    seldom = (torch._C._len_torch_function_stack, pre_dispatch)
-    for function in (*often, *seldom):
-        function()
-    return often, seldom
+    introduce_torch()
+    names, is_tracing = forward_ad.__dict__, torch.jit.is_tracing
+    if "_current_level" in names:
+        has_function_mode = torch.overrides.has_torch_function
+        _core.set_watchers(
+            _in_dispatch_mode, is_tracing, has_function_mode, names, "_current_level"
+        )
 
 
-introduce_torch()
-with suppress(AttributeError, TypeError, KeyError):  # a PyTorch that renamed one of them
-    _core.set_watchers(*_watchers(), forward_ad.__dict__, "_current_level")
+_introduce_watchers()
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:
@@ -66,7 +71,8 @@ def _is_plain(q: Any, k: Any, v: Any) -> bool:
         all(type(x) is torch.Tensor for x in (q, k, v))
         and (q.is_cpu or q.is_cuda)
         and not (q.is_neg() or k.is_neg() or v.is_neg())
-        and _core.unwatched()
+        and not _operators.is_transformed()
+        and _core.unwatched(q, k, v)
     )
 
 
@@ -91,7 +97,7 @@ def _by_name(error: Error, packed: str) -> Error:
     return type(error)(text)
 
 
-def _refused(error: Exception, named: dict[str, Any]) -> Error | None:
+def _refused(error: Exception, **named: Any) -> Error | None:
     """For what PyTorch's dispatcher says where a class of tensors takes no part in an operator."""
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter):
@@ -101,11 +107,13 @@ def _refused(error: Exception, named: dict[str, Any]) -> Error | None:
     return None
 
 
-def check_tensor(name: str, x: Any, axes: tuple[str, ...]) -> None:
+def check_tensor(name: str, x: Any, axes: tuple[str, ...] | None) -> None:
     """Refuses what is no tensor with these axes. An axis named by a number has that length."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{name} is of type {type(x).__name__:.60}, expected a torch.Tensor")
     check_dense(name, x)
+    if axes is None:
+        return
     if x.ndim != len(axes):
         raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {len(axes)}: ({', '.join(axes)})")
     for axis, wanted in enumerate(axes):
@@ -136,11 +144,6 @@ def check_dropout(dropout_p: Any, softcap: Any) -> None:
         )
 
 
-def _window(window_size: Any) -> tuple[Any, Any]:
-    left, right = pair("window_size", window_size)
-    return as_integer("window_size[0]", left), as_integer("window_size[1]", right)
-
-
 def as_integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
@@ -163,29 +166,37 @@ def as_integer(name: str, value: Any) -> Any:
 
 def as_number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
-    if type(value) is float or isinstance(value, torch.SymFloat):
-        return value
-    return real(name, value)
+    return value if type(value) is float or isinstance(value, torch.SymFloat) else real(name, value)
 
 
-def _flag(name: str, value: Any) -> Any:
+def as_flag(name: str, value: Any) -> Any:
     """`value` as a bool (or, while compiling, a SymBool)."""
-    if type(value) is bool or isinstance(value, torch.SymBool):
-        return value
-    return flag(name, value)
+    return value if type(value) is bool or isinstance(value, torch.SymBool) else flag(name, value)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As autocast treats scaled_dot_product_attention: in its lower precision, but for float64."""
-    device = q.device.type
+def autocast_dtype(x: Tensor) -> Any:
+    """What autocast casts tensors like `x` to, or None."""
+    device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast treats scaled_dot_product_attention: in its lower precision, but for float64."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
 
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    return cast(q), cast(k), cast(v)
+    return tuple(map(cast, tensors))
+
+
+def differentiates_forward() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -204,68 +215,67 @@ def call(
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Any,
-    deterministic: bool,
-    return_attn_probs: bool,
+    lengths: Lengths,
+    options: Options,
+    return_attn_probs: Any,
     packed: str = "",
+    more: tuple[Any, ...] = (),
 ) -> Result:
-    """What all functions of `flash_attn` do. cu_seqlens_q None: dense.
+    """What all functions of `flash_attn` do.
 
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
+    more: the tail of the operator's arguments, `_options.ROWS`.
     """
     tracing = _is_tracing()
-    no_dropout = type(dropout_p) in (float, int) and dropout_p == 0
-    if not tracing and no_dropout and return_attn_probs is False:
+    if not tracing and not more:
         try:
-            found = _core.flash(
-                q,
-                k,
-                v,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                max_seqlen_q,
-                max_seqlen_k,
-                softmax_scale,
-                causal,
-                window_size,
-                softcap,
-                alibi_slopes,
-                deterministic,
-            )
+            found = _core.flash(q, k, v, lengths, options, return_attn_probs)
             if type(found) is tuple:  # autograd watches
-                found = _operators.Attention.apply(q, k, v, found, False)
+                return _operators.Attention.apply(q, k, v, found)
             if found is not None:
                 return found
         except InvalidArgument:
             pass  # below, a contiguous copy may help, and if not, the message is given
+    plain = not tracing and _is_plain(q, k, v)
+    q, k, v, arguments = _checked(q, k, v, lengths, options, packed)
+    arguments += more
+    return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
+    if tracing:
+        out, lse = _operators.attention_forward(q, k, v, *arguments)
+    else:
+        try:
+            out, lse = _operators.differentiable(plain, q, k, v, arguments)
+        except Error as error:
+            raise _by_name(error, packed) from None
+        except (AssertionError, NotImplementedError, TypeError) as error:
+            refused = _refused(error, q=q, k=k, v=v, alibi_slopes=arguments[2])
+            if refused is None:
+                raise
+            raise _by_name(refused, packed) from None
+    if not return_attn_probs:
+        return out
+    if arguments[3] is None:
+        return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
+    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *arguments)
+    return out, lse, weights
+
+
+def _checked(
+    q: Any, k: Any, v: Any, lengths: Lengths, options: Options, packed: str
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    """q, k and v as autocast wants them, and the operator's options."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    dropout_p, scale, causal, window_size, softcap, alibi_slopes, deterministic = options
     if cu_seqlens_q is not None:
         names = _PACKED_NAMES if packed == "qkv" else {}
         max_seqlen_q = as_integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
         max_seqlen_k = as_integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
-    if softmax_scale is not None:
-        softmax_scale = as_number("softmax_scale", softmax_scale)
-    if type(softcap) is not float:
-        softcap = as_number("softcap", softcap)
-    if type(dropout_p) is not float:
-        dropout_p = as_number("dropout_p", dropout_p)
-    if type(return_attn_probs) is not bool:
-        return_attn_probs = _flag("return_attn_probs", return_attn_probs)
-    if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
-        raise InvalidArgument(
-            f"alibi_slopes is of type {type(alibi_slopes).__name__:.60}, expected a torch.Tensor"
-        )
-    plain = not tracing and _is_plain(q, k, v)
+    if scale is not None:
+        scale = as_number("softmax_scale", scale)
+    softcap = as_number("softcap", softcap)
+    dropout_p = as_number("dropout_p", dropout_p)
     if alibi_slopes is not None:
-        check_dense("alibi_slopes", alibi_slopes)
+        check_tensor("alibi_slopes", alibi_slopes, None)
     if packed != "qkv":
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
@@ -273,47 +283,15 @@ def call(
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
-    if not tracing and forward_ad._current_level >= 0:
+    if not _is_tracing() and differentiates_forward():
         _refuse_tangents(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    window_left, window_right = _window(window_size)
-    causal = _flag("causal", causal)
-    deterministic = _flag("deterministic", deterministic)
+    q, k, v = autocast(q, k, v)
+    left, right = pair("window_size", window_size, as_integer)
+    causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:
         check_dropout(dropout_p, softcap)
         rng_state = _operators.dropout_state(device=q.device)
-    options = (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        deterministic,
-    )
-    if tracing:
-        out, lse = _operators.attention_forward(q, k, v, *options)
-    else:
-        try:
-            out, lse = _operators.differentiable(plain, q, k, v, options)
-        except Error as error:
-            raise _by_name(error, packed) from None
-        except (AssertionError, NotImplementedError, TypeError) as error:
-            named = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
-            refused = _refused(error, named)
-            if refused is None:
-                raise
-            raise _by_name(refused, packed) from None
-    if not return_attn_probs:
-        return out
-    if rng_state is None:
-        return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
-    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *options)
-    return out, lse, weights
+    arrays = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k)
+    plain = (dropout_p, scale, causal, left, right, softcap, deterministic)
+    return q, k, v, arrays + plain

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import _blocks, _calls, _operators, _sdpa, functional
-from ._calls import Verdict
+from . import _blocks, _calls, _operators, _sdpa
 from ._errors import Unsupported
+from ._masks import Blocks
+from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -69,88 +70,41 @@ def _activate() -> _Activation:
     return _Activation(library)
 
 
-def _declines(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
-) -> bool:
-    """What `judge` says, for a kernel. The same in forward and backward."""
-    if attn_mask is not None:
-        verdict = Verdict(kind="attn_mask comes to PyTorch's flash kernel as a tensor")
-    elif is_causal and query.shape[2] < key.shape[2]:
-        verdict = Verdict(
-            kind="is_causal with fewer queries than keys",
-            detail=f"seqlen_q = {query.shape[2]}, expected at least seqlen_k = {key.shape[2]}",
-        )
-    else:
-        verdict, _ = _sdpa.judge(query, key, value, None, dropout_p, is_causal, None, True)
+def _blocks_of(request: Request) -> Blocks | None:
+    """What Strobe computes; None if it declines. The same in forward and backward."""
+    verdict, blocks = _sdpa.judge_blocks(request)
     _calls.record(verdict, counted=False)  # a block has counted what came by it
-    return bool(verdict.kind)
+    return None if verdict.kind else blocks
 
 
-def _options(
-    query: Tensor,
-    key: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    rng_state: Tensor | None,
-) -> dict[str, Any]:
-    """Options of strobe.attention and its derivative."""
-    causal, window = _sdpa.top_left(is_causal, query.shape[2], key.shape[2])
-    seed, offset = _operators.seed_and_offset(rng_state)
-    return {
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "dropout_seed": seed,
-        "dropout_offset": offset,
-    }
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _forward(request: Request, rng_state: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
     # In query's layout, as PyTorch's kernels and their meta functions have it.
+    query, value = request.query, request.value
     out = torch.empty_like(query)
     if out.stride(-1) != 1 or out.shape != (*query.shape[:3], value.shape[3]):
         out = query.new_empty((*query.shape[:3], value.shape[3]))
-    _, lse = functional.attention(
-        _blocks.rows(query),
-        _blocks.rows(key),
-        _blocks.rows(value),
-        out=out.transpose(1, 2),
-        return_lse=True,
-        **options,
-    )
+    tensors, plain = request[:3], (request.dropout_p, request.scale)
+    _, lse = _blocks.forward(*tensors, rng_state, blocks, *plain, out=out)
     return out, lse
 
 
 def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
+    request: Request, new: Callable[[Tensor], Tensor], rng_state: Any, blocks: Blocks, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    functional.attention_backward(
-        _blocks.rows(grad_out),
-        _blocks.rows(query),
-        _blocks.rows(key),
-        _blocks.rows(value),
-        _blocks.rows(out),
-        logsumexp.contiguous(),
-        grads=(grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)),
-        **options,
-    )
-    return grads
+    """new: makes a gradient's tensor. others: gradient of out, out, lse."""
+    dout, out, lse = others
+    query, key, value = tensors = request[:3]
+    grads = (new(query), new(key), new(value))
+    plain = (request.dropout_p, request.scale)
+    return _blocks.backward(dout, *tensors, out, lse, rng_state, blocks, *plain, grads=grads)
 
 
-def _cpu_forward(
-    before: Any,
-    keyset: Any,
+def _heads_inner(x: Tensor) -> Tensor:
+    """Memory for x laid out as (batch, seqlen, heads, head_dim)."""
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype)
+
+
+def _cpu_request(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -159,55 +113,30 @@ def _cpu_forward(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Any:
+) -> Request:
+    """From the arguments of PyTorch's kernels for the CPU."""
+    return Request(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+
+
+def _cpu_forward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     """aten::_scaled_dot_product_flash_attention_for_cpu; PyTorch calls it without dropout only."""
-    if dropout_p > 0 or _declines(query, key, value, attn_mask, dropout_p, is_causal):
-        return before.call_boxed(
-            keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
-    out, lse = _forward(query, key, value, _options(query, key, 0.0, is_causal, scale, None))
+    request = _cpu_request(*args, **options)
+    blocks = None if request.dropout_p > 0 else _blocks_of(request)
+    if blocks is None:
+        return before.call_boxed(keyset, *args, **options)
+    out, lse = _forward(request, None, blocks)
     # The layout that PyTorch's compiler expects of this operator: heads innermost.
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cpu_backward(
-    before: Any,
-    keyset: Any,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
+def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
-    if dropout_p > 0 or _declines(query, key, value, attn_mask, dropout_p, is_causal):
-        return before.call_boxed(
-            keyset,
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            dropout_p,
-            is_causal,
-            attn_mask=attn_mask,
-            scale=scale,
-        )
-    batch_seqlen_heads = (0, 2, 1, 3)
-    grad_query, grad_key, grad_value = (
-        torch.empty_permuted(x.shape, batch_seqlen_heads, dtype=x.dtype)
-        for x in (query, key, value)
-    )
-    options = _options(query, key, 0.0, is_causal, scale, None)
-    grads = (grad_query, grad_key, grad_value)
-    return _backward(grad_out, query, key, value, out, logsumexp, grads, options)
+    dout, query, key, value, out, lse, *plain = args
+    request = _cpu_request(query, key, value, *plain, **options)
+    blocks = None if request.dropout_p > 0 else _blocks_of(request)
+    if blocks is None:
+        return before.call_boxed(keyset, *args, **options)
+    return _backward(request, _heads_inner, None, blocks, dout, out, lse)
 
 
 def _cuda_forward(
@@ -223,70 +152,26 @@ def _cuda_forward(
     scale: float | None = None,
 ) -> Any:
     """aten::_scaled_dot_product_flash_attention."""
-    if return_debug_mask or _declines(query, key, value, None, dropout_p, is_causal):
-        return before.call_boxed(
-            keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
-        )
+    request = Request(query, key, value, None, dropout_p, is_causal, scale, True)
+    blocks = None if return_debug_mask else _blocks_of(request)
+    if blocks is None:
+        plain = (dropout_p, is_causal, return_debug_mask)
+        return before.call_boxed(keyset, query, key, value, *plain, scale=scale)
+    rng_state = torch.zeros(2, dtype=torch.int64)
     if dropout_p > 0:
         rng_state = _operators.draw_dropout_state(device=query.device)
-    else:
-        rng_state = torch.zeros(2, dtype=torch.int64)
-    options = _options(query, key, dropout_p, is_causal, scale, rng_state)
-    out, lse = _forward(query, key, value, options)
-    return (
-        out,
-        lse,
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        rng_state.view(torch.uint64),
-        torch.zeros((), dtype=torch.uint64),
-        query.new_empty(0),
-    )
+    results = _forward(request, rng_state, blocks)
+    longest = (query.shape[2], key.shape[2])
+    seed, unused = rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64)
+    return (*results, None, None, *longest, seed, unused, query.new_empty(0))
 
 
-def _cuda_backward(
-    before: Any,
-    keyset: Any,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> Any:
+def _cuda_backward(before: Any, keyset: Any, *args: Any, scale: float | None = None) -> Any:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    if _declines(query, key, value, None, dropout_p, is_causal):
-        return before.call_boxed(
-            keyset,
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            cum_seq_q,
-            cum_seq_k,
-            max_q,
-            max_k,
-            dropout_p,
-            is_causal,
-            philox_seed,
-            philox_offset,
-            scale=scale,
-        )
-    rng_state = philox_seed.view(torch.int64) if dropout_p > 0 else None
-    options = _options(query, key, dropout_p, is_causal, scale, rng_state)
-    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    return _backward(grad_out, query, key, value, out, logsumexp, grads, options)
+    dout, query, key, value, out, lse, *_, dropout_p, is_causal, seed, _ = args
+    request = Request(query, key, value, None, dropout_p, is_causal, scale, True)
+    blocks = _blocks_of(request)
+    if blocks is None:
+        return before.call_boxed(keyset, *args, scale=scale)
+    rng_state = seed.view(torch.int64) if dropout_p > 0 else None
+    return _backward(request, torch.empty_like, rng_state, blocks, dout, out, lse)

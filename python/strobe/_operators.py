@@ -24,8 +24,6 @@ import torch
 
 from . import _core, _options, _questions, _s_dmask
 from ._errors import InvalidArgument, Unsupported
-from ._generator import draw_dropout_state as draw_dropout_state
-from ._generator import seed_and_offset as seed_and_offset
 from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
@@ -45,7 +43,7 @@ _OPTIONS: Final = (
     "SymInt window_left, SymInt window_right, float softcap, bool deterministic"
 )
 # And what most calls do without, with defaults, so that a call may end before.
-_MORE: Final = ", ".join(row.schema for row in _options.ROWS)
+_MORE: Final = ", ".join(row.schema for row in _options.TAIL)
 _SCHEMAS: Final = {
     # By keyword: PyTorch's compiler looks for a random operator's device there.
     "dropout_state": "(*, Device device) -> Tensor",
@@ -61,6 +59,52 @@ for _name, _schema in _SCHEMAS.items():
     if _name == "dropout_state":
         _tags.append(torch.Tag.nondeterministic_seeded)
     _LIBRARY.define(_name + _schema, tags=tuple(_tags))
+
+
+# ------------------------------------------------------------------ seeds and offsets of dropout
+
+_UINT64: Final = 2**64 - 1
+# Philox numbers that a CUDA generator counts for one call. Weights are told apart by their
+# position, so a step of 1 would do; PyTorch wants multiples of 4.
+_CUDA_OFFSET_STEP: Final = 4
+
+
+def draw_dropout_state(*, device: Any) -> Tensor:
+    """int64 (2,) in the CPU's memory: seed and offset for one call, from PyTorch's generator.
+
+    device "cpu": two numbers of the CPU's default generator. A CUDA device: that device's seed and
+    offset, and the offset moves on; nothing waits for the device.
+
+    Raises:
+        Unsupported: while a CUDA graph is captured, which would repeat one mask at each replay.
+    """
+    if device.type != "cuda":
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu")
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "dropout_p > 0 while a CUDA graph is captured: seed and offset would be those of the "
+            "capture at every replay; capture with dropout_p = 0"
+        )
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() & _UINT64, generator.get_offset()
+    generator.set_offset(offset + _CUDA_OFFSET_STEP)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.tensor([signed, offset], dtype=torch.int64, device="cpu")
+
+
+def seed_and_offset(rng_state: Tensor | None) -> tuple[int, int]:
+    """What `draw_dropout_state` gave, as the library takes it; (0, 0) without dropout."""
+    if rng_state is None:
+        return 0, 0
+    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
+        raise InvalidArgument(
+            f"rng_state is {rng_state.dtype} {tuple(rng_state.shape)}, expected torch.int64 (2,): "
+            "seed and offset"
+        )
+    seed, offset = rng_state.tolist()
+    return seed & _UINT64, offset & _UINT64
 
 
 # ----------------------------------------------------------------------------- forward and backward
@@ -102,37 +146,42 @@ def _fake_backward(
 
 # ----------------------------------------------------------------------------------------- autograd
 
-
-# Where the tail `_options.ROWS` begins in the arguments of attention_forward.
-_TAIL: Final = 16
+_SAVED: Final = object()  # in place of an option that was saved as a tensor
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # inputs: q, k, v, then cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, then plain values,
-    # then the tail, in which tensors and plain values are mixed
-    tail = inputs[_TAIL:]
-    arrays = [isinstance(x, torch.Tensor) for x in tail]
-    saved = [x for x, array in zip(tail, arrays, strict=True) if array]
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7], *saved)
-    ctx.options = inputs[7:_TAIL]
-    ctx.tail = [None if array else x for x, array in zip(tail, arrays, strict=True)]
-    ctx.arrays = [at for at, array in enumerate(arrays) if array]
+def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any) -> None:
+    """options: those of attention_forward, in which tensors and plain values are mixed."""
+    # Nearly always there are no tensors: no lengths, slopes, generator's state, and no tail.
+    if options[0] is options[1] is options[2] is options[3] is None and len(options) == 13:
+        ctx.save_for_backward(q, k, v, *results)
+    else:
+        arrays = [x for x in options if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(q, k, v, *results, *arrays)
+        options = tuple(_SAVED if isinstance(x, torch.Tensor) else x for x in options)
+    ctx.options = options
+
+
+def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    """(dq, dk, dv). compute: attention_backward or its kernel."""
+    if dout is None and dlse is None:
+        return None, None, None
+    options, saved = ctx.options, ctx.saved_tensors
+    if len(saved) > 5:
+        arrays = iter(saved[5:])
+        options = [next(arrays) if x is _SAVED else x for x in options]
+        saved = saved[:5]
+    return compute(dout, dlse, *saved, *options)
+
+
+def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *options = inputs
+    _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def _gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """dq, dk, dv and None for each other input. compute: attention_backward or its kernel."""
-    absent = (None,) * (4 + len(ctx.options) + len(ctx.tail))
-    if dout is None and dlse is None:
-        return (None, None, None, *absent)
-    saved, tail = ctx.saved_tensors, list(ctx.tail)
-    for at, array in zip(ctx.arrays, saved[9:], strict=True):
-        tail[at] = array
-    return (*compute(dout, dlse, *saved[:9], *ctx.options, *tail), *absent)
-
-
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    return _gradients(attention_backward, ctx, dout, dlse)
+    found = gradients(attention_backward, ctx, dout, dlse)
+    return (*found, *(None for _ in ctx.options))
 
 
 def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
@@ -145,52 +194,28 @@ def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes.
-
-    options: the operator's arguments after q, k and v, in one tuple: each argument costs time, and
-    each result, so lse is one only where wants_lse.
+    """attention_forward for eager tensors, at a fraction of what the operator's own autograd takes:
+    what was computed already gets its place in the graph.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], wants_lse: bool
-    ) -> Any:
-        """As the operator."""
-        out, lse = forward(q, k, v, *options)
-        if _has_arrays(options):
-            arrays = [x for x in options if isinstance(x, torch.Tensor)]
-            ctx.save_for_backward(q, k, v, out, lse, *arrays)
-            ctx.options = tuple(_SAVED if isinstance(x, torch.Tensor) else x for x in options)
-        else:
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = options
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, computed: Any) -> Any:
+        """computed: (out, lse), the operator's options, and whether lse is a result. In one tuple,
+        as each argument costs time, and each result.
+        """
+        results, options, wants_lse = computed
+        _save(ctx, q, k, v, results, options)
         if not wants_lse:
-            return out
+            return results[0]
         ctx.set_materialize_grads(False)  # no zeros for an lse or an out that nobody used
-        return out, lse
+        return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """As the operator's derivative."""
-        if dout is None and dlse is None:
-            return None, None, None, None, None
-        options, saved = ctx.options, ctx.saved_tensors
-        if len(saved) > 5:
-            arrays = iter(saved[5:])
-            options = [next(arrays) if x is _SAVED else x for x in options]
-            saved = saved[:5]
         # With create_graph=True by way of the operator, whose own derivative says that it is none.
         compute = attention_backward if torch.is_grad_enabled() else backward
-        dq, dk, dv = compute(dout, dlse, *saved, *options)
-        return dq, dk, dv, None, None
-
-
-_SAVED: Final = object()  # in place of an option that was saved as a tensor
-
-
-def _has_arrays(options: tuple[Any, ...]) -> bool:
-    """Whether some may be tensors: cu_seqlens, slopes, the generator's state, the tail's arrays."""
-    return not options[0] is options[1] is options[2] is options[3] is None or len(options) > 13
+        return (*gradients(compute, ctx, dout, dlse), None)
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -232,12 +257,13 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """As for the operator."""
-        _save(ctx, inputs, output)
+        setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """As the operator's derivative."""
-        return _gradients(TransformedBackward.apply, ctx, dout, dlse)
+        found = gradients(TransformedBackward.apply, ctx, dout, dlse)
+        return (*found, *(None for _ in ctx.options))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -245,11 +271,16 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
         return vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
 
 
+def is_transformed() -> bool:
+    """Whether torch.func's transforms (vmap, grad) are at work."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply(q, k, v, options, True)
-    if torch._C._functorch.maybe_current_level() is not None:
+        return Attention.apply(q, k, v, (forward(q, k, v, *options), options, True))
+    if is_transformed():
         return Transformed.apply(q, k, v, *options)
     return attention_forward(q, k, v, *options)
 
@@ -257,38 +288,12 @@ def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]
 # ---------------------------------------------------------------------------------- dropout weights
 
 
-def dropout_weights(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-) -> Tensor:
+def dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
     """The kernel of attention_dropout_weights: flash_attn's S_dmask, in q's dtype (`_s_dmask`)."""
-    weight = _s_dmask.weights(
-        q,
-        k,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-    )
+    lengths, slopes, rng_state = (*options[:2], *options[4:6]), options[2], options[3]
+    dropout_p, scale, causal, window_left, window_right, softcap, _ = options[6:]
+    mask = (scale, causal, window_left, window_right, softcap)
+    weight = _s_dmask.weights(q, k, lengths, slopes, mask)
     seed, offset = seed_and_offset(rng_state)
     keep = _questions.dropout_mask(
         *weight.shape, dropout_p=dropout_p, dropout_seed=seed, dropout_offset=offset
@@ -297,18 +302,8 @@ def dropout_weights(
     return torch.where(kept, weight, -weight).to(q.dtype)
 
 
-def _fake_dropout_weights(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    *options: Any,
-) -> Tensor:
-    return q.new_empty(_s_dmask.shape(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k))
+def _fake_dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
+    return q.new_empty(_s_dmask.shape(q, k, options[0], *options[4:6]))
 
 
 # ------------------------------------------------------------------------------------- registration
@@ -338,7 +333,7 @@ def _register() -> None:
         torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
 
     torch.library.register_autograd(
-        name("attention_forward"), _operator_gradients, setup_context=_save, lib=_LIBRARY
+        name("attention_forward"), _operator_gradients, setup_context=setup, lib=_LIBRARY
     )
     torch.library.register_autograd(
         name("attention_backward"), refuse_double_backward, lib=_LIBRARY

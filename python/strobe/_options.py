@@ -1,25 +1,37 @@
-"""The options of a problem that a call takes by keyword alone and that most calls do without.
+"""The options of a call, in one table: names, defaults and what becomes of a value.
 
-One row each, in the order of strobe_problem's fields. From the rows follow the arguments of
-`attention`, `attention_backward`, `plan` and `why`, and the tails of the operators' schemas
-(`_operators`); the extension reads src/core/options.def itself, and tests/python/test_options.py
-compares the two. The options that nearly every call has (causal, window, scale, ...) are written
-out in those functions, which saves time.
+From the rows follow the arguments of `attention`, `attention_backward`, `plan` and `why`, and the
+tails of the operators' schemas (`_operators`). The extension converts most of them itself and asks
+here for the rest; tests/python/test_options.py compares the rows with src/core/options.def.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
-from ._values import integer
+from ._values import flag, integer, pair, real, seed
 
 
-class MoreOptions(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
     """The rows below, for type checkers."""
 
+    causal: bool
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    alibi_slopes: Any
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    batch_invariant: bool
+    threads: int
     attention_chunk: int
     seqused_q: Any
     seqused_k: Any
@@ -28,89 +40,85 @@ class MoreOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """A plain value, a field of strobe_problem."""
-
-    name: str
-    default: Any
-    convert: Callable[[str, Any], Any]
-    torch_type: str  # in an operator's schema
-
-    @property
-    def schema(self) -> str:
-        return f"{self.torch_type} {self.name}={self.default}"
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """An array of one int32 for each sequence: has_<name> in strobe_problem, <name> in the
-    arguments of a launch.
+class Option:
+    """convert: None where the value is an array, in `operator_type` "Tensor?". operator_type: in
+    the schemas of operators, of those that most calls do without.
     """
 
     name: str
-    default: None = None
+    default: Any
+    convert: Callable[[str, Any], Any] | None = None
+    operator_type: str = ""
 
     @property
     def schema(self) -> str:
-        return f"Tensor? {self.name}=None"
+        return f"{self.operator_type} {self.name}={self.default}"
 
 
-ROWS: Final[tuple[Scalar | Numbers, ...]] = (
-    Scalar("attention_chunk", 0, integer, "SymInt"),
-    Numbers("seqused_q"),
-    Numbers("seqused_k"),
-    Numbers("q_position"),
-    Numbers("prefix"),
+ROWS: Final[tuple[Option, ...]] = (
+    Option("causal", False, flag),
+    Option("window", (-1, -1), pair),
+    Option("scale", None, real),
+    Option("softcap", 0.0, real),
+    Option("alibi_slopes", None),
+    Option("dropout_p", 0.0, real),
+    Option("dropout_seed", 0, seed),
+    Option("dropout_offset", 0, seed),
+    Option("cu_seqlens_q", None),
+    Option("cu_seqlens_k", None),
+    Option("max_seqlen_q", None, integer),
+    Option("max_seqlen_k", None, integer),
+    Option("batch_invariant", False, flag),
+    Option("threads", 0, lambda name, value: integer(name, value, 32)),
+    # In the order of strobe_problem's fields, by whose names they are called:
+    Option("attention_chunk", 0, integer, "SymInt"),
+    Option("seqused_q", None, None, "Tensor?"),
+    Option("seqused_k", None, None, "Tensor?"),
+    Option("q_position", None, None, "Tensor?"),
+    Option("prefix", None, None, "Tensor?"),
 )
-NAMES: Final = tuple(row.name for row in ROWS)
-ARRAYS: Final = tuple(row.name for row in ROWS if isinstance(row, Numbers))
-_ROWS: Final = {row.name: row for row in ROWS}
-
-# What of them a call gave: values by name, sorted as above and hashable; and arrays by name.
-Scalars: TypeAlias = tuple[tuple[str, Any], ...]
-Arrays: TypeAlias = dict[str, Any]
+# Those that an operator takes at its end, and of them one number for each sequence: has_<name> in
+# strobe_problem, <name> in the arguments of a launch.
+TAIL: Final = tuple(row for row in ROWS if row.operator_type)
+ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None)
+_BY_NAME: Final = {row.name: row for row in ROWS}
 
 
-def split(function: str, more: dict[str, Any]) -> tuple[Scalars, Arrays]:
-    """The options that `more` gives, but for those that have their defaults."""
-    for name in more:
-        if name not in _ROWS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    scalars, arrays = [], {}
-    for name, row in _ROWS.items():
-        value = more.get(name, row.default)
-        if isinstance(row, Numbers):
-            if value is not None:
-                arrays[name] = value
-        elif value is not row.default:
-            value = row.convert(name, value)
-            if value != row.default:
-                scalars.append((name, value))
-    return tuple(scalars), arrays
+def row_of(function: str, name: str) -> Option:
+    """The row of a keyword argument of `function`."""
+    if name not in _BY_NAME:
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return _BY_NAME[name]
+
+
+def scalar(function: str, name: str, value: Any) -> Any:
+    """A plain value as strobe_problem has it, of a field that the extension does not know."""
+    convert = row_of(function, name).convert
+    return value if convert is None else convert(name, value)
 
 
 def positional(**more: Any) -> tuple[Any, ...]:
     """The tail of an operator's arguments."""
-    return tuple(more.get(row.name, row.default) for row in ROWS)
+    return tuple(more.get(row.name, row.default) for row in TAIL)
 
 
-def by_name(tail: Sequence[Any]) -> dict[str, Any]:
+def by_name(tail: tuple[Any, ...]) -> dict[str, Any]:
     """The tail of an operator's arguments, which may have been cut where defaults begin."""
-    return dict(zip(NAMES, tail, strict=False))
+    return {row.name: value for row, value in zip(TAIL, tail, strict=False)}
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def documented(function: Function) -> Function:
-    """`function` whose signature shows the rows in place of **more."""
+    """`function` whose signature shows the rows in place of **options."""
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    private = [p for p in parameters if p.name.startswith("_")]
-    shown = [p for p in parameters if p not in private]
+    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    types = {name: hint.__forward_arg__ for name, hint in CallOptions.__annotations__.items()}
     shown += [
-        inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=row.default)
+        inspect.Parameter(row.name, keyword, default=row.default, annotation=types[row.name])
         for row in ROWS
     ]
-    function.__signature__ = signature.replace(parameters=shown + private)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function

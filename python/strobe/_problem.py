@@ -1,32 +1,114 @@
-"""From the arguments of a call to a problem: the fields of strobe_problem, and every check that
-needs more than one of them.
+"""From the arguments of a call to its problem, the fields of strobe_problem, and every check that
+needs several arrays. A message names the argument, what was got and what was wanted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from . import _checks
 from ._arrays import Spec, spec_of
-from ._checks import DTYPE_CODES
-from ._errors import InvalidArgument, shown
+from ._errors import InvalidArgument, Unsupported, shown
 from ._options import ARRAYS
-from ._values import flag, integer, real
+from ._values import integer
 
-DENSE_Q: Final = ("batch", "seqlen_q", "heads", "head_dim")
-DENSE_K: Final = ("batch", "seqlen_k", "heads_kv", "head_dim")
-DENSE_V: Final = ("batch", "seqlen_k", "heads_kv", "head_dim_v")
-VARLEN_Q: Final = ("total_q", "heads", "head_dim")
-VARLEN_K: Final = ("total_k", "heads_kv", "head_dim")
-VARLEN_V: Final = ("total_k", "heads_kv", "head_dim_v")
+# strobe_dtype, but for the float8 ones, which no kernel takes
+DTYPE_CODES: Final[dict[str, int]] = {"float32": 0, "bfloat16": 1, "float16": 2}
+# strobe_alibi of include/strobe/strobe.h, by the dimensions of the slopes
+ALIBI_CODES: Final = {1: 1, 2: 2}
 
-# strobe_alibi of include/strobe/strobe.h
-_ALIBI_PER_HEAD: Final = 1
-_ALIBI_PER_BATCH_HEAD: Final = 2
+_HEADS_AND_ROWS: Final = ({"heads", "seqlen"}, {"heads", "total"})
 
 
-# --------------------------------------------------------------------------------- problem and plan
+def axes_of(name: str, packed: bool) -> tuple[str, ...]:
+    """The axes of q, k, v, out, lse and of their gradients, by the names of their sizes."""
+    queries = ("total_q",) if packed else ("batch", "seqlen_q")
+    keys = ("total_k",) if packed else ("batch", "seqlen_k")
+    return {
+        "q": (*queries, "heads", "head_dim"),
+        "k": (*keys, "heads_kv", "head_dim"),
+        "v": (*keys, "heads_kv", "head_dim_v"),
+        "out": (*queries, "heads", "head_dim_v"),
+        "lse": (*queries[:-1], "heads", queries[-1]),
+    }[name.removeprefix("d")]
+
+
+@dataclass(slots=True)
+class Problem:
+    """What is known of a call while its arrays are looked at, one after the other."""
+
+    fields: dict[str, Any]  # of strobe_problem
+    packed: bool
+    q: Spec
+    sizes: dict[str, int]  # of axes, by name
+    tensors: dict[str, Spec]  # those that have strides in the problem
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of q, k, v, out, lse or a gradient."""
+        return tuple(self.sizes[axis] for axis in axes_of(name, self.packed))
+
+    def take(
+        self, name: str, spec: Spec, like: str, axes: tuple[str, ...] = (), dtype: str = ""
+    ) -> None:
+        """Checks an array of any strides with a contiguous last dimension. like: what must have
+        the same sizes; dtype: another than that of q.
+        """
+        axes = axes or axes_of(name, self.packed)
+        self.check(name, spec, axes, like, dtype or self.q.dtype, "that of q")
+        axis = len(axes) - 1
+        if spec.shape[axis] > 1 and spec.strides[axis] != 1 and 0 not in spec.shape:
+            raise InvalidArgument(
+                f"{_stride(name, spec, axis)}, expected 1 (last dimension contiguous): "
+                f"pass {spec.kind.contiguous_hint.format(name)}"
+            )
+        self.tensors[name] = spec
+        self.fields[name] = _strides(spec)
+
+    def take_packed(
+        self, name: str, spec: Spec, axes: tuple[str, ...], like: str, dtype: str, why: str
+    ) -> None:
+        """Checks an array that is contiguous in C order; axes of one element may have any stride.
+        why: what its dtype follows from.
+        """
+        self.check(name, spec, axes, like, dtype, why)
+        step = 1
+        for axis in range(len(axes) - 1, -1, -1):
+            if spec.shape[axis] > 1 and spec.strides[axis] != step and 0 not in spec.shape:
+                raise InvalidArgument(
+                    f"{_stride(name, spec, axis)}, expected {step} (contiguous): "
+                    f"pass {spec.kind.contiguous_hint.format(name)}"
+                )
+            step *= spec.shape[axis]
+
+    def check(
+        self, name: str, spec: Spec, axes: tuple[str, ...], like: str, dtype: str, why: str
+    ) -> None:
+        """Checks axes, dtype, place and shape; sizes that are new become known."""
+        check_ndim(name, spec, axes)
+        if spec.dtype != dtype:
+            raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected {dtype} ({why})")
+        if spec.place != self.q.place:
+            raise InvalidArgument(f"{name} is on {spec.place}, expected {self.q.place} as q")
+        wanted = [self.sizes.get(axis, n) for axis, n in zip(axes, spec.shape, strict=True)]
+        for axis, (got, want) in enumerate(zip(spec.shape, wanted, strict=True)):
+            if got != want:
+                raise InvalidArgument(
+                    f"{name}.shape[{axis}] = {got}, expected {want} ({axes[axis]} of {like})"
+                    + _swapped(name, spec, wanted, axes)
+                )
+        self.sizes.update(zip(axes, spec.shape, strict=True))
+
+
+def check_ndim(name: str, spec: Spec, axes: tuple[str, ...]) -> None:
+    if len(spec.shape) != len(axes):
+        raise InvalidArgument(
+            f"{name}.ndim = {len(spec.shape)}, expected {len(axes)}: ({', '.join(axes)})"
+        )
+
+
+def _stride(name: str, spec: Spec, axis: int) -> str:
+    return f"{spec.kind.stride_hint.format(name, axis)} = {spec.strides[axis]} elements"
 
 
 def _strides(spec: Spec) -> tuple[int, ...]:
@@ -37,183 +119,126 @@ def _strides(spec: Spec) -> tuple[int, ...]:
     return (*(0,) * (4 - len(spec.strides)), *spec.strides[:-1], last)
 
 
-@dataclass(slots=True)
-class Shapes:
-    """What `make_problem` found, for the checks of the tensors that come after q, k and v."""
+def _swapped(name: str, spec: Spec, wanted: Sequence[int], axes: Sequence[str]) -> str:
+    """A guess, where heads and rows in the other order would have been right."""
+    for axis in range(len(axes) - 1):
+        if {axes[axis].partition("_")[0], axes[axis + 1].partition("_")[0]} in _HEADS_AND_ROWS:
+            order = list(range(len(axes)))
+            order[axis], order[axis + 1] = axis + 1, axis
+            if [spec.shape[i] for i in order] == list(wanted):
+                there = [axes[i] for i in order]
+                return in_other_layout([(name, spec)], there, (axis, axis + 1))
+    return ""
 
-    problem: dict[str, Any]  # the fields of strobe_problem
-    q: Spec
-    out_shape: tuple[int, ...]
-    out_axes: tuple[str, ...]
-    lse_shape: tuple[int, ...]
-    lse_axes: tuple[str, ...]
-    tensors: dict[str, Spec]  # those that have strides in the problem
+
+def in_other_layout(
+    named: Sequence[tuple[str, Spec]], axes: Sequence[str], swapped: tuple[int, int]
+) -> str:
+    """What to pass if these arrays are laid out as `axes`."""
+    names = [name for name, _ in named]
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    passed = ", ".join(spec.kind.swapped_hint.format(name, *swapped) for name, spec in named)
+    return f"; if {listed} {'is' if len(names) == 1 else 'are'} ({', '.join(axes)}), pass {passed}"
 
 
-def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Shapes:
-    """Arrays and options, by the names that messages use, as a strobe_problem.
+def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Problem:
+    """arrays: by the names that messages use. options: all plain ones of the call, by name.
 
     Raises InvalidArgument for what only Python can see: that shapes, dtypes or devices of several
-    tensors contradict each other. The library checks the rest.
+    arrays contradict each other. The library checks the rest.
     """
-    q, k, v = (spec_of(name, arrays[name]) for name in "qkv")
-    cu_seqlens_q, cu_seqlens_k, alibi_slopes = (
-        spec_of(name, arrays[name]) if arrays.get(name) is not None else None
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes")
-    )
-    problem: dict[str, Any] = {"direction": int(backward)}
-    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
-    q_axes, k_axes, v_axes = (
-        (VARLEN_Q, VARLEN_K, VARLEN_V) if varlen else (DENSE_Q, DENSE_K, DENSE_V)
-    )
-    for name, spec, axes in (("q", q, q_axes), ("k", k, k_axes), ("v", v, v_axes)):
-        _checks.check_ndim(name, spec, axes)
-    _checks.check_float("q", q)
-    for name, spec in (("k", k), ("v", v)):
-        _checks.check_dtype(name, spec, "that of q", q.dtype)
-        _checks.check_place(name, spec, "q", q)
-    problem["dtype"] = DTYPE_CODES[q.dtype]
-    problem["device"] = int(q.device == "cuda")
-    problem["device_index"] = q.device_index
-
-    heads, head_dim = q.shape[-2:]
-    lse_shape: tuple[int, ...]
-    lse_axes: tuple[str, ...]
-    heads_kv, head_dim_v = v.shape[-2:]
-    if varlen:
-        batch = _batch_of(q, cu_seqlens_q, cu_seqlens_k)
-        _checks.check_shape("k", k, (k.shape[0], k.shape[1], head_dim), k_axes, "q")
-        _checks.check_shape("v", v, (*k.shape[:2], head_dim_v), v_axes, "k")
-        problem |= {"varlen": 1, "total_q": q.shape[0], "total_k": k.shape[0]}
-        seqlen_q = integer("max_seqlen_q", options["max_seqlen_q"])
-        seqlen_k = integer("max_seqlen_k", options["max_seqlen_k"])
-        lse_shape, lse_axes = (heads, q.shape[0]), ("heads", "total_q")
-    else:
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            if options[name] is not None:
-                raise InvalidArgument(
-                    f"{name} = {shown(options[name])}, expected None: "
-                    "it belongs to cu_seqlens_q and cu_seqlens_k"
-                )
-        batch = q.shape[0]
-        _checks.check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim), k_axes, "q")
-        _checks.check_shape("v", v, (*k.shape[:3], head_dim_v), v_axes, "k")
-        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-        lse_shape, lse_axes = (batch, heads, q.shape[1]), ("batch", "heads", "seqlen_q")
-    # The library reads 0 in these two as "not given"; here they are given.
-    if heads_kv == 0 and heads != 0:
-        raise InvalidArgument(f"k.shape[{len(k.shape) - 2}] = 0, expected at least 1 (heads_kv)")
-    if head_dim_v == 0 and head_dim != 0:
-        raise InvalidArgument(f"v.shape[{len(v.shape) - 1}] = 0, expected 1 to 256 (head_dim_v)")
-    problem |= {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "heads": heads,
-        "heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "causal": flag("causal", options["causal"]),
-        "window_left": integer("window[0]", options["window_left"]),
-        "window_right": integer("window[1]", options["window_right"]),
-        "softcap": real("softcap", options["softcap"]),
-        "dropout_p": real("dropout_p", options["dropout_p"]),
-        "deterministic": flag("deterministic", options["deterministic"]),
-        "batch_invariant": flag("batch_invariant", options["batch_invariant"]),
-        "threads": integer("threads", options["threads"], 32),
-        **dict(options["scalars"] or ()),
+    specs = {name: spec_of(name, array) for name, array in arrays.items()}
+    q = specs["q"]
+    packed = "cu_seqlens_q" in specs or "cu_seqlens_k" in specs
+    for name in "qkv":  # first of all, as it is here that arrays of another layout show
+        check_ndim(name, specs[name], axes_of(name, packed))
+    check_float(q)
+    fields = options | {
+        "direction": int(backward),
+        "dtype": DTYPE_CODES[q.dtype],
+        "device": int(q.device == "cuda"),
+        "device_index": q.device_index,
+        "has_dlse": int("dlse" in specs),
     }
-    if options["scale"] is not None:
-        problem["scale"] = real("scale", options["scale"])
-    if alibi_slopes is not None:
-        problem["alibi"] = _alibi(alibi_slopes, q, batch, heads)
+    fields["window_left"], fields["window_right"] = fields.pop("window")
+    if fields["scale"] is None:
+        del fields["scale"]
+    longest = {name: fields.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")}
+    problem = Problem(fields, packed, q, {}, {})
+    if packed:
+        _take_offsets(problem, specs)
+    problem.take("q", q, "cu_seqlens_q")
+    problem.take("k", specs["k"], "q")
+    problem.take("v", specs["v"], "k")
+    fields |= problem.sizes
+    if packed:
+        del fields["batch + 1"]
+        fields["varlen"] = 1
+        for name, value in longest.items():
+            fields[name.removeprefix("max_")] = integer(name, value)
+    for name, value in longest.items():
+        if value is not None and not packed:
+            raise InvalidArgument(
+                f"{name} = {shown(value)}, expected None: it belongs to cu_seqlens_q and "
+                "cu_seqlens_k"
+            )
+    # The library reads 0 in these two as "not given"; here they are given.
+    if fields["heads_kv"] == 0 and fields["heads"] != 0:
+        raise InvalidArgument(f"k.shape[{len(q.shape) - 2}] = 0, expected at least 1 (heads_kv)")
+    if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
+        raise InvalidArgument(f"v.shape[{len(q.shape) - 1}] = 0, expected 1 to 256 (head_dim_v)")
+    if "alibi_slopes" in specs:
+        take_alibi(problem, specs["alibi_slopes"])
     for name in ARRAYS:
-        if arrays.get(name) is not None:
-            _check_numbers(name, spec_of(name, arrays[name]), q, batch)
-            problem[f"has_{name}"] = 1
-    for name, spec in (("q", q), ("k", k), ("v", v)):
-        _checks.check_last_contiguous(name, spec)
-        problem[name] = _strides(spec)
-    out_shape = (*q.shape[:-1], head_dim_v)
-    return Shapes(
-        problem,
-        q,
-        out_shape,
-        (*q_axes[:-1], "head_dim_v"),
-        lse_shape,
-        lse_axes,
-        {"q": q, "k": k, "v": v},
-    )
+        if name in specs:
+            of = "cu_seqlens_q" if packed else "q"
+            words = "one number for each sequence"
+            problem.take_packed(name, specs[name], ("batch",), of, "int32", words)
+            fields[f"has_{name}"] = 1
+    for name in ("dout", "out"):
+        if name in specs:
+            problem.take(name, specs[name], "q and v")
+    for name in ("lse", "dlse"):
+        if name in specs:
+            axes, words = axes_of(name, packed), "whatever the dtype of q"
+            problem.take_packed(name, specs[name], axes, "q", "float32", words)
+    for name in ("dq", "dk", "dv"):
+        if name in specs:
+            problem.take(name, specs[name], name[1:])
+    return problem
 
 
-def check_cu_seqlens(name: str, spec: Spec) -> None:
-    _checks.check_ndim(name, spec, ("batch + 1",))
-    _checks.check_dtype(name, spec, "cumulative lengths", "int32")
-    _checks.check_contiguous(name, spec)
+def check_float(q: Spec) -> None:
+    wanted = "expected float32, bfloat16 or float16"
+    if "float8" in q.dtype:
+        raise Unsupported(f"q.dtype = {q.dtype:.60}: no kernel takes float8, {wanted}")
+    if q.dtype not in DTYPE_CODES:
+        raise InvalidArgument(f"q.dtype = {q.dtype:.60}, {wanted}")
+
+
+def _take_offsets(problem: Problem, specs: dict[str, Spec]) -> None:
+    """Checks both arrays of cumulative lengths, and so finds the batch."""
+    for missing, given in (("q", "k"), ("k", "q")):
+        if f"cu_seqlens_{missing}" not in specs:
+            raise InvalidArgument(
+                f"cu_seqlens_{missing} = None, expected an array, as cu_seqlens_{given} is given"
+            )
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        take_offsets(problem, name, specs[name])
+    problem.sizes["batch"] = problem.sizes["batch + 1"] - 1
+
+
+def take_offsets(problem: Problem, name: str, spec: Spec) -> None:
+    axes = ("batch + 1",)
+    problem.take_packed(name, spec, axes, "cu_seqlens_q", "int32", "cumulative lengths")
     if spec.shape[0] < 2:
         raise InvalidArgument(f"{name}.shape[0] = {spec.shape[0]}, expected at least 2 (batch + 1)")
 
 
-def _batch_of(q: Spec, cu_seqlens_q: Spec | None, cu_seqlens_k: Spec | None) -> int:
-    """The batch size that both arrays of cumulative lengths agree on."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
-        raise InvalidArgument(
-            f"cu_seqlens_{missing} = None, expected an array, as cu_seqlens_{given} is given"
-        )
-    for name, spec in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_cu_seqlens(name, spec)
-        _checks.check_place(name, spec, "q", q)
-    _checks.check_shape(
-        "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, ("batch + 1",), "cu_seqlens_q"
-    )
-    return cu_seqlens_q.shape[0] - 1
-
-
-def _check_numbers(name: str, spec: Spec, q: Spec, batch: int) -> None:
-    """An array of one number for each sequence."""
-    _checks.check_ndim(name, spec, ("batch",))
-    _checks.check_dtype(name, spec, "one number for each sequence", "int32")
-    _checks.check_place(name, spec, "q", q)
-    of = "q" if len(q.shape) == 4 else "cu_seqlens_q"
-    _checks.check_shape(name, spec, (batch,), ("batch",), of)
-    _checks.check_contiguous(name, spec)
-
-
-def _alibi(spec: Spec, q: Spec, batch: int, heads: int) -> int:
-    name = "alibi_slopes"
-    _checks.check_dtype(name, spec, "whatever the dtype of q", "float32")
-    _checks.check_place(name, spec, "q", q)
-    if len(spec.shape) == 1:
-        _checks.check_shape(name, spec, (heads,), ("heads",), "q")
-        kind = _ALIBI_PER_HEAD
-    elif len(spec.shape) == 2:
-        _checks.check_shape(name, spec, (batch, heads), ("batch", "heads"), "q")
-        kind = _ALIBI_PER_BATCH_HEAD
-    else:
-        raise InvalidArgument(
-            f"{name}.ndim = {len(spec.shape)}, expected 1: (heads) or 2: (batch, heads)"
-        )
-    _checks.check_contiguous(name, spec)
-    return kind
-
-
-def check_like_out(name: str, spec: Spec, shapes: Shapes) -> None:
-    """Checks out or dout and sets its strides."""
-    _checks.check_shape(name, spec, shapes.out_shape, shapes.out_axes, "q and v")
-    check_tensor(name, spec, shapes)
-
-
-def check_tensor(name: str, spec: Spec, shapes: Shapes) -> None:
-    _checks.check_dtype(name, spec, "that of q", shapes.q.dtype)
-    _checks.check_place(name, spec, "q", shapes.q)
-    _checks.check_last_contiguous(name, spec)
-    shapes.problem[name] = _strides(spec)
-    shapes.tensors[name] = spec
-
-
-def check_like_lse(name: str, spec: Spec, shapes: Shapes) -> None:
-    _checks.check_shape(name, spec, shapes.lse_shape, shapes.lse_axes, "q")
-    _checks.check_dtype(name, spec, "whatever the dtype of q", "float32")
-    _checks.check_place(name, spec, "q", shapes.q)
-    _checks.check_contiguous(name, spec)
+def take_alibi(problem: Problem, spec: Spec) -> None:
+    name, ndim = "alibi_slopes", len(spec.shape)
+    if ndim not in ALIBI_CODES:
+        raise InvalidArgument(f"{name}.ndim = {ndim}, expected 1: (heads) or 2: (batch, heads)")
+    axes = ("batch", "heads")[-ndim:]
+    problem.take_packed(name, spec, axes, "q", "float32", "whatever the dtype of q")
+    problem.fields["alibi"] = ALIBI_CODES[ndim]

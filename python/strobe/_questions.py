@@ -5,80 +5,69 @@ and which weights dropout keeps.
 from __future__ import annotations
 
 import sys
-import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from . import _core
+from . import _calls, _core
 from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
-from ._options import documented, split
+from ._options import ROWS, CallOptions, documented, row_of
 from ._plans import longest, plan_of, why_text
-from ._problem import Shapes, make_problem
-from ._values import flag, integer, pair, real, seed
+from ._problem import Problem, make_problem
+from ._values import flag, integer, real, seed
 
-# .text: what became of this thread's latest call of PyTorch's attention, for `why`. Set by
-# `strobe.torch`.
-latest_answer: Final = threading.local()
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-_NO_CALL: Final = (
-    "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
-    "strobe.torch.sdpa_kernel():`, and in its place as PyTorch's flash kernel after "
-    "strobe.torch.register(); none was made in this thread"
-)
+Array: TypeAlias = AnyArray | ArraySpec
 
 
-def _described(function: str, given: dict[str, Any]) -> Shapes:
+def _described(
+    function: str,
+    tensors: tuple[Any, Any, Any],
+    flags: dict[str, Any],
+    options: CallOptions,
+) -> Problem:
     """The problem of a call that will not be made; its results are taken to be contiguous.
 
-    given: the arguments of `plan` and `why`, by name.
+    flags: the arguments of `plan` and `why` that `attention` has not.
     """
-    left, right = pair("window", given["window"])
-    scalars, more = split(function, given["more"])
-    names = ("q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-    for name in "qkv":
-        if given[name] is None:
+    arrays = dict(zip("qkv", tensors, strict=True))
+    for name, array in arrays.items():
+        if array is None:
             raise InvalidArgument(f"{name} = None, expected an array")
-    objects = {name: given[name] for name in names if given[name] is not None} | more
-    arrays = {name: spec_of(name, array) for name, array in objects.items()}
-    options = given | {"window_left": left, "window_right": right, "scalars": scalars}
-    for name in "qk":
-        offsets = objects.get(f"cu_seqlens_{name}")
-        if offsets is not None and options[f"max_seqlen_{name}"] is None:
-            options[f"max_seqlen_{name}"] = longest(
-                f"cu_seqlens_{name}", f"max_seqlen_{name}", offsets
-            )
-    backward = flag("backward", given["backward"])
-    shapes = make_problem(backward, arrays, options)
-    if not shapes.problem["threads"] and shapes.q.kind is TORCH:
-        shapes.problem["threads"] = sys.modules["torch"].get_num_threads()
-    shapes.problem["has_dlse"] = int(flag("dlse", given["dlse"]) and backward)
-    return shapes
+    given: dict[str, Any] = {row.name: row.default for row in ROWS if row.convert is not None}
+    for name, value in options.items():
+        row = row_of(function, name)
+        if row.convert is None:
+            arrays |= {} if value is None else {name: value}
+        elif value is not None or row.default is not None:
+            given[name] = row.convert(name, value)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in arrays and given[f"max_seqlen_{name[-1]}"] is None:
+            given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
+    specs = {name: spec_of(name, array) for name, array in arrays.items()}
+    if not given["threads"] and specs["q"].kind is TORCH:
+        given["threads"] = sys.modules["torch"].get_num_threads()
+    del given["dropout_seed"], given["dropout_offset"]
+    found = {name: flag(name, value) for name, value in flags.items()}
+    backward, dlse = found.pop("backward"), found.pop("dlse")
+    problem = make_problem(backward, specs, given | found)
+    problem.fields["has_dlse"] = int(dlse and backward)
+    return problem
 
 
 @documented
 def plan(
-    q: AnyArray | ArraySpec,
-    k: AnyArray | ArraySpec,
-    v: AnyArray | ArraySpec,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: AnyArray | ArraySpec | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens_q: AnyArray | ArraySpec | None = None,
-    cu_seqlens_k: AnyArray | ArraySpec | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    threads: int = 0,
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-    dlse: bool = False,
     backward: bool = False,
-    **more: Any,  # _options.ROWS
+    deterministic: bool = False,
+    dlse: bool = False,
+    **options: Unpack[CallOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
 
@@ -91,31 +80,20 @@ def plan(
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
     """
-    return _core.plan_text(plan_of(_described("plan", locals())))
+    flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
+    return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
 @documented
 def why(
-    q: AnyArray | ArraySpec | None = None,
-    k: AnyArray | ArraySpec | None = None,
-    v: AnyArray | ArraySpec | None = None,
+    q: Array | None = None,
+    k: Array | None = None,
+    v: Array | None = None,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: AnyArray | ArraySpec | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens_q: AnyArray | ArraySpec | None = None,
-    cu_seqlens_k: AnyArray | ArraySpec | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    threads: int = 0,
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-    dlse: bool = False,
     backward: bool = False,
-    **more: Any,  # _options.ROWS
+    deterministic: bool = False,
+    dlse: bool = False,
+    **options: Unpack[CallOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
 
@@ -127,11 +105,11 @@ def why(
 
     Args: as `plan`.
     """
-    given = locals()
     if q is None and k is None and v is None:
-        return str(getattr(latest_answer, "text", _NO_CALL))
+        return _calls.latest()
+    flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     try:
-        return why_text(_described("why", given))
+        return why_text(_described("why", (q, k, v), flags, options))
     except Error as error:
         return str(error)
 
@@ -159,21 +137,17 @@ def dropout_mask(
     Raises:
         InvalidArgument: a negative size, dropout_p outside [0, 1), a seed outside 0 to 2**64 - 1.
     """
-    names = ("batch", "heads", "seqlen_q", "seqlen_k")
-    sizes = [
-        integer(name, value)
-        for name, value in zip(names, (batch, heads, seqlen_q, seqlen_k), strict=True)
-    ]
-    for name, size in zip(names, sizes, strict=True):
+    given = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes = {name: integer(name, value) for name, value in given.items()}
+    for name, size in sizes.items():
         if size < 0:
             raise InvalidArgument(f"{name} = {size}, expected at least 0")
     probability = real("dropout_p", dropout_p)
     numbers = seed("dropout_seed", dropout_seed), seed("dropout_offset", dropout_offset)
     try:
-        mask = np.empty(sizes, np.bool_)
+        mask = np.empty(tuple(sizes.values()), np.bool_)
     except (MemoryError, ValueError):
-        listed = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
+        listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise OutOfMemory(f"a mask with {listed} cannot be allocated") from None
-    arguments: Any = (*sizes, probability, *numbers, mask.ctypes.data)
-    _core.dropout_mask(*arguments)
+    _core.dropout_mask(*sizes.values(), probability, *numbers, mask.ctypes.data)
     return mask

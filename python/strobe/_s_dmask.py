@@ -70,20 +70,16 @@ def shape(
     return (batch, q.shape[-2], *rounded)
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    slopes: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Tensor:
+# scale, causal, window_left, window_right, softcap
+Mask: TypeAlias = tuple[float | None, bool, int, int, float]
+
+
+def _scores(q: Tensor, k: Tensor, slopes: Tensor | None, mask: Mask) -> Tensor:
     """Of each query and key, float32; -inf where a query does not see a key.
 
     q: (batch, seqlen_q, heads, head_dim); slopes: (batch, heads).
     """
+    scale, causal, left, right, softcap = mask
     (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = q.shape[1:], k.shape[1:3]
     factor = head_dim**-0.5 if scale is None else scale
     keys = k.float().repeat_interleave(heads // heads_kv, dim=2)
@@ -117,37 +113,27 @@ def _weights(score: Tensor, block: int) -> Tensor:
 def weights(
     q: Tensor,
     k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
+    lengths: tuple[Tensor | None, Tensor | None, int | None, int | None],
     alibi_slopes: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
+    mask: Mask,
 ) -> Tensor:
-    """S_dmask without its signs, float32; 0 outside of the masks and of the sequences."""
-    mask = (causal, window_left, window_right, softcap)
-    found = q.new_zeros(shape(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k), dtype=torch.float32)
+    """S_dmask without its signs, float32; 0 outside of the masks and of the sequences.
+
+    lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+    """
+    cu_seqlens_q, cu_seqlens_k, *longest = lengths
+    found = q.new_zeros(shape(q, k, cu_seqlens_q, *longest), dtype=torch.float32)
     batch, heads = found.shape[:2]
     slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
-    block = block_size_n(q.device, q.shape[-1], True, causal)
+    block = block_size_n(q.device, q.shape[-1], True, mask[1])
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        weight = _weights(_scores(q, k, slopes, scale, *mask), block)
-        found[:, :, : q.shape[1], : k.shape[1]] = weight
+        found[:, :, : q.shape[1], : k.shape[1]] = _weights(_scores(q, k, slopes, mask), block)
         return found
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(batch):
         rows = slice(starts_q[b], starts_q[b + 1])
         keys = slice(starts_k[b], starts_k[b + 1])
-        score = _scores(
-            q[None, rows],
-            k[None, keys],
-            None if slopes is None else slopes[b : b + 1],
-            scale,
-            *mask,
-        )
+        own = None if slopes is None else slopes[b : b + 1]
+        score = _scores(q[None, rows], k[None, keys], own, mask)
         found[b, :, : score.shape[-2], : score.shape[-1]] = _weights(score, block)[0]
     return found

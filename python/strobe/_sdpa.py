@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 from . import _arrays, _blocks, _flash_attn, _masks, _operators, _questions
 from ._calls import Verdict
 from ._errors import Error, InvalidArgument, Unsupported
-from ._masks import Blocks
+from ._masks import Block, Blocks
 from .flash_attn import flash_attn_func
 
 Tensor: TypeAlias = torch.Tensor
@@ -25,6 +24,33 @@ Shape: TypeAlias = tuple[int, ...]
 sdpa: Final = torch.nn.functional.scaled_dot_product_attention
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+
+
+class Request(NamedTuple):
+    """The arguments of a call of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What `objection` is asked of: all that is known before a tensor holds data."""
+        tensors = self[:3]
+        return (
+            *(tuple(x.shape) for x in tensors),
+            tuple(x.dtype for x in tensors),
+            tuple(x.device for x in tensors),
+            self.dropout_p,
+            self.scale,
+            self.enable_gqa,
+            _flash_attn.autocast_dtype(self.query),
+        )
 
 
 # --------------------------------------------------------------------------------------- objections
@@ -144,13 +170,6 @@ def objection(
     return ""
 
 
-def autocast_dtype(query: Tensor) -> Any:
-    device = query.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.getautocast_dtype(device)
-
-
 def top_left(is_causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple[int, int]]:
     """(causal, window) that align the mask top left, as scaled_dot_product_attention's is_causal;
     Strobe's causal is aligned bottom right. Holds for seqlen_q >= seqlen_k.
@@ -164,32 +183,16 @@ def top_left(is_causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple
 
 
 @lru_cache(maxsize=4096)
-def _verdict(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    dtypes: tuple[Any, Any, Any],
-    devices: tuple[Any, Any, Any],
-    is_causal: bool,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-    autocast: Any,
-) -> Verdict:
+def _verdict(is_causal: bool, *kind: Any) -> Verdict:
     """Of a call without a mask. Its kernel is that of the whole, also where blocks are computed."""
-    detail = (
-        f"query {tuple(q)} {dtypes[0]} on {devices[0]}, key {tuple(k)}, value {tuple(v)}, "
-        f"dropout_p {dropout_p}"
-    )
-    kind = objection(q, k, v, dtypes, devices, dropout_p, scale, enable_gqa, autocast)
-    if kind:
-        return Verdict(kind=kind, detail=detail)
+    q, k, v, dtypes, devices, dropout_p, _, _, autocast = kind
+    detail = f"query {q} {dtypes[0]} on {devices[0]}, key {k}, value {v}, dropout_p {dropout_p}"
+    reason = objection(*kind)
+    if reason:
+        return Verdict(kind=reason, detail=detail)
     causal, window = top_left(is_causal, q[2], min(q[2], k[2]))
     dtype = str(autocast or dtypes[0]).removeprefix("torch.")
-    device = str(devices[0])
-    specs = [
-        _arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, device) for n in map(tuple, (q, k, v))
-    ]
+    specs = [_arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, str(devices[0])) for n in (q, k, v)]
     try:
         plans = [
             _questions.plan(
@@ -203,36 +206,17 @@ def _verdict(
     return Verdict(kernel=lines.get("kernel", ""))
 
 
-def judge(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Verdict, Blocks | None]:
+def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     """Who computes this call, and, if it has a mask that Strobe serves, as which blocks."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     kind = foreign(query, key, value)
-    if not kind and forward_ad._current_level >= 0:
+    if not kind and _flash_attn.differentiates_forward():
         kind = "forward-mode differentiation is at work"
     if not isinstance(dropout_p, (float, int)) or not isinstance(scale, (float, int, NoneType)):
         kind = kind or "dropout_p or scale is no plain number"
     if kind:
         return Verdict(kind=kind), None
-    verdict = _verdict(
-        query.shape,
-        key.shape,
-        value.shape,
-        (query.dtype, key.dtype, value.dtype),
-        (query.device, key.device, value.device),
-        is_causal,
-        dropout_p,
-        scale,
-        enable_gqa,
-        autocast_dtype(query),
-    )
+    verdict = _verdict(is_causal, *request.kind)
     if verdict.kind or attn_mask is None:
         return verdict, None
     kind = mask_objection(query, key, attn_mask, is_causal)
@@ -240,13 +224,26 @@ def judge(
         return Verdict(kind=kind, detail=_describe(attn_mask)), None
     if is_causal_bias(attn_mask):
         return verdict, None
-    if torch._C._functorch.maybe_current_level() is not None:
+    if _operators.is_transformed():
         return Verdict(kind="attn_mask under a transform of torch.func"), None
     if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return Verdict(kind="attn_mask cannot be read while a CUDA graph is captured"), None
     blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2])
     if blocks.refusal:
         return Verdict(kind=blocks.refusal, detail=_describe(attn_mask)), None
+    return verdict, blocks
+
+
+def judge_blocks(request: Request, lower_right: bool = False) -> tuple[Verdict, Blocks]:
+    """`judge`, with one block for a call without a mask. lower_right: is_causal's alignment."""
+    verdict, blocks = judge(request)
+    if blocks is None:
+        (batch, _, seqlen_q, _), seqlen_k = request.query.shape, request.key.shape[2]
+        seen = min(seqlen_q, seqlen_k) if request.is_causal else seqlen_k
+        causal, window = top_left(request.is_causal, seqlen_q, seen)
+        queries, keys = slice(0, seqlen_q), slice(0, seen)
+        block = Block(slice(0, batch), queries, keys, causal or lower_right, window)
+        blocks = Blocks((block,), hides_keys=seen < seqlen_k)
     return verdict, blocks
 
 
@@ -257,7 +254,7 @@ _NOT_ARGUMENTS: Final = (TypeError, ValueError, AttributeError, RuntimeError, Ov
 def judge_any(*args: Any, **kwargs: Any) -> tuple[Verdict, Blocks | None]:
     """`judge` of whatever somebody calls with."""
     try:
-        return judge(*args, **kwargs)
+        return judge(Request(*args, **kwargs))
     except _NOT_ARGUMENTS as error:
         return Verdict(kind="the arguments are not those of a call", detail=str(error)[:200]), None
 
@@ -269,20 +266,11 @@ def _describe(attn_mask: Any) -> str:
 # ---------------------------------------------------------------------------------------- computing
 
 
-def serve(
-    blocks: Blocks | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention of a call that `judge` gives to Strobe, of tensors with data."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = Request(*args, **kwargs)
     if blocks is not None:
-        query, key, value = _flash_attn._autocast(query, key, value)
+        query, key, value = _flash_attn.autocast(query, key, value)
         rng_state = None
         if dropout_p > 0:
             rng_state = _operators.dropout_state(device=query.device)

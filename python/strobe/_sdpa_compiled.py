@@ -8,6 +8,8 @@ PyTorch's in the compiled code, beside an operator that does nothing but say so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +17,7 @@ import torch
 
 from . import _blocks, _calls, _flash_attn, _operators, _sdpa
 from ._calls import Verdict
-from ._masks import Block, Blocks
+from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -26,44 +28,8 @@ _SCHEMA: Final = (
 )
 
 
-def _whole(query: Tensor, key: Tensor, is_causal: bool) -> Blocks:
-    """A call without a mask as one block."""
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    batch, queries = slice(0, query.shape[0]), slice(0, seqlen_q)
-    seen = min(seqlen_q, seqlen_k) if is_causal else seqlen_k
-    causal, window = _sdpa.top_left(is_causal, seqlen_q, seen)
-    block = Block(batch, queries, slice(0, seen), causal, window)
-    return Blocks((block,), hides_keys=seen < seqlen_k)
-
-
-def _judge_again(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float | None,
-) -> tuple[Verdict, Blocks]:
-    verdict, blocks = _sdpa.judge(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
-    if blocks is None:
-        blocks = _whole(query, key, is_causal)
-        if lower_right:
-            blocks = Blocks((blocks.blocks[0]._replace(causal=True),))
-    return verdict, blocks
-
-
-def _by_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float | None,
-) -> Tensor:
+def _by_pytorch(request: Request, lower_right: bool) -> Tensor:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     if lower_right:
         seqlen_q, seqlen_k = query.shape[2], key.shape[2]
         seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
@@ -86,32 +52,49 @@ def _unseen(kernel: Any) -> Any:
     return unseen
 
 
-@_unseen
-def _operator_forward(
+def _request(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
     dropout_p: float,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
+    is_causal: bool,
+    lower_right: bool,
+    scale: float | None,
+) -> tuple[Request, Tensor | None, bool]:
+    """(request, rng_state, lower_right) of the operator's arguments."""
+    request = Request(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    return request, rng_state, lower_right
+
+
+@contextmanager
+def _drawing(rng_state: Tensor | None, x: Tensor) -> Iterator[None]:
+    """Where PyTorch's dropout draws what it draws for this state each time."""
+    if rng_state is None:
+        yield
+        return
+    with torch.random.fork_rng([] if x.device.index is None else [x.device.index]):
+        torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
+        yield
+
+
+def _heads_inner(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@_unseen
+def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    request, rng_state, lower_right = _request(*arguments)
+    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
     _calls.record(verdict)
+    query = request.query
     if not verdict.kind:
-        return _blocks.forward(query, key, value, rng_state, blocks, dropout_p, options[-1])
-    if rng_state is not None:  # so that the backward pass can draw the same again
-        with torch.random.fork_rng(_devices(query)):
-            torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
-            out = _by_pytorch(query, key, value, attn_mask, dropout_p, *options)
-    else:
-        out = _by_pytorch(query, key, value, attn_mask, dropout_p, *options)
-    heads_inner = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return heads_inner, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-def _devices(x: Tensor) -> list[int]:
-    return [] if x.device.index is None else [x.device.index]
+        plain = (request.dropout_p, request.scale)
+        return _blocks.forward(*request[:3], rng_state, blocks, *plain)
+    with _drawing(rng_state, query):  # so that the backward pass can draw the same again
+        out = _by_pytorch(request, lower_right)
+    return _heads_inner(out), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_unseen
@@ -122,16 +105,13 @@ def _operator_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    dropout_p: float,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    verdict, blocks = _judge_again(query, key, value, attn_mask, dropout_p, *options)
+    request, rng_state, lower_right = _request(query, key, value, *options)
+    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
     if not verdict.kind:
-        return _blocks.backward(
-            dout, query, key, value, out, lse, rng_state, blocks, dropout_p, options[-1]
-        )
+        plain = (request.dropout_p, request.scale)
+        return _blocks.backward(dout, query, key, value, out, lse, rng_state, blocks, *plain)
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
     # in again, and nothing else: autocast has been here.
     included = torch._C._dispatch_tls_local_include_set()
@@ -139,13 +119,10 @@ def _operator_backward(
     excluded = torch._C.DispatchKeySet(autocast[0]).add(autocast[1])
     with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        with torch.random.fork_rng(_devices(query), enabled=rng_state is not None):
-            if rng_state is not None:
-                torch.manual_seed(_operators.seed_and_offset(rng_state)[0] >> 1)
-            again = _by_pytorch(leaves[0], leaves[1], leaves[2], attn_mask, dropout_p, *options)
-        grads = torch.autograd.grad(again, leaves, dout)
-    dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads)
-    return dq, dk, dv
+        with _drawing(rng_state, query):
+            again = _by_pytorch(Request._make([*leaves, *request[3:]]), lower_right)
+        dq, dk, dv = torch.autograd.grad(again, leaves, dout)
+    return _heads_inner(dq), _heads_inner(dk), _heads_inner(dv)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -171,18 +148,12 @@ def _declined(kind: str) -> None:
     _calls.record(Verdict(kind=kind))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = inputs[5:]
-    ctx.set_materialize_grads(False)
-
-
 def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
-    absent = (None,) * (2 + len(ctx.options))
-    if dout is None:
-        return (None, None, None, *absent)
-    backward = torch.ops.strobe.scaled_dot_product_attention_backward.default
-    return (*backward(dout, *ctx.saved_tensors, *ctx.options), *absent)
+    def compute(dout: Tensor, _: None, *saved: Any) -> Any:
+        return torch.ops.strobe.scaled_dot_product_attention_backward.default(dout, *saved)
+
+    found = _operators.gradients(compute, ctx, dout, None)
+    return (*found, *(None for _ in ctx.options))
 
 
 def _register() -> None:
@@ -201,7 +172,9 @@ def _register() -> None:
         library.impl(f"{name}_backward", _operator_backward, key)
     torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
     torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
-    torch.library.register_autograd(f"strobe::{name}", _gradients, setup_context=_save, lib=library)
+    torch.library.register_autograd(
+        f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library
+    )
     torch.library.register_autograd(
         f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
     )
@@ -229,47 +202,24 @@ _register()
 REPORTS_FROM_COMPILED_CODE: Final = _register_effect()
 
 
-def traced(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def traced(*args: Any, **kwargs: Any) -> Tensor | None:
     """A call while PyTorch compiles it; None if it is PyTorch's, which compiled code then says."""
-    kind = _sdpa.foreign(query, key, value) or _sdpa.objection(
-        query.shape,
-        key.shape,
-        value.shape,
-        (query.dtype, key.dtype, value.dtype),
-        (query.device, key.device, value.device),
-        dropout_p,
-        scale,
-        enable_gqa,
-        _sdpa.autocast_dtype(query),
-    )
+    request = Request(*args, **kwargs)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
+    kind = _sdpa.foreign(query, key, value) or _sdpa.objection(*request.kind)
     if not kind and attn_mask is not None:
         kind = _sdpa.mask_objection(query, key, attn_mask, is_causal)
     if kind:
         declined(kind)
         return None
     lower_right = _sdpa.is_causal_bias(attn_mask)
-    query, key, value = _flash_attn._autocast(query, key, value)
+    query, key, value = _flash_attn.autocast(query, key, value)
     rng_state = _operators.dropout_state(device=query.device) if dropout_p > 0 else None
+    mask = None if lower_right else attn_mask
+    plain = (dropout_p, is_causal, lower_right, scale)
     out: Tensor
     out, _ = torch.ops.strobe.scaled_dot_product_attention.default(
-        query,
-        key,
-        value,
-        None if lower_right else attn_mask,
-        rng_state,
-        dropout_p,
-        is_causal,
-        lower_right,
-        scale,
+        query, key, value, mask, rng_state, *plain
     )
     return out
 
@@ -282,8 +232,4 @@ def declined(kind: str) -> None:
 
 def is_traced() -> bool:
     """Whether a compiler looks, or modes that must see operators (fake tensors, export)."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or _flash_attn.pre_dispatch()
-    )
+    return bool(torch.compiler.is_dynamo_compiling() or _flash_attn.is_in_dispatch_mode())

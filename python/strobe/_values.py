@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ._errors import InvalidArgument, shown
@@ -15,7 +16,7 @@ from ._errors import InvalidArgument, shown
 
 
 def integer(name: str, value: Any, bits: int = 64) -> int:
-    """`value` as an int that fits a C integer of so many bits; ctypes would cut it off silently."""
+    """`value` as an int that fits a C integer of so many bits."""
     try:
         number = operator.index(value)
     except Exception:
@@ -46,7 +47,7 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def pair(name: str, value: Any) -> tuple[Any, Any]:
+def pair(name: str, value: Any, convert: Callable[[str, Any], Any] = integer) -> tuple[Any, Any]:
     """Both entries of a window."""
     try:
         left, right = value
@@ -54,7 +55,7 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
         raise InvalidArgument(
             f"{name} = {shown(value)}, expected a pair (left, right) of integers, -1 for no limit"
         ) from None
-    return left, right
+    return convert(f"{name}[0]", left), convert(f"{name}[1]", right)
 
 
 def seed(name: str, value: Any) -> int:

@@ -22,8 +22,9 @@ Algorithm: T. Dao, "FlashAttention-2", arXiv:2307.08691.
 
 from __future__ import annotations
 
-from ._errors import Unsupported
-from ._flash_attn import Result, Tensor, call, check_tensor, unbound
+from . import _flash_cache
+from ._errors import InvalidArgument
+from ._flash_attn import DENSE, Result, Tensor, call, check_tensor, unbound
 
 __all__ = [
     "flash_attn_func",
@@ -84,23 +85,8 @@ def flash_attn_func(
             ValueError. The text names the argument, what was got and what was wanted.
         strobe.Unsupported: no kernel takes this, with each one's reason; a NotImplementedError.
     """
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -126,24 +112,8 @@ def flash_attn_qkvpacked_func(
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     # Its derivative is one torch.stack; that of three slices, three sums.
     q, k, v = unbound("qkv", qkv, 2)
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "qkv",
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
 
 
 def flash_attn_kvpacked_func(
@@ -170,24 +140,8 @@ def flash_attn_kvpacked_func(
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
     k, v = unbound("kv", kv, 2)
-    return call(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "kv",
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, DENSE, options, return_attn_probs, "kv")
 
 
 def flash_attn_varlen_func(
@@ -220,7 +174,9 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
         softcap, deterministic, return_attn_probs: as `flash_attn_func`.
         alibi_slopes: float32, (heads,) or (batch, heads).
-        block_table: a paged key-value cache: not supported yet, expected None.
+        block_table: int32, (batch, pages_per_sequence): k and v are pages
+            (pages, page_size, heads_kv, head_dim) of a cache, and cu_seqlens_k says how many keys
+            each sequence has there: see `flash_attn_with_kvcache`. Without dropout and gradients.
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse, S_dmask): softmax_lse is
@@ -228,28 +184,20 @@ def flash_attn_varlen_func(
 
     Raises: as `flash_attn_func`.
     """
-    if block_table is not None:
-        raise Unsupported("block_table: a paged key-value cache is not supported yet")
     if cu_seqlens_q is None or cu_seqlens_k is None:
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    if block_table is not None:
+        if dropout_p != 0:
+            raise InvalidArgument(f"dropout_p = {dropout_p!r} with block_table, expected 0")
+        out, lse = _flash_cache.paged_varlen(
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table),
+            *(softmax_scale, causal, window_size, softcap, alibi_slopes),
+        )
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -279,24 +227,9 @@ def flash_attn_varlen_qkvpacked_func(
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
     q, k, v = unbound("qkv", qkv, 1)
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "qkv",
-    )
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs, "qkv")
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -330,24 +263,9 @@ def flash_attn_varlen_kvpacked_func(
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     k, v = unbound("kv", kv, 1)
-    return call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        "kv",
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return call(q, k, v, lengths, options, return_attn_probs, "kv")
 
 
 def flash_attn_with_kvcache(
@@ -371,13 +289,63 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Attention over a key-value cache that is appended to in place: not there yet.
+    """Attention over a key-value cache, which new keys and values are appended to in place.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k_cache: (cache_batch, capacity, heads_kv, head_dim), or with block_table
+            (pages, page_size, heads_kv, head_dim), any strides with a contiguous last dimension,
+            any page_size from 1.
+        v_cache: the same with head_dim_v.
+        k, v: (batch, seqlen_new, heads_kv, head_dim or head_dim_v): written to the cache where each
+            sequence ends, before attention is computed over all of its keys.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype: the rotary embedding of the
+            first rotary_dim elements of q and k, at the positions cache_seqlens, cache_seqlens + 1,
+            ... ; of q so if causal or a window is given, else all queries are at cache_seqlens.
+        cache_seqlens: int, or int32 (batch,): the rows that each sequence has in the cache. None:
+            all of it.
+        cache_batch_idx: int32, (batch,): each sequence's entry of the cache; None: its own number.
+        cache_leftpad: int32, (batch,): rows at the begin of each sequence that are skipped.
+        block_table: int32, (batch, pages_per_sequence): row n of a sequence is row n % page_size
+            of page block_table[b, n // page_size].
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as `flash_attn_func`.
+        rotary_interleaved: turn elements 2n and 2n + 1 together; else n and n + rotary_dim / 2.
+        num_splits: changes nothing: the kernels find themselves how to divide the keys.
+        return_softmax_lse: return (out, softmax_lse).
+
+    Returns:
+        out, (batch, seqlen_q, heads, head_dim_v), or (out, softmax_lse), float32
+        (batch, heads, seqlen_q). Without a gradient, as in flash_attn.
 
     Raises:
-        strobe.Unsupported: always; a NotImplementedError.
+        As `flash_attn_func`. A length, index or page out of range is a strobe.InvalidArgument, and
+        nothing is written. On a GPU this check waits for the device. It is left out while a CUDA
+        graph is captured and where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such
+        a sequence are then NaN.
     """
-    raise Unsupported(
-        "flash_attn_with_kvcache is not in this version of Strobe: append to the cache yourself "
-        "and call flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], causal=causal), "
-        "which aligns q with the end of the cache"
+    arrays = {
+        "seqused_k": _flash_cache.lengths(cache_seqlens, q),
+        "block_table": block_table,
+        "cache_batch_idx": cache_batch_idx,
+        "leftpad": cache_leftpad,
+        "k_new": k,
+        "v_new": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "alibi_slopes": alibi_slopes,
+    }
+    _flash_cache.rotary_start(arrays)
+    return _flash_cache.call(
+        q,
+        k_cache,
+        v_cache,
+        arrays,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        0,
+        rotary_interleaved,
+        return_softmax_lse,
     )

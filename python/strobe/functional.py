@@ -13,32 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core
 from ._arrays import AnyArray, NDArray, SupportsDLPack
-from ._errors import InvalidArgument
-from ._options import MoreOptions, documented
+from ._options import CallOptions, documented
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["attention", "attention_backward"]
-
-
-class CallOptions(MoreOptions, total=False):
-    """Options that `attention` and `attention_backward` share."""
-
-    causal: bool
-    window: tuple[int, int]
-    scale: float | None
-    softcap: float
-    alibi_slopes: AnyArray | None
-    dropout_p: float
-    dropout_seed: int
-    dropout_offset: int
-    cu_seqlens_q: AnyArray | None
-    cu_seqlens_k: AnyArray | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    batch_invariant: bool
-    threads: int
 
 
 @overload
@@ -83,23 +63,9 @@ def attention(
     k: Any,
     v: Any,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_offset: int = 0,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    batch_invariant: bool = False,
-    threads: int = 0,
     out: Any = None,
     return_lse: bool = False,
-    **more: Any,  # _options.ROWS
+    **options: Unpack[CallOptions],
 ) -> Any:
     """softmax(scale * q k^T + bias) v, exactly, in memory linear in the sequence length.
 
@@ -163,28 +129,7 @@ def attention(
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
         Where a result cannot be allocated, NumPy's error or PyTorch's comes through.
     """
-    return _core.forward(
-        q,
-        k,
-        v,
-        out,
-        return_lse,
-        alibi_slopes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        window,
-        threads,
-        causal,
-        batch_invariant,
-        scale,
-        softcap,
-        dropout_p,
-        dropout_seed,
-        dropout_offset,
-        more,
-    )
+    return _core.forward(q, k, v, out, return_lse, options)
 
 
 @overload
@@ -228,24 +173,10 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_offset: int = 0,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    batch_invariant: bool = False,
-    threads: int = 0,
     dlse: Any = None,
     deterministic: bool = False,
     grads: tuple[Any, Any, Any] | None = None,
-    **more: Any,  # _options.ROWS
+    **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]:
     """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
 
@@ -275,41 +206,4 @@ def attention_backward(
     Raises:
         As `attention`.
     """
-    dq = dk = dv = None
-    if grads is not None:
-        try:
-            dq, dk, dv = grads
-        except Exception:
-            raise InvalidArgument("grads is no tuple of three, expected (dq, dk, dv)") from None
-        for index, array in enumerate((dq, dk, dv)):
-            if array is None:
-                raise InvalidArgument(f"grads[{index}] = None, expected an array")
-    found: tuple[Any, Any, Any] = _core.backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dlse,
-        dq,
-        dk,
-        dv,
-        deterministic,
-        alibi_slopes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        window,
-        threads,
-        causal,
-        batch_invariant,
-        scale,
-        softcap,
-        dropout_p,
-        dropout_seed,
-        dropout_offset,
-        more,
-    )
-    return found
+    return _core.backward(dout, q, k, v, out, lse, dlse, grads, deterministic, options)

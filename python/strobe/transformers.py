@@ -22,9 +22,10 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ._errors import Unsupported
-from .flash_attn import flash_attn_func, flash_attn_varlen_func
+from ._kvcache import attention_with_kvcache
+from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-__all__ = ["NAME", "attention", "attention_mask", "register"]
+__all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -60,6 +61,7 @@ def register() -> None:
         ) from None
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(f"paged|{NAME}", paged_attention)  # continuous batching
 
 
 # -------------------------------------------------------------------------------------------- masks
@@ -173,6 +175,21 @@ class _Packing:
     longest_q: int
     longest_k: int
     whole: bool  # all rows take part
+    # Of each row of the batch the first key and the end, int32, if its keys lie side by side.
+    bounds: tuple[Tensor, Tensor] | None
+
+
+def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where each row's keys begin and end; None: rows hold several sequences, or have gaps."""
+    seen = (numbers > 0).to(torch.int32)
+    if numbers.shape[1] == 0 or int(numbers.max()) > 1:
+        return None
+    begins = seen.argmax(1)
+    ends = begins + seen.sum(1)
+    gaps = seen.cumsum(1).argmax(1) + 1 != ends
+    if bool((gaps & (ends > begins)).any()):
+        return None
+    return begins.to(torch.int32), ends.to(torch.int32)
 
 
 def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Packing:
@@ -193,9 +210,25 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
     offsets_q, longest_q = _offsets(_lengths(own))
     offsets_k, longest_k = _offsets(_lengths(numbers))
     found = known[key] = _Packing(
-        rows, numbers > 0, offsets_q, offsets_k, longest_q, longest_k, bool(rows.all())
+        rows,
+        numbers > 0,
+        offsets_q,
+        offsets_k,
+        longest_q,
+        longest_k,
+        bool(rows.all()),
+        _bounds(numbers),
     )
     return found
+
+
+def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a cache will do: no gradient, no dropout, no compiler. On GPUs the way of all other
+    calls is taken.
+    """
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    compiled = torch.compiler.is_compiling()
+    return not (tracked or compiled or options["dropout_p"] > 0) and q.is_cpu and v.is_cpu
 
 
 def _packed(
@@ -204,6 +237,20 @@ def _packed(
     """Attention of rows with padding or several sequences; (batch, seqlen, heads, head_dim)."""
     batch, seqlen_q = q.shape[:2]
     packing = _packing(numbers, seqlen_q, causal, options["window_size"] != (-1, -1))
+    if causal and packing.whole and packing.bounds is not None and _is_decoding(q, k, v, options):
+        begins, ends = packing.bounds  # read where they lie, which saves a copy of all keys
+        out: Tensor = attention_with_kvcache(
+            q,
+            k,
+            v,
+            seqused_k=ends,
+            leftpad=begins,
+            causal=True,
+            window=options["window_size"],
+            scale=options["softmax_scale"],
+            softcap=options["softcap"],
+        )
+        return out
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     found: Tensor = flash_attn_varlen_func(
         q.flatten(0, 1) if packing.whole else q[packing.rows],
@@ -288,3 +335,81 @@ def attention(
     else:
         out = flash_attn_func(q, k, v, causal=causal, **options)
     return out, None
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cache: Any,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: Any,
+    block_table: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What models call in transformers' continuous batching: all sequences lie in one row.
+
+    Args:
+        module: the attention layer.
+        query, key, value: (1, heads or heads_kv, total, head_dim).
+        attention_mask: not used: sequences and causality say it all.
+        cache: transformers' PagedAttentionCache, which takes key and value in.
+        cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k: of the sequences, or the last two
+            as dicts by the layers' types.
+        block_table: int32, (groups, batch, pages_per_sequence), where each sequence has one query.
+        scaling: multiplies the scores.
+        sliding_window: so many keys each query sees, itself included.
+        others: the indices by which the cache is read and written, and attention sinks.
+
+    Returns:
+        (total, heads, head_dim), and None.
+
+    Raises:
+        Unsupported: the model has attention sinks.
+    """
+    if others.get("s_aux") is not None:
+        raise Unsupported(
+            f'attn_implementation="{NAME}" has no s_aux: load this model with '
+            'attn_implementation="eager"'
+        )
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "sliding_attention" if sliding_window else "full_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": True,
+        "window_size": (sliding_window - 1, 0) if sliding_window else (-1, -1),
+    }
+    q = query[0].transpose(0, 1)
+    if block_table is None:
+        k, v = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=module.layer_idx,
+            read_index=others["read_index"],
+            write_index=others["write_index"],
+        )
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k)
+        return flash_attn_varlen_func(q, k, v, *lengths, **options), None
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    k_cache, v_cache = (
+        x[layer].view(-1, cache.block_size, *x[layer].shape[1:])
+        for x in (cache.key_cache, cache.value_cache)
+    )
+    out = flash_attn_with_kvcache(
+        q[:, None],
+        k_cache,
+        v_cache,
+        key[0].transpose(0, 1)[:, None],
+        value[0].transpose(0, 1)[:, None],
+        cache_seqlens=(cu_seq_lens_k.diff() - 1).to(torch.int32),
+        block_table=block_table[group],
+        **options,
+    )
+    return out[:, 0], None

@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
-from strobe import flash_attn
+from strobe import flash_attn, flash_attn_3
 
 from producer import Producer
 
@@ -332,10 +332,15 @@ def with_gradients(r: random.Random) -> dict[str, Any]:
     return {"dout": torch.randn_like(out), **given, "out": out, "lse": lse, **more}
 
 
-def one_a_sequence(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+NUMBERS = ("seqused_q", "seqused_k", "q_position", "prefix")
+
+
+def one_a_sequence(
+    r: random.Random, given: dict[str, Any], names: tuple[str, ...] = NUMBERS
+) -> dict[str, Any]:
     """`given`, maybe with arrays of one number for each sequence."""
     batch = len(given["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in given else len(given["q"])
-    for name in ("seqused_q", "seqused_k", "q_position", "prefix"):
+    for name in names:
         if r.random() < 0.15:
             given[name] = torch.randint(0, 2, (batch,), dtype=torch.int32)
     return given
@@ -343,6 +348,62 @@ def one_a_sequence(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 def ours(r: random.Random) -> dict[str, Any]:
     return one_a_sequence(r, r.choice([dense, packed])(r))
+
+
+def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: x for name, x in given.items() if name not in names}
+
+
+def cached(r: random.Random) -> dict[str, Any]:
+    """Of attention_with_kvcache: a cache of pages or none, maybe appended to, maybe turned."""
+    batch, heads_kv, head_dim = r.randint(1, 2), r.randint(1, 2), r.choice([8, 16])
+    entries, rows = r.randint(2, 4), r.randint(2, 5)
+    given = {
+        "q": torch.randn(batch, r.randint(1, 3), 2 * heads_kv, head_dim),
+        "k": torch.randn(entries, rows, heads_kv, head_dim),
+        "v": torch.randn(entries, rows, heads_kv, head_dim),
+        "seqused_k": torch.randint(0, 2, (batch,), dtype=torch.int32),
+    }
+    if r.random() < 0.5:
+        given["block_table"] = torch.randint(0, entries, (batch, 2), dtype=torch.int32)
+    elif r.random() < 0.5:
+        given["cache_batch_idx"] = torch.randperm(entries)[:batch].to(torch.int32)
+    if r.random() < 0.3:
+        given["leftpad"] = torch.zeros(batch, dtype=torch.int32)
+    if r.random() < 0.5:
+        given["k_new"] = torch.randn(batch, 1, heads_kv, head_dim)
+        given["v_new"] = torch.randn(batch, 1, heads_kv, head_dim)
+        if r.random() < 0.5:
+            given["rotary_cos"] = given["rotary_sin"] = torch.randn(9, 4)
+    if r.random() < 0.3:
+        given["cu_seqlens_q"] = torch.arange(batch + 1, dtype=torch.int32) * given["q"].shape[1]
+        given["q"] = given["q"].flatten(0, 1)
+    return given
+
+
+def renamed_cache(r: random.Random, table: str) -> dict[str, Any]:
+    """The same for flash_attn's functions; those of FlashAttention-3 take packed queries."""
+    given = cached(r)
+    if table == "block_table" and "cu_seqlens_q" in given:
+        given["q"] = given["q"].unflatten(0, (len(given.pop("cu_seqlens_q")) - 1, -1))
+    names = {
+        "k": "k_cache",
+        "v": "v_cache",
+        "k_new": "k",
+        "v_new": "v",
+        "seqused_k": "cache_seqlens",
+        "leftpad": "cache_leftpad",
+        "block_table": table,
+    }
+    return {names.get(name, name): x for name, x in given.items()}
+
+
+def partial_results(r: random.Random) -> dict[str, Any]:
+    shape = [r.randint(1, 3) for _ in range(r.choice([3, 4]))]
+    return {
+        "outs": torch.randn(*shape, 8),
+        "lses": torch.randn(*shape[:-2], shape[-1], shape[-2]),
+    }
 
 
 def forward(r: random.Random) -> dict[str, Any]:
@@ -405,12 +466,30 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         lambda r: joined(r, packed(r), "qkv"),
         FLASH,
     ),
+    "attention_with_kvcache": (
+        strobe.attention_with_kvcache,
+        cached,
+        (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
+         "out_dtype", "rotary_interleaved", "return_lse"),
+    ),
+    "merge": (strobe.merge, partial_results, ("out", "out_dtype", "threads")),
     "flash_attn_with_kvcache": (
         flash_attn.flash_attn_with_kvcache,
-        lambda r: dict(zip(("q", "k_cache", "v_cache"), dense(r).values(), strict=False)),
-        ("softmax_scale", "causal"),
+        lambda r: renamed_cache(r, "block_table"),
+        (*FLASH[1:5], "rotary_interleaved", "num_splits", "cache_seqlens", "return_softmax_lse"),
     ),
-}
+    "flash_attn_3.flash_attn_with_kvcache": (
+        flash_attn_3.flash_attn_with_kvcache,
+        lambda r: renamed_cache(r, "page_table"),
+        (*FLASH[1:5], "rotary_interleaved", "cache_seqlens", "max_seqlen_q", "attention_chunk",
+         "q_descale", "scheduler_metadata"),
+    ),
+    "flash_attn_3.flash_attn_varlen_func": (
+        flash_attn_3.flash_attn_varlen_func,
+        lambda r: one_a_sequence(r, without(packed(r), "alibi_slopes"), ("seqused_q", "seqused_k")),
+        (*FLASH[1:], "attention_chunk", "qv"),
+    ),
+}  # fmt: skip
 
 # ------------------------------------------------------------------------------------- one case
 

@@ -1,7 +1,7 @@
 """A DLPack producer written from dlpack.h, which counts what consumers do with its tensors.
 
 It stands for JAX, CuPy and others, old and new, well and badly behaved. The structs are its own, so
-that it does not share a mistake with strobe._dlpack.
+that it does not share a mistake with the extension.
 """
 
 from __future__ import annotations

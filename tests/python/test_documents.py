@@ -1,4 +1,4 @@
-"""Every Python block of the README, pytorch.md, jax.md and learn.md runs as it stands."""
+"""Every Python block of the README and of these documents runs as it stands."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ def test_pytorch_document() -> None:
 
 def test_jax_document() -> None:
     run("\n".join(blocks("docs/jax.md")))
+
+
+@pytest.mark.parametrize("number", range(len(blocks("docs/decode.md"))))
+def test_decoding_document(number: int) -> None:
+    run(blocks("docs/decode.md")[number], "-W", "error")
 
 
 def test_learning_document() -> None:

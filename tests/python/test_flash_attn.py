@@ -602,13 +602,6 @@ def test_an_old_pytorch_is_refused() -> None:
     assert "need PyTorch 2.4 or newer, found 2.3.1" in result.stderr
 
 
-def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="block_table"):
-        flash_attn_varlen_func(X[0], X[0], X[0], OFFSETS, OFFSETS, 5, 5, block_table=OFFSETS)
-    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache is not in this version"):
-        flash_attn.flash_attn_with_kvcache(X, X, X)
-
-
 def test_devices_are_named(device: str) -> None:
     if device == "cpu":
         meta = X.to("meta")

@@ -136,8 +136,37 @@ def test_extension_module(packed: bool, dropout_p: float, interface: Any) -> Non
     assert_equal(written, made)
     for a, b in zip(written, given, strict=False):
         assert a is b
-    with pytest.raises(NotImplementedError, match="fwd_kvcache: key-value caches"):
-        gpu.fwd_kvcache(q, k, v, *[None] * 17)
+
+
+def test_a_cache_by_position(interface: Any) -> None:
+    """fwd_kvcache, and varlen_fwd with a block_table: what flash_attn_with_kvcache gives."""
+    gpu = interface.flash_attn_gpu
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    cache = [torch.randn(3, 8, 2, 16) for _ in range(2)]
+    copies = [x.clone() for x in cache]
+    used, table = torch.tensor([3, 9]).int(), torch.tensor([[2, 7], [1, 0]]).int()
+    wanted = interface.flash_attn_with_kvcache(
+        q, *cache, new, new, cache_seqlens=used, block_table=table, causal=True,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    found = gpu.fwd_kvcache(
+        *(q, *copies, new, new, used, None, None, None, None, table, None, out, None, True),
+        *(-1, -1, 0.0, True, 0),
+    )
+    assert found[0] is out
+    assert_equal(found, wanted)
+    assert_equal(copies, cache)
+    offsets = torch.arange(3, dtype=torch.int32)
+    lengths = (offsets, torch.tensor([0, 4, 14]).int(), 1, 10)
+    packed = interface._flash_attn_varlen_forward(
+        q[:, 0], *cache, *lengths, 0.0, None, True, block_table=table
+    )
+    assert_equal((packed[0][:, None], packed[1].t()[..., None]), wanted)
+    with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.3 with block_table"):
+        interface._flash_attn_varlen_forward(
+            q[:, 0], *cache, *lengths, 0.3, None, True, block_table=table
+        )
 
 
 APPLY = ["", "QKVPacked", "KVPacked"]
@@ -267,11 +296,10 @@ def test_keys_in_use(interface: Any) -> None:
 def test_refusals(interface: Any) -> None:
     (q, k, v, dout), lengths = inputs(True)
     forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
-    for name in ("block_table", "leftpad_k"):
-        with pytest.raises(NotImplementedError, match=f"^{name}: key-value caches"):
-            forward(q, k, v, *lengths, 0.0, 0.2, True, **{name: OFFSETS[:2]})
+    with pytest.raises(NotImplementedError, match=r"^leftpad_k without block_table"):
+        forward(q, k, v, *lengths, 0.0, 0.2, True, leftpad_k=OFFSETS[:2])
     tail: tuple[Any, ...] = (0.0, None, True, (-1, -1), 0.0, None, False, False)
-    with pytest.raises(NotImplementedError, match=r"^block_table: key-value caches"):
+    with pytest.raises(NotImplementedError, match=r"^block_table: a paged cache has no backward"):
         interface.FlashAttnVarlenFunc.apply(q, k, v, *lengths, *tail, OFFSETS[:2])
 
     out, lse, _, _ = forward(q, k, v, *lengths, 0.3, 0.2, True)

@@ -16,7 +16,7 @@ import pytest
 
 import strobe
 from recorder import compiler
-from strobe._checks import DTYPE_CODES
+from strobe._problem import DTYPE_CODES
 
 import cases
 from cases import Case

@@ -15,9 +15,8 @@ import pytest
 
 import capi
 import strobe
-from strobe import _core, _options, _problem
-from strobe._checks import DTYPE_CODES
-from strobe._problem import make_problem
+from strobe import _core, _options
+from strobe._problem import ALIBI_CODES, DTYPE_CODES
 
 import cases
 from cases import Case
@@ -35,10 +34,7 @@ def test_constants_are_those_of_the_header() -> None:
     assert {name: DTYPE_CODES[code] for name, code in ours.items()} == {
         name: int(named[name]) for name in ours
     }
-    assert (_problem._ALIBI_PER_HEAD, _problem._ALIBI_PER_BATCH_HEAD) == (
-        int(named["ALIBI_PER_HEAD"]),
-        int(named["ALIBI_PER_BATCH_HEAD"]),
-    )
+    assert {1: int(named["ALIBI_PER_HEAD"]), 2: int(named["ALIBI_PER_BATCH_HEAD"])} == ALIBI_CODES
 
 
 def test_every_field_of_a_problem_can_be_set() -> None:
@@ -74,42 +70,31 @@ WRITTEN_OUT = {
 ROWS = re.findall(r"^STROBE_(FLAG|CHOICE|INTEGER|REAL|ARRAY)\((\w+), ([^,]+)", TABLE, re.MULTILINE)
 
 
+SCALARS = [row for row in _options.TAIL if row.convert is not None]
+NAMES = [row.name for row in _options.ROWS]
+
+
 def test_every_option_of_the_table_is_here() -> None:
     scalars = [name for kind, name, _ in ROWS if kind != "ARRAY" and name not in WRITTEN_OUT]
-    assert scalars == [row.name for row in _options.ROWS if isinstance(row, _options.Scalar)]
+    assert scalars == [row.name for row in SCALARS]
     assert [name for kind, name, _ in ROWS if kind == "ARRAY"] == list(_options.ARRAYS)
     for function in (strobe.attention_backward, strobe.plan, strobe.why):
         arguments = inspect.signature(function).parameters
-        assert {*WRITTEN_OUT.values(), *_options.NAMES} <= set(arguments)
+        assert {*WRITTEN_OUT.values(), *NAMES} <= set(arguments)
     arguments = inspect.signature(strobe.attention).parameters
-    assert {*WRITTEN_OUT.values(), *_options.NAMES} - set(arguments) == {"dlse", "deterministic"}
-    assert set(_options.MoreOptions.__annotations__) == set(_options.NAMES)
+    assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {"dlse", "deterministic"}
+    assert list(_options.CallOptions.__annotations__) == NAMES
 
 
 def test_the_tables_defaults_are_the_problems() -> None:
-    """A problem whose options are given their defaults is the problem without them."""
+    """A call whose options are given their defaults is the call without them."""
     q = strobe.ArraySpec((1, 8, 2, 16))
-    defaults: dict[str, Any] = {
-        row.name: row.default for row in _options.ROWS if isinstance(row, _options.Scalar)
-    }
-    fields = make_problem(
-        False,
-        {"q": q, "k": q, "v": q},
-        {
-            **dict.fromkeys(("causal", "deterministic", "batch_invariant"), False),
-            **dict.fromkeys(("softcap", "dropout_p"), 0.0),
-            **dict.fromkeys(("scale", "max_seqlen_q", "max_seqlen_k"), None),
-            "window_left": -1,
-            "window_right": -1,
-            "threads": 0,
-            "scalars": tuple(defaults.items()),
-        },
-    ).problem
+    defaults: dict[str, Any] = {row.name: row.default for row in _options.ROWS}
+    assert strobe.plan(q, q, q, **defaults) == strobe.plan(q, q, q)
     named = {name: otherwise for kind, name, otherwise in ROWS if kind in ("INTEGER", "REAL")}
-    for name, value in fields.items():
-        if name in named:
+    for name, value in defaults.items():
+        if name in named and value is not None:
             assert value == int(named[name]), name
-    assert _core.why(fields) == strobe.why(q, q, q)
 
 
 def test_every_field_is_a_row_or_a_shape() -> None:
@@ -175,7 +160,7 @@ def test_packed(options: dict[str, Any]) -> None:
 def test_defaults_given_are_as_not_given() -> None:
     inputs = Case().make(np.random.default_rng(5))
     plain = strobe.attention(inputs.q, inputs.k, inputs.v, causal=True)
-    more: dict[str, Any] = {row.name: row.default for row in _options.ROWS}
+    more: dict[str, Any] = {row.name: row.default for row in _options.ROWS if row.name != "causal"}
     again = strobe.attention(inputs.q, inputs.k, inputs.v, causal=True, **more)
     assert np.array_equal(plain, again)
 
@@ -213,13 +198,11 @@ def test_errors_name_the_argument(options: dict[str, Any], words: str) -> None:
         strobe.attention(inputs.q, inputs.k, inputs.v, **options)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in _options.ROWS if isinstance(row, _options.Scalar)], ids=lambda r: r.name
-)
-def test_each_scalar_is_handed_on(row: _options.Scalar) -> None:
+@pytest.mark.parametrize("row", SCALARS, ids=lambda r: r.name)
+def test_each_scalar_is_handed_on(row: _options.Option) -> None:
     """Into the problem, whose text says every option that has not its default."""
     inputs = Case().make(np.random.default_rng(11))
-    more: dict[str, Any] = {row.name: row.convert(row.name, 1)}
+    more: dict[str, Any] = {row.name: 1}
     plain = strobe.plan(inputs.q, inputs.k, inputs.v)
     assert (
         strobe.plan(inputs.q, inputs.k, inputs.v, **more).splitlines()[0] != plain.splitlines()[0]

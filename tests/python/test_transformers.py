@@ -93,7 +93,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     inner = _flash_attn.call
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        made.append("dense" if arguments[3] is None else "packed")
+        made.append("dense" if arguments[3] == _flash_attn.DENSE else "packed")
         return inner(*arguments, **options)
 
     monkeypatch.setattr(strobe.flash_attn, "call", counted)
@@ -189,15 +189,24 @@ def test_equal_to_eager(
         oracle.check(parameter, gradient, reference, comparator, oracle.GRADIENT_FACTOR)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_generation_with_a_cache(name: str, transformers: Any, calls: list[str]) -> None:
+def test_generation_with_a_cache(
+    name: str, cache: str, transformers: Any, calls: list[str]
+) -> None:
+    settings: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": cache}
     ids = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     found = []
     for attention in ("eager", "flash_attention_2"):
         model = make(transformers, name, attention, torch.float32, "cpu")
-        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False))
+        found.append(
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=8, do_sample=False, disable_compile=True,
+                **settings,
+            )
+        )  # fmt: skip
     assert torch.equal(*found)
     assert len(calls) == 2 * 8
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+import strobe
 from strobe import _operators
 
 from . import _flash_attn_gpu as gpu
@@ -203,7 +204,11 @@ class FlashAttnVarlenFunc(torch.autograd.Function):  # type: ignore[misc]
         is_grad_enabled: bool = True,
     ) -> Any:
         """out, or (out, softmax_lse, S_dmask) with return_softmax."""
-        gpu.refuse_caches(block_table=block_table)
+        if block_table is not None:
+            raise strobe.Unsupported(
+                "block_table: a paged cache has no backward pass, so no autograd function: call "
+                "flash_attn_varlen_func"
+            )
         return _forward(
             ctx,
             (q, k, v),

@@ -7,13 +7,14 @@ parallelism call these or the ones right above them. On the CPU too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 import strobe
-from strobe import _flash_attn, _operators, _options, _s_dmask
+from strobe import _flash_attn, _flash_cache, _operators, _options, _s_dmask
 from strobe._errors import renamed
+from strobe.flash_attn import flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -82,9 +83,25 @@ def varlen_fwd(
     """Attention of packed sequences, (total, heads, head_dim). Returns what `fwd` does.
 
     seqused_k: int32 (batch,): so many keys of each sequence are used, the first ones.
+    block_table: int32 (batch, pages_per_sequence): k and v are pages of a cache, of which
+    leftpad_k, int32 (batch,), skips the first rows of each sequence. Without dropout.
     zero_tensors changes nothing: all of out and softmax_lse is written.
     """
-    refuse_caches(block_table=block_table, leftpad_k=leftpad_k)
+    if block_table is not None:
+        if dropout_p != 0 or gen is not None:
+            raise strobe.InvalidArgument(
+                f"dropout_p = {dropout_p!r} with block_table, expected 0 and no gen"
+            )
+        window = (window_size_left, window_size_right)
+        with torch.no_grad():
+            found, lse = _flash_cache.paged_varlen(
+                *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale),
+                *(causal, window, softcap, alibi_slopes, seqused_k, leftpad_k),
+            )
+        rng_state = torch.zeros(2, dtype=torch.int64)
+        return [_write("out", out, found), lse, q.new_empty(0), rng_state]
+    if leftpad_k is not None:
+        raise strobe.Unsupported("leftpad_k without block_table is not supported")
     lengths = checked_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     return forward(q, k, v, out, lengths, options, alibi_slopes, return_softmax, gen, seqused_k)
@@ -185,26 +202,43 @@ def varlen_bwd(
     return [*results, softmax_d]
 
 
-def fwd_kvcache(*arguments: Any) -> NoReturn:
-    """Attention over a key-value cache: not there yet.
+def fwd_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """`flash_attn_with_kvcache`, by position.
 
-    Raises:
-        strobe.Unsupported: always; a NotImplementedError.
+    Returns:
+        [out, softmax_lse]: out is the argument, if one was given.
     """
-    raise strobe.Unsupported(
-        "fwd_kvcache: key-value caches are not in this version of Strobe; append to the cache "
-        "yourself and call flash_attn_func with what is in it"
+    found, lse = flash_attn_with_kvcache(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
+        *(cache_leftpad, block_table, softmax_scale, causal),
+        *((window_size_left, window_size_right), softcap, rotary_interleaved, alibi_slopes),
+        return_softmax_lse=True,
     )
+    return [_write("out", out, found), lse]
 
 
 # ----------------------------------------------------------------------------------- what is shared
-
-
-def refuse_caches(**arguments: Tensor | None) -> None:
-    """Of the arguments that describe a key-value cache, none may be given."""
-    for name, x in arguments.items():
-        if x is not None:
-            raise strobe.Unsupported(f"{name}: key-value caches are not supported yet")
 
 
 def checked_lengths(

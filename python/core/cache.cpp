@@ -1,0 +1,130 @@
+// Calls whose keys and values lie in a cache, and the merging of partial results.
+#include "call.h"
+
+namespace strobe_python {
+
+namespace {
+
+// The arrays of attention_with_kvcache, in the order of its arguments.
+constexpr Slot kArrays[] = {kQ,
+                            kK,
+                            kV,
+                            kOut,
+                            kArray_seqused_k,
+                            kBlockTable,
+                            kArray_cache_batch_idx,
+                            kArray_leftpad,
+                            kKNew,
+                            kVNew,
+                            kCuKNew,
+                            kRotaryCos,
+                            kRotarySin,
+                            kArray_rotary_position,
+                            kCuQ,
+                            kArray_seqused_q,
+                            kArray_q_position,
+                            kArray_prefix,
+                            kAlibi};
+constexpr int kGiven = sizeof kArrays / sizeof *kArrays;
+
+PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != kGiven + 11) {
+    PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", kGiven + 11, count);
+    return nullptr;
+  }
+  Call call(false);
+  call.cached = true;
+  for (int i = 0; i < kGiven; ++i) {
+    if (i < 3 && a[i] == Py_None) {
+      raise_error("InvalidArgument",
+                  std::string(kSlotNames[kArrays[i]]) + " = None, expected an array");
+      return nullptr;
+    }
+    if (!call.give(kArrays[i], a[i])) return nullptr;
+  }
+  const auto* b = a + kGiven;
+  if (!call.give_length(0, b[0]) || !to_flag("causal", b[1], &call.causal) ||
+      !call.give_window(b[2]) ||
+      (b[3] != Py_None && (call.has_scale = true, !to_real("scale", b[3], &call.scale))) ||
+      !to_real("softcap", b[4], &call.softcap) ||
+      !to_integer("attention_chunk", b[5], 64, &call.chunk) ||
+      !to_flag("rotary_interleaved", b[6], &call.rotary_interleaved) ||
+      !to_flag("float_out", b[7], &call.float_out) ||
+      !to_flag("batch_invariant", b[8], &call.batch_invariant) ||
+      !to_integer("threads", b[9], 32, &call.threads) || !call.find_lengths() ||
+      !call.find_threads() || !to_flag("return_lse", b[10], &call.wants_lse) || !call.run())
+    return nullptr;
+  if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
+  return Py_BuildValue("(OO)", call.result(0), call.result(1));
+}
+
+// Strides of (batch, seqlen, heads, dim) from axis `first` on; packed arrays have no batch.
+strobe_strides strides_of(const Tensor& tensor, int first, bool packed) {
+  const int64_t* at = tensor.strides + first;
+  if (packed) return {0, at[0], at[1], 1};
+  return {at[0], at[1], at[2], 1};
+}
+
+// Of (batch, heads, seqlen).
+strobe_strides lse_strides_of(const Tensor& tensor, int first, bool packed) {
+  const int64_t* at = tensor.strides + first;
+  if (packed) return {0, at[1], at[0], 1};
+  return {at[0], at[2], at[1], 1};
+}
+
+// outs, lses, out, lse, threads: arrays that strobe._merge.merge has checked.
+PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 5) {
+    PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", count);
+    return nullptr;
+  }
+  constexpr const char* kNames[] = {"outs", "lses", "out", "lse"};
+  Tensor arrays[4];
+  for (int i = 0; i < 4; ++i)
+    if (!read(kNames[i], a[i], arrays[i])) return nullptr;
+  const Tensor &outs = arrays[0], &out = arrays[2];
+  const bool packed = outs.ndim == 4;
+  int64_t threads = 0;
+  if (!to_integer("threads", a[4], 32, &threads)) return nullptr;
+  strobe_merge_args arguments{};
+  arguments.struct_size = sizeof arguments;
+  arguments.device = outs.on_cuda ? STROBE_CUDA : STROBE_CPU;
+  arguments.device_index = outs.device_index;
+  arguments.out_dtype = out.dtype;
+  arguments.threads = static_cast<int32_t>(threads);
+  arguments.parts = outs.shape[0];
+  arguments.batch = packed ? 1 : outs.shape[1];
+  arguments.seqlen_q = outs.shape[outs.ndim - 3];
+  arguments.heads = outs.shape[outs.ndim - 2];
+  arguments.head_dim_v = outs.shape[outs.ndim - 1];
+  arguments.outs = static_cast<const float*>(outs.data);
+  arguments.lses = static_cast<const float*>(arrays[1].data);
+  arguments.out = out.data;
+  arguments.lse = static_cast<float*>(arrays[3].data);
+  arguments.outs_strides = strides_of(outs, 1, packed);
+  arguments.lses_strides = lse_strides_of(arrays[1], 1, packed);
+  arguments.out_strides = strides_of(out, 0, packed);
+  arguments.lse_strides = lse_strides_of(arrays[3], 0, packed);
+  arguments.outs_part = outs.strides[0];
+  arguments.lses_part = arrays[1].strides[0];
+  if (outs.on_cuda && !current_stream(outs, &arguments.stream)) return nullptr;
+  PyThreadState* thread = PyEval_SaveThread();
+  const strobe_status status = library.merge(&arguments);
+  PyEval_RestoreThread(thread);
+  if (status != STROBE_OK) return raise_status(status), nullptr;
+  Py_RETURN_NONE;
+}
+
+template <typename Function>
+PyCFunction fast(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace
+
+PyMethodDef cache_methods[] = {
+    {"kvcache", fast(kvcache), METH_FASTCALL, "attention_with_kvcache, with every argument."},
+    {"merge", fast(merge), METH_FASTCALL, "Merges partial results into given arrays."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace strobe_python

@@ -1,0 +1,360 @@
+"""What the functions of `flash_attn` and `flash_attn_3` with a key-value cache share: the operator
+`torch.ops.strobe.attention_with_kvcache`, the checks of values on GPUs, and messages.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from . import _core
+from ._arrays import cannot_be_read, check_readable
+from ._errors import Error, InvalidArgument, Unsupported, renamed
+from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
+from ._operators import _LIBRARY, is_transformed
+from ._values import integer, pair
+
+Tensor: TypeAlias = torch.Tensor
+
+# The arrays of `_core.kvcache`, in its order: q, k and v, out, and these.
+_ARRAYS: Final = (
+    "seqused_k",
+    "block_table",
+    "cache_batch_idx",
+    "leftpad",
+    "k_new",
+    "v_new",
+    "cu_seqlens_k_new",
+    "rotary_cos",
+    "rotary_sin",
+    "rotary_position",
+    "cu_seqlens_q",
+    "seqused_q",
+    "q_position",
+    "prefix",
+    "alibi_slopes",
+)
+# What the library calls things, and what flash_attn calls them.
+NAMES: Final = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "k_new": "k",
+    "v_new": "v",
+    "seqused_k": "cache_seqlens",
+    "leftpad": "cache_leftpad",
+    "scale": "softmax_scale",
+    "window": "window_size",
+}
+_SKIP: Final = "STROBE_SKIP_VALUE_CHECKS"
+
+
+def call(
+    q: Any,
+    k: Any,
+    v: Any,
+    arrays: dict[str, Any],
+    max_seqlen_q: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    attention_chunk: Any = 0,
+    rotary_interleaved: Any = False,
+    return_lse: Any = True,
+    names: dict[str, str] = NAMES,
+) -> Result:
+    """out, or (out, lse), of queries with a cache, without a gradient.
+
+    arrays: those of `_ARRAYS` that may be given; names: what the caller calls them.
+    """
+    given = tuple(map(arrays.get, _ARRAYS))
+    tracing = torch.compiler.is_dynamo_compiling()
+    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched(q, k, v):
+        try:  # what is wrong here is said below
+            return _core.kvcache(
+                q,
+                k,
+                v,
+                None,
+                *given,
+                max_seqlen_q,
+                causal,
+                window_size,
+                softmax_scale,
+                softcap,
+                attention_chunk,
+                rotary_interleaved,
+                False,
+                False,
+                0,
+                return_lse,
+            )
+        except InvalidArgument:
+            pass
+        except Error as error:
+            raise type(error)(renamed(str(error), names)) from None
+        except Exception:
+            pass
+    named = {"q": q, "k": k, "v": v, **arrays}
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v")):
+            raise InvalidArgument(
+                f"{names.get(name, name)} is of type {type(x).__name__:.60}, "
+                "expected a torch.Tensor"
+            )
+    return_lse = as_flag("return_softmax_lse", return_lse)
+    left, right = pair("window_size", window_size, as_integer)
+    options = (
+        None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q),
+        None if softmax_scale is None else as_number("softmax_scale", softmax_scale),
+        as_flag("causal", causal),
+        left,
+        right,
+        as_number("softcap", softcap),
+        as_integer("attention_chunk", attention_chunk),
+        as_flag("rotary_interleaved", rotary_interleaved),
+    )
+    if tracing:
+        found = _operator(q, k, v, *given, *options)
+        return found if return_lse else found[0]
+    if is_transformed():
+        raise Unsupported(
+            "attention with a key-value cache under torch.func's transforms (vmap, grad) is not "
+            "supported: a cache is written in place and has no backward pass"
+        )
+    kernel = _kernel if _core.unwatched(q, k, v) else _operator
+    try:
+        try:
+            found = kernel(q, k, v, *given, *options)
+        except InvalidArgument as refused:
+            # flash_attn copies what is not contiguous, but for the cache, which it writes to.
+            straight = [_straight(name, named.get(name), refused) for name in ("q", *_ARRAYS)]
+            if all(a is named.get(name) for name, a in zip(("q", *_ARRAYS), straight, strict=True)):
+                raise
+            found = kernel(straight[0], k, v, *straight[1:], *options)
+    except Error as error:
+        raise type(error)(renamed(str(error), names)) from None
+    except Exception as error:
+        _diagnose({names.get(name, name): x for name, x in named.items()}, error)
+        raise cannot_be_read(names.get("k", "k"), k, error) from None
+    return found if return_lse else found[0]
+
+
+def _diagnose(named: dict[str, Any], error: Exception) -> None:
+    """Raises what can be said of a tensor that PyTorch itself could not read."""
+    for name, x in named.items():
+        try:
+            if x is not None:
+                check_readable(name, x)
+        except Error as found:
+            raise found from None
+        except Exception as found:
+            raise cannot_be_read(name, x, found) from None
+
+
+def _straight(name: str, x: Any, refused: Error) -> Any:
+    if x is None or x.is_nested or x.layout is not torch.strided or x.ndim == 0:
+        return x
+    whole = name not in ("q", "k_new", "v_new", "block_table")
+    if x.is_contiguous() if whole else x.stride(-1) == 1 and 0 not in x.stride():
+        return x
+    try:
+        return x.contiguous()
+    except Exception:  # there is no memory for so many elements
+        raise refused from None
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *more: Any,
+) -> tuple[Tensor, Tensor]:
+    """The kernel of the operator: its arguments are those of `_SCHEMA`."""
+    given = more[:15]
+    max_seqlen_q, scale, causal, left, right, softcap, chunk, interleaved = more[15:]
+    if wants_value_checks(q):
+        moving = bool(causal) or (left, right) != (-1, -1) or chunk > 0
+        check_values(q, k, dict(zip(_ARRAYS, given, strict=True)), moving)
+    found: tuple[Tensor, Tensor] = _core.kvcache(
+        q,
+        k,
+        v,
+        None,
+        *given,
+        max_seqlen_q,
+        causal,
+        (left, right),
+        scale,
+        softcap,
+        chunk,
+        interleaved,
+        False,
+        False,
+        0,
+        True,
+    )
+    return found
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def wants_value_checks(q: Tensor) -> bool:
+    """Whether `check_values` has to look at this call."""
+    if not q.is_cuda or os.environ.get(_SKIP, "0") not in ("", "0"):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> None:
+    """Refuses lengths, indices and pages out of range: for tensors on GPUs, where a launch cannot.
+
+    It waits for the device, so not while a graph is captured; STROBE_SKIP_VALUE_CHECKS=1 in the
+    environment leaves it out. The library itself checks what is in the CPU's memory. moving:
+    whether queries have positions of their own, for the rotary embedding.
+    """
+    offsets, table, new = (arrays.get(n) for n in ("cu_seqlens_q", "block_table", "k_new"))
+    batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
+    if any(
+        x.shape != (batch,) or x.dtype != torch.int32 or x.device != q.device
+        for name, x in arrays.items()
+        if x is not None and name in ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position")
+    ):
+        return  # what is wrong with these the launch itself says
+    if k.ndim != 4 or (table is not None and (table.ndim != 2 or table.shape[0] != batch)):
+        return
+    entries, rows = k.shape[:2]
+    capacity = rows if table is None else rows * table.shape[1]
+    zeros = torch.zeros(batch, dtype=torch.int64, device=q.device)
+    added: Any = 0
+    if new is not None:
+        packed = arrays.get("cu_seqlens_k_new")
+        added = new.shape[1] if packed is None else packed.diff().long()
+    used = zeros + (capacity if arrays.get("seqused_k") is None else arrays["seqused_k"])
+    pad = zeros if arrays.get("leftpad") is None else arrays["leftpad"].long()
+    suffix = " (k.shape[1]" + " * block_table.shape[1]" * (table is not None)
+    suffix += " less the sequence's new keys)" if new is not None else ")"
+    checks = [
+        ("seqused_k", used, zeros + capacity - added, suffix),
+        ("leftpad", pad, used, " (the sequence's seqused_k)"),
+    ]
+    if arrays.get("cache_batch_idx") is not None:
+        checks.append(("cache_batch_idx", arrays["cache_batch_idx"], zeros + entries - 1, ""))
+    if table is not None and table.numel() > 0:
+        column = torch.arange(table.shape[1], device=q.device)
+        keys = (used + added)[:, None]
+        seen = (column >= pad[:, None] // rows) & (column * rows < keys) & (pad[:, None] < keys)
+        checks.append(("block_table", torch.where(seen, table, 0), seen * 0 + entries - 1, ""))
+    if arrays.get("rotary_cos") is not None:
+        start = arrays.get("rotary_position")
+        start = used - pad if start is None else start.long()
+        queries = zeros + q.shape[1] if offsets is None else offsets.diff().long()
+        steps = torch.maximum(zeros + added, queries if moving else queries.clamp(max=1))
+        most = zeros + arrays["rotary_cos"].shape[0] - steps
+        start = torch.where(steps > 0, start, 0)
+        most = torch.where(steps > 0, most, 0)
+        checks.append(("rotary_position", start, most, " (a row of rotary_cos)"))
+    bad = torch.stack([((x < 0) | (x > most)).any() for _, x, most, _ in checks]).tolist()
+    for (name, x, most, because), wrong in zip(checks, bad, strict=True):
+        if not wrong:
+            continue
+        at = tuple(((x < 0) | (x > most)).nonzero()[0].tolist())
+        raise InvalidArgument(
+            f"{name}{''.join(f'[{n}]' for n in at)} = {int(x[at])}, expected 0 to {int(most[at])}"
+            + because
+        )
+
+
+# ----------------------------------------------------------------------------------------- operator
+
+_SCHEMA: Final = (
+    "attention_with_kvcache(Tensor q, Tensor(a!) k, Tensor(b!) v, "
+    + "".join(f"{'Tensor?'} {name}, " for name in _ARRAYS)
+    + "SymInt? max_seqlen_q, float? scale, bool causal, SymInt window_left, SymInt window_right, "
+    "float softcap, SymInt attention_chunk, bool rotary_interleaved) -> (Tensor, Tensor)"
+)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(lse, dtype=torch.float32)
+
+
+_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention_with_kvcache", _kernel, _key)
+# No gradient, as in flash_attn.
+_LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("strobe::attention_with_kvcache", _fake, lib=_LIBRARY)
+_operator: Final = torch.ops.strobe.attention_with_kvcache.default
+
+
+# ------------------------------------------------------------------------------- flash_attn's own
+
+
+def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
+    """cache_seqlens, which may be one integer for all sequences."""
+    if given is None or isinstance(given, torch.Tensor):
+        return given
+    if cu_seqlens_q is None:
+        if not isinstance(q, torch.Tensor) or q.is_nested or q.ndim != 4:
+            check_tensor("q", q, ("batch", "seqlen_q", "heads", "head_dim"))
+        batch = q.shape[0]
+    else:
+        check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+        batch = max(cu_seqlens_q.shape[0] - 1, 0)
+    if type(given) is not int or abs(given) >= 1 << 31:
+        given = integer("cache_seqlens", given, 32)
+    return torch.full((batch,), given, dtype=torch.int32, device=q.device)
+
+
+def rotary_start(arrays: dict[str, Any]) -> None:
+    """flash_attn counts positions from the cache's first row, a left pad included."""
+    if arrays["leftpad"] is not None and arrays["rotary_cos"] is not None:
+        arrays["rotary_position"] = arrays["seqused_k"]
+
+
+def paged_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    block_table: Any,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    seqused_k: Any = None,
+    leftpad_k: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """flash_attn_varlen_func with a block_table: (out, lse)."""
+    if torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+    ):
+        raise Unsupported(
+            "block_table with q, k or v that requires a gradient: a paged cache has no backward "
+            "pass, expected torch.no_grad() or tensors that require none"
+        )
+    if seqused_k is None:
+        check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
+        seqused_k = cu_seqlens_k.diff()
+    arrays = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+        "leftpad": leftpad_k,
+        "alibi_slopes": alibi_slopes,
+    }
+    names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
+    names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
+    found: tuple[Tensor, Tensor] = call(
+        q, k, v, arrays, max_seqlen_q, softmax_scale, causal, window_size, softcap, names=names
+    )
+    return found

@@ -1,0 +1,350 @@
+"""Attention over a key-value cache, for arrays of every kind.
+
+`_core` has the call; `make` is what it asks for where a problem is new. Names are those of
+include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from . import _core, _plans
+from ._arrays import Spec, spec_of
+from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
+from ._merge import dtype_name
+from ._problem import (
+    DTYPE_CODES,
+    Problem,
+    axes_of,
+    check_float,
+    check_ndim,
+    take_alibi,
+    take_offsets,
+)
+
+__all__ = ["attention_with_kvcache"]
+
+_NUMBERS: Final = (
+    "seqused_q",
+    "seqused_k",
+    "q_position",
+    "prefix",
+    "cache_batch_idx",
+    "leftpad",
+    "rotary_position",
+)
+
+
+def attention_with_kvcache(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    cache_batch_idx: Any = None,
+    leftpad: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    cu_seqlens_k_new: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_position: Any = None,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    seqused_q: Any = None,
+    q_position: Any = None,
+    prefix: Any = None,
+    alibi_slopes: Any = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    attention_chunk: int = 0,
+    batch_invariant: bool = False,
+    threads: int = 0,
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """`attention` with keys and values that lie in a cache, appended to in the same call.
+
+    Arrays are of the kinds that `attention` takes and are read where they lie, whatever their
+    strides, with a contiguous last dimension. A plan is kept by shapes and options and not by any
+    length, index or page.
+
+    Args:
+        q: queries, (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q
+            (total_q, heads, head_dim).
+        k: the cache: (cache_batch, capacity, heads_kv, head_dim), or with block_table
+            (pages, page_size, heads_kv, head_dim), any page_size from 1.
+        v: the same with head_dim_v.
+        seqused_k: int32, (batch,): the rows that each sequence has in the cache, before anything
+            is appended; None: all that the cache holds. Rows that follow are never read.
+        block_table: int32, (batch, pages_per_sequence): row n of a sequence is row
+            n % page_size of page block_table[b, n // page_size]. Pages may repeat, and columns
+            where the sequence has no rows may hold anything.
+        cache_batch_idx: int32, (batch,): each sequence's entry of the cache; not with block_table.
+            None: entry b, and cache_batch is at least batch.
+        leftpad: int32, (batch,): rows at the begin of a sequence that are skipped. Keys are
+            counted from the first row behind them.
+        k_new, v_new: (batch, seqlen_new, heads_kv, head_dim or head_dim_v), or with
+            cu_seqlens_k_new, int32 (batch + 1,), (total_new, heads_kv, ...): written to the cache
+            from row seqused_k on, before attention is computed. Then k and v must be writable.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, q's dtype: the rotary
+            embedding of the first rotary_dim elements of queries and new keys.
+        rotary_position: int32, (batch,): the position of the first query and of the first new key;
+            None: the number of the sequence's keys before the append. Query i follows i positions
+            later if causal, window or attention_chunk is given; else all have the first one.
+        rotary_interleaved: turn elements 2n and 2n + 1; else n and n + rotary_dim / 2.
+        cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
+        scale, softcap, attention_chunk, batch_invariant, threads: as in `attention`.
+        out: where to write the result; None: a new contiguous array.
+        out_dtype: "float32", or None for q's dtype. Partial results for `merge` are float32.
+        return_lse: also return lse.
+
+    Returns:
+        out, or (out, lse), as `attention`. Without a gradient, which a cache has not.
+
+    Raises:
+        As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
+        nothing is written. On a GPU it makes the rows of its sequence NaN.
+    """
+    return _core.kvcache(
+        q,
+        k,
+        v,
+        out,
+        seqused_k,
+        block_table,
+        cache_batch_idx,
+        leftpad,
+        k_new,
+        v_new,
+        cu_seqlens_k_new,
+        rotary_cos,
+        rotary_sin,
+        rotary_position,
+        cu_seqlens_q,
+        seqused_q,
+        q_position,
+        prefix,
+        alibi_slopes,
+        max_seqlen_q,
+        causal,
+        window,
+        scale,
+        softcap,
+        attention_chunk,
+        rotary_interleaved,
+        _is_float(out_dtype),
+        batch_invariant,
+        threads,
+        return_lse,
+    )
+
+
+def _is_float(out_dtype: Any) -> bool:
+    if out_dtype is None:
+        return False
+    if dtype_name(out_dtype) != "float32":
+        raise InvalidArgument(f'out_dtype = {shown(out_dtype)}, expected None or "float32"')
+    return True
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What `_plans.make` gives, for a call with a cache."""
+    specs = {name: spec_of(name, array) for name, array in arrays.items()}
+    q, packed = specs["q"], "cu_seqlens_q" in specs
+    check_ndim("q", q, axes_of("q", packed))
+    check_float(q)
+    fields = {**options, "direction": 0, "dtype": DTYPE_CODES[q.dtype], "cache": 1}
+    fields["device"], fields["device_index"] = int(q.device == "cuda"), q.device_index
+    fields["window_left"], fields["window_right"] = fields.pop("window")
+    out_dtype = "float32" if fields.pop("float_out") else q.dtype
+    longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
+    for name in ("max_seqlen_k", *(["scale"] if fields["scale"] is None else [])):
+        del fields[name]
+    problem = Problem(fields, packed, q, {}, {})
+    if packed:
+        take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
+        problem.sizes["batch"] = problem.sizes["batch + 1"] - 1
+    elif longest is not None:
+        raise InvalidArgument(
+            f"max_seqlen_q = {longest}, expected None: it belongs to cu_seqlens_q"
+        )
+    problem.take("q", q, "cu_seqlens_q")
+    _take_cache(problem, specs)
+    names = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v")
+    fields |= {name: problem.sizes[name] for name in names}
+    fields["seqlen_q"] = longest if packed else problem.sizes["seqlen_q"]
+    if packed:
+        fields |= {"varlen": 1, "total_q": problem.sizes["total_q"]}
+    # The library reads 0 in these two as "not given"; here they are given.
+    if fields["heads_kv"] == 0 and fields["heads"] != 0:
+        raise InvalidArgument("k.shape[2] = 0, expected at least 1 (heads_kv)")
+    if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
+        raise InvalidArgument("v.shape[3] = 0, expected 1 to 256 (head_dim_v)")
+    if "alibi_slopes" in specs:
+        take_alibi(problem, specs["alibi_slopes"])
+    for name in _NUMBERS:
+        if name in specs:
+            words = "one number for each sequence"
+            of = "cu_seqlens_q" if packed else "q"
+            problem.take_packed(name, specs[name], ("batch",), of, "int32", words)
+            fields[f"has_{name}"] = 1
+    _take_new(problem, specs)
+    _take_rotary(problem, specs, interleaved)
+    fields["out_dtype"] = DTYPE_CODES[out_dtype]
+    if "out" in specs:
+        problem.take("out", specs["out"], "q and v", dtype=out_dtype)
+    plan = _plan_of(problem)
+    lse = _plans.allocator(problem.shape("lse"), "float32", q)
+    out = None if "out" in specs else _plans.allocator(problem.shape("out"), out_dtype, q)
+    size = _core.workspace_bytes(plan)
+    workspace = _plans.allocator((size,), "uint8", q) if q.device == "cuda" and size else None
+    small = size <= _plans.OWN_WORKSPACE
+    # How long a launch takes is in the lengths, which a plan does not know: as if all were full.
+    rows = fields["total_q"] if packed else fields["batch"] * fields["seqlen_q"]
+    flop = 2.0 * rows * fields["heads"] * fields["seqlen_k"]
+    flop *= fields["head_dim"] + fields["head_dim_v"]
+    return plan, (out, lse), workspace, small, q.device == "cpu" and flop > _plans.LONG, False
+
+
+def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
+    """The cache, k and v, and the table of its pages."""
+    fields, sizes, table = problem.fields, problem.sizes, specs.get("block_table")
+    extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
+    problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
+    problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
+    if table is None:
+        fields |= {"cache_batch": sizes["cache_batch"], "seqlen_k": sizes["rows"]}
+        return
+    if sizes["page_size"] == 0:
+        raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")
+    name, axes = "block_table", ("batch", "pages_per_sequence")
+    problem.check(name, table, axes, "q", "int32", "numbers of pages")
+    rows, columns = table.shape
+    hint = table.kind.contiguous_hint.format(name)
+    for axis, least in ((1, 1), (0, columns)):
+        step = table.strides[axis]
+        # Rows may lie apart, but to the library 0 means that they do not.
+        wrong = step != 1 if axis else step < least
+        if 0 not in table.shape and table.shape[axis] > 1 and wrong:
+            raise InvalidArgument(
+                f"{table.kind.stride_hint.format(name, axis)} = {step} elements, expected "
+                f"{'' if axis else 'at least '}{least}: pass {hint}"
+            )
+    if rows > 1 and columns > 0:
+        fields["block_table_stride"] = table.strides[0]
+    fields |= {name: sizes[name] for name in (*extents, "pages_per_sequence")}
+    fields |= {"cache": 2, "seqlen_k": columns * sizes["page_size"]}
+
+
+def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
+    """k_new and v_new, and where their sequences begin."""
+    fields, sizes, lengths = problem.fields, problem.sizes, specs.get("cu_seqlens_k_new")
+    if "k_new" not in specs or "v_new" not in specs:
+        for name in ("k_new", "v_new", "cu_seqlens_k_new"):
+            if name in specs:
+                raise InvalidArgument(f"{name} is given, expected k_new and v_new with it")
+        return
+    if "seqused_k" not in specs:
+        raise InvalidArgument(
+            "seqused_k = None, expected an array: it says where k_new and v_new go"
+        )
+    rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
+    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"))
+    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"))
+    if lengths is not None:
+        sizes["batch + 1"] = sizes["batch"] + 1
+        take_offsets(problem, "cu_seqlens_k_new", lengths)
+        # The longest is a value; all of them is the bound that shapes give.
+        total = sizes["total_new"]
+        fields |= {"append": 2, "total_new": total, "seqlen_new": total}
+        return
+    fields |= {"append": 1, "seqlen_new": sizes["seqlen_new"]}
+    if sizes["seqlen_new"] > fields["seqlen_k"]:
+        raise InvalidArgument(
+            f"k_new.shape[1] = {sizes['seqlen_new']}, expected at most {fields['seqlen_k']} "
+            f"({_capacity('block_table' in specs)})"
+        )
+
+
+def _take_rotary(problem: Problem, specs: dict[str, Spec], interleaved: bool) -> None:
+    if "rotary_cos" not in specs or "rotary_sin" not in specs:
+        for name in ("rotary_cos", "rotary_sin", "rotary_position"):
+            if name in specs:
+                raise InvalidArgument(
+                    f"{name} is given, expected rotary_cos and rotary_sin with it"
+                )
+        return
+    axes, dtype = ("positions", "rotary_dim / 2"), problem.q.dtype
+    problem.take_packed("rotary_cos", specs["rotary_cos"], axes, "q", dtype, "that of q")
+    problem.take_packed("rotary_sin", specs["rotary_sin"], axes, "rotary_cos", dtype, "that of q")
+    positions, half = specs["rotary_cos"].shape
+    most = problem.sizes["head_dim"] // 2
+    if not 1 <= half <= most:
+        raise InvalidArgument(f"rotary_cos.shape[1] = {half}, expected 1 to head_dim / 2 = {most}")
+    problem.fields |= {"rotary_dim": 2 * half, "rotary_rows": positions}
+    problem.fields["rotary_interleaved"] = int(interleaved)
+
+
+# ---------------------------------------------------------------------------------------- messages
+
+
+def _capacity(paged: bool) -> str:
+    return "k.shape[1] * block_table.shape[1]" if paged else "k.shape[1]"
+
+
+def _plan_of(problem: Problem) -> Any:
+    """The plan, or an error in the caller's words."""
+    paged = problem.fields["cache"] == 2
+    heads = len(problem.q.shape) - 2
+    names = {
+        "heads": f"q.shape[{heads}] (heads)",
+        "heads_kv": "k.shape[2] (heads_kv)",
+        "head_dim": f"q.shape[{heads + 1}] (head_dim)",
+        "head_dim_v": "v.shape[3] (head_dim_v)",
+        "batch": "the batch of cu_seqlens_q" if problem.packed else "q.shape[0] (batch)",
+        "seqlen_q": "max_seqlen_q" if problem.packed else "q.shape[1] (seqlen_q)",
+        "seqlen_k": _capacity(paged),
+        "total_q": "q.shape[0] (total_q)",
+        "cache_batch": "k.shape[0] (cache_batch)",
+        "pages": "k.shape[0] (pages)",
+        "page_size": "k.shape[1] (page_size)",
+        "pages_per_sequence": "block_table.shape[1] (pages_per_sequence)",
+        "block_table_stride": "the first stride of block_table",
+        "total_new": "k_new.shape[0] (total_new)",
+        "window_left": "window[0]",
+        "window_right": "window[1]",
+        "device_index": "q.device.index",
+    }
+    for name, spec in problem.tensors.items():
+        steps = ("batch", "seqlen", "head", "dim")[4 - len(spec.shape) :]
+        for axis, step in enumerate(steps):
+            names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
+    names = {f"{name} =": f"{known} =" for name, known in names.items()}
+    names |= {f"has_{name} = 1": f"{name} given" for name in _NUMBERS}
+    names |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
+    try:
+        return _core.make_plan(problem.fields)
+    except Error as error:
+        raise type(error)(renamed(str(error), names)) from None
+
+
+def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
+    """For a launch that the library refused, with the arrays that it was given."""
+    capacity = _capacity("block_table" in named)
+    names = {"seqlen_k": capacity, "rotary_rows": "rotary_cos.shape[0]"}
+    names |= {"total_new": "k_new.shape[0]", "total_q": "q.shape[0]"}
+    text = renamed(text, names)
+    if re.fullmatch(r"seqused_k\[\d+\] = -?\d+, expected 0 to \d+", text):
+        text += f" ({capacity})"
+    error = error_for_status(status, text)
+    return _plans.launch_error(status, text, named) if isinstance(error, InvalidArgument) else error

@@ -1,0 +1,280 @@
+"""The functions of FlashAttention-3 (its module `flash_attn_interface`), for PyTorch tensors on
+CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
+
+    from strobe.flash_attn_3 import flash_attn_with_kvcache
+
+Names, order, defaults and results are those of FlashAttention-3; what an argument means is said in
+`strobe.flash_attn` and below. num_splits, pack_gqa, sm_margin tune the original's kernels and
+change no result: Strobe's kernels decide for themselves. What this module cannot do is refused with
+the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _flash_cache, _options
+from ._errors import Unsupported
+from ._flash_attn import DENSE, Result, Tensor, as_integer, call, check_tensor
+from ._merge import merge
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_NAMES = {**_flash_cache.NAMES, "block_table": "page_table", "rotary_position": "rotary_seqlens"}
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`strobe.flash_attn.flash_attn_func` without dropout and ALiBi, with attention_chunk.
+
+    Args:
+        q, k, v, softmax_scale, causal, window_size, softcap, deterministic: as there.
+        attention_chunk: c > 0: a query sees only keys of its own chunk, the c key positions from a
+            multiple of c on; 0: off.
+        qv, q_descale, k_descale, v_descale: refused, expected None.
+        num_splits, pack_gqa, sm_margin: change nothing.
+        return_attn_probs: return (out, softmax_lse).
+
+    Returns:
+        out, or (out, softmax_lse); both are differentiable.
+
+    Raises: as there.
+    """
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    found = call(
+        *(q, k, v, DENSE),
+        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
+        *(return_attn_probs, "", _more(attention_chunk)),
+    )
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of sequences of different lengths, packed end to end.
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in
+            `strobe.flash_attn.flash_attn_varlen_func`.
+        seqused_q, seqused_k: int32, (batch,): so many rows of each sequence are in use, the first.
+        softmax_scale, causal, window_size, attention_chunk, softcap, deterministic: as
+            `flash_attn_func`.
+        qv, q_descale, k_descale, v_descale: refused, expected None.
+        num_splits, pack_gqa, sm_margin: change nothing.
+        return_attn_probs: return (out, softmax_lse).
+
+    Returns:
+        out, (total_q, heads, head_dim_v), or (out, softmax_lse), (heads, total_q).
+
+    Raises: as `flash_attn_func`.
+    """
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, x, ("batch + 1",))
+    found = call(
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
+        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
+        *(return_attn_probs, "", _more(attention_chunk, seqused_q, seqused_k)),
+    )
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """`strobe.flash_attn.flash_attn_with_kvcache`, also of packed queries and packed new keys.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim).
+        k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad: as
+            there.
+        k, v: as there, or with cu_seqlens_k_new (total_new, heads_kv, ...).
+        page_table: block_table there.
+        cu_seqlens_q, cu_seqlens_k_new: int32, (batch + 1,), from 0 to total.
+        max_seqlen_q: the longest sequence of queries with cu_seqlens_q, or an upper bound; None:
+            found from cu_seqlens_q, if that is in the CPU's memory.
+        rotary_seqlens: int32, (batch,): the position of each sequence's first query and new key;
+            None: cache_seqlens.
+        softmax_scale, causal, window_size, softcap, rotary_interleaved: as there.
+        attention_chunk: as `flash_attn_func`.
+        qv, q_descale, k_descale, v_descale: refused, expected None.
+        scheduler_metadata: what `get_scheduler_metadata` gives, which is None.
+        num_splits, pack_gqa, sm_margin: change nothing.
+        return_softmax_lse: return (out, softmax_lse).
+
+    Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
+    """
+    _refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        scheduler_metadata=scheduler_metadata,
+    )
+    arrays = {
+        "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
+        "block_table": page_table,
+        "cache_batch_idx": cache_batch_idx,
+        "leftpad": cache_leftpad,
+        "k_new": k,
+        "v_new": v,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_position": rotary_seqlens,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
+    if rotary_seqlens is None:
+        _flash_cache.rotary_start(arrays)
+    return _flash_cache.call(
+        q,
+        k_cache,
+        v_cache,
+        arrays,
+        max_seqlen_q if cu_seqlens_q is not None else None,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        attention_chunk,
+        rotary_interleaved,
+        return_softmax_lse,
+        _NAMES,
+    )
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Joins partial results: `strobe.merge` with FlashAttention-3's shapes.
+
+    Args:
+        out_partial: float32, (parts, batch, seqlen_q, heads, head_dim_v), or without batch.
+        lse_partial: float32, (parts, batch, seqlen_q, heads), or without batch.
+        out: where to write the result.
+        out_dtype: of a new out; None: float32.
+
+    Returns:
+        (out, softmax_lse), softmax_lse (batch, seqlen_q, heads) as lse_partial has it.
+    """
+    check_tensor("lse_partial", lse_partial, _LSE_AXES[: getattr(out_partial, "ndim", 5) - 1])
+    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out=out, out_dtype=out_dtype)
+    return merged, lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
+    """FlashAttention-3 plans a launch ahead here; Strobe's kernels do it in the launch.
+
+    Returns:
+        None, which `flash_attn_with_kvcache` takes.
+    """
+
+
+_LSE_AXES = ("parts", "batch", "seqlen_q", "heads")
+_REASONS = {
+    "qv": "a second product of queries with values is not supported",
+    "scheduler_metadata": "kernels find their schedule in the launch: get_scheduler_metadata() "
+    "gives None",
+}
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        if x is not None:
+            reason = _REASONS.get(
+                name, "it belongs to float8 tensors, which no kernel takes: convert them first"
+            )
+            raise Unsupported(f"{name} is given, expected None: {reason}")
+
+
+def _more(attention_chunk: Any, seqused_q: Any = None, seqused_k: Any = None) -> tuple[Any, ...]:
+    """The tail of the operator's arguments: what flash_attn 2 has no arguments for."""
+    attention_chunk = as_integer("attention_chunk", attention_chunk)
+    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if x is not None:
+            check_tensor(name, x, ("batch",))
+    if attention_chunk == 0 and seqused_q is seqused_k is None:
+        return ()
+    return _options.positional(
+        attention_chunk=attention_chunk, seqused_q=seqused_q, seqused_k=seqused_k
+    )

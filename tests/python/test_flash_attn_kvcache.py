@@ -1,0 +1,419 @@
+"""flash_attn_with_kvcache, block_table, and strobe.flash_attn_3, whose names and meanings are the
+original's: against float64 over caches of `kvcache_cases`, and against each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import strobe  # noqa: E402
+from strobe import _core, _flash_cache, flash_attn, flash_attn_3  # noqa: E402
+from strobe.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
+
+import kvcache_cases  # noqa: E402
+from cases import Array  # noqa: E402
+from kvcache_cases import Arrays, CacheCase, Sequence  # noqa: E402
+from tensors import Tensor, array  # noqa: E402
+
+NAMES = {
+    "k_new": "k",
+    "v_new": "v",
+    "seqused_k": "cache_seqlens",
+    "leftpad": "cache_leftpad",
+    "scale": "softmax_scale",
+    "window": "window_size",
+}
+NAMES_3 = NAMES | {"block_table": "page_table", "rotary_position": "rotary_seqlens"}
+
+
+def shared(x: Array) -> Tensor:
+    """A tensor in the array's own memory."""
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def arguments(arrays: Arrays, names: dict[str, str]) -> dict[str, Any]:
+    given: dict[str, Any] = {"q": arrays.q, "k_cache": arrays.k, "v_cache": arrays.v}
+    given |= {names.get(name, name): x for name, x in arrays.arguments.items()}
+    if "rotary_cos" in given:
+        given.setdefault("rotary_interleaved", False)
+    return {n: shared(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+
+
+def draw(seed: int, three: bool) -> Arrays:
+    """A case that the function has arguments for, its positions counted as flash_attn does."""
+    rng = np.random.default_rng(seed)
+    case = kvcache_cases.draw(rng)
+    case.given = ()
+    if three:
+        case.alibi = False
+    else:
+        case.packed = case.packed_new = False
+        case.options.pop("attention_chunk", None)
+        added = case.sequences[0].added
+        for s in case.sequences:
+            s.added = added
+            s.used = min(s.used, case.capacity - added)
+            s.leftpad = min(s.leftpad, s.used)
+    case.rotary_given = case.rotary_given and three
+    arrays = case.make(rng)
+    if case.rotary_dim and not case.rotary_given and any(s.leftpad for s in case.sequences):
+        arrays.starts = np.array([s.used for s in case.sequences])
+    return arrays
+
+
+@pytest.mark.parametrize("three", [False, True], ids=["flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("seed", range(0, 200, 20))
+def test_random_problems(seed: int, three: bool) -> None:
+    for each in range(seed, seed + 20):
+        arrays = draw(each, three)
+        try:
+            if three:
+                out, lse = flash_attn_3.flash_attn_with_kvcache(
+                    **arguments(arrays, NAMES_3), return_softmax_lse=True
+                )
+            else:
+                out, lse = flash_attn_with_kvcache(
+                    **arguments(arrays, NAMES), return_softmax_lse=True
+                )
+            arrays.check(array(out), array(lse))
+        except Exception as error:
+            raise AssertionError(f"seed {each}: {arrays.case}") from error
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 20))
+def test_block_table_of_packed_queries(seed: int) -> None:
+    """cu_seqlens_k gives the lengths; a sequence of none, and padded columns, included."""
+    for each in range(seed, seed + 20):
+        rng = np.random.default_rng(each)
+        case = kvcache_cases.draw(rng, page_size=int(rng.integers(1, 18)), rotary_dim=0)
+        case.given, case.packed = (), True
+        for name in ("attention_chunk", "rotary_interleaved"):
+            case.options.pop(name, None)
+        for s in case.sequences:
+            s.leftpad = s.added = 0
+        arrays = case.make(rng)
+        given = arguments(arrays, {"window": "window_size"})
+        lengths = [s.used for s in case.sequences]
+        given["cu_seqlens_k"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+        given |= {"k": given.pop("k_cache"), "v": given.pop("v_cache")}
+        del given["seqused_k"]
+        given |= {"max_seqlen_q": 40, "max_seqlen_k": max(lengths), "return_attn_probs": True}
+        out, lse, weights = flash_attn_varlen_func(**given)
+        assert weights.numel() == 0
+        arrays.check(array(out), array(lse))
+
+
+# --------------------------------------------------------------------------------- the arguments
+
+
+def simple(**changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "q": torch.randn(2, 1, 4, 16, generator=generator),
+        "k_cache": torch.randn(2, 40, 2, 16, generator=generator),
+        "v_cache": torch.randn(2, 40, 2, 16, generator=generator),
+    }
+    return {**given, **changes}
+
+
+def test_one_length_for_all_and_none() -> None:
+    given = simple()
+    lengths = torch.tensor([7, 7], dtype=torch.int32)
+    wanted = flash_attn_with_kvcache(**given, cache_seqlens=lengths)
+    assert torch.equal(flash_attn_with_kvcache(**given, cache_seqlens=7), wanted)
+    full = flash_attn_with_kvcache(**given, cache_seqlens=40)
+    assert torch.equal(flash_attn_with_kvcache(**given), full)
+    for splits in (0, 1, 7):
+        assert torch.equal(flash_attn_with_kvcache(**given, num_splits=splits), full)
+    assert isinstance(full, torch.Tensor)
+    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    assert torch.equal(out, full)
+    assert lse.shape == (2, 4, 1)
+
+
+def test_what_is_not_contiguous_is_copied_but_for_the_cache() -> None:
+    given = simple(cache_seqlens=torch.tensor([[3, 9], [5, 9]], dtype=torch.int32)[:, 0])
+    new = torch.randn(2, 1, 2, 16)
+    wanted = flash_attn_with_kvcache(**{**given, "cache_seqlens": torch.tensor([3, 5]).int()})
+    q = given["q"].transpose(1, 3).contiguous().transpose(1, 3)
+    assert q.stride(-1) != 1
+    assert torch.equal(flash_attn_with_kvcache(**{**given, "q": q}), wanted)
+    given["k_cache"] = given["k_cache"].transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(strobe.InvalidArgument, match=r"^k_cache.stride\(3\) = 80 elements"):
+        flash_attn_with_kvcache(**given, k=new, v=new)
+
+
+def test_no_gradient() -> None:
+    given = simple()
+    given["q"].requires_grad_()
+    assert not flash_attn_with_kvcache(**given).requires_grad
+    packed = given["q"].flatten(0, 1)
+    offsets = torch.arange(3, dtype=torch.int32)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    pages = (packed, given["k_cache"], given["v_cache"], offsets, offsets, 1, 1)
+    with pytest.raises(strobe.Unsupported, match="block_table with q, k or v that requires"):
+        flash_attn_varlen_func(*pages, block_table=table)
+    with torch.no_grad():
+        flash_attn_varlen_func(*pages, block_table=table)
+        with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
+            flash_attn_varlen_func(*pages, 0.1, block_table=table)
+
+
+def table_of(*numbers: int) -> Tensor:
+    return torch.tensor([numbers, numbers], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache_seqlens": 41}, r"^cache_seqlens\[0\] = 41, expected 0 to 40 \(k_cache.shape"),
+        ({"cache_seqlens": "x"}, "^cache_seqlens = 'x', expected an integer"),
+        ({"cache_seqlens": torch.tensor([1, 2])}, "^cache_seqlens.dtype = int64, expected int32"),
+        ({"block_table": table_of(0, 2)}, r"^block_table\[0\]\[1\] = 2, expected 0 to 1"),
+        ({"block_table": table_of(-1)}, r"^block_table\[0\]\[0\] = -1, expected 0 to 1"),
+        ({"block_table": [1]}, "^block_table is of type list, expected a torch.Tensor"),
+        ({"cache_batch_idx": table_of(0, 2)[0]}, r"^cache_batch_idx\[1\] = 2, expected 0 to 1"),
+        ({"cache_leftpad": table_of(9)[0, :1]}, r"^cache_leftpad.shape\[0\] = 1, expected 2"),
+        ({"k": torch.zeros(2, 1, 2, 16)}, "^k is given, expected k and v"),
+        ({"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16)}, "^cache_seqlens = None"),
+        ({"rotary_cos": torch.zeros(9, 4)}, "^rotary_cos is given"),
+        ({"window_size": 3}, r"^window_size = 3, expected a pair"),
+        ({"softmax_scale": "x"}, "^softmax_scale = 'x', expected a number"),
+        ({"q": np.zeros((2, 1, 4, 16), np.float32)}, "^q is of type ndarray"),
+        ({"v_cache": torch.zeros(2, 40, 2, 300)}, r"^v_cache.shape\[3\] \(head_dim_v\) = 300"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(strobe.InvalidArgument, match=message):
+        flash_attn_with_kvcache(**simple(**change))
+
+
+# -------------------------------------------------------------------------- values on a GPU, modes
+
+
+def test_values_are_checked_on_a_gpu_as_on_the_cpu() -> None:
+    """`check_values` reads any device; on the CPU the words of the library are its measure."""
+    found = 0
+    for seed in range(300):
+        arrays = draw(seed, three=True)
+        rng = np.random.default_rng(seed)
+        given = arrays.arguments
+        name = rng.choice(
+            [n for n in ("seqused_k", "leftpad", "cache_batch_idx", "block_table") if n in given]
+        )
+        at = tuple(rng.integers(0, n) for n in given[name].shape)
+        given[name][at] = rng.choice([-1, -9, 2**30, 9, 41])
+        if name == "leftpad" and given[name][at] > 0 and rng.random() < 0.5:
+            given[name][at] = 0
+        tensors = {n: shared(x) for n, x in given.items() if isinstance(x, np.ndarray)}
+        moving = bool(given.get("causal") or given.get("attention_chunk"))
+        moving = moving or given["window"] != (-1, -1)
+        words = []
+        for call in (
+            lambda a=arrays, g=given: strobe.attention_with_kvcache(a.q, a.k, a.v, **g),
+            lambda a=arrays, t=tensors, m=moving: _flash_cache.check_values(
+                shared(a.q), shared(a.k), t, m
+            ),
+        ):
+            try:
+                call()
+                words.append("")
+            except strobe.InvalidArgument as error:
+                words.append(str(error).partition(" (")[0])
+        if words[0].startswith("rotary"):
+            assert words[1].startswith("rotary_position"), (seed, words)
+        elif words[0] != words[1]:  # several are wrong: each names one of them
+            assert all(words), (seed, words)
+            assert {word.partition("[")[0] for word in words} <= {
+                "seqused_k", "leftpad", "block_table", "cache_batch_idx", "rotary_position",
+            }, (seed, words)  # fmt: skip
+        found += bool(words[0])
+    assert 100 < found < 300
+
+
+def test_when_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.delenv("STROBE_SKIP_VALUE_CHECKS", raising=False)
+    assert _flash_cache.wants_value_checks(OnGpu())
+    assert not _flash_cache.wants_value_checks(torch.zeros(1))
+    capturing[0] = True
+    assert not _flash_cache.wants_value_checks(OnGpu())
+    capturing[0] = False
+    monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "1")
+    assert not _flash_cache.wants_value_checks(OnGpu())
+
+
+def test_compiled_and_fake() -> None:
+    given = simple(cache_seqlens=torch.tensor([3, 5], dtype=torch.int32))
+    new = torch.randn(2, 1, 2, 16)
+
+    def step(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor) -> Any:
+        out = flash_attn_with_kvcache(
+            q, k_cache, v_cache, new, new, cache_seqlens=cache_seqlens, causal=True
+        )
+        return out * 2
+
+    copies = {name: x.clone() for name, x in given.items()}
+    wanted = step(**given)
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(**copies)
+    assert torch.equal(found, wanted)
+    assert torch.equal(copies["k_cache"], given["k_cache"])
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        out, lse = flash_attn_with_kvcache(
+            **{name: mode.from_tensor(x) for name, x in given.items()}, return_softmax_lse=True
+        )
+    assert out.shape == (2, 1, 4, 16)
+    assert lse.shape == (2, 4, 1)
+
+
+def test_the_operator() -> None:
+    q, k, v = simple().values()
+    new = torch.randn(2, 2, 1, 2, 16)
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    plain = (None, None, True, -1, -1, 0.0, 0, False)
+    arrays = (used, None, None, None, *new, *[None] * 9)
+    operator = torch.ops.strobe.attention_with_kvcache.default
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(operator, (q, k, v, *arrays, *plain), test_utils=checks)
+    out, lse = operator(q.requires_grad_(), k, v, *arrays, *plain)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    for transform in (torch.vmap, torch.func.grad):
+        with pytest.raises(strobe.Unsupported, match=r"under torch.func's transforms"):
+            transform(lambda x: flash_attn_with_kvcache(x, k, v).sum())(q.detach()[None][0])
+
+
+def test_plans_know_no_values() -> None:
+    given = simple()
+    flash_attn_with_kvcache(**given, cache_seqlens=3)
+    before = _core.kept()
+    for length in range(40):
+        flash_attn_with_kvcache(**given, cache_seqlens=length)
+    assert _core.kept() == before
+
+
+# ----------------------------------------------------------------------------------- flash_attn_3
+
+
+def test_signatures_are_flash_attention_3s() -> None:
+    descale = "q_descale=None, k_descale=None, v_descale=None"
+    tail = (
+        f"softmax_scale=None, causal=False, qv=None, {descale}, window_size=(-1, -1), "
+        "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+        "sm_margin=0, return_attn_probs=False"
+    )
+    for name, wanted in {
+        "flash_attn_func": f"q, k, v, {tail}",
+        "flash_attn_varlen_func": (
+            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+            f"seqused_k=None, {tail}"
+        ),
+        "flash_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+            "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+            "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+            f"{descale}, softmax_scale=None, causal=False, window_size=(-1, -1), "
+            "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+            "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False"
+        ),
+        "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    }.items():
+        parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
+        found = ", ".join(
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
+        )
+        assert found == wanted
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_dense_and_packed(chunk: int) -> None:
+    q, k, v = torch.randn(3, 2, 20, 4, 16).requires_grad_()
+    out, lse = flash_attn_3.flash_attn_func(
+        q, k, v, causal=True, attention_chunk=chunk, return_attn_probs=True
+    )
+    wanted, wanted_lse = strobe.attention(
+        q, k, v, causal=True, attention_chunk=chunk, return_lse=True
+    )
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert gradient.abs().max() > 0
+    offsets = torch.tensor([0, 20, 40], dtype=torch.int32)
+    rows = {name: x.flatten(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
+    rows |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    rows |= {"max_seqlen_q": 20, "max_seqlen_k": 20}
+    packed = flash_attn_3.flash_attn_varlen_func(
+        **rows, causal=True, attention_chunk=chunk, num_splits=3, pack_gqa=True, sm_margin=2,
+    )  # fmt: skip
+    torch.testing.assert_close(packed.unflatten(0, (2, 20)), wanted)
+    if not chunk:
+        assert torch.equal(
+            flash_attn_3.flash_attn_func(q, k, v), flash_attn.flash_attn_func(q, k, v)
+        )
+    used = torch.tensor([20, 7], dtype=torch.int32)
+    some = flash_attn_3.flash_attn_varlen_func(**rows, seqused_k=used, attention_chunk=chunk)
+    wanted = strobe.attention(q, k, v, seqused_k=used, attention_chunk=chunk)
+    torch.testing.assert_close(some.unflatten(0, (2, 20)), wanted)
+
+
+def test_what_flash_attention_3_has_and_strobe_has_not() -> None:
+    given, one = simple(), torch.ones(2, 2)
+    metadata = flash_attn_3.get_scheduler_metadata(2, 1, 40, 4, 2, 16, torch.ones(2))
+    assert metadata is None
+    flash_attn_3.flash_attn_with_kvcache(
+        **given, scheduler_metadata=metadata, num_splits=3, pack_gqa=True, sm_margin=4
+    )
+    for name in ("q_descale", "k_descale", "v_descale", "qv", "scheduler_metadata"):
+        with pytest.raises(strobe.Unsupported, match=f"^{name} is given, expected None: "):
+            flash_attn_3.flash_attn_with_kvcache(**given, **{name: one})
+    for name, count in (("flash_attn_func", 3), ("flash_attn_varlen_func", 7)):
+        with pytest.raises(strobe.Unsupported, match=r"^k_descale is given, .* float8"):
+            getattr(flash_attn_3, name)(*[one] * count, k_descale=one)
+    with pytest.raises(strobe.InvalidArgument, match=r"^page_table\[0\]\[0\] = 2, expected 0 to 1"):
+        flash_attn_3.flash_attn_with_kvcache(**given, page_table=table_of(2))
+
+
+def test_combine() -> None:
+    q, k, v = torch.randn(3, 2, 6, 4, 16)
+    found = [
+        strobe.attention(q, k[:, rows], v[:, rows], return_lse=True)
+        for rows in (slice(0, 4), slice(4, 6))
+    ]
+    wanted, wanted_lse = strobe.attention(q, k, v, return_lse=True)
+    outs = torch.stack([x for x, _ in found])
+    lses = torch.stack([x.transpose(1, 2) for _, x in found])
+    out, lse = flash_attn_3.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse.transpose(1, 2))
+
+
+def test_every_sequence_of_a_mixed_batch() -> None:
+    """A chunk of a prompt, a decoded token and an empty sequence: appended, turned, in one call."""
+    rng = np.random.default_rng(3)
+    case = CacheCase(
+        [Sequence(16, 20, 16), Sequence(1, 39, 1), Sequence(0, 0, 0), Sequence(4, 7, 4)],
+        page_size=4,
+        capacity=80,
+        packed=True,
+        packed_new=True,
+        rotary_dim=16,
+        options={"causal": True, "rotary_interleaved": True},
+    )
+    arrays = case.make(rng)
+    out, lse = flash_attn_3.flash_attn_with_kvcache(
+        **arguments(arrays, NAMES_3), max_seqlen_q=16, return_softmax_lse=True
+    )
+    arrays.check(array(out), array(lse))

@@ -1,0 +1,122 @@
+"""transformers' continuous batching, whose cache is paged, equal to its own eager generation: by
+way of the distribution flash-attn, and of strobe.transformers.register().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import strobe.flash_attn  # noqa: E402
+import strobe.transformers  # noqa: E402
+from strobe import _flash_attn, _flash_cache  # noqa: E402
+from test_transformers import GROUPED, MODELS, make, transformers  # noqa: E402, F401 - the fixture
+
+LENGTHS = (11, 3, 17, 1, 8)
+NEW = 6
+NO_END = 1000  # a token that no model has
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records that attention came to Strobe, and how."""
+    made: list[str] = []
+
+    def counted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            return inner(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(strobe.flash_attn, "call", counted("packed", _flash_attn.call))
+    monkeypatch.setattr(_flash_cache, "call", counted("cache", _flash_cache.call))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks the package psutil for it, and without that finds none."""
+    module = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    handler = module.PagedAttentionMemoryHandler
+    monkeypatch.setattr(handler, "get_available_memory", staticmethod(lambda *_: 1 << 30))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def generate(transformers: Any, model: Any, **cache: Any) -> list[list[int]]:  # noqa: F811
+    settings = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=NO_END
+    )
+    batching = transformers.ContinuousBatchingConfig(
+        block_size=4, num_blocks=40, max_batch_tokens=24, **cache
+    )
+    found = model.generate_batch(
+        prompts(),
+        generation_config=settings,
+        continuous_batching_config=batching,
+        progress_bar=False,
+    )
+    ordered = sorted(found.values(), key=lambda x: int(x.request_id.rpartition("_")[2]))
+    assert [x.error for x in ordered] == [None] * len(LENGTHS)
+    return [x.generated_tokens for x in ordered]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 with windows", "mistral"])
+def test_continuous_batching(
+    name: str,
+    transformers: Any,  # noqa: F811
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts are cut into chunks and share launches with the tokens of other sequences."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("transformers 5 has continuous batching in this form")
+    windows = {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    monkeypatch.setitem(MODELS, "qwen2 with windows", (*MODELS["qwen2"][:2], windows))
+    strobe.transformers.register()
+    eager = make(transformers, name, "eager", torch.float32, "cpu")
+    if name == "llama":  # windows make a difference to transformers' own generate, eager as well
+        wanted = []
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": NO_END}
+            row = eager.generate(ids, attention_mask=mask, **options)
+            wanted.append(row[0, len(prompt) :].tolist())
+    else:
+        wanted = generate(transformers, eager)
+    assert not calls
+    # transformers 5.5 does not tell its function for flash_attn about Mistral's window.
+    for kind in ["strobe"] if name == "mistral" else ["flash_attention_2", "strobe"]:
+        model = make(transformers, name, kind, torch.float32, "cpu")
+        assert generate(transformers, model) == wanted
+        assert set(calls) == {"packed"}
+        calls.clear()
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_2", "strobe"])
+def test_the_decode_path_with_a_block_table(
+    kind: str,
+    transformers: Any,  # noqa: F811
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers wants a GPU and FlashAttention-3 for it; this says yes to that question."""
+    module = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
+    monkeypatch.setattr(
+        module.ContinuousBatchProcessor, "_ensure_decode_fast_path_is_available", lambda self: None
+    )
+    strobe.transformers.register()
+    wanted = generate(transformers, make(transformers, "llama", "eager", torch.float32, "cpu"))
+    assert not calls
+    model = make(transformers, "llama", kind, torch.float32, "cpu")
+    assert generate(transformers, model, max_blocks_per_request=8) == wanted
+    assert "cache" in calls
