@@ -389,10 +389,11 @@ PyObject* xla_workspace(PyObject*, PyObject* arguments) {
 }  // namespace
 
 PyMethodDef xla_methods[] = {
-    {"xla_handlers", xla_handlers, METH_NOARGS,
-     "Capsules of XLA's handlers: forward and backward of the CPU, of CUDA."},
-    {"xla_workspace", xla_workspace, METH_VARARGS,
-     "Workspace bytes on a CUDA device: backward, dtype, device, shapes of q, k, v, options."},
+    method<xla_handlers>("xla_handlers", METH_NOARGS,
+                         "Capsules of XLA's handlers: forward and backward of the CPU, of CUDA."),
+    method<xla_workspace>(
+        "xla_workspace", METH_VARARGS,
+        "Workspace bytes on a CUDA device: backward, dtype, device, shapes of q, k, v, options."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python
