@@ -330,7 +330,6 @@ _DLPACK_DTYPES: Final = {
     **{(5, bits): f"complex{bits}" for bits in (64, 128)},
     (4, 16): "bfloat16",
     (6, 8): "bool",
-    # DLPack 1.1; no kernel takes any of them.
     (8, 8): "float8_e4m3",
     (10, 8): "float8_e4m3fn",
     (11, 8): "float8_e4m3fnuz",
