@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda_runtime_api.h"
 #include "numeric.h"
 
