@@ -64,18 +64,18 @@ if(STROBE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   # Clang 14 takes minutes over this file with both sanitizers; the asan preset, by GCC, has both.
   set(amx_sanitize -fno-sanitize=undefined)
 endif()
-# The Highway kernels say themselves where a product and a sum are one operation: a compiler that fuses more has forward
-# and backward round a score differently.
-set(highway -ffp-contract=off)
-strobe_isa(portable src/cpu/kernels_portable.cpp ${highway})
+# The kernels say themselves where a product and a sum are one operation: a compiler that fuses more has forward and
+# backward round a score differently.
+set(unfused -ffp-contract=off)
+strobe_isa(portable src/cpu/kernels_portable.cpp ${unfused})
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${highway})
-  strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${highway})
+  strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${unfused})
+  strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${unfused})
   # Nothing there throws; without the flag GCC 12 refers to the shared handler of exceptions all the same.
-  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions ${amx_sanitize})
+  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} ${unfused} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions ${amx_sanitize})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   # Highway's HWY_NEON includes AES on 64-bit Arm.
-  strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto ${highway})
+  strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto ${unfused})
 endif()
 
 target_include_directories(strobe_objects

@@ -47,8 +47,9 @@ class Layers {
     const int64_t rows = page > 0 ? page : shape.seqlen_k;
     const int64_t entries = page > 0 ? batch * pages : batch;
     // In double: the product may be beyond 64 bits, and no machine has that much.
-    if (static_cast<double>(batch) * static_cast<double>(std::max(shape.seqlen_k, seqlen_q)) *
-            static_cast<double>(heads * dim) >
+    if (static_cast<double>(batch) *
+            static_cast<double>(std::max({shape.seqlen_k, seqlen_q, page})) *
+            static_cast<double>(std::max(heads, heads_kv)) * static_cast<double>(dim) >
         0x1p48) {
       throw std::bad_alloc();
     }
@@ -76,13 +77,6 @@ class Layers {
     cache_bytes_ = static_cast<size_t>(entries * rows * heads_kv * dim) * Bytes(shape.dtype);
     q_bytes_ = static_cast<size_t>(batch * seqlen_q * heads * dim) * Bytes(shape.dtype);
     lengths_.assign(static_cast<size_t>(batch), static_cast<int32_t>(shape.seqlen_k));
-    // Pages in a random order, as a pool has them after a while.
-    Random random(1);
-    table_.reserve(static_cast<size_t>(batch * pages));
-    for (int64_t i = 0; i < batch * pages; ++i) {
-      table_.push_back(static_cast<int32_t>(i));
-      std::swap(table_.back(), table_[static_cast<size_t>(random.Integer(0, i))]);
-    }
   }
 
   [[nodiscard]] const Problem& problem() const { return problem_; }
@@ -131,6 +125,13 @@ class Layers {
 
  private:
   void Fill(size_t layers) {
+    // Pages in a random order, as a pool has them after a while.
+    Random random(1);
+    table_.reserve(static_cast<size_t>(problem_.pages));
+    for (int64_t i = 0; i < problem_.pages; ++i) {
+      table_.push_back(static_cast<int32_t>(i));
+      std::swap(table_.back(), table_[static_cast<size_t>(random.Integer(0, i))]);
+    }
     q_ = Buffer(q_bytes_);
     out_ = Buffer(q_bytes_);
     lse_ = Buffer(static_cast<size_t>(problem_.batch * problem_.heads * problem_.seqlen_q) *
@@ -146,16 +147,17 @@ class Layers {
     }
   }
 
-  // On a CPU each thread reads its share of K and of V. On a GPU K is copied over V, which reads
-  // and writes as many bytes together.
+  // On a CPU each thread reads its share of as much of K and of V as a launch reads. On a GPU so
+  // much of K is copied over V, which reads and writes as many bytes together.
   void Read(const Mirror& mirror, const ForwardArgs& args, int threads) const {
+    const auto bytes = static_cast<size_t>(ReadBytes() / 2);
     if (problem_.device == Device::kCuda) {
-      mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, cache_bytes_);
+      mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, bytes);
       return;
     }
 #pragma omp parallel num_threads(threads)
     for (const void* tensor : {args.k, args.v}) {
-      StreamingReadShare(static_cast<const std::byte*>(tensor), cache_bytes_, omp_get_thread_num(),
+      StreamingReadShare(static_cast<const std::byte*>(tensor), bytes, omp_get_thread_num(),
                          omp_get_num_threads());
     }
   }

@@ -82,7 +82,7 @@ class Outputs {
   std::deque<Buffer> buffers_;
 };
 
-void SetCache(const CacheInputs& cache, const Inputs& in, const RunOptions& o, Problem* p) {
+void SetCache(const CacheInputs& cache, const Inputs& in, Problem* p) {
   p->cache = cache.kind;
   if (cache.kind == Cache::kPaged) {
     p->pages = in.k.batch;
@@ -103,7 +103,6 @@ void SetCache(const CacheInputs& cache, const Inputs& in, const RunOptions& o, P
   }
   p->rotary_dim = cache.rotary_dim;
   p->rotary_rows = cache.rotary_rows;
-  p->rotary_interleaved = o.rotary_interleaved;
   p->has_rotary_position = !cache.rotary_position.empty();
 }
 
@@ -133,7 +132,8 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.k = in.k.strides;
   p.v = in.v.strides;
   if (o.out_float32) p.out_dtype = DType::kFloat32;
-  if (in.cached()) SetCache(in.cache, in, o, &p);
+  p.rotary_interleaved = o.rotary_interleaved;
+  if (in.cached()) SetCache(in.cache, in, &p);
   return p;
 }
 
