@@ -352,10 +352,9 @@ bool Call::make(const Key& key) {
 
 // ------------------------------------------------------------------------------------------ launch
 
-bool Call::check_writable(Slot slot) {
-  const Tensor& tensor = tensors[slot];
+bool check_writable(const char* name, const Tensor& tensor) {
   if (tensor.object == nullptr || (!tensor.is_torch() && !tensor.read_only)) return true;
-  Ref checked = call_python("_arrays", "check_writable", "(sO)", kSlotNames[slot], tensor.object);
+  Ref checked = call_python("_arrays", "check_writable", "(sO)", name, tensor.object);
   return static_cast<bool>(checked);
 }
 
@@ -488,9 +487,10 @@ bool Call::fail(strobe_status status) {
 }
 
 bool Call::run() {
-  const bool writes = backward ? check_writable(kDq) && check_writable(kDk) && check_writable(kDv)
-                               : check_writable(kOut) &&
-                                     (!given(kKNew) || (check_writable(kK) && check_writable(kV)));
+  const auto writable = [&](Slot slot) { return check_writable(kSlotNames[slot], tensors[slot]); };
+  const bool writes = backward
+                          ? writable(kDq) && writable(kDk) && writable(kDv)
+                          : writable(kOut) && (!given(kKNew) || (writable(kK) && writable(kV)));
   if (!writes) return false;
   Key key;
   if (all_plain()) {

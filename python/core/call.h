@@ -88,7 +88,6 @@ struct Call {
   bool write_key(Key& key) const;
   Ref described_arrays() const;
   bool make(const Key& key);
-  bool check_writable(Slot slot);
   bool allocate();
   bool launch_it();
   bool fail(strobe_status status);
@@ -105,6 +104,9 @@ struct Call {
   void* stream_ = nullptr;
   bool without_gil_ = false;  // as when the interpreter ends a thread that waits for it
 };
+
+// Refuses a given array that must not be written to: false, and an exception is set.
+bool check_writable(const char* name, const Tensor& tensor);
 
 extern Plans* plans;  // forward, backward
 

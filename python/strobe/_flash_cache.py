@@ -224,6 +224,10 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
         if x is not None and name in ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position")
     ):
         return  # what is wrong with these the launch itself says
+    if q.ndim not in (3, 4) or any(
+        x is not None and x.device != q.device for x in (k, table, arrays.get("cu_seqlens_k_new"))
+    ):
+        return
     if k.ndim != 4 or (table is not None and (table.ndim != 2 or table.shape[0] != batch)):
         return
     entries, rows = k.shape[:2]

@@ -223,6 +223,8 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
     problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
     if table is None:
+        if sizes["cache_batch"] == 0:  # to the library 0 means that batch says how many there are
+            raise InvalidArgument("k.shape[0] = 0, expected at least 1 (cache_batch)")
         fields |= {"cache_batch": sizes["cache_batch"], "seqlen_k": sizes["rows"]}
         return
     if sizes["page_size"] == 0:

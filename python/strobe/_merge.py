@@ -29,7 +29,8 @@ def merge(
             (parts, total_q, heads, head_dim_v); or a list or tuple of the parts.
         lses: float32, (parts, batch, heads, seqlen_q), or (parts, heads, total_q); or a list. A row
             without keys in a part has lse -inf there; what its outs hold is then not read.
-        out: where to write the result; None: a new contiguous array.
+        out: where to write the result, writable and not tracked by autograd; None: a new
+            contiguous array.
         out_dtype: "float32" (None), "bfloat16" or "float16", of a new array.
         threads: CPU threads at most; 0: OpenMP's number.
 
@@ -91,7 +92,14 @@ def _stacked(name: str, parts: Any) -> Any:
     specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
     axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
     problem = Problem({}, False, specs[0], {}, {})
+    kind = type(parts[0])
     for n, spec in enumerate(specs):
+        if spec.kind is not specs[0].kind:
+            got = type(parts[n])
+            raise InvalidArgument(
+                f"{name}[{n}] is a {got.__module__}.{got.__name__}, expected a {kind.__module__}."
+                f"{kind.__name__} as {name}[0]"
+            )
         problem.check(f"{name}[{n}]", spec, axes, f"{name}[0]", "float32", "partial results")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(parts[0], torch.Tensor):

@@ -214,8 +214,8 @@ def _array(name: str, value: Any) -> Any:
 
 def _seed(value: Any) -> Any:
     """uint32 (2,): the high and the low half of a seed."""
-    if isinstance(value, int):
-        number = seed("dropout_seed", value)
+    if isinstance(value, int | np.integer):
+        number = seed("dropout_seed", int(value))
         return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
     data = _array("dropout_seed", value)
     if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -319,7 +319,9 @@ def attention(
 
     name = "local_window_size"
     window = (-1, -1) if local_window_size is None else local_window_size
-    left, right = pair(name, window) if not isinstance(window, int) else (window, window)
+    if isinstance(window, int | np.integer):
+        window = (int(window), int(window))
+    left, right = pair(name, window)
     options: dict[str, Any] = {
         "causal": int(flag("is_causal", is_causal)),
         "window_left": integer(f"{name}[0]", left),
@@ -346,8 +348,8 @@ def attention(
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
     if placed or alibi_slopes is not None:
-        if isinstance(q_position, int):
-            position = integer("q_position", q_position)
+        if isinstance(q_position, int | np.integer):
+            position = integer("q_position", int(q_position))
             if abs(position) > 2**30:
                 raise InvalidArgument(f"q_position = {position}, expected -2**30 to 2**30")
             if position != seqlen_k - seqlen_q or "seqused_q" in more or "seqused_k" in more:

@@ -223,9 +223,11 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
 
 
 def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
-    """Whether a cache will do: no gradient, no dropout, no compiler. On GPUs the way of all other
-    calls is taken.
+    """Whether a cache will do: no gradient, no dropout, no compiler, no autocast, rows that can be
+    read where they lie. On GPUs the way of all other calls is taken.
     """
+    if torch.is_autocast_enabled("cpu") or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return False
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compiled = torch.compiler.is_compiling()
     return not (tracked or compiled or options["dropout_p"] > 0) and q.is_cpu and v.is_cpu
@@ -351,6 +353,7 @@ def paged_attention(
     block_table: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What models call in transformers' continuous batching: all sequences lie in one row.
@@ -365,6 +368,7 @@ def paged_attention(
         block_table: int32, (groups, batch, pages_per_sequence), where each sequence has one query.
         scaling: multiplies the scores.
         sliding_window: so many keys each query sees, itself included.
+        softcap: scores are softcap * tanh(score / softcap); None: as they are.
         others: the indices by which the cache is read and written, and attention sinks.
 
     Returns:
@@ -385,6 +389,7 @@ def paged_attention(
         "softmax_scale": scaling,
         "causal": True,
         "window_size": (sliding_window - 1, 0) if sliding_window else (-1, -1),
+        "softcap": softcap or 0.0,
     }
     q = query[0].transpose(0, 1)
     if block_table is None:

@@ -165,6 +165,17 @@ def test_defaults_and_positions_of_jax_nn(seqlen_k: int) -> None:
         compare(both)
 
 
+def test_integers_of_numpy() -> None:
+    x = tensors(1, 5, 2, 16)[:3]
+    for name in ("local_window_size", "q_position"):
+        options: dict[str, Any] = {"is_causal": True, name: 2}
+        wanted = attention(*x, **options)
+        assert (attention(*x, **(options | {name: np.int64(2)})) == wanted).all()
+    options = {"dropout_p": 0.5, "dropout_seed": 7}
+    wanted = attention(*x, **options)
+    assert (attention(*x, **(options | {"dropout_seed": np.int64(7)})) == wanted).all()
+
+
 def test_every_option() -> None:
     """Of jax.nn and of strobe.attention, but for what this function has another way."""
     ours = set(inspect.signature(attention).parameters)

@@ -287,12 +287,34 @@ def test_merge_of_rows_without_keys(rng: np.random.Generator) -> None:
         ({"out": np.zeros((2, 6, 4, 9), np.float32)}, r"out.shape\[3\] = 9, expected 16"),
         ({"out_dtype": "int32"}, "out_dtype = 'int32', expected"),
         ({"threads": "x"}, "threads = 'x', expected an integer"),
+        (
+            {"out": np.frombuffer(bytes(2 * 6 * 4 * 16 * 4), np.float32).reshape(2, 6, 4, 16)},
+            "out is read-only, expected a writable array",
+        ),
     ],
 )
 def test_what_merge_refuses(change: dict[str, Any], message: str) -> None:
     given, _, _ = parts_of(np.random.default_rng(0), packed=False)
     with pytest.raises(strobe.InvalidArgument, match=message):
         strobe.merge(**{**given, **change})
+
+
+def test_merge_refuses_parts_of_two_kinds() -> None:
+    torch = pytest.importorskip("torch")
+    part = np.zeros((1, 3, 2, 8), np.float32)
+    with pytest.raises(strobe.InvalidArgument, match=r"outs\[1\] is a numpy.ndarray, expected"):
+        strobe.merge([torch.from_numpy(part), part], np.zeros((2, 1, 2, 3), np.float32))
+
+
+def test_a_cache_without_entries() -> None:
+    """Nothing before or behind an empty array is read or written."""
+    pool = np.ones((64, 8, 2, 16), np.float32)
+    q = np.zeros((2, 1, 2, 16), np.float32)
+    more = {"k_new": q, "v_new": q, "seqused_k": np.array([0, 1], np.int32)}
+    for options in ({}, {"cache_batch_idx": np.array([0, 1], np.int32)}, more):
+        with pytest.raises(strobe.InvalidArgument, match=r"k.shape\[0\] = 0, expected at least 1"):
+            strobe.attention_with_kvcache(q, pool[:0], pool[:0], **options)
+    assert (pool == 1).all()
 
 
 def test_a_prefix_that_sequences_share(rng: np.random.Generator) -> None:

@@ -120,3 +120,47 @@ def test_the_decode_path_with_a_block_table(
     model = make(transformers, "llama", kind, torch.float32, "cpu")
     assert generate(transformers, model, max_blocks_per_request=8) == wanted
     assert "cache" in calls
+
+
+def test_softcap_reaches_pages() -> None:
+    """transformers hands it over, where a model has it."""
+
+    class Cache:
+        def update(self, *, key_states: Any, value_states: Any, **_: Any) -> tuple[Any, Any]:
+            return key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+
+    q, k, v = 3 * torch.randn(3, 1, 2, 7, 16, generator=torch.Generator().manual_seed(1))
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
+    indices = {"read_index": None, "write_index": None}
+    for softcap in (None, 0.5):
+        out, _ = strobe.transformers.paged_attention(
+            type("Layer", (), {"layer_idx": 0}), q, k, v, None, Cache(), offsets, offsets, 4, 4,
+            softcap=softcap, **indices,
+        )  # fmt: skip
+        wanted = strobe.attention(
+            *(x[0].transpose(0, 1).contiguous() for x in (q, k, v)),
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            causal=True,
+            softcap=softcap or 0.0,
+        )
+        torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("odd", ["autocast", "columns"])
+def test_decoding_that_a_cache_cannot_take(odd: str) -> None:
+    """Autocast decides the types, and rows that do not lie together are copied."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=generator) for n in (1, 5, 5))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    layer = type("Layer", (), {"is_causal": True, "training": False})
+    wanted, _ = strobe.transformers.attention(layer, q, k, v, mask)
+    if odd == "columns":
+        k = k.transpose(2, 3).contiguous().transpose(2, 3)
+        out, _ = strobe.transformers.attention(layer, q, k, v, mask)
+        torch.testing.assert_close(out, wanted)
+        return
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out, _ = strobe.transformers.attention(layer, q, k, v.bfloat16(), mask)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, atol=0.03, rtol=0.03)
