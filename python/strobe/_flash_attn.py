@@ -94,6 +94,8 @@ def _by_name(error: Error, packed: str) -> Error:
     name = re.split(r"\W", text, maxsplit=1)[0]
     if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
         text = f"{packed}, as {text}"
+    elif packed and re.search(rf"(?<![\w.])[{packed}]\.", text):
+        text += f" ({', '.join(packed)} are those of {packed})"
     return type(error)(text)
 
 

@@ -241,6 +241,7 @@ def longest(name: str, array: Any) -> int:
             f"{name} ({spec.place}) cannot be read from here"
         )
     if spec.kind is _arrays.TORCH:
+        _arrays.check_readable(name, array)
         array = array.detach().numpy()
     elif spec.kind is _arrays.SHARED:
         array = np.from_dlpack(array)
