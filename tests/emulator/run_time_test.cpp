@@ -22,7 +22,8 @@ extern char shared[];
 
 #ifdef __SANITIZE_ADDRESS__
 // A fault leaves fibres where they stand, with the memory that they hold.
-extern "C" int __lsan_is_turned_off() { return 1; }  // NOLINT(bugprone-reserved-identifier)
+extern "C" __attribute__((visibility("default"))) int __lsan_is_turned_off();
+int __lsan_is_turned_off() { return 1; }
 #endif
 
 namespace strobe::emulator {
