@@ -77,13 +77,15 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"\d(forward|backward|decode)_kernelI.*?((?:Lb[01]E)*)E*v", symbol)
+        main = re.search(r"\d(forward|backward|decode)_kernelI.*?((?:Lb[01]E)*)(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
         if not main:
             return None
         variants = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}
         if main[1] == "decode":
             variants["Lb1ELb0E"] = "rule"
         variant = variants.get(main[2], "general")
+        if main[3] and "Update" in main[3]:
+            variant = f"{variant}+new"
         return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():
@@ -127,7 +129,7 @@ def faults(k: Kernel) -> list[str]:
     if copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
     # The general decode kernel is for rows that are not aligned to 16 bytes.
-    if k.arch != "sm_90a" and not copies and (k.name, k.variant) != ("decode", "general"):
+    if k.arch != "sm_90a" and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "general"):
         found.append("no asynchronous copies")
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")
