@@ -7,13 +7,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "cache_fixture.h"
 #include "cuda/host/row_table.h"
 #include "emulated_launch.h"
+#include "environment.h"
 #include "run_time.h"
 
 namespace strobe_test {
@@ -28,11 +28,6 @@ constexpr uint64_t kCases = 60;
 constexpr uint64_t kCases = 400;
 #endif
 constexpr int kMostFailuresShown = 5;
-
-uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
-}
 
 /// A case of cache_case.h that the decode kernels take; every sixteenth has long sequences, which
 /// several thread blocks share at any width.

@@ -6,12 +6,12 @@
 #include "core/cache.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "cache_fixture.h"
 #include "cache_plain.h"
+#include "environment.h"
 #include "gtest/gtest.h"
 #include "kernels.h"
 
@@ -30,11 +30,6 @@ constexpr uint64_t kCases = 300;
 constexpr uint64_t kCases = 2000;
 #endif
 constexpr int kMostFailuresShown = 10;
-
-uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
-}
 
 /// "" or what is wrong with the case.
 std::string RunCase(const CacheCase& c, const CacheFixture::Launch& launch) {

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "environment.h"
 #include "gtest/gtest.h"
 #include "kernels.h"
 #include "runner.h"
@@ -103,11 +103,6 @@ Case RandomCase(uint64_t seed) {
   c.dtype = oracle::DType::kBFloat16;
   c.special = Special::kNone;
   return c;
-}
-
-uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
 }
 
 // Against the next narrower kernel. From other seeds, the worst of few problems is a matter of

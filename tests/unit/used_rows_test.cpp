@@ -6,11 +6,11 @@
 //   STROBE_USED_ROWS_SEED   of the first
 #include "used_rows.h"
 
-#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "environment.h"
 #include "gtest/gtest.h"
 
 namespace strobe_test::used_rows {
@@ -70,11 +70,6 @@ std::vector<CpuKernel> Kernels(const Scenario& s) {
     return kernel.name == "cpu_amx" && s.dtype != DType::kBFloat16;
   });
   return found;
-}
-
-uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text && *text ? std::strtoull(text, nullptr, 0) : otherwise;
 }
 
 TEST(UsedRows, RandomProblemsAgainstFloat64) {
