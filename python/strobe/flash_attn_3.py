@@ -17,7 +17,7 @@ import torch
 
 from . import _flash_cache, _options
 from ._errors import Unsupported
-from ._flash_attn import DENSE, Result, Tensor, as_integer, call, check_tensor
+from ._flash_attn import DENSE, Lengths, Options, Result, Tensor, as_integer, call, check_tensor
 from ._merge import merge
 
 __all__ = [
@@ -65,13 +65,12 @@ def flash_attn_func(
 
     Raises: as there.
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    found = call(
+    return _attend(
         *(q, k, v, DENSE),
         (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
-        *(return_attn_probs, "", _more(attention_chunk)),
+        *((attention_chunk, None, None), return_attn_probs),
+        refused={"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale},
     )
-    return found[:2] if isinstance(found, tuple) else found
 
 
 def flash_attn_varlen_func(
@@ -116,15 +115,12 @@ def flash_attn_varlen_func(
 
     Raises: as `flash_attn_func`.
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(name, x, ("batch + 1",))
-    found = call(
+    return _attend(
         *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
         (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
-        *(return_attn_probs, "", _more(attention_chunk, seqused_q, seqused_k)),
+        *((attention_chunk, seqused_q, seqused_k), return_attn_probs),
+        refused={"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale},
     )
-    return found[:2] if isinstance(found, tuple) else found
 
 
 def flash_attn_with_kvcache(
@@ -181,13 +177,8 @@ def flash_attn_with_kvcache(
 
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
     """
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        scheduler_metadata=scheduler_metadata,
-    )
+    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    _refuse({**refused, "scheduler_metadata": scheduler_metadata})
     arrays = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
@@ -258,23 +249,43 @@ _REASONS = {
 }
 
 
-def _refuse(**arguments: Any) -> None:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    options: Options,
+    more: tuple[Any, Any, Any],
+    return_attn_probs: bool,
+    refused: dict[str, Any],
+) -> Result:
+    """What both functions without a cache do.
+
+    more: attention_chunk, seqused_q and seqused_k, for which flash_attn 2 has no arguments.
+    refused: arguments that have to be None.
+    """
+    _refuse(refused)
+    if lengths is not DENSE:
+        for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False):
+            check_tensor(name, x, ("batch + 1",))
+    attention_chunk = as_integer("attention_chunk", more[0])
+    named = {"seqused_q": more[1], "seqused_k": more[2]}
+    for name, x in named.items():
+        if x is not None:
+            check_tensor(name, x, ("batch",))
+    tail = (
+        ()
+        if attention_chunk == 0 and more[1] is more[2] is None
+        else _options.positional(attention_chunk=attention_chunk, **named)
+    )
+    found = call(q, k, v, lengths, options, return_attn_probs, "", tail)
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
     for name, x in arguments.items():
         if x is not None:
             reason = _REASONS.get(
                 name, "it belongs to float8 tensors, which no kernel takes: convert them first"
             )
             raise Unsupported(f"{name} is given, expected None: {reason}")
-
-
-def _more(attention_chunk: Any, seqused_q: Any = None, seqused_k: Any = None) -> tuple[Any, ...]:
-    """The tail of the operator's arguments: what flash_attn 2 has no arguments for."""
-    attention_chunk = as_integer("attention_chunk", attention_chunk)
-    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if x is not None:
-            check_tensor(name, x, ("batch",))
-    if attention_chunk == 0 and seqused_q is seqused_k is None:
-        return ()
-    return _options.positional(
-        attention_chunk=attention_chunk, seqused_q=seqused_q, seqused_k=seqused_k
-    )

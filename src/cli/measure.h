@@ -84,7 +84,7 @@ template <typename Args>
           .seqlen_q = static_cast<int32_t>(p.seqlen_q),
           .seqlen_k = static_cast<int32_t>(p.seqlen_k),
           .lse_head_stride = 0,
-          .rule = {p.window_left, p.window_right, p.attention_chunk, p.causal}};
+          .rule = MaskRule::of(p)};
 }
 
 // Pairs of query and key that see each other: half of all when causal with equal lengths, as is the

@@ -44,6 +44,11 @@ struct MaskRule {
   int64_t attention_chunk = 0;                  // 0: none
   bool causal = false;
 
+  /// That of a problem, C's or the wrapper's: the options have the same names in both.
+  template <typename Problem>
+  STROBE_INLINE static constexpr MaskRule of(const Problem& p) {
+    return {p.window_left, p.window_right, p.attention_chunk, p.causal != 0};
+  }
   /// Whether this hides no key from any query, whatever the lengths are.
   STROBE_INLINE constexpr bool hides_nothing() const {
 #if STROBE_BREAK_KERNEL_MASK_MEMBER

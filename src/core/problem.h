@@ -68,10 +68,6 @@ STROBE_INLINE constexpr int64_t rows_k(const AttentionProblem& p) {
   return p.varlen ? p.total_k : p.batch * p.seqlen_k;
 }
 
-STROBE_INLINE constexpr MaskRule mask_rule(const AttentionProblem& p) {
-  return {p.window_left, p.window_right, p.attention_chunk, p.causal != 0};
-}
-
 /// The sequences of a launch without a cache. Args: ForwardArgs or BackwardArgs; empty ones for a
 /// plan.
 template <typename Args>
@@ -87,7 +83,7 @@ STROBE_INLINE constexpr Sequences sequences_of(const AttentionProblem& p, const 
           static_cast<int32_t>(p.seqlen_q),
           static_cast<int32_t>(p.seqlen_k),
           p.varlen ? p.total_q : p.seqlen_q,
-          mask_rule(p)};
+          MaskRule::of(p)};
 }
 
 /// The sequences of a launch with a cache.

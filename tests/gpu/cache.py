@@ -187,9 +187,13 @@ def check(t: Tensors, before: list[torch.Tensor]) -> None:
         assert bool(storage[:ZONE].isnan().all() and storage[-ZONE:].isnan().all()), "a red zone was written"
 
 
-def run(c: CacheCase, device: str, plain: bool) -> str:
-    """One problem; returns the kernel's name, or why none takes it."""
+def run(c: CacheCase, device: str, plain: bool, hostile: int | None = None) -> str:
+    """One problem; returns the kernel's name, "none" where no kernel takes it. hostile: the seed of numbers that go
+    out of range, after the tensors are made."""
     t = Tensors(c, device)
+    if hostile is not None:
+        make_hostile(c, hostile)
+        t.arrays = t.make_arrays()
     before = [pool.clone() for pool in t.pools]
     if plain:
         run_plain(t)
@@ -202,25 +206,6 @@ def run(c: CacheCase, device: str, plain: bool) -> str:
     launch.run()
     check(t, before)
     assert not launch.workspace.touched_outside(), "the workspace's red zone was written"
-    return launch.kernel
-
-
-def run_hostile(seed: int, c: CacheCase, device: str, plain: bool) -> str:
-    """The tensors are made before the numbers go wrong."""
-    t = Tensors(c, device)
-    make_hostile(c, seed)
-    t.arrays = t.make_arrays()
-    before = [pool.clone() for pool in t.pools]
-    if plain:
-        run_plain(t)
-        check(t, before)
-        return "plain"
-    try:
-        launch = Launch(t)
-    except lib.Unsupported:
-        return "none"
-    launch.run()
-    check(t, before)
     return launch.kernel
 
 
@@ -301,10 +286,8 @@ def main() -> int:
             if options.graph:
                 kernels[run_graph(seed, options.graph, options.device)] += 1
                 break
-            if options.hostile:
-                kernels[run_hostile(seed, c, options.device, options.plain)] += 1
-            else:
-                kernels[run(c, options.device, options.plain)] += 1
+            hostile = seed if options.hostile else None
+            kernels[run(c, options.device, options.plain, hostile)] += 1
         except (AssertionError, lib.Error) as e:
             print(f"gpu cache: FAILED, seed {seed}: {e}\n  {copy.copy(c)}")
             return 1

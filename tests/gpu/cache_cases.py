@@ -376,7 +376,7 @@ class Tensors:
             see &= i.div(c.chunk, rounding_mode="floor") == j.div(c.chunk, rounding_mode="floor")
         if "prefix" in c.given:
             see |= j < s.prefix
-        return see, (i - j).abs()
+        return see & (j >= st.HIDDEN_KEYS), (i - j).abs()
 
     def attention(
         self, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
 import capi as lib
 
+# Keys at the begin of every sequence that no query sees: 1 for a library built with STROBE_BREAK_KERNEL=MASK_MEMBER.
+HIDDEN_KEYS = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
