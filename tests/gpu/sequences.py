@@ -19,21 +19,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from device import DEV  # first: ends the script where there is no GPU
 
-try:
-    import torch
-except ImportError:
-    print("gpu sequences: skipped (no PyTorch, whose float64 is the reference)")
-    sys.exit(0)
-DEV = "cpu" if "--device=cpu" in sys.argv or ("--device" in sys.argv and "cpu" in sys.argv) else "cuda"
-if DEV == "cuda" and not torch.cuda.is_available():
-    print("gpu sequences: skipped (no GPU)")
-    sys.exit(0)
-
+# isort: split
 import strobe_torch as st
+import torch
 from rows import ROWS, Row
 from strobe_torch import Case, lib
 
