@@ -18,7 +18,7 @@ const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std:
   return text.empty() ? nullptr : text.c_str();
 }
 
-// Why no kernel takes the problem, in few words: kernels of one mind share a line.
+// Why no kernel takes the problem, in few words: kernels with the same reason share a line.
 std::string refusals(const AttentionProblem& resolved) {
   std::string names, last, lines, text;
   const auto flush = [&] {

@@ -62,7 +62,7 @@ struct LaunchShape {
 //
 // The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
 // on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
-// synchronisation; what stands in the way it returns as an error, with nothing launched. CMake
+// synchronisation. Where it cannot launch, it launches nothing and returns an error. CMake
 // writes one translation unit per row of kernels.def that puts them into a ForwardRow (rows.h).
 // Kernels themselves take a type made of integers: nvcc 13 writes a stub that does not compile for
 // a __global__ template with an argument of class type.

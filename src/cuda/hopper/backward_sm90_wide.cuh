@@ -3,8 +3,8 @@
 // pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
 //
 // dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
-// thread block has 64 keys, and each warpgroup some of the five products. What would bound it are
-// the additions of dQ to its sum in L2. Therefore two neighbouring blocks (a cluster) work as a
+// thread block has 64 keys, and each warpgroup some of the five products. Alone it would be
+// bound by the additions of dQ to its sum in L2. So two neighbouring blocks (a cluster) work as a
 // pair on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both,
 // which halves the additions.
 //

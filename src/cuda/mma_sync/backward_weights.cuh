@@ -166,9 +166,9 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       const bool masked = t.masked(step, t.visits());
       const bool seen_only = masked && t.queries_nonfinite(step);
 
-      // The additions of two steps ago. Now, while registers are free; and before this step's
-      // weights are handed on, without which the other half cannot end this step, whose barrier is
-      // the same.
+      // Waits for the additions of two steps ago, here, where registers are free. It has to come
+      // before this step's weights are handed on: with them the other half can end this step, and
+      // then arrives at the same barrier.
       if (reports()) barriers.wait_empty(barriers.added(t.n_step()), t.n_step(), 2);
       barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];

@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const RowsView k = rows_view(p.k, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim);
     const RowsView v = rows_view(p.v, item.batch, sequence.k_row, head_kv, seqlen_k, p.head_dim_v);
     // What some of the rows from `first` on see, in blocks of `size` keys.
-    // (The mask's arithmetic is a tenth of what a block of few keys takes: not where there is
-    // none.)
+    // (Without a mask its arithmetic is left out: it would take a tenth of the time of a block of
+    // few keys.)
     const bool limited = !p.rule.hides_nothing();
     const Range all{0, seqlen_k};
     const auto visits = [&](int32_t first, int32_t count, int32_t size) {

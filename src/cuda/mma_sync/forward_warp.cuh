@@ -242,8 +242,8 @@ struct Warp {
 
   /// Softcap and ALiBi: q.k -> score in log 2 units.
   __device__ __forceinline__ void apply_features(Scores& s, int32_t key0) const {
-    // A tile of 128 x 64 at width 128 has no register to spare: ptxas spills the position where it
-    // is computed anew on 9.0, and where it is not before that.
+    // A tile of 128 x 64 at width 128 leaves no register. To avoid a spill, the position has to be
+    // in a variable on 9.0, and computed again at each use before 9.0.
 #if __CUDA_ARCH__ >= 900
     const int32_t position = info.position + team * Shape::kRows;
 #endif

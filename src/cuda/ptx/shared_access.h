@@ -58,8 +58,8 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return x;
 }
 
-/// Writes x where x is -1, which the caller knows that it never is, but the compiler does not: what
-/// x is made of has to be there first.
+/// Writes x if it is -1. The caller knows that it never is. The compiler does not, and so computes
+/// x, and all that x is made of, before this place.
 __device__ __forceinline__ void never_store_shared(uint32_t address, float x) {
   asm volatile(
       "{ .reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p st.shared.f32 [%1], %0; }" ::"f"(x),
