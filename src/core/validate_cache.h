@@ -13,8 +13,8 @@ namespace strobe {
 /// defaults.
 Status check_cache(const AttentionProblem& problem);
 
-/// Of launch arguments that passed the checks which every forward launch has. On the CPU also the
-/// values of the arrays.
+/// Checks launch arguments that passed the checks of every forward launch. On the CPU this checks
+/// the values of the arrays too.
 Status check_cache_args(const AttentionProblem& problem, const ForwardArgs& args);
 
 /// What to_string says of it: "" without a cache.

@@ -39,9 +39,9 @@ STROBE_INLINE constexpr BackwardItem backward_item(const BackwardOrder& o, int32
           static_cast<int32_t>(column % o.parts), static_cast<int32_t>(rest / here)};
 }
 
-/// The first item after `index` that may exist, where that one does not: its sequence has fewer
-/// keys than the longest. exists(batch, block): of a sequence's key blocks. Items from `index` up
-/// to what this returns do not exist.
+/// For an item `index` that does not exist, since its sequence has fewer keys than the longest: the
+/// first item after it that may exist. Those in between do not exist either. exists(batch, block):
+/// whether a sequence has that key block.
 template <typename Exists>
 STROBE_INLINE constexpr int64_t next_existing_item(const BackwardOrder& o, int32_t heads_kv,
                                                    int64_t index, const Exists& exists) {

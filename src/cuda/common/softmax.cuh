@@ -46,8 +46,8 @@ __device__ __forceinline__ bool is_coarse(float reference) {
   return fabsf(reference) >= 0x1p27f && fabsf(reference) < infinity();
 }
 
-/// 2^32 times less than a row's largest weight is 1: so that the sum of weights times values near
-/// float32's largest stays finite where their mean is.
+/// The largest weight of such a row is 2^-32 and not 1, so that the sum of weights times values
+/// near float32's largest stays finite where their mean is finite.
 inline constexpr float kValueShift = 32.f;
 
 /// A row's result from its maximum (in log 2 units) and its sum of 2^(score - maximum).

@@ -20,11 +20,11 @@ STROBE_INLINE constexpr int64_t blocks_at_once(int64_t multiprocessors, int64_t 
 }
 
 /// Blocks that take equally long and begin together go on together, wave after wave: all ask memory
-/// for their first tiles at once, and no multiprocessor computes meanwhile. Once the blocks of the
-/// first wave begin a little apart, the phases of one lie under the products of others, in all
-/// waves that follow. The launch ends later by what those have waited that are in its last wave:
-/// the fuller that is, the later. Hence only for several waves of blocks that compute for a while,
-/// and not where the last wave is almost full and they are few (docs/perf-log.md).
+/// for their first tiles at once, and no multiprocessor computes meanwhile. If the blocks of the
+/// first wave begin a little apart, the copies of one run under the products of others, in all
+/// waves that follow. The price: a launch ends later by what the blocks of its last wave waited,
+/// which is the more the fuller that wave is. So blocks wait only in launches of several waves that
+/// compute for a while, not where the waves are few and the last is almost full (docs/perf-log.md).
 struct Stagger {
   uint32_t blocks = 0;  // of the first wave; 0: nobody waits
   uint32_t step = 0;    // clock cycles from one begin to the next
