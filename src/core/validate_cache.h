@@ -8,8 +8,8 @@
 
 namespace strobe {
 
-/// Of a problem whose options and other extents passed their checks: everything that a cache
-/// brings, but the strides of k and v. Without a cache its fields have to be left at their
+/// Checks all that a cache adds to a problem whose options and other extents passed their checks,
+/// but the strides of k and v. Without a cache its fields have to be left at their
 /// defaults.
 Status check_cache(const AttentionProblem& problem);
 

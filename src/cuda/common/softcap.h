@@ -18,8 +18,8 @@ struct SoftcapConstants {
   STROBE_INLINE static SoftcapConstants make(float scale, float softcap) {
     constexpr float kLog2e = 1.44269504088896340736f;
     if (!(softcap > 0)) return {0.f, 0.f};
-    // Both numbers stay finite, and the cap below infinity: the largest caps (1e30 is as good as
-    // none) then give no NaN, and under the smallest ones a score of 0 stays 0.
+    // Both numbers are kept finite: then the largest caps (1e30 is as good as none) give no NaN,
+    // and under the smallest ones a score of 0 stays 0.
     const float cap = std::fmin(softcap, 1e30f);
     return {cap * kLog2e, std::fmax(std::fmin(2 * kLog2e * (scale / cap), 3e38f), -3e38f)};
   }

@@ -46,8 +46,8 @@ __device__ __forceinline__ bool is_coarse(float reference) {
   return fabsf(reference) >= 0x1p27f && fabsf(reference) < infinity();
 }
 
-/// The largest weight of such a row is 2^-32 and not 1, so that the sum of weights times values
-/// near float32's largest stays finite where their mean is finite.
+/// Of a row that is computed again the largest weight is 2^-32 and not 1: the sum of weights times
+/// values near float32's largest then stays finite where their mean is finite.
 inline constexpr float kValueShift = 32.f;
 
 /// A row's result from its maximum (in log 2 units) and its sum of 2^(score - maximum).
