@@ -174,3 +174,27 @@ class Inputs:
         )
         assert all(a is b for a, b in zip(given, grads, strict=True))
         self.check_backward(*grads)
+
+
+def arrays(**changes: Any) -> dict[str, Any]:
+    """Arguments of a call that is right, with changes. q (2, 6, 4, 8), k and v (2, 10, 2, 8)."""
+    given: dict[str, Any] = {
+        "q": np.ones((2, 6, 4, 8), np.float32),
+        "k": np.ones((2, 10, 2, 8), np.float32),
+        "v": np.ones((2, 10, 2, 8), np.float32),
+    }
+    given.update(changes)
+    return given
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    """The same with varlen: two sequences."""
+    given: dict[str, Any] = {
+        "q": np.ones((6, 4, 8), np.float32),
+        "k": np.ones((10, 2, 8), np.float32),
+        "v": np.ones((10, 2, 8), np.float32),
+        "cu_seqlens_q": np.array([0, 2, 6], np.int32),
+        "cu_seqlens_k": np.array([0, 7, 10], np.int32),
+    }
+    given.update(changes)
+    return given
