@@ -80,6 +80,7 @@ CpuFeatures detect() {
              __builtin_cpu_supports("avx512vl");
   f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16");
   f.amx = f.avx512_bf16 && cpu_has_amx_bf16() && request_amx();
+  f.amd = __builtin_cpu_is("amd");
   read_name(f.name);
 #elif defined(__aarch64__)
   f.neon = true;

@@ -9,6 +9,7 @@ struct CpuFeatures {
   bool avx512 = false;  // F, BW, CD, DQ, VL
   bool avx512_bf16 = false;
   bool amx = false;  // AMX tiles and bf16, AVX-512 bf16, and the kernel's leave to use them
+  bool amd = false;  // made by AMD, whose cores have habits of their own (cpu/decode.h)
   bool neon = false;
   char name[64] = {};
 };

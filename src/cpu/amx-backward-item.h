@@ -112,7 +112,7 @@ static bool start_item(const Backward& b) {
   pack_rows(v, padded, b.s.v);
   // K's pairs stand in dK's room for the moment.
   auto* const pairs = reinterpret_cast<Bf16*>(b.s.dk);
-  const bool nonfinite = pack_pairs(k, padded, pairs, b.s.k_nonfinite);
+  const bool nonfinite = pack_pairs<false>(k, padded, pairs, b.s.k_nonfinite);
   for (int64_t t = 0; t < padded * b.d_blocks * kPair; t += kTileBf16) {
     __m512i x[16];
     STROBE_UNROLL for (int i = 0; i < 16; ++i) x[i] = _mm512_load_si512(pairs + t + i * kPair);
@@ -143,8 +143,8 @@ static bool start_query_tile(const Backward& b, const QueryTile& t) {
   const Rows dout = b.query_rows(b.c.dout, t.head, t.queries, p.head_dim_v);
   pack_transposed(q, padded, b.s.q);
   pack_transposed(dout, padded, b.s.dout);
-  bool nonfinite = pack_pairs(q, padded, b.s.q_pairs, b.s.q_nonfinite);
-  nonfinite |= pack_pairs(dout, padded, b.s.dout_pairs, b.s.dout_nonfinite);
+  bool nonfinite = pack_pairs<true>(q, padded, b.s.q_pairs, b.s.q_nonfinite);
+  nonfinite |= pack_pairs<true>(dout, padded, b.s.dout_pairs, b.s.dout_nonfinite);
   const int64_t at = b.c.lse_index(b.sequence, t.head) + t.queries.begin;
   const float lse_factor = t.starts_at_lse ? -1 / t.scorer.rule.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {

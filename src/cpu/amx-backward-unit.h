@@ -119,6 +119,10 @@ struct QueryTile {
     return {begin, min64(begin + kSubTile, queries.end)};
   }
   STROBE_INLINE int64_t sub_tiles() const { return ceil_div(queries.size(), kSubTile); }
+  /// Whether half of the sub-tile's queries are missing. Their places in P and dS, where these are
+  /// A operands, hold the low parts of the others then, and the pairs of Q and dO have rows that
+  /// meet them: splitting needs no product more.
+  STROBE_INLINE bool folds(int64_t n) const { return sub_tile(n).size() <= kTile; }
 };
 
 static void plan_strips(const Backward& b, const QueryTile& t) {
@@ -245,7 +249,8 @@ class Gradients {
     const Range queries = t_.sub_tile(unit_.sub_tile), keys = b_.strip(unit_.strip);
     const FastExp2 fast_exp2(b_.c.problem.scale * kLog2e);
     const ScoreRule& rule = t_.scorer.rule;
-    const bool some_masked = masked(), is_split = split();
+    const bool some_masked = masked(), folds = split() && t_.folds(unit_.sub_tile);
+    const bool writes_low = split() && (!folds || t_.few_keys(unit_.sub_tile));
     uint32_t kept[kStrip];
     if (rule.dropout) kept_queries(rule, queries.begin, keys.begin, kept);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
@@ -283,8 +288,12 @@ class Gradients {
         p[j / 2][j % 2] = _mm512_maskz_mov_ps(seen, weight);
         ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, gradient, score.derivative);
       }
+      if (writes_low) write_low(i, p, ds);
+      if (folds) {
+        for (auto& row : p) row[1] = low_part(row[0]);
+        for (auto& row : ds) row[1] = low_part(row[0]);
+      }
       write(i - kTile + left_, p, ds, RoundToPairs());
-      if (is_split) write_low(i, p, ds);
     }
     left_ = 0;
   }

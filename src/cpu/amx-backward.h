@@ -15,7 +15,8 @@
 //
 // For queries that see few keys (kFewKeys), P and dS are split into two bf16 values each, and dV,
 // dK and dQ get a second product, of the low parts; for keys that few queries see (kFewQueries), dV
-// and dK do.
+// and dK do. Where a sub-tile (32 queries) has 16 queries or fewer, the low parts for dV and dK
+// stand in the places of the queries that are missing, and there is no second product.
 //
 // Pipeline. S is computed two units ahead of P and dS, dP one unit ahead, and the vector work of a
 // unit is issued between the tile instructions of those two products.
@@ -231,7 +232,8 @@ class BackwardTile {
     const int64_t d = b_.d_blocks, dv = b_.dv_blocks;
     float* const dv_sum = b_.s.dv + strip * kStrip * dv * kPair;
     float* const dk_sum = b_.s.dk + strip * kStrip * d * kPair;
-    const uint32_t split = b_.s.plan[strip].split;
+    uint32_t split = b_.s.plan[strip].split;
+    if (t_.folds(seen.end - 1)) split &= ~(1u << (seen.end - 1));
     if (seen.size() == 1 && (split >> seen.begin & 1)) {
       add_rows(b_.s.p, b_.s.p_low, b_.s.dout_pairs, dv, seen, dv_sum);
       add_rows(b_.s.ds, b_.s.ds_low, b_.s.q_pairs, d, seen, dk_sum);

@@ -217,7 +217,7 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
        block = block_at(keys, block.end, size)) {
     const int64_t padded = round_up(block.size(), kGroup);
     pack_transposed(f.k_rows(block), padded, f.s.k);
-    const bool nonfinite = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
+    const bool nonfinite = pack_pairs<false>(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
     if (block.begin <= keys.begin) {
       for (int64_t t = tiles.begin; t < tiles.end; ++t) fill_reference(f, block, t);
     }

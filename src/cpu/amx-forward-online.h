@@ -178,7 +178,7 @@ static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int l
        block = block_at(keys, block.end, size)) {
     const int64_t padded = round_up(block.size(), kGroup);
     pack_transposed(f.k_rows(block), padded, f.s.k);
-    const bool nonfinite = pack_pairs(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
+    const bool nonfinite = pack_pairs<false>(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
     Units units(f, block, tile, tile_end);
     for (Unit u; units.next(u);) {
       online_scores(f, u);

@@ -51,7 +51,7 @@ struct Rows {
 
 STROBE_AMX int64_t padded_dim(int64_t dim) { return round_up(dim, kPair); }
 
-static void pack_rows(const Rows& rows, int64_t padded_rows, Bf16* to) {
+STROBE_AMX void pack_rows(const Rows& rows, int64_t padded_rows, Bf16* to) {
   for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
     for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
       __m512i x[16];
@@ -79,7 +79,8 @@ STROBE_AMX bool any_nonfinite(__m512i x) {
 }
 
 /// Takes the rows of a packed group that hold an infinity or a NaN out of it. Returns their bits.
-static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) {
+/// repeated: the group's rows stand in both places of the pairs.
+static uint32_t remove_nonfinite(const Rows& rows, int64_t group, bool repeated, Bf16* packed) {
   uint32_t found = 0;
   for (int64_t r = 0; r < 32; ++r) {
     bool bad = false;
@@ -88,7 +89,10 @@ static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) 
     found |= 1u << r;
     Bf16* const end = packed + padded_dim(rows.dim) * kPair;
     for (Bf16* tile = packed; tile < end; tile += kTileBf16) {
-      for (int64_t i = 0; i < kTile; ++i) tile[(r % 16 * kTile + i) * 2 + r / 16] = 0;
+      for (int64_t i = 0; i < kTile; ++i) {
+        tile[(r % 16 * kTile + i) * 2 + r / 16] = 0;
+        if (repeated) tile[(r % 16 * kTile + i) * 2 + 1] = 0;
+      }
     }
   }
   return found;
@@ -96,17 +100,20 @@ static uint32_t remove_nonfinite(const Rows& rows, int64_t group, Bf16* packed) 
 
 /// Rows that hold an infinity or a NaN become zeros, and their bits are set in `nonfinite`, one
 /// word for each group. Such rows are multiplied pair by pair, as their weight may be the 0 of a
-/// key that the mask hides. Returns whether there are any.
+/// key that the mask hides. Returns whether there are any. kRepeat: where a group has at most 16
+/// rows, rows r + 16 are rows r once more.
+template <bool kRepeat>
 static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t* nonfinite) {
   bool any = false;
   for (int64_t group = 0; group < padded_rows; group += kPair, ++nonfinite) {
     const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
     __m512i largest = _mm512_setzero_si512();
     Bf16* const packed = to;
+    const bool repeated = kRepeat && rows.count - group <= 16;
     for (int64_t d = 0; d < rows.dim; d += kPair, to += 2 * kTileBf16) {
       __m512i a[16], b[16];
       rows.block(group, d, a);
-      rows.block(group + 16, d, b);
+      rows.block(repeated ? group : group + 16, d, b);
       STROBE_UNROLL for (int i = 0; i < 16; ++i) {
         largest = _mm512_max_epu16(largest, _mm512_and_si512(a[i], magnitude));
         largest = _mm512_max_epu16(largest, _mm512_and_si512(b[i], magnitude));
@@ -114,7 +121,7 @@ static bool pack_pairs(const Rows& rows, int64_t padded_rows, Bf16* to, uint32_t
         _mm512_store_si512(to + kTileBf16 + i * kPair, _mm512_unpackhi_epi16(a[i], b[i]));
       }
     }
-    *nonfinite = any_nonfinite(largest) ? remove_nonfinite(rows, group, packed) : 0;
+    *nonfinite = any_nonfinite(largest) ? remove_nonfinite(rows, group, repeated, packed) : 0;
     any |= *nonfinite != 0;
   }
   return any;

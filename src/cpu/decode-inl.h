@@ -97,7 +97,7 @@ struct Decode {
   /// Whether Q stays in bf16. Queries that were turned are no bf16 numbers any more.
   static bool packs_queries(const AttentionProblem& p) {
 #if HWY_TARGET == HWY_AVX3
-    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && has_bf16_products();
+    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && has_fast_bf16_products();
 #else
     (void)p;
     return false;
@@ -158,6 +158,35 @@ struct Decode {
     for (int64_t j = n; j < round_up(n, kDecodeMicroKeys); ++j) rows[j] = rows[n - 1];
   }
 
+  /// body(at) for a place in each page that the rows of some blocks touch. bytes: of a row.
+  template <typename Body>
+  void for_pages(const Tensor& t, Range blocks, int64_t bytes, const Body& body) const {
+    blocks = intersect(blocks, item.blocks);
+    if (blocks.empty()) return;
+    const Range range{keys(blocks.begin).begin, keys(blocks.end - 1).end};
+    const RowView view = c.key_rows(t, sequence, item.heads.begin);
+    for (int64_t j = range.begin, end; j < range.end; j = end) {
+      end = view.run_end(j, range.end);
+      const std::byte* row = view.row(j);
+      // Of rows that share a page one place is enough.
+      const bool dense = 0 < view.row_bytes && view.row_bytes < kPageBytes;
+      const int64_t rows = dense ? 1 : end - j;
+      const int64_t reach = dense ? (end - j - 1) * view.row_bytes + bytes : bytes;
+      for (int64_t n = 0; n < rows; ++n, row += view.row_bytes) {
+        for (int64_t at = 0; at < reach; at += kPageBytes) body(row + at);
+      }
+    }
+  }
+  void open_pages(Range blocks, int64_t k_bytes, int64_t v_bytes) const {
+    for_pages(c.k, blocks, k_bytes, open_page);
+    for_pages(c.v, blocks, v_bytes, open_page);
+    // The lines that will be loaded the next time, where pages are large.
+    const Range next{blocks.end, blocks.end + blocks.size()};
+    const auto fetch = [](const std::byte* at) { __builtin_prefetch(at, 0, 2); };
+    for_pages(c.k, next, k_bytes, fetch);
+    for_pages(c.v, next, v_bytes, fetch);
+  }
+
   template <int kRows>
   STROBE_INLINE void score(const float* q, const T* const (&k)[kDecodeMicroKeys], float* to) const {
 #if HWY_TARGET == HWY_AVX3
@@ -171,8 +200,9 @@ struct Decode {
   void scores(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
     const int64_t bytes = head_bytes(c.k);
-    // As many lines of V as the step has of K.
-    const int64_t lines = ceil_div(kDecodeMicroKeys * ahead.bytes, 64 * item.heads.size());
+    // Three quarters of V, and the rest of it while weights are computed.
+    const int64_t steps = ceil_div(keys.size(), kDecodeMicroKeys) * item.heads.size();
+    const int64_t lines = ceil_div(ahead.lines() * 3 / 4, steps);
     for (int64_t j = 0; j < keys.size(); j += kDecodeMicroKeys) {
       for (int64_t h = 0; h < item.heads.size(); ++h) {
         const T* k[kDecodeMicroKeys];
@@ -232,8 +262,9 @@ struct Decode {
     return {seen.begin - keys.begin, seen.end - keys.begin};
   }
 
-  void weights(Range keys, const Partial& result) const {
+  void weights(Range keys, const Partial& result, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), count = keys.size();
+    const int64_t lines = ceil_div(ahead.lines() / 4, item.row_count());
     for (int64_t h = 0, n = 0; h < item.heads.size(); ++h) {
       for (int64_t r = 0; r < rows; ++r, ++n) {
         const int64_t at = item.rows.begin + r;
@@ -241,6 +272,7 @@ struct Decode {
         const int64_t position = sequence.mask.position(query(at));
         float* const row = s.weights + n * kDecodeKeys;
         const Range seen = seen_of_block(r, keys);
+        ahead.fetch(lines);
         if (rule.linear) {
           weigh<true>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
         } else {
@@ -308,15 +340,19 @@ struct Decode {
     const auto merge = [&](int64_t place) { decode_merge(c, item, node(place), node(place + 1)); };
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
+    const int64_t opened = max64(1, kOpenBytes / (kDecodeKeys * max64(k_bytes, v_bytes)));
+    const bool opens = drops_fetches();
+    if (opens) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
     find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);
     for (int64_t block = item.blocks.begin, n = 0; block < item.blocks.end; ++block, ++n) {
       const Range now = keys(block), then = keys(block + 1);
+      if (opens && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
       const Partial result = node(tree.top());
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
       Ahead v{s.v_rows, now.size(), v_bytes};
       scores(now, s.k_rows[n % 2], v);
-      weights(now, result);
+      weights(now, result, v);
       Ahead k{s.k_rows[(n + 1) % 2], 0, k_bytes};
       if (block + 1 < item.blocks.end) {
         k.count = then.size();

@@ -120,6 +120,7 @@ struct Ahead {
   int64_t count, bytes;  // of a row
   int64_t row = 0, offset = 0;
 
+  STROBE_INLINE int64_t lines() const { return count * ceil_div(bytes, 64); }
   STROBE_INLINE void fetch(int64_t lines) {
     for (; lines > 0 && row < count; --lines) {
       __builtin_prefetch(rows[row] + offset, 0, 2);
@@ -131,6 +132,16 @@ struct Ahead {
     }
   }
 };
+
+/// The least size of a page, and the bytes of K (and of V) whose pages are opened together.
+constexpr int64_t kPageBytes = 4096, kOpenBytes = 128 * 1024;
+
+/// Loads a byte for nothing but its page. A CPU that drops fetches (drops_fetches) cannot drop a
+/// load, and waits for many loads at once hardly longer than for one.
+STROBE_INLINE void open_page(const std::byte* at) {
+  const auto byte = static_cast<uint32_t>(*at);
+  asm volatile("" : : "r"(byte));  // not to be optimised away
+}
 
 /// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys.
 template <int kRows, typename T>

@@ -47,8 +47,11 @@ struct DecodeShape {
   }
 };
 
-/// Whether the CPU multiplies pairs of bf16 numbers and adds them in float32 (AVX512_BF16).
-bool has_bf16_products();
+/// Whether the CPU multiplies pairs of bf16 numbers and adds them in float32 (AVX512_BF16) faster
+/// than it converts and multiplies them. Intel's cores with AMX take two cycles for a vector.
+bool has_fast_bf16_products();
+/// Whether the CPU drops the fetch of a line whose page it has not translated.
+bool drops_fetches();
 
 /// Rows of an item. Q, O and the tree of 64 rows of 128 values stay in L2.
 inline constexpr int64_t kDecodeRows = 64;

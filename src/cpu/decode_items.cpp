@@ -27,7 +27,8 @@ int64_t item_blocks(int64_t blocks, int64_t least, int64_t threads) {
 
 }  // namespace
 
-bool has_bf16_products() { return cpu_features().avx512_bf16; }
+bool has_fast_bf16_products() { return cpu_features().avx512_bf16 && cpu_features().amd; }
+bool drops_fetches() { return cpu_features().amd; }
 
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
     : shape(decode_shape(p, isa.decode->few, isa.decode->width)) {
