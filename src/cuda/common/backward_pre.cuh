@@ -93,10 +93,16 @@ __global__ void __launch_bounds__(kPreThreads)
   }
 
   if constexpr (Form::kZeroSum) {
+    // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
+    // (backward_math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
+    const int values = min(kTileQ, (seqlen - tile.begin + 15) / 16 * 16) * (kWidth / 4);
 #pragma unroll
-    for (int i = 0; i < kTileQ * kWidth / 4; i += kPreThreads)
-      sum[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kTileQ * kWidth / 4; i += kPreThreads) {
+      const int column = (i + thread) / 32 % (kWidth / 8) * 8;
+      if (i + thread < values && column < p.head_dim)
+        sum[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
   }
 
   // kLanes lanes a row, eight columns a lane.
