@@ -8,6 +8,7 @@
 #include "cuda/common/backward_pairwise.cuh"
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
 
@@ -40,6 +41,10 @@ template <typename T, int kTileQ, int kWidth, typename Form>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
                          const __grid_constant__ BackwardScratch scratch, int64_t items) {
+  if constexpr (!Form::kAsks) {
+    ptx::let_next_kernel_begin();
+    ptx::wait_for_kernel_before();
+  }
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
@@ -96,6 +101,7 @@ __global__ void __launch_bounds__(kPostThreads)
     backward_pairwise_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardScratch scratch,
                              const __grid_constant__ BackwardOrder order, int64_t items) {
+  ptx::wait_for_kernel_before();
   if (*scratch.any_nonfinite == 0) return;
   pairwise_keys<T, kWidth, kTileK>(p, scratch, order, blockIdx.x, gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;

@@ -14,6 +14,7 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
 
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
                         int32_t counters) {
+  ptx::let_next_kernel_begin();
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index == 0 && threadIdx.x == 0) *scratch.ticket = *scratch.any_nonfinite = 0;
   if constexpr (Form::kPreparesKeys) {

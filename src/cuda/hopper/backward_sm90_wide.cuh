@@ -69,6 +69,7 @@
 #include "cuda/hopper/backward_sm90_wide_producer.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
+#include "cuda/ptx/next_kernel.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
 
@@ -105,6 +106,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
     shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
     ptx::fence_barrier_init();
   }
+  ptx::let_next_kernel_begin();
+  ptx::wait_for_kernel_before();
   ptx::cluster_sync();  // the peer's barriers are there, too
 
   // The shuffle tells the compiler that the number is the same for a whole warp.
