@@ -54,7 +54,8 @@
 //               wait dO(i) | dV += P^T dO | free dO(i)
 //   gradients   wait dO(i) | dP^T = V dO^T | wait P | dS = P (dP - delta); free dO(i), P
 //               leave dS, send it to the peer | wait Q(i) | dK += dS^T Q | free Q(i)
-//   dQ          wait dS | dQ = dS K (and dS' K' of the peer) | free dS | add it to the sum
+//   dQ          wait dS | dQ = dS K (and dS' K' of the peer), in two products, each added to the
+//               sum when it is there, the first under the second | free dS
 //
 // Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
