@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <random>
@@ -160,6 +161,28 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     }
   }
   EXPECT_GT(additions, 100000);
+}
+
+// A kernel that does not ask beforehand for what is not finite has a flag for each tile of dQ,
+// which the kernel after it writes, also where there are no keys and hence no flags of keys.
+TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
+  BackwardSizes sizes{};
+  sizes.batch = sizes.heads = sizes.heads_kv = 2, sizes.seqlen_q = 100;
+  const auto carve = [&](int64_t seqlen_k, int64_t words_of_item) {
+    alignas(64) static std::byte memory[1 << 20];
+    sizes.seqlen_k = seqlen_k, sizes.total_k = 2 * seqlen_k;
+    Arena arena(memory);
+    const int64_t flags = words_of_item < 0 ? -1 : backward_items(sizes, 128) * words_of_item;
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, nullptr, flags);
+    EXPECT_LE(arena.used(), sizeof memory);
+    return scratch;
+  };
+  for (const int64_t seqlen_k : {0, 1, 300}) {
+    const BackwardScratch scratch = carve(seqlen_k, 8);
+    EXPECT_NE(scratch.dq_nonfinite, nullptr) << seqlen_k;
+    EXPECT_NE(scratch.dq_nonfinite, scratch.nonfinite) << seqlen_k;
+  }
+  EXPECT_EQ(carve(300, -1).dq_nonfinite, nullptr);
 }
 
 // Every row of every head is in one tile, and tiles of the scratch are in memory as they are

@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
                                                    const float (&x)[kM][kN][4], float scale,
                                                    int lane) {
   static_assert(kN % 4 == 0);
-  const bool whole = view.aligned() && column + 8 * kN <= view.dim;
+  const bool aligned = view.aligned();  // then eight columns are there, or none of them
   column += 8 * (lane % 4);
   char* to = view.data + row * view.stride_bytes + 2 * column;
 #pragma unroll
@@ -133,9 +133,10 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + 16 * m + 8 * h < view.rows) {
-        if (whole) {
+        if (aligned) {
 #pragma unroll
           for (int n = 0; n < kN / 4; ++n) {
+            if (column + 32 * n >= view.dim) break;
             *reinterpret_cast<uint4*>(to + 64 * n) =
                 make_uint4(w[h][n][0], w[h][n][1], w[h][n][2], w[h][n][3]);
           }

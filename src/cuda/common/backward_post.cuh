@@ -8,6 +8,7 @@
 #include "cuda/common/backward_pairwise.cuh"
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
 
@@ -36,14 +37,16 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
 
 /// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
 /// of the sum, as an accumulator each, at a time.
-template <typename T, int kTileQ, int kWidth, typename Form, int kTileK>
+template <typename T, int kTileQ, int kWidth, typename Form>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
-                         const __grid_constant__ BackwardScratch scratch,
-                         const __grid_constant__ BackwardOrder order, int64_t items) {
+                         const __grid_constant__ BackwardScratch scratch, int64_t items) {
+  if constexpr (!Form::kAsks) {
+    ptx::let_next_kernel_begin();
+    ptx::wait_for_kernel_before();
+  }
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
-  if constexpr (!Form::kAsks) pairwise_keys<T, kWidth, kTileK>(p, scratch, order, index, items);
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
@@ -56,18 +59,13 @@ __global__ void __launch_bounds__(kPostThreads)
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  __shared__ uint32_t not_finite[kTileQ];
-  if constexpr (!Form::kAsks) {
-    for (int row = static_cast<int>(threadIdx.x); row < kTileQ; row += kPostThreads)
-      not_finite[row] = 0;
-    __syncthreads();
-  }
+  bool finite = true;
 #pragma unroll
   for (int i = 0; i < kItems; i += kPostThreads / 32) {
     const int item = i + static_cast<int>(threadIdx.x) / 32;
     if (kItems % (kPostThreads / 32) != 0 && item >= kItems) break;
     const int chunk = 4 * (item % (kChunks / 4)), block = item / (kChunks / 4);
-    if (8 * chunk >= p.head_dim) continue;
+    if (8 * chunk >= p.head_dim || tile.begin + 16 * block >= seqlen) continue;
     float x[1][4][4] = {};
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
@@ -75,22 +73,52 @@ __global__ void __launch_bounds__(kPostThreads)
         sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
       }
     }
-    store_accumulators<T>(dq, tile.begin + 16 * block + lane / 4, 8 * chunk, x, p.scale, lane);
+    const int row = tile.begin + 16 * block + lane / 4;
+    store_accumulators<T>(dq, row, 8 * chunk, x, p.scale, lane);
     if constexpr (!Form::kAsks) {
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (!(fabsf(x[0][d][j]) < infinity())) not_finite[16 * block + lane / 4 + j / 2 * 8] = 1;
-        }
+        for (int j = 0; j < 4; ++j)
+          finite &= fabsf(x[0][d][j]) < infinity() || row + j / 2 * 8 >= seqlen;
       }
     }
   }
   if constexpr (!Form::kAsks) {
-    __syncthreads();
-    for (int row = static_cast<int>(threadIdx.x) / 32; row < min(kTileQ, seqlen - tile.begin);
+    const bool any = __syncthreads_or(!finite) != 0;
+    if (threadIdx.x == 0) {
+      scratch.dq_nonfinite[index] = any;
+      if (any) *scratch.any_nonfinite = 1;
+    }
+  }
+}
+
+/// After a main kernel that does not ask beforehand: rows of dQ, dK and dV that are not finite,
+/// pair by pair. A kernel of its own, since it takes twice the registers of the one before. Any
+/// number of thread blocks; items: query tiles.
+template <typename T, int kTileQ, int kWidth, int kTileK>
+__global__ void __launch_bounds__(kPostThreads)
+    backward_pairwise_kernel(const __grid_constant__ BackwardParams p,
+                             const __grid_constant__ BackwardScratch scratch,
+                             const __grid_constant__ BackwardOrder order, int64_t items) {
+  ptx::wait_for_kernel_before();
+  if (*scratch.any_nonfinite == 0) return;
+  pairwise_keys<T, kWidth, kTileK>(p, scratch, order, blockIdx.x, gridDim.x);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
+    const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
+    const Sequence sequence = p.sequence(tile.batch);
+    const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
+    if (tile.begin >= seqlen || scratch.dq_nonfinite[index] == 0) continue;
+    const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+    for (int row = tile.begin + warp; row < min(tile.begin + kTileQ, seqlen);
          row += kPostThreads / 32) {
-      if (not_finite[row] != 0) pairwise_query<T>(p, tile.batch, tile.head, tile.begin + row);
+      bool finite = true;
+      for (int d = lane; d < p.head_dim; d += 32) {
+        const T x = reinterpret_cast<const T*>(dq.row(row))[d];
+        finite &= fabsf(static_cast<float>(x)) < infinity();
+      }
+      if (!__all_sync(0xffffffffu, finite)) pairwise_query<T>(p, tile.batch, tile.head, row);
     }
   }
 }

@@ -14,6 +14,7 @@
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
 
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
                         int32_t counters) {
+  ptx::let_next_kernel_begin();
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index == 0 && threadIdx.x == 0) *scratch.ticket = *scratch.any_nonfinite = 0;
   if constexpr (Form::kPreparesKeys) {
@@ -93,10 +95,16 @@ __global__ void __launch_bounds__(kPreThreads)
   }
 
   if constexpr (Form::kZeroSum) {
+    // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
+    // (backward_math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
+    const int values = min(kTileQ, (seqlen - tile.begin + 15) / 16 * 16) * (kWidth / 4);
 #pragma unroll
-    for (int i = 0; i < kTileQ * kWidth / 4; i += kPreThreads)
-      sum[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kTileQ * kWidth / 4; i += kPreThreads) {
+      const int column = (i + thread) / 32 % (kWidth / 8) * 8;
+      if (i + thread < values && column < p.head_dim)
+        sum[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
   }
 
   // kLanes lanes a row, eight columns a lane.

@@ -115,6 +115,7 @@ struct BackwardScratch {
                             // that does not ask beforehand, [items, warps]: dK or dV do
   uint32_t* any_nonfinite;  // of such a kernel: whether it has set one of them. If not, none is
                             // looked at, and those of items that do not exist never are
+  uint32_t* dq_nonfinite;   // [heads, tiles], of such a kernel: some of the tile's dQ is not finite
   uint32_t* additions;      // [heads, tiles, warps]: the key tile that may add to dq next; unless
                             // deterministic, whether the first one has stored there
   uint32_t* ticket;         // the next work item
@@ -127,10 +128,11 @@ struct BackwardScratch {
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.
-/// key_flags: `nonfinite` words that the main kernel writes, where it does.
+/// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
+/// negative where it is one that asks beforehand.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
-                                             void* dq, int64_t key_flags = 0) {
+                                             void* dq, int64_t key_flags = -1) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
@@ -146,6 +148,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   }
   c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
+  if (key_flags >= 0) c.dq_nonfinite = arena.take<uint32_t>(all);
   c.additions = arena.take<uint32_t>(all * counters);
   c.ticket = arena.take<uint32_t>(2);
   c.any_nonfinite = c.ticket ? c.ticket + 1 : nullptr;

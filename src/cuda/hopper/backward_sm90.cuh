@@ -58,6 +58,7 @@
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/next_kernel.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
 
@@ -194,6 +195,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     shared.ds_ring.init(kOfAll, kOfAll);
     ptx::fence_barrier_init();
   }
+  ptx::let_next_kernel_begin();
+  ptx::wait_for_kernel_before();
   __syncthreads();
 
   // The shuffle tells the compiler that the number is the same for a whole warp.

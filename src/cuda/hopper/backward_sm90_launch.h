@@ -72,7 +72,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
         const auto blocks =
             static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
         void* args[] = {&p, &scratch, &order, &item_order, &maps};
-        return kernel.launch(dim3(blocks), kShape.threads, args, target);
+        return kernel.launch(dim3(blocks), kShape.threads, args, target, true);
       });
 }
 

@@ -54,7 +54,8 @@
 //               wait dO(i) | dV += P^T dO | free dO(i)
 //   gradients   wait dO(i) | dP^T = V dO^T | wait P | dS = P (dP - delta); free dO(i), P
 //               leave dS, send it to the peer | wait Q(i) | dK += dS^T Q | free Q(i)
-//   dQ          wait dS | dQ = dS K (and dS' K' of the peer) | free dS | add it to the sum
+//   dQ          wait dS | dQ = dS K (and dS' K' of the peer), in two products, each added to the
+//               sum when it is there, the first under the second | free dS
 //
 // Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
@@ -69,6 +70,7 @@
 #include "cuda/hopper/backward_sm90_wide_producer.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
+#include "cuda/ptx/next_kernel.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
 
@@ -105,6 +107,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
     shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
     ptx::fence_barrier_init();
   }
+  ptx::let_next_kernel_begin();
+  ptx::wait_for_kernel_before();
   ptx::cluster_sync();  // the peer's barriers are there, too
 
   // The shuffle tells the compiler that the number is the same for a whole warp.

@@ -415,19 +415,31 @@ struct DqWarpgroup : Warpgroup<Tr> {
   template <int kPanels>
   __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
                                              uint32_t rank) {
-    float dq[32 * kPanels];
+    float dq[kPanels][32];
     ptx::wgmma_fence();
-    issue_dq(dq, shared.ds[stage][0], shared.k + panel * Tr::KTile::kPanelBytes, 0);
     const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
-    issue_dq(dq, shared.ds[stage][1], shared.peer_k + (panel - first) * Tr::KTile::kPanelBytes, 1);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    if (last) free_ds(stage, rank);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      issue_dq(dq[i], shared.ds[stage][0], shared.k + (panel + i) * Tr::KTile::kPanelBytes, 0);
+      issue_dq(dq[i], shared.ds[stage][1],
+               shared.peer_k + (panel + i - first) * Tr::KTile::kPanelBytes, 1);
+      ptx::wgmma_commit();
+    }
     float* const to =
         sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
+    if constexpr (kPanels == 2) {
+      ptx::wgmma_wait<1>();
+      ptx::pin(dq[0]);
+      add(to, dq[0]);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq[kPanels - 1]);
+    if (last) free_ds(stage, rank);
+    add(to + (kPanels - 1) * 1024, dq[kPanels - 1]);
+  }
+  __device__ __forceinline__ static void add(float* to, const float (&dq)[32]) {
 #pragma unroll
-    for (int j = 0; j < 8 * kPanels; ++j) {
+    for (int j = 0; j < 8; ++j) {
       const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
       sum_add(to + 128 * j, x);
     }

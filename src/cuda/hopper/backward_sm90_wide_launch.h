@@ -55,7 +55,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
   const auto blocks = static_cast<uint32_t>(
       kBlocks * min64(order.items, max64(1, target.multiprocessors / kBlocks)));
   void* args[] = {&p, &scratch, &order, &maps};
-  return kernel.launch(dim3(blocks), Tr::kThreads, args, target);
+  return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
 
 template <BackwardConfig kConfig>

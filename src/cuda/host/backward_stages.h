@@ -39,11 +39,20 @@ struct BackwardStages {
     int64_t items = query_tiles(p, scratch.tiles);
     if (items > 0) {
       const GridSize grid = grid_for(items);
-      void* args[] = {&p, &scratch, &order, &items};
+      void* args[] = {&p, &scratch, &items};
       static KernelHandle kernel(
-          reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form, kTileK>));
-      const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target);
+          reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
+      cudaError_t error =
+          kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks);
       if (error != cudaSuccess) return error;
+      if constexpr (!Form::kAsks) {
+        void* pairwise_args[] = {&p, &scratch, &order, &items};
+        static KernelHandle pairwise(
+            reinterpret_cast<const void*>(&backward_pairwise_kernel<T, kTileQ, kWidth, kTileK>));
+        const auto blocks = static_cast<unsigned>(min64(items, 2 * target.multiprocessors));
+        error = pairwise.launch(dim3(blocks), kPostThreads, pairwise_args, target, true);
+        if (error != cudaSuccess) return error;
+      }
     }
     if (order.parts <= 1 || order.items <= 0) return cudaSuccess;
     auto parts = static_cast<int32_t>(order.parts);

@@ -20,8 +20,11 @@ class KernelHandle {
   constexpr explicit KernelHandle(const void* function, int64_t shared_bytes = 0)
       : function_(function), shared_bytes_(static_cast<uint32_t>(shared_bytes)) {}
 
-  /// args: where the kernel's parameters are. The target's device is the current one.
-  cudaError_t launch(dim3 grid, int threads, void** args, const LaunchTarget& target) {
+  /// args: where the kernel's parameters are. The target's device is the current one. early: it may
+  /// begin before the kernel before it in the stream has ended, for which it waits itself
+  /// (ptx/next_kernel.h).
+  cudaError_t launch(dim3 grid, int threads, void** args, const LaunchTarget& target,
+                     bool early = false) {
     const uint64_t bit = target.device < 64 ? uint64_t{1} << target.device : 0;
     if ((devices_.load(std::memory_order_acquire) & bit) == 0) {  // from device 64 on, each time
       if (const cudaError_t error = prepare(bit); error != cudaSuccess) return error;
@@ -34,9 +37,18 @@ class KernelHandle {
     static const auto launch = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
     CUfunction const handle = handle_.load(std::memory_order_relaxed);
     const auto block = static_cast<unsigned>(threads);
+    static const auto launch_early =
+        driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
+    early = early && launch_early;
     if (launch && handle) {
-      const CUresult result = launch(handle, grid.x, grid.y, grid.z, block, 1, 1, shared_bytes_,
-                                     target.stream, args, nullptr);
+      CUlaunchAttribute attribute{};
+      attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+      attribute.value.programmaticStreamSerializationAllowed = 1;
+      const CUlaunchConfig config{grid.x, grid.y,        grid.z,        block,      1,
+                                  1,      shared_bytes_, target.stream, &attribute, 1};
+      const CUresult result = early ? launch_early(&config, handle, args, nullptr)
+                                    : launch(handle, grid.x, grid.y, grid.z, block, 1, 1,
+                                             shared_bytes_, target.stream, args, nullptr);
       if (result == CUDA_SUCCESS) return cudaSuccess;
       const bool captured = result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
                             result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
