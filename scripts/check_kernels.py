@@ -84,6 +84,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if main[1] == "decode":
             variants["Lb1ELb0E"] = "rule"
         variant = variants.get(main[2], "general")
+        if "BackwardTraits" in symbol:
+            variant = "ordered" if main[2] == "Lb1E" else "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
         return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))

@@ -57,6 +57,7 @@ __device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false>;
 namespace strobe::cuda::sm90 {
 constexpr BackwardConfig kC{90, kBfloat16, 128, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
+__device__ auto* const ordered = &backward_kernel<BackwardTraitsOf<kC, true>>;
 }
 """,
     "hopper/backward_sm90_wide.cuh": """

@@ -16,6 +16,7 @@
 #include "core/visits.h"
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/hopper/item_order.h"
+#include "cuda/hopper/query_steps.h"
 #include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda {
@@ -246,6 +247,228 @@ TEST(ItemOrder, TakesEveryKeyBlockOfEveryHeadOnce) {
         EXPECT_EQ(item.record, before + 1);
       }
       before = item.record;
+    }
+  }
+}
+
+// OrderedItems::make, and a mask's work items as the kernel goes through them.
+struct OrderedProblem {
+  MaskRule rule;
+  int32_t batch = 1, heads_kv = 1, group = 1, parts = 1;
+  int32_t tile_q = 64, tile_k = 128;
+  bool batch_invariant = false;
+  std::vector<Mask> masks;             // of each sequence
+  int64_t seqlen_q = 0, seqlen_k = 0;  // of the longest
+  std::vector<int32_t> cu_q, cu_k;     // packed, else empty
+
+  CommonParams params() const {
+    CommonParams p{};
+    p.batch = batch, p.heads_kv = heads_kv, p.group = group, p.heads = heads_kv * group;
+    p.cu_q = cu_q.empty() ? nullptr : cu_q.data();
+    p.cu_k = cu_k.empty() ? nullptr : cu_k.data();
+    p.seqlen_q = static_cast<int32_t>(seqlen_q), p.seqlen_k = static_cast<int32_t>(seqlen_k);
+    return p;
+  }
+  sm90::OrderedItems items(int64_t tiles_of_item) const {
+    sm90::ItemOrder o{};
+    const CommonParams p = params();
+    BackwardSizes sizes{};
+    sizes.batch = batch, sizes.varlen = p.cu_k != nullptr, sizes.seqlen_k = seqlen_k;
+    sizes.total_k = p.cu_k ? cu_k.back() : batch * seqlen_k;
+    const auto blocks = static_cast<uint32_t>(key_blocks(sizes, tile_k));
+    o.columns = static_cast<uint32_t>(heads_kv * parts);
+    o.parts = static_cast<uint32_t>(parts);
+    o.heads_per_part = static_cast<int32_t>(ceil_div(group, parts));
+    o.records = p.cu_k ? blocks : static_cast<uint32_t>(ceil_div(seqlen_k, tile_k));
+    o.items = blocks * o.columns;
+    return sm90::OrderedItems::make(o, tiles_of_item, rule.later_see_more(), batch_invariant);
+  }
+};
+
+// What the kernel knows of an item: OrderedKeyBlock.
+struct OrderedBlock {
+  sm90::QueryVisits visits{};
+  int32_t head_begin = 0, head_end = 0, tile_step = -1;
+  int32_t batch = 0, number = 0;  // of the key block in its sequence
+  int64_t scratch = 0;
+
+  bool has_steps() const { return visits.begin < visits.end; }
+};
+
+OrderedBlock ordered_block(const OrderedProblem& problem, const CommonParams& p,
+                           const sm90::OrderedItems& items, uint32_t index) {
+  const auto item = items.item(index);
+  OrderedBlock block;
+  const auto begin = [&](int32_t b) { return key_block_begin(p, problem.tile_k, b); };
+  block.batch = sequence_at(item.record, p.batch, begin);
+  block.number = static_cast<int32_t>(item.record - begin(block.batch));
+  block.head_begin = item.head_kv * p.group + item.part * items.order.heads_per_part;
+  block.head_end =
+      std::min(block.head_begin + items.order.heads_per_part, (item.head_kv + 1) * p.group);
+  block.tile_step = item.descends ? 1 : -1;
+  block.scratch = scratch_begin(p, problem.tile_q, block.batch);
+  const Mask& mask = problem.masks[static_cast<size_t>(block.batch)];
+  const Range keys{int64_t{block.number} * problem.tile_k,
+                   min64(int64_t{block.number + 1} * problem.tile_k, mask.seqlen_k)};
+  if (keys.begin < mask.seqlen_k)
+    block.visits = sm90::QueryVisits::make(mask, keys, problem.tile_q, problem.tile_k);
+  return block;
+}
+
+OrderedProblem random_ordered(std::mt19937& random) {
+  const auto below = [&](uint32_t n) { return static_cast<int64_t>(random() % n); };
+  OrderedProblem problem;
+  problem.rule.causal = random() % 2;
+  if (random() % 3 == 0) problem.rule.window_left = below(400);
+  if (random() % 3 == 0) problem.rule.window_right = below(400);
+  if (random() % 6 == 0) problem.rule.attention_chunk = 1 + below(600);
+  problem.batch = 1 + static_cast<int32_t>(below(4));
+  problem.heads_kv = 1 + static_cast<int32_t>(below(4));
+  problem.group = 1 + static_cast<int32_t>(below(4));
+  const int64_t parts = 1 + below(static_cast<uint32_t>(problem.group));
+  problem.parts = static_cast<int32_t>(ceil_div(problem.group, ceil_div(problem.group, parts)));
+  problem.tile_q = random() % 2 ? 64 : 128;
+  problem.batch_invariant = random() % 4 == 0;
+  const bool packed = random() % 2, same = random() % 2;
+  const auto length = [&] { return random() % 8 == 0 ? 0 : 1 + below(random() % 2 ? 1500 : 90); };
+  const int64_t longest_q = length(), longest_k = length();
+  if (packed) problem.cu_q = problem.cu_k = {0};
+  for (int32_t b = 0; b < problem.batch; ++b) {
+    const int64_t q = same ? longest_q : length(), k = same ? longest_k : length();
+    const int64_t offset = random() % 2 ? k - q : below(700) - 350;
+    const bool may_have_prefix = problem.rule.window_left < 0 && problem.rule.attention_chunk == 0;
+    const int64_t prefix =
+        may_have_prefix && random() % 3 == 0 ? below(static_cast<uint32_t>(k) + 1) : 0;
+    problem.masks.push_back(Mask::make(problem.rule, q, k, offset, prefix));
+    problem.seqlen_q = std::max(problem.seqlen_q, q),
+    problem.seqlen_k = std::max(problem.seqlen_k, k);
+    if (packed) {
+      problem.cu_q.push_back(problem.cu_q.back() + static_cast<int32_t>(q));
+      problem.cu_k.push_back(problem.cu_k.back() + static_cast<int32_t>(k));
+    }
+  }
+  return problem;
+}
+
+// The counters as backward_pre.cuh leaves them, by tile of the scratch.
+std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const CommonParams& p,
+                                        uint32_t descending, int64_t tiles) {
+  BackwardScratch scratch{};
+  scratch.descending = descending;
+  std::map<int64_t, uint32_t> turns;
+  for (int32_t b = 0; b < p.batch; ++b) {
+    const Mask& mask = problem.masks[static_cast<size_t>(b)];
+    for (int32_t head = 0; head < p.heads; ++head) {
+      for (int64_t begin = 0; begin < mask.seqlen_q; begin += problem.tile_q) {
+        const Range queries{begin, min64(begin + problem.tile_q, mask.seqlen_q)};
+        const int64_t at =
+            head * tiles + scratch_begin(p, problem.tile_q, b) + begin / problem.tile_q;
+        turns[at] =
+            first_addition(p, scratch, b, head, key_visits(mask, queries, problem.tile_k).blocks);
+      }
+    }
+  }
+  return turns;
+}
+
+// A deterministic launch, its thread blocks at random speeds and in any number, from one to more
+// than there are items: whoever is drawn next may be the slowest. Each takes its items from one
+// counter, adds to a tile when the tile's counter says so, and reports an addition one step later,
+// which may be in its next item. Nobody is left waiting for ever, every item is done, and the order
+// of additions to each tile is the one in which the items are handed out.
+TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
+  std::mt19937 random(11);
+  int64_t additions = 0, waits = 0, descending = 0;
+  for (int round = 0; round < 1500; ++round) {
+    const OrderedProblem problem = random_ordered(random);
+    const CommonParams p = problem.params();
+    const auto items = problem.items(1 + static_cast<int64_t>(random() % 200));
+    BackwardSizes sizes{};
+    sizes.batch = p.batch, sizes.varlen = p.cu_q != nullptr, sizes.seqlen_q = problem.seqlen_q;
+    sizes.total_q = p.cu_q ? problem.cu_q.back() : 0;
+    const int64_t tiles = scratch_tiles(sizes, problem.tile_q);
+    auto turn = first_turns(problem, p, items.descending, tiles);
+    std::map<int64_t, uint32_t> last;  // tile: one past the item that added last
+
+    // Every key block of every head once, whatever the order.
+    std::set<std::array<int, 4>> seen;
+    size_t wanted = 0;
+    for (uint32_t i = 0; i < items.order.items; ++i) {
+      const OrderedBlock block = ordered_block(problem, p, items, i);
+      if (int64_t{block.number} * problem.tile_k >=
+          problem.masks[static_cast<size_t>(block.batch)].seqlen_k)
+        continue;
+      ASSERT_TRUE(
+          seen.insert({block.batch, block.number, block.head_begin, block.head_end}).second);
+    }
+    for (const Mask& mask : problem.masks)
+      wanted += static_cast<size_t>(ceil_div(mask.seqlen_k, problem.tile_k) * p.heads_kv) *
+                static_cast<size_t>(problem.parts);
+    ASSERT_EQ(seen.size(), wanted) << "round " << round;
+
+    struct ThreadBlock {
+      OrderedBlock block;
+      sm90::QueryStep now{};
+      uint32_t item = 0;
+      bool has_item = false, ended = false;
+      int64_t made = -1, reports = -1;  // tiles: of the step before; added, but not reported
+      uint32_t next = 0, next_reported = 0;
+    };
+    std::vector<ThreadBlock> blocks(1 + random() % (random() % 2 ? 4 : 40));
+    uint32_t ticket = 0;
+    const auto tile_of = [&](const ThreadBlock& t) {
+      return t.now.head * tiles + t.block.scratch + t.now.tile;
+    };
+    for (size_t ended = 0, idle = 0; ended < blocks.size();) {
+      ASSERT_LT(idle, 3000u) << "round " << round << ": all wait";
+      ThreadBlock& t = blocks[random() % blocks.size()];
+      if (t.ended) continue;
+      ++idle;
+      if (!t.has_item) {
+        if (ticket >= items.order.items) {  // the last of all
+          if (t.made >= 0) turn[t.made] = t.next;
+          t.ended = true, ++ended, idle = 0;
+          continue;
+        }
+        t.item = ticket++;
+        t.block = ordered_block(problem, p, items, t.item);
+        if (t.block.visits.begin >= t.block.visits.end) continue;
+        t.now = sm90::QueryStep::first(t.block);
+        t.has_item = true;
+      }
+      // One step: what was added in it is reported at its end, of the step before.
+      const int64_t tile = tile_of(t);
+      if (turn.at(tile) != static_cast<uint32_t>(t.block.number)) {
+        // At the end of the step that waits, the addition before it is told of all the same.
+        if (t.made >= 0) turn[t.made] = t.next, t.made = -1, idle = 0;
+        ++waits;
+        continue;
+      }
+      ASSERT_LE(last[tile], t.item) << "round " << round;
+      last[tile] = t.item + 1;
+      if (t.made >= 0) turn[t.made] = t.next;
+      t.made = tile, t.next = static_cast<uint32_t>(t.block.number - t.block.tile_step);
+      ++additions, idle = 0;
+      descending += t.block.tile_step > 0;
+      t.now.advance(t.block);
+      if (t.now.done(t.block)) t.has_item = false;
+    }
+  }
+  EXPECT_GT(additions, 100000);
+  EXPECT_GT(waits, 10000);
+  EXPECT_GT(descending, 10000);
+  EXPECT_LT(descending, additions);
+}
+
+// Which way a sequence's key blocks are added depends on nothing else of the batch.
+TEST(OrderedItems, BatchInvariantIsOneOrderForAll) {
+  for (const int32_t batch : {1, 3}) {
+    for (const bool causal : {false, true}) {
+      OrderedProblem problem;
+      problem.rule.causal = causal, problem.batch_invariant = true;
+      problem.batch = batch, problem.heads_kv = 2, problem.seqlen_q = problem.seqlen_k = 1000;
+      const auto items = problem.items(16);
+      for (uint32_t i = 0; i < items.order.items; ++i) ASSERT_EQ(items.item(i).descends, causal);
     }
   }
 }

@@ -236,7 +236,8 @@ TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
       Plan plan;
       const Status s = plan_for(p, device(90), plan);
       ASSERT_TRUE(s.ok()) << s.text();
-      EXPECT_STREQ(plan.kernel, "cuda_sm80") << which;
+      const bool is_hoppers = which == 3 && dim <= 128;
+      EXPECT_STREQ(plan.kernel, is_hoppers ? "cuda_sm90" : "cuda_sm80") << which;
     }
   }
 }
@@ -262,12 +263,15 @@ TEST(CudaPlan, HoppersBackwardHasTheWorkspaceOfMmaSyncToo) {
   for (const int64_t seqlen : {1, 64, 1000}) {
     AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
     p.seqlen_q = p.seqlen_k = seqlen;
-    Plan hopper, other;
-    ASSERT_TRUE(plan_for(p, device(90), hopper).ok());
-    p.deterministic = 1;
-    ASSERT_TRUE(plan_for(p, device(90), other).ok());
-    EXPECT_STREQ(other.kernel, "cuda_sm80");
-    EXPECT_GE(hopper.workspace_bytes, other.workspace_bytes);
+    for (const int deterministic : {0, 1}) {
+      p.deterministic = deterministic;
+      Plan hopper, other;
+      ASSERT_TRUE(plan_for(p, device(90), hopper).ok());
+      EXPECT_STREQ(hopper.kernel, "cuda_sm90");
+      ASSERT_TRUE(plan_for(p, device(80), other).ok());
+      EXPECT_STREQ(other.kernel, "cuda_sm80");
+      EXPECT_GE(hopper.workspace_bytes, other.workspace_bytes);
+    }
   }
 }
 

@@ -84,14 +84,15 @@ __global__ void __launch_bounds__(kPreThreads)
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
   if (thread < counters) {
-    // With an order of additions to dQ each key tile waits for its number, from the first that the
-    // queries see.
-    int64_t first = 0;
+    // With an order of additions to dQ each key tile waits for its number, from the first one to
+    // add.
+    uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
-      first = key_visits(sequence.mask, queries, scratch.tile_k).blocks.begin;
+      first = first_addition(p, scratch, tile.batch, tile.head,
+                             key_visits(sequence.mask, queries, scratch.tile_k).blocks);
     }
-    scratch.additions[at * counters + thread] = static_cast<uint32_t>(first);
+    scratch.additions[at * counters + thread] = first;
   }
 
   if constexpr (Form::kZeroSum) {

@@ -116,8 +116,9 @@ struct BackwardScratch {
   uint32_t* any_nonfinite;  // of such a kernel: whether it has set one of them. If not, none is
                             // looked at, and those of items that do not exist never are
   uint32_t* dq_nonfinite;   // [heads, tiles], of such a kernel: some of the tile's dQ is not finite
-  uint32_t* additions;      // [heads, tiles, warps]: the key tile that may add to dq next; unless
-                            // deterministic, whether the first one has stored there
+  uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
+                            // unless deterministic, whether the first one has stored there
+  uint32_t descending;      // key heads (OrderedItems) whose key tiles add the last one first
   uint32_t* ticket;         // the next work item
   float *dk, *dv;           // [rows_k, heads_kv, parts, width]: where there are several parts
   void* key_records;        // [key_blocks], of a Form that prepares them; at first null
@@ -125,6 +126,13 @@ struct BackwardScratch {
   int32_t tile_k;  // keys of a work item
   uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
 };
+
+/// The key tile that is the first to add to dq, of those in `tiles`, which see some of its queries.
+STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const BackwardScratch& s,
+                                                int32_t batch, int32_t head, Range tiles) {
+  const auto of_heads = static_cast<uint32_t>((p.cu_k ? 0 : batch) * p.heads_kv + head / p.group);
+  return static_cast<uint32_t>(of_heads < s.descending ? tiles.end - 1 : tiles.begin);
+}
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
 /// and delta live there, where there is room.

@@ -15,7 +15,7 @@ namespace strobe::cuda::sm90 {
 
 /// The plan sends none of these to Hopper's kernels.
 inline bool is_declined(const BackwardParams& p) {
-  return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled() || p.deterministic;
+  return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
 }
 
 /// The maps of this thread's last launch, with what differs. A box of K or V has key_rows rows.
@@ -37,11 +37,12 @@ cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows, BackwardMaps& 
   return make_map(3, maps.dout, p.dout, p.head_dim_v, p.total_q, p.heads, kConfig.tile_q);
 }
 
-/// Pre, the main kernel where it has items, post. launch_main(maps) launches the main kernel.
+/// Pre, the main kernel where it has items, post. counters: of each query tile.
+/// launch_main(maps) launches the main kernel.
 template <BackwardConfig kConfig, typename Stages, typename LaunchMain>
 cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                          int64_t items, uint32_t key_rows, const LaunchTarget& target,
-                          const LaunchMain& launch_main) {
+                          int64_t items, uint32_t key_rows, int32_t counters,
+                          const LaunchTarget& target, const LaunchMain& launch_main) {
   cudaError_t error = cudaSuccess;
   thread_local BackwardMaps maps;
   // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
@@ -49,7 +50,7 @@ cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardO
     error = make_maps<kConfig>(p, key_rows, maps);
     if (error != cudaSuccess) return error;
   }
-  error = Stages::launch_pre(p, scratch, 0, target);
+  error = Stages::launch_pre(p, scratch, counters, target);
   if (error != cudaSuccess) return error;
   if (items > 0) {
     error = launch_main(maps);

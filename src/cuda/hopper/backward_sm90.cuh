@@ -10,7 +10,8 @@
 //   0         24         producer, one thread: takes an item and loads its record (KeyRecord), K
 //                        and V; then a tile of Q with its lse and of dO with its delta for each
 //                        step
-//   1 to 3    24         idle: a warpgroup gives its registers away as a whole
+//   1 to 3    24         idle: a warpgroup gives its registers away as a whole. Where additions to
+//                        dQ have an order, two threads keep it (backward_sm90_turns.cuh)
 //   4 to 7    240        consumer warpgroup 0: keys 0 to 63 (backward_sm90_consumer.cuh)
 //   8 to 11   240        consumer warpgroup 1: keys 64 to 127
 //
@@ -22,10 +23,13 @@
 //   k .empty        dQ of the item's last step is made      producer
 //   q, dout .full   TMA has delivered the tile              consumers
 //   q, dout .empty  all eight consumer warps are done       producer
-//   ds.full         all eight have left their dS            consumers, a step later
+//   ds.full         all eight have left their dS (and it    consumers, a step later
+//                   is the turn of this block of keys)
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; at width 128 only
+//   end             (hardware, 3) the consumers are done    who reports additions to dQ, where
+//                                                           they have an order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
 //   k               [2][panel][128][64]; v alike, at width 128 [1]
@@ -57,8 +61,11 @@
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_turns.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/next_kernel.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
 
@@ -87,26 +94,30 @@ class BackwardProducer {
  public:
   __device__ __forceinline__ BackwardProducer(typename Tr::Shared& shared, const BackwardParams& p,
                                               const BackwardScratch& scratch,
-                                              const ItemOrder& order, const BackwardMaps& maps)
-      : shared_(shared), p_(p), scratch_(scratch), order_(order), maps_(maps) {}
+                                              const typename Tr::Items& items,
+                                              const BackwardMaps& maps)
+      : shared_(shared), p_(p), scratch_(scratch), items_(items), maps_(maps) {}
 
   __device__ __forceinline__ void run() {
-    uint32_t index = blockIdx.x;
+    // Where thread blocks wait for others, those must have begun: an item belongs to a thread block
+    // that runs.
+    uint32_t index = Tr::kOrdered ? draw() : blockIdx.x;
 #pragma unroll 1
     for (;; ++item_.count) {
       shared_.block_ring.empty[item_.stage()].wait(item_.free());
       ptx::Barrier& full = shared_.block_ring.full[item_.stage()];
-      if (index >= order_.items) {
+      if (index >= order().items) {
         block().head_kv = -1;
         full.arrive();
         return;
       }
-      const ItemOrder::Item item = order_.item(index);
+      const typename Tr::Items::Item item = items_.item(index);
       block().head_kv = item.head_kv;
       block().part = item.part;
-      block().head_begin = item.head_kv * p_.group + item.part * order_.heads_per_part;
+      block().head_begin = item.head_kv * p_.group + item.part * order().heads_per_part;
       block().head_end =
-          min(block().head_begin + order_.heads_per_part, (item.head_kv + 1) * p_.group);
+          min(block().head_begin + order().heads_per_part, (item.head_kv + 1) * p_.group);
+      if constexpr (Tr::kOrdered) block().tile_step = item.descends ? 1 : -1;
       full.arrive_expect(sizeof(typename Tr::Record));
       ptx::bulk_load(&block(),
                      static_cast<const typename Tr::Record*>(scratch_.key_records) + item.record,
@@ -116,12 +127,20 @@ class BackwardProducer {
       if (!Tr::kPersistent) return;
       // Drawn when the last tiles of an item are under way, not earlier: the last items of all go
       // to whoever is free.
-      index = gridDim.x + atomicAdd(scratch_.ticket, 1u);
+      index = Tr::kOrdered ? draw() : gridDim.x + draw();
     }
   }
 
  private:
   __device__ __forceinline__ typename Tr::Block& block() { return shared_.blocks[item_.stage()]; }
+  __device__ __forceinline__ const ItemOrder& order() const {
+    if constexpr (Tr::kOrdered) {
+      return items_.order;
+    } else {
+      return items_;
+    }
+  }
+  __device__ __forceinline__ uint32_t draw() { return atomicAdd(scratch_.ticket, 1u); }
 
   template <int kStages>
   __device__ __forceinline__ void load_keys(Ring<kStages>& ring,
@@ -163,7 +182,7 @@ class BackwardProducer {
   typename Tr::Shared& shared_;
   const BackwardParams& p_;
   const BackwardScratch& scratch_;
-  const ItemOrder& order_;
+  const typename Tr::Items& items_;
   const BackwardMaps& maps_;
   RingPosition<Tr::kItemStages> item_;
   RingPosition<Tr::kStages> at_;
@@ -174,9 +193,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
                     const __grid_constant__ BackwardOrder order,
-                    const __grid_constant__ ItemOrder items,
+                    const __grid_constant__ typename Tr::Items items,
                     const __grid_constant__ BackwardMaps maps) {
-  constexpr uint32_t kOfAll = Tr::kWarps * ptx::kWarpArrivals;
+  constexpr int kEndBarrier = 3, kEndThreads = 32 * (Tr::kWarps + 1);
+  constexpr uint32_t kOfAll = Tr::kWarps * ptx::kWarpArrivals, kOne = Tr::kOrdered ? 1 : 0;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
@@ -187,12 +207,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
     }
-    shared.block_ring.init(1, kOfAll);
+    shared.block_ring.init(1, kOfAll + 2 * kOne);
     shared.k_ring.init(1, kOfAll);
     shared.v_ring.init(1, kOfAll);
-    shared.q_ring.init(1, kOfAll);
+    shared.q_ring.init(1, kOfAll + kOne);
     shared.dout_ring.init(1, kOfAll);
-    shared.ds_ring.init(kOfAll, kOfAll);
+    shared.ds_ring.init(kOfAll + kOne, kOfAll);
     ptx::fence_barrier_init();
   }
   ptx::let_next_kernel_begin();
@@ -203,10 +223,27 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
-    if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
+    // (The roles one beside the other: one after the other, ptxas spills a consumer's register.)
+    if (!Tr::kOrdered || warp == 0) {
+      if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
+    } else if constexpr (Tr::kOrdered) {
+      const bool first_lane = ptx::thread_again() % 32 == 0;
+      if (warp == 1 && first_lane) KeepTurns<Tr>(shared, scratch).run();
+      if (warp == 2) {
+        ReportAdditions<Tr> additions(shared, scratch);
+        if (first_lane) additions.run();
+        __syncwarp();
+        ptx::named_barrier_sync<kEndBarrier, kEndThreads>();
+        if (first_lane) additions.report();
+      }
+    }
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     BackwardConsumer<Tr>(shared, p, scratch, warp / 4 - 1).run(order);
+    if constexpr (Tr::kOrdered) {
+      __syncwarp();
+      ptx::named_barrier_arrive<kEndBarrier, kEndThreads>();
+    }
   }
 }
 

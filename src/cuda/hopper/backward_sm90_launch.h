@@ -20,15 +20,21 @@ namespace strobe::cuda::sm90 {
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
-  using Tr = BackwardTraitsOf<kConfig>;
+  using Tr = BackwardTraitsOf<kConfig, true>;  // whose shared memory is not less than the other's
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
+/// Counters of a query tile: one, where additions to its dQ have an order.
+template <typename Problem>
+int32_t counters_of(const Problem& p) {
+  return p.deterministic ? 1 : 0;
+}
+
 template <BackwardConfig kConfig>
-BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters, void* dq) {
   using Tr = BackwardTraitsOf<kConfig>;
   BackwardScratch scratch =
-      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0, dq,
+      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
                      backward_items(sizes, kConfig.tile_k) * Tr::kWarps);
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
@@ -38,18 +44,40 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), nullptr);
+  carve<kConfig>(count, sizes_of(problem), counters_of(problem), nullptr);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
+}
+
+/// The main kernel. items: of its own kind.
+template <BackwardConfig kConfig, bool kOrdered>
+cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                        typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
+                        BackwardMaps& maps, const LaunchTarget& target) {
+  using Tr = BackwardTraitsOf<kConfig, kOrdered>;
+  static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
+                             sizeof(typename Tr::Shared));
+  const auto blocks =
+      static_cast<uint32_t>(Tr::kPersistent ? min64(count, target.multiprocessors) : count);
+  void* args[] = {&p, &scratch, &order, &items, &maps};
+  return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
+}
+
+/// Query tiles that a key block visits, at most.
+inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
+  const int64_t tiles = ceil_div(p.seqlen_q, tile_q), left = p.rule.window_left,
+                right = p.rule.causal ? 0 : p.rule.window_right;
+  if (left < 0 || right < 0) return tiles;
+  return min64(tiles,
+               ceil_div(min64(left, p.seqlen_q) + min64(right, p.seqlen_q) + tile_k, tile_q) + 1);
 }
 
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = BackwardTraitsOf<kConfig>;
-  constexpr auto kShape = backward_shape<kConfig>();
   if (is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters_of(p), p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // the order of the flags of what is not finite
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
@@ -63,16 +91,18 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.columns : 0;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   item_order.items = static_cast<uint32_t>(items);
+  const OrderedItems ordered =
+      OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
+                         p.rule.later_see_more(), p.batch_invariant != 0);
+  if (p.deterministic) scratch.descending = ordered.descending;
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   return launch_stages<kConfig, Stages>(
-      p, scratch, order, items, kConfig.tile_k, target, [&](BackwardMaps& maps) {
-        static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
-                                   kShape.shared_bytes);
-        const auto blocks =
-            static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
-        void* args[] = {&p, &scratch, &order, &item_order, &maps};
-        return kernel.launch(dim3(blocks), kShape.threads, args, target, true);
+      p, scratch, order, items, kConfig.tile_k, counters_of(p), target, [&](BackwardMaps& maps) {
+        return p.deterministic
+                   ? launch_main<kConfig, true>(p, scratch, order, ordered, items, maps, target)
+                   : launch_main<kConfig, false>(p, scratch, order, item_order, items, maps,
+                                                 target);
       });
 }
 

@@ -5,7 +5,6 @@
 
 #include <type_traits>
 
-#include "core/visits.h"
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/common/config.h"
@@ -15,32 +14,10 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/query_steps.h"
 #include "cuda/ptx/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
-
-/// Blocks of tile_q queries that a block of keys visits, and those of them in which every query
-/// sees every key.
-struct QueryVisits {
-  int32_t begin, end, full_begin, full_end;
-
-  template <typename Int>
-  __device__ __forceinline__ static QueryVisits make(const BasicMask<Int>& mask, Range keys,
-                                                     int32_t tile_q, int32_t tile_k) {
-    const Visits v = query_visits(mask, keys, tile_q);
-    const auto begin = static_cast<int32_t>(v.blocks.begin);
-    const auto end = static_cast<int32_t>(v.blocks.end);
-    // Keys past the end would count as seen: where the block has some, no tile is full.
-    if (keys.size() < tile_k) return {begin, end, begin, begin};
-    return {begin, end, static_cast<int32_t>(v.full.begin), static_cast<int32_t>(v.full.end)};
-  }
-  __device__ __forceinline__ bool is_full(int32_t tile) const {
-    return full_begin <= tile && tile < full_end;
-  }
-  __device__ __forceinline__ bool all_full() const {
-    return full_begin <= begin && end <= full_end;
-  }
-};
 
 /// A block of kTileK keys of a sequence, as the kernel before the main one prepares it: what a
 /// producer's few registers are not enough to work out.
@@ -88,38 +65,32 @@ template <int kTileK>
 struct alignas(16) KeyBlock : KeyRecord<kTileK> {
   int32_t head_kv, part;         // head_kv negative: no item, the thread block ends
   int32_t head_begin, head_end;  // query heads
+  // Tiles descend, so that all key blocks of a head that are under way begin with the same tile,
+  // also under a causal mask.
+  static constexpr int32_t tile_step = -1;
 };
+/// The same where additions to dQ have an order (OrderedItems).
+template <int kTileK>
+struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
+  int32_t head_kv, part;
+  int32_t head_begin, head_end;
+  int32_t tile_step;  // 1 or -1: tiles ascend or descend, and key blocks the other way
 
-/// A step of a block: one tile of queries of one head. Tiles descend, so that all key blocks of a
-/// head that are under way begin with the same tile, also under a causal mask.
-struct QueryStep {
-  int32_t head, tile;
-
-  template <typename Block>
-  __device__ __forceinline__ static QueryStep first(const Block& block) {
-    return {block.head_begin, block.visits.end - 1};
+  /// What the counter of a tile's additions says when this block may add, and when it has.
+  __device__ __forceinline__ uint32_t turn() const {
+    return static_cast<uint32_t>(this->key_begin) / kTileK;
   }
-  template <typename Block>
-  __device__ __forceinline__ bool done(const Block& block) const {
-    return head >= block.head_end;
-  }
-  template <typename Block>
-  __device__ __forceinline__ bool is_last(const Block& block) const {
-    return tile == block.visits.begin && head == block.head_end - 1;
-  }
-  template <typename Block>
-  __device__ __forceinline__ void advance(const Block& block) {
-    if (--tile < block.visits.begin) {
-      tile = block.visits.end - 1;
-      ++head;
-    }
+  __device__ __forceinline__ uint32_t next_turn() const {
+    return turn() - static_cast<uint32_t>(tile_step);
   }
 };
 
 /// A BackwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type.
-template <int kDtype, int kWidth_, int kTileQ_, int kTileK_>
+/// kOrdered: of the kernel whose additions to dQ have an order.
+template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_>
 struct BackwardTraits {
+  static constexpr bool kOrdered = kOrdered_;
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
@@ -137,7 +108,8 @@ struct BackwardTraits {
   using DsTile = SharedTile<kTileK, kTileQ>;  // [key][query]
 
   using Record = KeyRecord<kTileK>;
-  using Block = KeyBlock<kTileK>;
+  using Block = std::conditional_t<kOrdered, OrderedKeyBlock<kTileK>, KeyBlock<kTileK>>;
+  using Items = std::conditional_t<kOrdered, OrderedItems, ItemOrder>;
   static_assert(sizeof(Record) % 16 == 0);  // bulk copies
 
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
@@ -183,8 +155,8 @@ struct BackwardTraits {
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 
-template <BackwardConfig c>
-using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k>;
+template <BackwardConfig c, bool kOrdered = false>
+using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered>;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;

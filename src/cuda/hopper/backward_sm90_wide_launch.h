@@ -61,7 +61,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
-  if (sm90::is_declined(params)) return cudaErrorNotSupported;
+  if (sm90::is_declined(params) || params.deterministic) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -72,7 +72,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::Form>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
-      p, scratch, order, order.items, 64, target, [&](BackwardMaps& maps) {
+      p, scratch, order, order.items, 64, 0, target, [&](BackwardMaps& maps) {
         if constexpr (kConfig.width == 192) {
           if (p.head_dim_v <= 128)
             return launch_main<NarrowTraitsOf<kConfig>>(p, scratch, order, maps, target);

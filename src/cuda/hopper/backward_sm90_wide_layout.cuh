@@ -30,6 +30,7 @@ struct alignas(16) KeyBlock {
   uint32_t scratch;              // the sequence's first scratch tile of head 0
   int32_t key_begin;
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
+  static constexpr int32_t tile_step = -1;
 };
 
 /// Whether any query sees any of an item's keys.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/macros.h"
 
 namespace strobe::cuda::sm90 {
@@ -22,9 +23,66 @@ struct ItemOrder {
     int32_t head_kv, part;
   };
   STROBE_INLINE constexpr Item item(uint32_t index) const {
-    const uint32_t column = index / records, entry = column / columns, of_entry = column % columns;
-    return {entry * records + index % records, static_cast<int32_t>(of_entry / parts),
+    return item_of(index / records, index % records);
+  }
+  /// The block-th key block of a column; columns of all batch entries are counted.
+  STROBE_INLINE constexpr Item item_of(uint32_t column, uint32_t block) const {
+    const uint32_t entry = column / columns, of_entry = column % columns;
+    return {entry * records + block, static_cast<int32_t>(of_entry / parts),
             static_cast<int32_t>(of_entry % parts)};
+  }
+};
+
+/// The order of a deterministic launch, in which each key block waits at each query tile for the
+/// one that adds to the tile's dQ before it. Who waits, waits for an item that was handed out
+/// earlier; so somebody always goes on.
+///
+/// Key blocks ascend and go through their query tiles descending, or the other way round. Under a
+/// causal mask those that descend begin where nobody else is yet: each at its own diagonal, one
+/// tile or two before the block that was handed out before it, which it follows. But then the
+/// longest items come last: so the last heads of all ascend.
+struct OrderedItems {
+  ItemOrder order;
+  uint32_t group, groups;  // columns side by side; the last group has those that are left too
+  uint32_t descending;     // key heads, of all batch entries, whose key blocks descend; then those
+                           // that ascend
+
+  struct Item : ItemOrder::Item {
+    bool descends;
+  };
+  STROBE_INLINE constexpr Item item(uint32_t index) const {
+    uint32_t g = index / (group * order.records);
+    if (g >= groups) g = groups - 1;
+    const uint32_t first = g * group, rest = index - first * order.records;
+    const uint32_t here = g == groups - 1 ? order.items / order.records - first : group;
+    const uint32_t column = first + rest % here, block = rest / here;
+    const bool descends = column / order.parts < descending;
+    return {order.item_of(column, descends ? order.records - 1 - block : block), descends};
+  }
+
+  /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
+  STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,
+                                                   bool later_see_more, bool batch_invariant) {
+    // Neighbours of a column begin so many steps apart that the one before has added, and all know
+    // of it, when the next one wants to; less where they are apart anyway. Constants, not the
+    // device's numbers, since the order of additions depends on them.
+    constexpr int64_t kMultiprocessors = 132;
+    const int64_t lead = later_see_more ? 3 : 5;
+    const int64_t all = order.records > 0 ? order.items / order.records : 0;
+    OrderedItems o{order, 1, 1, 0};
+    if (all == 0) return o;
+    const int64_t wanted =
+        min64(ceil_div(lead * kMultiprocessors, max64(1, tiles * order.heads_per_part)), all);
+    const int64_t groups = all / wanted;
+    o.groups = static_cast<uint32_t>(groups);
+    o.group = static_cast<uint32_t>(all / groups);
+    if (later_see_more) {
+      const int64_t heads = all / order.parts;
+      // Which heads are the last depends on the batch.
+      const int64_t ascending = batch_invariant ? 0 : min64(ceil_div(o.group, order.parts), heads);
+      o.descending = static_cast<uint32_t>(heads - ascending);
+    }
+    return o;
   }
 };
 

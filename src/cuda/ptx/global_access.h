@@ -14,6 +14,14 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   return x;
 }
 
+/// The same; what was written, or added, before the release that wrote what is read here comes
+/// before all that this thread does next, and before what others do who learn of it.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
 /// Writes x when all that this thread has written or added before, and all that it knows others to
 /// have, is visible to the whole GPU; the thread waits until it is.
 __device__ __forceinline__ void store_release(uint32_t* p, uint32_t x) {

@@ -1,0 +1,122 @@
+// Hopper backward, additions to dQ in a fixed order (`deterministic`): who lets a thread block add,
+// and who tells the others that it has. backward_sm90.cuh has the whole picture.
+//
+// Each query tile of a head has a counter (BackwardScratch::additions) that says which key block
+// adds to its dQ next. Two threads of the producer's warpgroup wait for it and raise it. The
+// consumers do what they do without an order, and know nothing of counters:
+//
+//   - KeepTurns arrives at ds.full, for which the consumers wait before they make a step's dQ, when
+//     it is this block's turn;
+//   - ReportAdditions sees at dout.empty, where the consumers arrive after they have added dQ of
+//     the step before, that the additions are made, and raises the counter: those of an item's last
+//     step in the first step of the next item, and the last of all when the whole thread block has
+//     come to its end. Its release covers the consumers' additions: what they did before they
+//     arrived, this thread knows of. It waits until L2 has acknowledged them, for which nobody else
+//     waits.
+//
+// There is no deadlock. Items are drawn one after the other (OrderedItems), and of a tile's key
+// blocks each waits for those alone that were drawn before. So let the first drawn of the items
+// whose additions are not all reported be at its i-th step: there is nobody left for it to wait
+// for. The consumers make this dQ in their next step, of this item or of the next, or at the end;
+// for that step they wait for tiles from memory alone: whose turn its own dQ is, they ask a step
+// later.
+#ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
+#define STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/backward_scratch.cuh"
+#include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/ptx/barrier.h"
+#include "cuda/ptx/global_access.h"
+#include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/thread_again.h"
+
+namespace strobe::cuda::sm90 {
+
+/// What both have: the thread block's items, step by step. One thread.
+template <typename Tr>
+class AdditionOrder {
+ protected:
+  using Block = typename Tr::Block;
+
+  __device__ __forceinline__ AdditionOrder(typename Tr::Shared& shared,
+                                           const BackwardScratch& scratch)
+      : shared_(shared), scratch_(scratch) {}
+
+  /// do_step(block, counter) for each step of all items.
+  template <typename DoStep>
+  __device__ __forceinline__ void for_each_step(const DoStep& do_step) {
+#pragma unroll 1
+    for (;; ++item_.count) {
+      shared_.block_ring.full[item_.stage()].wait(item_.phase());
+      const Block& block = shared_.blocks[item_.stage()];
+      if (block.head_kv < 0) return;
+#pragma unroll 1
+      for (QueryStep now = QueryStep::first(block); block.has_steps() && !now.done(block);
+           now.advance(block), ++at_.count) {
+        do_step(block, scratch_.additions + (static_cast<uint32_t>(now.head) * scratch_.tiles +
+                                             block.scratch + static_cast<uint32_t>(now.tile)));
+      }
+      if (!Tr::kPersistent) return;
+      shared_.block_ring.empty[item_.stage()].arrive();
+    }
+  }
+
+  typename Tr::Shared& shared_;
+  const BackwardScratch& scratch_;
+  RingPosition<Tr::kItemStages> item_;
+  RingPosition<Tr::kStages> at_;
+};
+
+template <typename Tr>
+class KeepTurns : AdditionOrder<Tr> {
+ public:
+  using typename AdditionOrder<Tr>::Block;
+  __device__ __forceinline__ KeepTurns(typename Tr::Shared& shared, const BackwardScratch& scratch)
+      : AdditionOrder<Tr>(shared, scratch) {}
+
+  __device__ __forceinline__ void run() {
+    this->for_each_step([&](const Block& block, const uint32_t* counter) {
+      const int stage = this->at_.stage();
+      this->shared_.ds_ring.empty[stage].wait(this->at_.free());
+      const uint32_t turn = block.turn();
+      while (ptx::load_acquire(counter) != turn) {
+      }
+      this->shared_.ds_ring.full[stage].arrive();
+    });
+  }
+};
+
+template <typename Tr>
+class ReportAdditions : AdditionOrder<Tr> {
+ public:
+  using typename AdditionOrder<Tr>::Block;
+  __device__ __forceinline__ ReportAdditions(typename Tr::Shared& shared,
+                                             const BackwardScratch& scratch)
+      : AdditionOrder<Tr>(shared, scratch) {}
+
+  __device__ __forceinline__ void run() {
+    this->for_each_step([&](const Block& block, uint32_t* counter) {
+      const int stage = this->at_.stage();
+      this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
+      // The producer waits for this too, and with it everybody: no phase goes by unseen.
+      this->shared_.q_ring.empty[stage].arrive();
+      report();
+      counter_ = counter;
+      next_turn_ = block.next_turn();
+    });
+  }
+  /// The last additions of all, when they are made.
+  __device__ __forceinline__ void report() {
+    if (counter_) ptx::store_release(counter_, next_turn_);
+  }
+
+ private:
+  uint32_t* counter_ = nullptr;  // of the step before
+  uint32_t next_turn_ = 0;
+};
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
