@@ -233,7 +233,7 @@ def call(
         try:
             found = _core.flash(q, k, v, lengths, options, return_attn_probs)
             if type(found) is tuple:  # autograd watches
-                return _operators.Attention.apply(q, k, v, found)
+                return _operators.record(q, k, v, found)
             if found is not None:
                 return found
         except InvalidArgument:

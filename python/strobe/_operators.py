@@ -218,6 +218,11 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         return (*gradients(compute, ctx, dout, dlse), None)
 
 
+# Attention.apply without what torch.autograd.Function puts before it for torch.func's transforms, a
+# third of its time: tensors of theirs have no memory, so nothing is computed of them to come here.
+record: Final = super(torch.autograd.Function, Attention).apply
+
+
 # --------------------------------------------------------------------------------------------- vmap
 
 
@@ -279,7 +284,7 @@ def is_transformed() -> bool:
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply(q, k, v, (forward(q, k, v, *options), options, True))
+        return record(q, k, v, (forward(q, k, v, *options), options, True))
     if is_transformed():
         return Transformed.apply(q, k, v, *options)
     return attention_forward(q, k, v, *options)
