@@ -7,12 +7,13 @@ include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import _core, _plans
 from ._arrays import Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
+from ._options import CacheOptions, documented_with_cache
 from ._problem import (
     DTYPE_CODES,
     Problem,
@@ -22,6 +23,9 @@ from ._problem import (
     take_alibi,
     take_offsets,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention_with_kvcache"]
 
@@ -36,38 +40,16 @@ _NUMBERS: Final = (
 )
 
 
+@documented_with_cache
 def attention_with_kvcache(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqused_k: Any = None,
-    block_table: Any = None,
-    cache_batch_idx: Any = None,
-    leftpad: Any = None,
-    k_new: Any = None,
-    v_new: Any = None,
-    cu_seqlens_k_new: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_position: Any = None,
-    rotary_interleaved: bool = False,
-    cu_seqlens_q: Any = None,
-    max_seqlen_q: int | None = None,
-    seqused_q: Any = None,
-    q_position: Any = None,
-    prefix: Any = None,
-    alibi_slopes: Any = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    batch_invariant: bool = False,
-    threads: int = 0,
     out: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
+    **options: Unpack[CacheOptions],
 ) -> Any:
     """`attention` with keys and values that lie in a cache, appended to in the same call.
 
@@ -112,38 +94,7 @@ def attention_with_kvcache(
         As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
         nothing is written. On a GPU it makes the rows of its sequence NaN.
     """
-    return _core.kvcache(
-        q,
-        k,
-        v,
-        out,
-        seqused_k,
-        block_table,
-        cache_batch_idx,
-        leftpad,
-        k_new,
-        v_new,
-        cu_seqlens_k_new,
-        rotary_cos,
-        rotary_sin,
-        rotary_position,
-        cu_seqlens_q,
-        seqused_q,
-        q_position,
-        prefix,
-        alibi_slopes,
-        max_seqlen_q,
-        causal,
-        window,
-        scale,
-        softcap,
-        attention_chunk,
-        rotary_interleaved,
-        _is_float(out_dtype),
-        batch_invariant,
-        threads,
-        return_lse,
-    )
+    return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
 
 
 def _is_float(out_dtype: Any) -> bool:
