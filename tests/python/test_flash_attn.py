@@ -20,6 +20,7 @@ import strobe
 from cases import DTYPES, Case, Inputs
 
 torch = pytest.importorskip("torch")
+import torch.utils.checkpoint  # noqa: E402 - PyTorch 2.4 has it not by itself
 
 from strobe import flash_attn  # noqa: E402
 from strobe.flash_attn import (  # noqa: E402
