@@ -1,5 +1,7 @@
 #include "call.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -373,6 +375,22 @@ bool check_writable(const char* name, const Tensor& tensor) {
   return static_cast<bool>(checked);
 }
 
+namespace {
+
+// Whether a stream is being captured into a graph: asked of CUDA's driver, which whoever made the
+// stream has loaded. By way of Python this takes longer than a launch.
+bool is_capturing(void* stream) {
+  static auto* const ask = reinterpret_cast<int (*)(void*, int*)>([] {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver != nullptr ? dlsym(driver, "cuStreamIsCapturing") : nullptr;
+  }());
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  // It fails where another stream's capture concerns this one: then as if it were captured.
+  return ask == nullptr || ask(stream, &status) != 0 || status != 0;
+}
+
+}  // namespace
+
 bool Call::allocate() {
   constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
   const Slot* slots = backward ? kBackward : kForward;
@@ -388,12 +406,7 @@ bool Call::allocate() {
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
-  if (launch_->small) {
-    Ref capturing = call_python("_plans", "torch_capturing", "(i)",
-                                static_cast<int>(launch_->plan.problem.device_index));
-    if (!capturing) return false;
-    if (capturing.get() != Py_True) return true;
-  }
+  if (launch_->small && !is_capturing(stream_)) return true;
   workspace_ = Ref(launch_->workspace());
   if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
   workspace_address_ = workspace_tensor_.data;

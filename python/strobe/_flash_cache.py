@@ -70,7 +70,8 @@ def call(
     arrays: those of `_ARRAYS` that may be given; names: what the caller calls them.
     """
     tracing = torch.compiler.is_dynamo_compiling()
-    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched(q, k, v):
+    is_tensor = not tracing and isinstance(q, torch.Tensor)
+    if is_tensor and not wants_value_checks(q) and _core.unwatched(q, k, v):
         try:  # what is wrong here is said below
             plain = (max_seqlen_q, softmax_scale, causal, window_size, softcap)
             return _launch(q, k, v, arrays, return_lse, *plain, attention_chunk, rotary_interleaved)

@@ -118,15 +118,6 @@ def torch_stream(device_index: int) -> int:
     return address
 
 
-def torch_capturing(device_index: int) -> bool:
-    """Whether PyTorch's current stream of the device is being captured into a graph."""
-    cuda = sys.modules["torch"].cuda
-    if cuda.current_device() == device_index:  # a third of the time of the other way
-        return bool(cuda.is_current_stream_capturing())
-    with cuda.device(device_index):
-        return bool(cuda.is_current_stream_capturing())
-
-
 # ---------------------------------------------------------------------------------- their messages
 
 
