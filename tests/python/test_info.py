@@ -80,6 +80,14 @@ def test_info_of_a_forced_instruction_set() -> None:
     assert "STROBE_CPU_ISA = mmx" in result.stderr
 
 
+def test_a_free_threaded_python_is_refused() -> None:
+    """Before the extension is loaded, whose objects are laid out otherwise."""
+    program = "import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1; import strobe"
+    result = python("-c", program)
+    assert result.returncode == 1
+    assert "ImportError: strobe: free-threaded Python is not supported" in result.stderr
+
+
 def test_no_public_name_is_a_function_and_a_module() -> None:
     """Type checkers take what is both for the module once it has been imported by name."""
     modules = {module.name for module in pkgutil.iter_modules(strobe.__path__)}
