@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Final
 
-if sysconfig.get_config_var("Py_GIL_DISABLED"):
+if "t" in sys.abiflags:
     # It would load the extension by its name, and read objects where they are not.
     raise ImportError(
         "strobe: free-threaded Python is not supported: the extension is built for the limited API "
