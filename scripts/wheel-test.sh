@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The wheels of a folder on Debian systems with nothing on them but Python: no compiler, no CUDA, no PyTorch, no OpenMP. Each is
-# a chroot of the minimal system: pip installs the wheels there, `python -m strobe.info` runs, and attention is compared with NumPy
+# a chroot of the minimal system: pip installs the wheels there, `python -m strobe` runs, and attention is compared with NumPy
 # (tests/wheel/smoke.py). Usage, as root: scripts/wheel-test.sh [--sdist] [FOLDER [SUITE...]]
 #   FOLDER   dist
 #   SUITE    bookworm (Debian 12) trixie forky: the oldest Debian whose Python is 3.10 or newer, the newest release, the one in
@@ -72,7 +72,7 @@ for suite in "${suites[@]}"; do
     ! ldconfig -p | grep -E "libgomp|libcuda" || { echo "there are such libraries"; exit 1; }'
   inside 'python3 -m venv /venv && /venv/bin/pip install -q --only-binary :all: /wheels/*.whl 2>/root/pip.log ||
     { cat /root/pip.log; exit 1; }'
-  inside 'cd / && /venv/bin/python -m strobe.info'
+  inside 'cd / && /venv/bin/python -m strobe'
   inside "cd /wheels && /venv/bin/python smoke.py $version"
   # The shim has the name and the version that libraries look for. It needs PyTorch only when it is imported.
   inside '! ls /wheels/flash_attn-*.whl >/dev/null 2>&1 ||
@@ -87,7 +87,7 @@ for suite in "${suites[@]}"; do
       /wheels/strobe-*.tar.gz' >"$base/sdist.log" 2>&1 || { tail -n 15 "$base/sdist.log" >&2; exit 1; }
     grep -F 'built for the CPU alone' "$base/sdist.log" ||
       { echo "wheel-test: pip did not say that it built for the CPU alone: $base/sdist.log" >&2; exit 1; }
-    inside 'cd / && /venv-sdist/bin/python -m strobe.info'
+    inside 'cd / && /venv-sdist/bin/python -m strobe'
   fi
   cleanup
   run=''

@@ -1,5 +1,7 @@
 #include "call.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -75,11 +77,13 @@ enum Option : int {
   kMaxSeqlenQ,
   kMaxSeqlenK,
   kThreads,
+  kRotaryInterleaved,
   kNames
 };
-constexpr const char* kOptionNames[] = {
-    "causal",       "batch_invariant", "window",       "scale",        "softcap", "dropout_p",
-    "dropout_seed", "dropout_offset",  "max_seqlen_q", "max_seqlen_k", "threads"};
+constexpr const char* kOptionNames[] = {"causal",       "batch_invariant", "window",
+                                        "scale",        "softcap",         "dropout_p",
+                                        "dropout_seed", "dropout_offset",  "max_seqlen_q",
+                                        "max_seqlen_k", "threads",         "rotary_interleaved"};
 
 const char* name_at(int index) {
   return index < kSlots ? kSlotNames[index] : kOptionNames[index - kSlots];
@@ -97,17 +101,30 @@ int index_of(PyObject* name) {
   return kNames;
 }
 
-bool is_option(int index) {
-  return index == kAlibi || index == kCuQ || index == kCuK ||
-         (index > kDv && index < kBlockTable) || (index >= kSlots && index < kNames);
-}
-
 }  // namespace
+
+// Whether this call has the option of this index.
+bool Call::takes(int index) const {
+  switch (index) {
+    case kCuK:
+    case kDropoutP:
+    case kDropoutSeed:
+    case kDropoutOffset:
+    case kMaxSeqlenK:
+      return !cached;
+    case kAlibi:
+    case kCuQ:
+      return true;
+    default:
+      return index > kDv && index < (cached ? kNames : kRotaryInterleaved) &&
+             (cached || index < kBlockTable || index >= kSlots);
+  }
+}
 
 bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
   const int index = index_of(name);
   const char* text = index < kNames ? name_at(index) : nullptr;
-  switch (is_option(index) ? index : kNames) {
+  switch (takes(index) ? index : kNames) {
     case kCausal:
       return to_flag(text, value, &causal);
     case kBatchInvariant:
@@ -130,6 +147,8 @@ bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
       return give_length(index - kMaxSeqlenQ, value);
     case kThreads:
       return to_integer(text, value, 32, &threads);
+    case kRotaryInterleaved:
+      return to_flag(text, value, &rotary_interleaved);
     case kNames: {
       Ref number = call_python("_options", "scalar", "(sOO)", function, name, value);
       if (number && !scalars) scalars = Ref(PyDict_New());
@@ -241,7 +260,6 @@ bool Call::write_key(Key& key) const {
           uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
           uint64_t{cached} << 6 | uint64_t{rotary_interleaved} << 7 | uint64_t{float_out} << 41 |
           static_cast<uint64_t>(threads) << 8);
-  if (cached) key.add(static_cast<uint64_t>(chunk));
   key.add(static_cast<uint64_t>(left));
   key.add(static_cast<uint64_t>(right));
   key.add(static_cast<uint64_t>(lengths[0]));
@@ -317,9 +335,8 @@ bool Call::make(const Key& key) {
   if (!arrays) return false;
   if (!options) return false;
   if (cached) {
-    Ref more(Py_BuildValue("{s:L,s:O,s:O}", "attention_chunk", static_cast<long long>(chunk),
-                           "rotary_interleaved", truth(rotary_interleaved), "float_out",
-                           truth(float_out)));
+    Ref more(Py_BuildValue("{s:O,s:O}", "rotary_interleaved", truth(rotary_interleaved),
+                           "float_out", truth(float_out)));
     if (!more || PyDict_Update(options.get(), more.get()) != 0) return false;
   }
   Ref made = call_python(cached ? "_kvcache" : "_plans", "make", "(OOO)", truth(backward),
@@ -358,6 +375,22 @@ bool check_writable(const char* name, const Tensor& tensor) {
   return static_cast<bool>(checked);
 }
 
+namespace {
+
+// Whether a stream is being captured into a graph: asked of CUDA's driver, which whoever made the
+// stream has loaded. By way of Python this takes longer than a launch.
+bool is_capturing(void* stream) {
+  static auto* const ask = reinterpret_cast<int (*)(void*, int*)>([] {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver != nullptr ? dlsym(driver, "cuStreamIsCapturing") : nullptr;
+  }());
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  // It fails where another stream's capture concerns this one: then as if it were captured.
+  return ask == nullptr || ask(stream, &status) != 0 || status != 0;
+}
+
+}  // namespace
+
 bool Call::allocate() {
   constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
   const Slot* slots = backward ? kBackward : kForward;
@@ -373,12 +406,7 @@ bool Call::allocate() {
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
-  if (launch_->small) {
-    Ref capturing = call_python("_plans", "torch_capturing", "(i)",
-                                static_cast<int>(launch_->plan.problem.device_index));
-    if (!capturing) return false;
-    if (capturing.get() != Py_True) return true;
-  }
+  if (launch_->small && !is_capturing(stream_)) return true;
   workspace_ = Ref(launch_->workspace());
   if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
   workspace_address_ = workspace_tensor_.data;

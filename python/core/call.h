@@ -57,7 +57,7 @@ struct Call {
   // Each returns false where an exception is set.
   bool give(Slot slot, PyObject* array);  // None: not given
   bool give_option(const char* function, PyObject* name, PyObject* value);
-  bool give_options(const char* function, PyObject* options);  // a dict: what attention takes
+  bool give_options(const char* function, PyObject* options);  // a dict, by name
   bool give_tail(PyObject* const* tail, Py_ssize_t count);     // of an operator's arguments
   bool give_window(PyObject* window);
   bool give_length(int index, PyObject* value);  // max_seqlen_q or _k; None: find_lengths
@@ -71,7 +71,6 @@ struct Call {
   const bool backward;
   bool cached = false;                                 // attention_with_kvcache
   bool rotary_interleaved = false, float_out = false;  // with a cache
-  int64_t chunk = 0;                                   // likewise
   bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
   bool has_scale = false;
   bool has_length[2] = {};
@@ -84,6 +83,7 @@ struct Call {
   Tensor tensors[kSlots];
 
  private:
+  bool takes(int index) const;
   bool all_plain() const;
   bool write_key(Key& key) const;
   Ref described_arrays() const;
@@ -110,6 +110,6 @@ bool check_writable(const char* name, const Tensor& tensor);
 
 extern Plans* plans;  // forward, backward
 
-extern PyMethodDef cache_methods[];
+extern PyMethodDef merge_methods[];
 
 }  // namespace strobe_python

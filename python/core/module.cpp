@@ -80,15 +80,28 @@ bool all_there(std::initializer_list<const char*> names, PyObject* const* arrays
   return true;
 }
 
-// q, k, v, out, return_lse, options
-PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 6) || !all_there({"q", "k", "v"}, a)) return nullptr;
-  Call call(false);
-  if (!call.give(kQ, a[0]) || !call.give(kK, a[1]) || !call.give(kV, a[2]) ||
-      !call.give(kOut, a[3]) || !to_flag("return_lse", a[4], &call.wants_lse) ||
-      !call.give_options("attention", a[5]) || !call.run())
+// a: q, k, v, out, return_lse
+PyObject* attend(Call& call, const char* function, PyObject* const* a, PyObject* options) {
+  if (!all_there({"q", "k", "v"}, a) || !call.give(kQ, a[0]) || !call.give(kK, a[1]) ||
+      !call.give(kV, a[2]) || !call.give(kOut, a[3]) ||
+      !to_flag("return_lse", a[4], &call.wants_lse) || !call.give_options(function, options) ||
+      !call.run())
     return nullptr;
   return call.wants_lse ? results(call, 2) : Ref::borrowed(call.result(0)).release();
+}
+
+// q, k, v, out, return_lse, options
+PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  Call call(false);
+  return takes(count, 6) ? attend(call, "attention", a, a[5]) : nullptr;
+}
+
+// q, k, v, out, return_lse, whether out is float32, options
+PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  Call call(false);
+  call.cached = true;
+  if (!takes(count, 7) || !to_flag("float_out", a[5], &call.float_out)) return nullptr;
+  return attend(call, "attention_with_kvcache", a, a[6]);
 }
 
 bool give_gradients(Call& call, PyObject* grads) {
@@ -345,6 +358,7 @@ PyObject* forget(PyObject*, PyObject*) {
 
 PyMethodDef call_methods[] = {
     method<forward>("forward", METH_FASTCALL, "strobe.attention, with every argument."),
+    method<kvcache>("kvcache", METH_FASTCALL, "strobe.attention_with_kvcache, likewise."),
     method<backward>("backward", METH_FASTCALL, "strobe.attention_backward, likewise."),
     method<operator_forward>("operator_forward", METH_FASTCALL, "(out, lse) of an operator."),
     method<operator_backward>("operator_backward", METH_FASTCALL, "(dq, dk, dv) of an operator."),
@@ -364,7 +378,7 @@ int execute(PyObject* module) {
   }
   if (plans == nullptr) plans = new Plans[2];
   for (PyMethodDef* methods :
-       {library_methods, tensor_methods, call_methods, cache_methods, xla_methods})
+       {library_methods, tensor_methods, call_methods, merge_methods, xla_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }

@@ -4,7 +4,7 @@ square.
     out = strobe.attention(q, k, v, causal=True)      # (batch, seqlen, heads, head_dim)
 
 FlashAttention-2 (T. Dao, arXiv:2307.08691) for CPUs and NVIDIA GPUs, on NumPy arrays, PyTorch
-tensors and anything with DLPack, without copies. `python -m strobe.info` shows what runs on this
+tensors and anything with DLPack, without copies. `python -m strobe` shows what runs on this
 machine.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from ._library import VERSION as __version__  # isort: skip - first: it opens the library
 from ._arrays import ArraySpec
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
-from ._info import info
+from ._info import CudaDevice, Info, Kernel, info
 from ._kvcache import attention_with_kvcache
 from ._merge import merge
 from ._questions import dropout_mask, plan, why
@@ -21,10 +21,13 @@ from .functional import attention, attention_backward
 
 __all__ = [
     "ArraySpec",
+    "CudaDevice",
     "DeviceError",
     "Error",
+    "Info",
     "InternalError",
     "InvalidArgument",
+    "Kernel",
     "OutOfMemory",
     "Unsupported",
     "__version__",

@@ -36,12 +36,15 @@ def is_in_dispatch_mode() -> bool:
 
 
 def _older_in_dispatch_mode() -> bool:  # pragma: no cover - PyTorch 2.4
+    """There PyTorch's own answer stays True once anything has been compiled."""
     before = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
     return bool(before or torch._C._len_torch_dispatch_stack())
 
 
-_in_dispatch_mode: Final = getattr(
-    _python_dispatch, "is_in_torch_dispatch_mode", _older_in_dispatch_mode
+_in_dispatch_mode: Final = (
+    _older_in_dispatch_mode
+    if torch.__version__.startswith("2.4.")
+    else _python_dispatch.is_in_torch_dispatch_mode
 )
 
 
@@ -233,7 +236,7 @@ def call(
         try:
             found = _core.flash(q, k, v, lengths, options, return_attn_probs)
             if type(found) is tuple:  # autograd watches
-                return _operators.Attention.apply(q, k, v, found)
+                return _operators.record(q, k, v, found)
             if found is not None:
                 return found
         except InvalidArgument:

@@ -18,7 +18,7 @@ from ._values import integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
-# The arrays of `_core.kvcache`, in its order: q, k and v, out, and these.
+# The arrays that a call may have besides q, k and v, in the operator's order.
 _ARRAYS: Final = (
     "seqused_k",
     "block_table",
@@ -69,28 +69,12 @@ def call(
 
     arrays: those of `_ARRAYS` that may be given; names: what the caller calls them.
     """
-    given = tuple(map(arrays.get, _ARRAYS))
     tracing = torch.compiler.is_dynamo_compiling()
-    if not tracing and isinstance(q, torch.Tensor) and not q.is_cuda and _core.unwatched(q, k, v):
+    is_tensor = not tracing and isinstance(q, torch.Tensor)
+    if is_tensor and not wants_value_checks(q) and _core.unwatched(q, k, v):
         try:  # what is wrong here is said below
-            return _core.kvcache(
-                q,
-                k,
-                v,
-                None,
-                *given,
-                max_seqlen_q,
-                causal,
-                window_size,
-                softmax_scale,
-                softcap,
-                attention_chunk,
-                rotary_interleaved,
-                False,
-                False,
-                0,
-                return_lse,
-            )
+            plain = (max_seqlen_q, softmax_scale, causal, window_size, softcap)
+            return _launch(q, k, v, arrays, return_lse, *plain, attention_chunk, rotary_interleaved)
         except InvalidArgument:
             pass
         except Error as error:
@@ -116,6 +100,7 @@ def call(
         as_integer("attention_chunk", attention_chunk),
         as_flag("rotary_interleaved", rotary_interleaved),
     )
+    given = tuple(map(arrays.get, _ARRAYS))
     if tracing:
         found = _operator(q, k, v, *given, *options)
         return found if return_lse else found[0]
@@ -166,35 +151,44 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
         raise refused from None
 
 
-def _kernel(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *more: Any,
-) -> tuple[Tensor, Tensor]:
+    arrays: dict[str, Any],
+    return_lse: Any,
+    max_seqlen_q: Any,
+    scale: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    attention_chunk: Any,
+    rotary_interleaved: Any,
+) -> Result:
+    options = {
+        **arrays,
+        "max_seqlen_q": max_seqlen_q,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved,
+    }
+    if type(attention_chunk) is not int or attention_chunk != 0:
+        options["attention_chunk"] = attention_chunk
+    return _core.kvcache(q, k, v, None, return_lse, False, options)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """The kernel of the operator: its arguments are those of `_SCHEMA`."""
-    given = more[:15]
-    max_seqlen_q, scale, causal, left, right, softcap, chunk, interleaved = more[15:]
+    arrays = dict(zip(_ARRAYS, more, strict=False))
+    max_seqlen_q, scale, causal, left, right, softcap, chunk, interleaved = more[len(_ARRAYS) :]
     if wants_value_checks(q):
         moving = bool(causal) or (left, right) != (-1, -1) or chunk > 0
-        check_values(q, k, dict(zip(_ARRAYS, given, strict=True)), moving)
-    found: tuple[Tensor, Tensor] = _core.kvcache(
-        q,
-        k,
-        v,
-        None,
-        *given,
-        max_seqlen_q,
-        causal,
-        (left, right),
-        scale,
-        softcap,
-        chunk,
-        interleaved,
-        False,
-        False,
-        0,
-        True,
+        check_values(q, k, arrays, moving)
+    window = (left, right)
+    found: tuple[Tensor, Tensor] = _launch(
+        *(q, k, v, arrays, True, max_seqlen_q, scale, causal, window, softcap, chunk, interleaved)
     )
     return found
 

@@ -31,7 +31,7 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, devices and kernels. str() of it is what `python -m strobe.info` prints."""
+    """Versions, devices and kernels. str() of it is what `python -m strobe` prints."""
 
     version: str
     library: str  # path of the shared library in use

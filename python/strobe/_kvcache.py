@@ -7,67 +7,37 @@ include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 from . import _core, _plans
 from ._arrays import Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
+from ._options import CacheOptions, documented_with_cache
 from ._problem import (
     DTYPE_CODES,
     Problem,
     axes_of,
-    check_float,
     check_ndim,
-    take_alibi,
     take_offsets,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["attention_with_kvcache"]
 
-_NUMBERS: Final = (
-    "seqused_q",
-    "seqused_k",
-    "q_position",
-    "prefix",
-    "cache_batch_idx",
-    "leftpad",
-    "rotary_position",
-)
 
-
+@documented_with_cache
 def attention_with_kvcache(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqused_k: Any = None,
-    block_table: Any = None,
-    cache_batch_idx: Any = None,
-    leftpad: Any = None,
-    k_new: Any = None,
-    v_new: Any = None,
-    cu_seqlens_k_new: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_position: Any = None,
-    rotary_interleaved: bool = False,
-    cu_seqlens_q: Any = None,
-    max_seqlen_q: int | None = None,
-    seqused_q: Any = None,
-    q_position: Any = None,
-    prefix: Any = None,
-    alibi_slopes: Any = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    batch_invariant: bool = False,
-    threads: int = 0,
     out: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
+    **options: Unpack[CacheOptions],
 ) -> Any:
     """`attention` with keys and values that lie in a cache, appended to in the same call.
 
@@ -112,38 +82,7 @@ def attention_with_kvcache(
         As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
         nothing is written. On a GPU it makes the rows of its sequence NaN.
     """
-    return _core.kvcache(
-        q,
-        k,
-        v,
-        out,
-        seqused_k,
-        block_table,
-        cache_batch_idx,
-        leftpad,
-        k_new,
-        v_new,
-        cu_seqlens_k_new,
-        rotary_cos,
-        rotary_sin,
-        rotary_position,
-        cu_seqlens_q,
-        seqused_q,
-        q_position,
-        prefix,
-        alibi_slopes,
-        max_seqlen_q,
-        causal,
-        window,
-        scale,
-        softcap,
-        attention_chunk,
-        rotary_interleaved,
-        _is_float(out_dtype),
-        batch_invariant,
-        threads,
-        return_lse,
-    )
+    return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
 
 
 def _is_float(out_dtype: Any) -> bool:
@@ -157,63 +96,40 @@ def _is_float(out_dtype: Any) -> bool:
 # -------------------------------------------------------------------------------------------- plan
 
 
-def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _plans.Launch:
     """What `_plans.make` gives, for a call with a cache."""
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
     q, packed = specs["q"], "cu_seqlens_q" in specs
     check_ndim("q", q, axes_of("q", packed))
-    check_float(q)
-    fields = {**options, "direction": 0, "dtype": DTYPE_CODES[q.dtype], "cache": 1}
-    fields["device"], fields["device_index"] = int(q.device == "cuda"), q.device_index
-    fields["window_left"], fields["window_right"] = fields.pop("window")
+    problem = Problem.begin(specs, packed, options)
+    fields, sizes = problem.fields, problem.sizes
     out_dtype = "float32" if fields.pop("float_out") else q.dtype
     longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
-    for name in ("max_seqlen_k", *(["scale"] if fields["scale"] is None else [])):
-        del fields[name]
-    problem = Problem(fields, packed, q, {}, {})
+    del fields["max_seqlen_k"]
     if packed:
         take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
-        problem.sizes["batch"] = problem.sizes["batch + 1"] - 1
+        sizes["batch"] = sizes["batch + 1"] - 1
     elif longest is not None:
         raise InvalidArgument(
             f"max_seqlen_q = {longest}, expected None: it belongs to cu_seqlens_q"
         )
     problem.take("q", q, "cu_seqlens_q")
+    fields |= {"direction": 0, "cache": 1}
     _take_cache(problem, specs)
     names = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v")
-    fields |= {name: problem.sizes[name] for name in names}
-    fields["seqlen_q"] = longest if packed else problem.sizes["seqlen_q"]
+    fields |= {name: sizes[name] for name in names}
+    fields["seqlen_q"] = longest if packed else sizes["seqlen_q"]
     if packed:
-        fields |= {"varlen": 1, "total_q": problem.sizes["total_q"]}
-    # The library reads 0 in these two as "not given"; here they are given.
-    if fields["heads_kv"] == 0 and fields["heads"] != 0:
-        raise InvalidArgument("k.shape[2] = 0, expected at least 1 (heads_kv)")
-    if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
-        raise InvalidArgument("v.shape[3] = 0, expected 1 to 256 (head_dim_v)")
-    if "alibi_slopes" in specs:
-        take_alibi(problem, specs["alibi_slopes"])
-    for name in _NUMBERS:
-        if name in specs:
-            words = "one number for each sequence"
-            of = "cu_seqlens_q" if packed else "q"
-            problem.take_packed(name, specs[name], ("batch",), of, "int32", words)
-            fields[f"has_{name}"] = 1
+        fields |= {"varlen": 1, "total_q": sizes["total_q"]}
+    problem.take_more(specs)
     _take_new(problem, specs)
     _take_rotary(problem, specs, interleaved)
     fields["out_dtype"] = DTYPE_CODES[out_dtype]
     if "out" in specs:
         problem.take("out", specs["out"], "q and v", dtype=out_dtype)
-    plan = _plan_of(problem)
-    lse = _plans.allocator(problem.shape("lse"), "float32", q)
-    out = None if "out" in specs else _plans.allocator(problem.shape("out"), out_dtype, q)
-    size = _core.workspace_bytes(plan)
-    workspace = _plans.allocator((size,), "uint8", q) if q.device == "cuda" and size else None
-    small = size <= _plans.OWN_WORKSPACE
     # How long a launch takes is in the lengths, which a plan does not know: as if all were full.
-    rows = fields["total_q"] if packed else fields["batch"] * fields["seqlen_q"]
-    flop = 2.0 * rows * fields["heads"] * fields["seqlen_k"]
-    flop *= fields["head_dim"] + fields["head_dim_v"]
-    return plan, (out, lse), workspace, small, q.device == "cpu" and flop > _plans.LONG, False
+    made = None if "out" in specs else out_dtype
+    return _plans.launch_of(problem, {"out": made, "lse": "float32"})
 
 
 def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
@@ -274,7 +190,7 @@ def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
     if sizes["seqlen_new"] > fields["seqlen_k"]:
         raise InvalidArgument(
             f"k_new.shape[1] = {sizes['seqlen_new']}, expected at most {fields['seqlen_k']} "
-            f"({_capacity('block_table' in specs)})"
+            f"({_plans.capacity('block_table' in specs)})"
         )
 
 
@@ -300,49 +216,9 @@ def _take_rotary(problem: Problem, specs: dict[str, Spec], interleaved: bool) ->
 # ---------------------------------------------------------------------------------------- messages
 
 
-def _capacity(paged: bool) -> str:
-    return "k.shape[1] * block_table.shape[1]" if paged else "k.shape[1]"
-
-
-def _plan_of(problem: Problem) -> Any:
-    """The plan, or an error in the caller's words."""
-    paged = problem.fields["cache"] == 2
-    heads = len(problem.q.shape) - 2
-    names = {
-        "heads": f"q.shape[{heads}] (heads)",
-        "heads_kv": "k.shape[2] (heads_kv)",
-        "head_dim": f"q.shape[{heads + 1}] (head_dim)",
-        "head_dim_v": "v.shape[3] (head_dim_v)",
-        "batch": "the batch of cu_seqlens_q" if problem.packed else "q.shape[0] (batch)",
-        "seqlen_q": "max_seqlen_q" if problem.packed else "q.shape[1] (seqlen_q)",
-        "seqlen_k": _capacity(paged),
-        "total_q": "q.shape[0] (total_q)",
-        "cache_batch": "k.shape[0] (cache_batch)",
-        "pages": "k.shape[0] (pages)",
-        "page_size": "k.shape[1] (page_size)",
-        "pages_per_sequence": "block_table.shape[1] (pages_per_sequence)",
-        "block_table_stride": "the first stride of block_table",
-        "total_new": "k_new.shape[0] (total_new)",
-        "window_left": "window[0]",
-        "window_right": "window[1]",
-        "device_index": "q.device.index",
-    }
-    for name, spec in problem.tensors.items():
-        steps = ("batch", "seqlen", "head", "dim")[4 - len(spec.shape) :]
-        for axis, step in enumerate(steps):
-            names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
-    names = {f"{name} =": f"{known} =" for name, known in names.items()}
-    names |= {f"has_{name} = 1": f"{name} given" for name in _NUMBERS}
-    names |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
-    try:
-        return _core.make_plan(problem.fields)
-    except Error as error:
-        raise type(error)(renamed(str(error), names)) from None
-
-
 def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
     """For a launch that the library refused, with the arrays that it was given."""
-    capacity = _capacity("block_table" in named)
+    capacity = _plans.capacity("block_table" in named)
     names = {"seqlen_k": capacity, "rotary_rows": "rotary_cos.shape[0]"}
     names |= {"total_new": "k_new.shape[0]", "total_q": "q.shape[0]"}
     text = renamed(text, names)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Final
 
+if "t" in sys.abiflags:
+    # It would load the extension by its name, and read objects where they are not.
+    raise ImportError(
+        "strobe: free-threaded Python is not supported: the extension is built for the limited API "
+        "of Python with a GIL, whose objects are laid out otherwise. Use the build with a GIL"
+    )
 try:
     from . import _core
 except ImportError as error:
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise ImportError(
-            "strobe: free-threaded Python is not supported: its extension is built for Python's "
-            "limited API, which free-threaded builds do not load. Use the build with a GIL"
-        ) from None
     if not any(Path(__file__).parent.glob("_core*.so")):
         raise ImportError(
             "strobe: the extension strobe._core is not there: install the package with pip, or "

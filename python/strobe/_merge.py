@@ -53,7 +53,7 @@ def merge(
         raise InvalidArgument(
             f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(x.shape) - 1}"
         )
-    problem = Problem({}, packed, x, {}, {})
+    problem = Problem({}, packed, x)
     partial = "partial results"
     problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32")
     problem.check("lses", y, ("parts", *axes_of("lse", packed)), "outs", "float32", partial)
@@ -91,7 +91,7 @@ def _stacked(name: str, parts: Any) -> Any:
         raise InvalidArgument(f"{name} is empty, expected at least one part")
     specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
     axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
-    problem = Problem({}, False, specs[0], {}, {})
+    problem = Problem({}, False, specs[0])
     kind = type(parts[0])
     for n, spec in enumerate(specs):
         if spec.kind is not specs[0].kind:

@@ -218,57 +218,43 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         return (*gradients(compute, ctx, dout, dlse), None)
 
 
+# Attention.apply without what torch.autograd.Function puts before it for torch.func's transforms, a
+# third of its time: tensors of theirs have no memory, so nothing is computed of them to come here.
+record: Final = super(torch.autograd.Function, Attention).apply
+
+
 # --------------------------------------------------------------------------------------------- vmap
 
 
-class TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
-    """attention_backward under torch.func: grad, vjp, jacrev, vmap of them."""
+def _transformed(operator: Any, keep: Any, gradient: Any, query: int) -> Any:
+    """The operator under torch.func (grad, vjp, jacrev, vmap of them), which asks more of a
+    function than autograd does.
 
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As the operator."""
-        found: tuple[Tensor, Tensor, Tensor] = attention_backward(*inputs)
-        return found
+    keep: its context's part of the forward; gradient: its derivative; query: see `vmap_over`.
+    """
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is needed for what is refused."""
+    class Transformed(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return operator(*inputs)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """There is none."""
-        return refuse_double_backward(ctx, *gradients)
+        setup_context = staticmethod(keep)
+        backward = staticmethod(gradient)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """Makes the vmapped dimension a part of the batch."""
-        return vmap_over(TransformedBackward.apply, 7, 3, 2)(info, in_dims, *inputs)
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+            return vmap_over(Transformed.apply, query)(info, in_dims, *inputs)
+
+    return Transformed.apply
 
 
-class Transformed(torch.autograd.Function):  # type: ignore[misc]
-    """attention_forward under torch.func, which asks more of a Function than autograd does."""
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """For a derivative that is refused."""
 
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        """As the operator."""
-        found: tuple[Tensor, Tensor] = attention_forward(*inputs)
-        return found
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """As for the operator."""
-        setup(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """As the operator's derivative."""
-        found = gradients(TransformedBackward.apply, ctx, dout, dlse)
-        return (*found, *(None for _ in ctx.options))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """Makes the vmapped dimension a part of the batch."""
-        return vmap_over(Transformed.apply, 3, 2, 0)(info, in_dims, *inputs)
+def _transformed_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    found = gradients(_transformed_backward, ctx, dout, dlse)
+    return (*found, *(None for _ in ctx.options))
 
 
 def is_transformed() -> bool:
@@ -279,9 +265,9 @@ def is_transformed() -> bool:
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
-        return Attention.apply(q, k, v, (forward(q, k, v, *options), options, True))
+        return record(q, k, v, (forward(q, k, v, *options), options, True))
     if is_transformed():
-        return Transformed.apply(q, k, v, *options)
+        return _transformed_forward(q, k, v, *options)
     return attention_forward(q, k, v, *options)
 
 
@@ -312,6 +298,10 @@ dropout_state: Final = torch.ops.strobe.dropout_state.default
 attention_forward: Final = torch.ops.strobe.attention_forward.default
 attention_backward: Final = torch.ops.strobe.attention_backward.default
 attention_dropout_weights: Final = torch.ops.strobe.attention_dropout_weights.default
+_transformed_forward: Final = _transformed(attention_forward, setup, _transformed_gradients, 0)
+_transformed_backward: Final = _transformed(
+    attention_backward, _keep_nothing, refuse_double_backward, 2
+)
 
 
 def _register() -> None:
@@ -339,11 +329,11 @@ def _register() -> None:
         name("attention_backward"), refuse_double_backward, lib=_LIBRARY
     )
     if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
-        for operator, overload, tensors, results, query in (
-            ("attention_forward", attention_forward, 3, 2, 0),
-            ("attention_backward", attention_backward, 7, 3, 2),
+        for operator, overload, query in (
+            ("attention_forward", attention_forward, 0),
+            ("attention_backward", attention_backward, 2),
         ):
-            rule = vmap_over(overload, tensors, results, query)
+            rule = vmap_over(overload, query)
             torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
 
 

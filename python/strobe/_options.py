@@ -1,35 +1,31 @@
 """The options of a call, in one table: names, defaults and what becomes of a value.
 
-From the rows follow the arguments of `attention`, `attention_backward`, `plan` and `why`, and the
-tails of the operators' schemas (`_operators`). The extension converts most of them itself and asks
-here for the rest; tests/python/test_options.py compares the rows with src/core/options.def.
+From the rows follow the arguments of `attention`, `attention_backward`, `attention_with_kvcache`,
+`plan` and `why`, and the tails of the operators' schemas (`_operators`). The extension converts
+most of them itself and asks here for the rest; tests/python/test_options.py compares the rows with
+src/core/options.def.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict, TypeVar
 
 from ._values import flag, integer, pair, real, seed
 
 
-class CallOptions(TypedDict, total=False):
-    """The rows below, for type checkers."""
+class SharedOptions(TypedDict, total=False):
+    """The rows below, for type checkers: those of every call."""
 
     causal: bool
     window: tuple[int, int]
     scale: float | None
     softcap: float
     alibi_slopes: Any
-    dropout_p: float
-    dropout_seed: int
-    dropout_offset: int
     cu_seqlens_q: Any
-    cu_seqlens_k: Any
     max_seqlen_q: int | None
-    max_seqlen_k: int | None
     batch_invariant: bool
     threads: int
     attention_chunk: int
@@ -37,6 +33,31 @@ class CallOptions(TypedDict, total=False):
     seqused_k: Any
     q_position: Any
     prefix: Any
+
+
+class CallOptions(SharedOptions, total=False):
+    """And those of a call without a cache."""
+
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
+    cu_seqlens_k: Any
+    max_seqlen_k: int | None
+
+
+class CacheOptions(SharedOptions, total=False):
+    """And those of `attention_with_kvcache`."""
+
+    block_table: Any
+    cache_batch_idx: Any
+    leftpad: Any
+    k_new: Any
+    v_new: Any
+    cu_seqlens_k_new: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    rotary_position: Any
+    rotary_interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -81,14 +102,29 @@ ROWS: Final[tuple[Option, ...]] = (
 # strobe_problem, <name> in the arguments of a launch.
 TAIL: Final = tuple(row for row in ROWS if row.operator_type)
 ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None)
+CACHE_ROWS: Final = (
+    *(row for row in ROWS if row.name in SharedOptions.__annotations__),
+    Option("block_table", None),
+    Option("cache_batch_idx", None),
+    Option("leftpad", None),
+    Option("k_new", None),
+    Option("v_new", None),
+    Option("cu_seqlens_k_new", None),
+    Option("rotary_cos", None),
+    Option("rotary_sin", None),
+    Option("rotary_position", None),
+    Option("rotary_interleaved", False, flag),
+)
 _BY_NAME: Final = {row.name: row for row in ROWS}
+_BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 
 
 def row_of(function: str, name: str) -> Option:
     """The row of a keyword argument of `function`."""
-    if name not in _BY_NAME:
+    rows = _BY_NAME_WITH_CACHE if function == "attention_with_kvcache" else _BY_NAME
+    if name not in rows:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return _BY_NAME[name]
+    return rows[name]
 
 
 def scalar(function: str, name: str, value: Any) -> Any:
@@ -108,17 +144,21 @@ def by_name(tail: tuple[Any, ...]) -> dict[str, Any]:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_HINTS: Final = CallOptions.__annotations__ | CacheOptions.__annotations__
 
 
-def documented(function: Function) -> Function:
+def documented(function: Function, rows: Sequence[Option] = ROWS) -> Function:
     """`function` whose signature shows the rows in place of **options."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    types = {name: hint.__forward_arg__ for name, hint in CallOptions.__annotations__.items()}
-    shown += [
-        inspect.Parameter(row.name, keyword, default=row.default, annotation=types[row.name])
-        for row in ROWS
-    ]
+    for row in rows:
+        hint = _HINTS[row.name].__forward_arg__
+        shown.append(inspect.Parameter(row.name, keyword, default=row.default, annotation=hint))
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
+
+
+def documented_with_cache(function: Function) -> Function:
+    """Likewise, of a call with a cache."""
+    return documented(function, CACHE_ROWS)

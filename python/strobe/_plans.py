@@ -17,8 +17,7 @@ import numpy as np
 from . import _arrays, _core
 from ._arrays import Spec, spec_of
 from ._errors import Error, InvalidArgument, Unsupported, error_for_status, renamed
-from ._options import ARRAYS
-from ._problem import Problem, axes_of, in_other_layout, make_problem, take_offsets
+from ._problem import NUMBERS, Problem, in_other_layout, make_problem, take_offsets
 
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
 # slow one.
@@ -36,44 +35,40 @@ def _work(problem: Problem) -> tuple[float, float]:
     elements of the results at most, and sequences to look at).
     """
     fields = {name: float(x) for name, x in problem.fields.items() if not isinstance(x, tuple)}
-    batch, heads = fields["batch"], fields["heads"]
+    batch, heads, backward = fields["batch"], fields["heads"], fields["direction"]
     rows = fields["total_q"] if problem.packed else batch * fields["seqlen_q"]
-    keys = fields["total_k"] if problem.packed else batch * fields["seqlen_k"]
     width = fields["head_dim"] + fields["head_dim_v"]
-    products, written = (5.0, rows + keys) if fields["direction"] else (2.0, rows)
+    products, written = (5.0, rows) if backward else (2.0, rows)
+    if backward:
+        written += fields["total_k"] if problem.packed else batch * fields["seqlen_k"]
     return products * rows * heads * fields["seqlen_k"] * width, batch + heads * width * written
 
 
-def make(
-    backward: bool, arrays: dict[str, Any], options: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], Any, bool, bool, bool]:
-    """(plan, allocators of results, allocator of a workspace or None, whether the library keeps so
-    small a workspace, whether the launch is long, and whether it is short), for `_core`.
-    """
+# (plan, allocators of results, allocator of a workspace or None, whether the library keeps so small
+# a workspace, whether the launch is long, and whether it is short), for `_core`.
+Launch: TypeAlias = tuple[Any, tuple[Any, ...], Any, bool, bool, bool]
+
+
+def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Launch:
+    """How to launch a call whose plan is not known yet."""
     problem = make_problem(backward, arrays, options)
+    dtype = problem.q.dtype
+    if backward:
+        return launch_of(problem, {"q": dtype, "k": dtype, "v": dtype})
+    return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
+
+
+def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
+    """results: their shapes' names, and dtypes; None: not to be made."""
     plan = plan_of(problem)
-    q = problem.q
-    results: tuple[Any, ...]
-    if "out" not in arrays or backward:
-        names = ("q", "k", "v") if backward else ("out",)
-        results = tuple(allocator(problem.shape(name), q.dtype, q) for name in names)
-    else:
-        results = (None,)
-    if not backward:
-        results = (*results, allocator(problem.shape("lse"), "float32", q))
-    size = _core.workspace_bytes(plan)
-    on_cuda = q.device == "cuda"
-    workspace = allocator((size,), "uint8", q) if on_cuda and size else None
+    q, size = problem.q, _core.workspace_bytes(plan)
+    made = tuple(x and allocator(problem.shape(name), x, q) for name, x in results.items())
     flop, written = _work(problem)
-    small = not backward and size <= OWN_WORKSPACE
-    return (
-        plan,
-        results,
-        workspace,
-        small,
-        not on_cuda and flop > LONG,
-        (not on_cuda and flop + written < _SHORT),
-    )
+    if q.device == "cuda":
+        workspace = allocator((size,), "uint8", q) if size else None
+        small = problem.fields["direction"] == 0 and size <= OWN_WORKSPACE
+        return plan, made, workspace, small, False, False
+    return plan, made, None, False, flop > LONG, flop + written < _SHORT
 
 
 # --------------------------------------------------------------------- what a launch makes and asks
@@ -123,41 +118,36 @@ def torch_stream(device_index: int) -> int:
     return address
 
 
-def torch_capturing(device_index: int) -> bool:
-    """Whether PyTorch's current stream of the device is being captured into a graph."""
-    cuda = sys.modules["torch"].cuda
-    if cuda.current_device() == device_index:  # a third of the time of the other way
-        return bool(cuda.is_current_stream_capturing())
-    with cuda.device(device_index):
-        return bool(cuda.is_current_stream_capturing())
-
-
 # ---------------------------------------------------------------------------------- their messages
+
+
+def capacity(paged: bool) -> str:
+    """How many rows a sequence may have in a cache, as the caller knows it."""
+    return "k.shape[1] * block_table.shape[1]" if paged else "k.shape[1]"
 
 
 def _names(problem: Problem) -> dict[str, str]:
     """What the library calls things, as the caller knows them."""
-    names = {
-        axis: f"{name}.shape[{at}] ({axis})"
-        for name in "vkq"
-        for at, axis in enumerate(axes_of(name, problem.packed))
-    }
-    if problem.packed:
-        names["batch"] = "the batch of cu_seqlens_q"
-        names |= {"seqlen_q": "max_seqlen_q", "seqlen_k": "max_seqlen_k"}
-    names |= {
+    names = problem.found | {
         "batch * heads": "batch * heads",
         "window_left": "window[0]",
         "window_right": "window[1]",
         "device_index": "q.device.index",
+        "block_table_stride": "the first stride of block_table",
     }
-    steps = ("batch", "seqlen", "head", "dim")[int(problem.packed) :]
+    if problem.packed:
+        names["batch"] = "the batch of cu_seqlens_q"
+        names |= {"seqlen_q": "max_seqlen_q", "seqlen_k": "max_seqlen_k"}
+    if "cache" in problem.fields:
+        names["seqlen_k"] = capacity(problem.fields["cache"] == 2)
     for name, spec in problem.tensors.items():
+        steps = ("batch", "seqlen", "head", "dim")[4 - len(spec.shape) :]
         for axis, step in enumerate(steps):
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.
     equal = {f"{name} =": f"{known} =" for name, known in names.items()}
-    return equal | {f"has_{name} = 1": f"{name} given" for name in ARRAYS}
+    equal |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
+    return equal | {f"has_{name} = 1": f"{name} given" for name in NUMBERS}
 
 
 # Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.
@@ -176,7 +166,7 @@ def plan_of(problem: Problem) -> Any:
         return _core.make_plan(problem.fields)
     except Error as error:
         text = renamed(str(error), _names(problem))
-        if isinstance(error, InvalidArgument):
+        if isinstance(error, InvalidArgument) and "cache" not in problem.fields:
             text += _other_layout(problem)
         raise type(error)(text) from None
 
@@ -234,7 +224,7 @@ def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
 def longest(name: str, array: Any) -> int:
     """The longest sequence of an array of cumulative lengths, where the caller does not say it."""
     spec = spec_of(name, array)
-    take_offsets(Problem({}, True, spec, {}, {}), name, spec)
+    take_offsets(Problem({}, True, spec), name, spec)
     if spec.device != "cpu" or isinstance(array, Spec) or spec.kind is _arrays.DESCRIBED:
         raise InvalidArgument(
             f"max_seqlen_{name[-1]} = None, expected an integer: "

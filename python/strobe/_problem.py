@@ -5,7 +5,7 @@ needs several arrays. A message names the argument, what was got and what was wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ._arrays import Spec, spec_of
@@ -17,6 +17,8 @@ from ._values import integer
 DTYPE_CODES: Final[dict[str, int]] = {"float32": 0, "bfloat16": 1, "float16": 2}
 # strobe_alibi of include/strobe/strobe.h, by the dimensions of the slopes
 ALIBI_CODES: Final = {1: 1, 2: 2}
+# Arrays of one number for each sequence; the last three go with a cache.
+NUMBERS: Final = (*ARRAYS, "cache_batch_idx", "leftpad", "rotary_position")
 
 _HEADS_AND_ROWS: Final = ({"heads", "seqlen"}, {"heads", "total"})
 
@@ -41,8 +43,24 @@ class Problem:
     fields: dict[str, Any]  # of strobe_problem
     packed: bool
     q: Spec
-    sizes: dict[str, int]  # of axes, by name
-    tensors: dict[str, Spec]  # those that have strides in the problem
+    sizes: dict[str, int] = field(default_factory=dict)  # of axes, by name
+    found: dict[str, str] = field(default_factory=dict)  # where: "q.shape[0] (batch)"
+    tensors: dict[str, Spec] = field(default_factory=dict)  # those with strides in the problem
+
+    @classmethod
+    def begin(cls, specs: dict[str, Spec], packed: bool, options: dict[str, Any]) -> Problem:
+        """What the options say, and q's dtype and place."""
+        q = specs["q"]
+        check_float(q)
+        fields = options | {
+            "dtype": DTYPE_CODES[q.dtype],
+            "device": int(q.device == "cuda"),
+            "device_index": q.device_index,
+        }
+        fields["window_left"], fields["window_right"] = fields.pop("window")
+        if fields["scale"] is None:
+            del fields["scale"]
+        return cls(fields, packed, q)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of q, k, v, out, lse or a gradient."""
@@ -98,6 +116,26 @@ class Problem:
                     + _swapped(name, spec, wanted, axes)
                 )
         self.sizes.update(zip(axes, spec.shape, strict=True))
+        for axis, size in enumerate(axes):
+            self.found.setdefault(size, f"{name}.shape[{axis}] ({size})")
+
+    def take_more(self, specs: dict[str, Spec]) -> None:
+        """Checks the slopes, and the arrays of one number for each sequence."""
+        fields, of = self.fields, "cu_seqlens_q" if self.packed else "q"
+        # The library reads 0 in these two as "not given"; here they are given.
+        if fields["heads_kv"] == 0 and fields["heads"] != 0:
+            axis = len(specs["k"].shape) - 2
+            raise InvalidArgument(f"k.shape[{axis}] = 0, expected at least 1 (heads_kv)")
+        if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
+            axis = len(specs["v"].shape) - 1
+            raise InvalidArgument(f"v.shape[{axis}] = 0, expected 1 to 256 (head_dim_v)")
+        if "alibi_slopes" in specs:
+            take_alibi(self, specs["alibi_slopes"])
+        for name in NUMBERS:
+            if name in specs:
+                words = "one number for each sequence"
+                self.take_packed(name, specs[name], ("batch",), of, "int32", words)
+                fields[f"has_{name}"] = 1
 
 
 def check_ndim(name: str, spec: Spec, axes: tuple[str, ...]) -> None:
@@ -148,26 +186,16 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     arrays contradict each other. The library checks the rest.
     """
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
-    q = specs["q"]
     packed = "cu_seqlens_q" in specs or "cu_seqlens_k" in specs
     for name in "qkv":  # first of all, as it is here that arrays of another layout show
         check_ndim(name, specs[name], axes_of(name, packed))
-    check_float(q)
-    fields = options | {
-        "direction": int(backward),
-        "dtype": DTYPE_CODES[q.dtype],
-        "device": int(q.device == "cuda"),
-        "device_index": q.device_index,
-        "has_dlse": int("dlse" in specs),
-    }
-    fields["window_left"], fields["window_right"] = fields.pop("window")
-    if fields["scale"] is None:
-        del fields["scale"]
+    problem = Problem.begin(specs, packed, options)
+    fields = problem.fields
+    fields |= {"direction": int(backward), "has_dlse": int("dlse" in specs)}
     longest = {name: fields.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")}
-    problem = Problem(fields, packed, q, {}, {})
     if packed:
         _take_offsets(problem, specs)
-    problem.take("q", q, "cu_seqlens_q")
+    problem.take("q", specs["q"], "cu_seqlens_q")
     problem.take("k", specs["k"], "q")
     problem.take("v", specs["v"], "k")
     fields |= problem.sizes
@@ -182,19 +210,7 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
                 f"{name} = {shown(value)}, expected None: it belongs to cu_seqlens_q and "
                 "cu_seqlens_k"
             )
-    # The library reads 0 in these two as "not given"; here they are given.
-    if fields["heads_kv"] == 0 and fields["heads"] != 0:
-        raise InvalidArgument(f"k.shape[{len(q.shape) - 2}] = 0, expected at least 1 (heads_kv)")
-    if fields["head_dim_v"] == 0 and fields["head_dim"] != 0:
-        raise InvalidArgument(f"v.shape[{len(q.shape) - 1}] = 0, expected 1 to 256 (head_dim_v)")
-    if "alibi_slopes" in specs:
-        take_alibi(problem, specs["alibi_slopes"])
-    for name in ARRAYS:
-        if name in specs:
-            of = "cu_seqlens_q" if packed else "q"
-            words = "one number for each sequence"
-            problem.take_packed(name, specs[name], ("batch",), of, "int32", words)
-            fields[f"has_{name}"] = 1
+    problem.take_more(specs)
     for name in ("dout", "out"):
         if name in specs:
             problem.take(name, specs[name], "q and v")

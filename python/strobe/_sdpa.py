@@ -260,6 +260,8 @@ def judge_any(*args: Any, **kwargs: Any) -> tuple[Verdict, Blocks | None]:
 
 
 def _describe(attn_mask: Any) -> str:
+    if is_causal_bias(attn_mask):  # before PyTorch 2.5 it has no shape
+        return f"{attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys"
     return f"a {type(attn_mask).__name__} {tuple(attn_mask.shape)} {attn_mask.dtype}"
 
 

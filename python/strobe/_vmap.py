@@ -48,11 +48,13 @@ def _fold_options(
     return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
 
 
-def vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
+def vmap_over(operator: Any, query: int) -> Any:
     """A vmap rule that makes the vmapped dimension a part of the batch.
 
-    operator: its first `tensors` arguments are (batch, ...); query: which of them is q.
+    query: which argument of the operator is q. (batch, ...) are q, k and v of the forward, where it
+    is 0, and dout, dlse, q, k, v, out and lse of the backward, where it is 2.
     """
+    tensors = 3 if query == 0 else 7
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         size = info.batch_size
@@ -66,6 +68,6 @@ def vmap_over(operator: Any, tensors: int, results: int, query: int) -> Any:
             arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
         )
         found = operator(*folded, *options)
-        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * results
+        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * len(found)
 
     return rule

@@ -20,6 +20,7 @@ import strobe
 from cases import DTYPES, Case, Inputs
 
 torch = pytest.importorskip("torch")
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from strobe import flash_attn  # noqa: E402
 from strobe.flash_attn import (  # noqa: E402
@@ -337,7 +338,7 @@ def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
     out = block(q, k, v)
     wanted = torch.autograd.grad(out.sum(), (q, k, v))
     torch.manual_seed(1)
-    again = torch.utils.checkpoint.checkpoint(block, q, k, v, use_reentrant=use_reentrant)
+    again = checkpoint(block, q, k, v, use_reentrant=use_reentrant)
     again.sum().backward()
     assert torch.equal(out, again)
     for x, gradient in zip((q, k, v), wanted, strict=True):

@@ -1,10 +1,10 @@
-"""info, plan, why, `python -m strobe.info`, and what import refuses."""
+"""info, plan, why, `python -m strobe`, and what import refuses."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -55,14 +55,14 @@ def test_info() -> None:
 
 
 def test_info_on_the_command_line() -> None:
-    result = python("-m", "strobe.info")
+    result = python("-m", "strobe")
     assert result.returncode == 0
     assert result.stderr == ""
     assert result.stdout == f"{strobe.info()}\n"
 
 
 def test_info_of_a_forced_instruction_set() -> None:
-    result = python("-m", "strobe.info", STROBE_CPU_ISA="portable")
+    result = python("-m", "strobe", STROBE_CPU_ISA="portable")
     assert re.search(r"^cpu isa +portable ", result.stdout, re.MULTILINE), (
         result.stdout + result.stderr
     )
@@ -70,7 +70,7 @@ def test_info_of_a_forced_instruction_set() -> None:
         if kernel.name not in ("cpu_portable",):
             assert re.search(rf"{kernel.name} +unavailable: ", result.stdout)
     # One that does not exist: import and info still work, and say so.
-    result = python("-m", "strobe.info", STROBE_CPU_ISA="mmx")
+    result = python("-m", "strobe", STROBE_CPU_ISA="mmx")
     assert result.returncode == 0, result.stderr
     assert "STROBE_CPU_ISA = mmx, expected one that this CPU and build have" in result.stdout
     program = "import numpy, strobe; x = numpy.ones((1, 2, 1, 8), 'f'); strobe.attention(x, x, x)"
@@ -80,11 +80,19 @@ def test_info_of_a_forced_instruction_set() -> None:
     assert "STROBE_CPU_ISA = mmx" in result.stderr
 
 
-def test_the_info_module_can_still_be_called() -> None:
-    program = "import strobe; import strobe.info; assert strobe.info() == strobe.info.info()"
+def test_a_free_threaded_python_is_refused() -> None:
+    """Before the extension is loaded, whose objects are laid out otherwise."""
+    program = "import sys; sys.abiflags += 't'; import strobe"
     result = python("-c", program)
-    assert (result.returncode, result.stderr) == (0, "")
-    importlib.import_module("strobe.functional")
+    assert result.returncode == 1
+    assert "ImportError: strobe: free-threaded Python is not supported" in result.stderr
+
+
+def test_no_public_name_is_a_function_and_a_module() -> None:
+    """Type checkers take what is both for the module once it has been imported by name."""
+    modules = {module.name for module in pkgutil.iter_modules(strobe.__path__)}
+    assert "functional" in modules
+    assert modules.isdisjoint(strobe.__all__)
 
 
 def test_plan_and_why(rng: np.random.Generator) -> None:

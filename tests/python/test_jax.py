@@ -4,12 +4,13 @@ JAX's transformations.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,25 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.parametrize("platform", sorted({"cpu", jax.default_backend()}))
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str) -> None:
-    inputs = CASES[name].make(np.random.default_rng(3))
+def test_against_float64(name: str, platform: str) -> None:
+    case = CASES[name]
+    if platform != "cpu" and "dropout_p" in case.options:
+        pytest.skip("dropout is on the CPU alone")
+    if platform != "cpu" and case.dtype == "float32":
+        case = dataclasses.replace(case, dtype="bfloat16")
+    inputs = case.make(np.random.default_rng(3))
     inputs.poison_unused()
-    forward, gradients = call(inputs)
+    with jax.default_device(jax.devices(platform)[0]):
+        forward, gradients = call(inputs)
+    assert {device.platform for device in forward[0].devices()} == {platform}
     assert forward[0].dtype == inputs.q.dtype
     assert forward[1].dtype == np.float32
     inputs.check_forward(*numpy(forward))

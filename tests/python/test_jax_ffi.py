@@ -20,6 +20,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 import strobe.jax  # noqa: E402
+from test_jax import on_the_cpu  # noqa: E402, F401 - a fixture
 
 attention: Any = strobe.jax.attention
 ROOT = Path(__file__).resolve().parents[2]
@@ -333,14 +334,16 @@ def test_the_cuda_handler_as_far_as_the_cpu_goes(old: bool) -> None:
 
 LAYOUT = """
 #include <cstddef>
+#include <type_traits>
 #include "xla/ffi/api/c_api.h"
 #include "core/xla_ffi.h"
 using namespace strobe_python::xla;
 #define SAME(ours, a, theirs, b) \\
   static_assert(offsetof(ours, a) == offsetof(theirs, b)); \\
   static_assert(sizeof(ours::a) == sizeof(theirs::b));
-SAME(Extension, type, XLA_FFI_Extension_Base, type)
-SAME(Extension, next, XLA_FFI_Extension_Base, next)
+using Theirs = std::remove_pointer_t<decltype(XLA_FFI_Api_Version::extension_start)>;  // two names
+SAME(Extension, type, Theirs, type)
+SAME(Extension, next, Theirs, next)
 SAME(ApiVersion, extensions, XLA_FFI_Api_Version, extension_start)
 SAME(ApiVersion, major, XLA_FFI_Api_Version, major_version)
 SAME(ApiVersion, minor, XLA_FFI_Api_Version, minor_version)

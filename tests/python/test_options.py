@@ -83,7 +83,16 @@ def test_every_option_of_the_table_is_here() -> None:
         assert {*WRITTEN_OUT.values(), *NAMES} <= set(arguments)
     arguments = inspect.signature(strobe.attention).parameters
     assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {"dlse", "deterministic"}
-    assert list(_options.CallOptions.__annotations__) == NAMES
+    assert set(_options.CallOptions.__annotations__) == set(NAMES)
+
+
+def test_every_option_of_a_call_with_a_cache_is_here() -> None:
+    rows = [row.name for row in _options.CACHE_ROWS]
+    assert set(_options.CacheOptions.__annotations__) == set(rows)
+    arguments = inspect.signature(strobe.attention_with_kvcache).parameters
+    assert list(arguments) == ["q", "k", "v", "out", "out_dtype", "return_lse", *rows]
+    cache_arrays = re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.MULTILINE)
+    assert {*_options.ARRAYS, *cache_arrays} < set(rows)
 
 
 def test_the_tables_defaults_are_the_problems() -> None:
@@ -218,6 +227,13 @@ def test_unknown_options_are_refused_as_python_does() -> None:
     for function in functions:
         with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword"):
             function(inputs.q, inputs.k, inputs.v, attention_chunks=4)
+    with_cache: Any = strobe.attention_with_kvcache
+    for name in ("attention_chunks", "dropout_p", "cu_seqlens_k", "max_seqlen_k", "dout", "lse"):
+        with pytest.raises(TypeError, match=rf"attention_with_kvcache\(\) got .* {name!r}"):
+            with_cache(inputs.q, inputs.k, inputs.v, **{name: None})
+    for name in ("block_table", "rotary_interleaved", "leftpad", "dout", "lse"):
+        with pytest.raises(TypeError, match=rf"attention\(\) got an unexpected .* {name!r}"):
+            functions[0](inputs.q, inputs.k, inputs.v, **{name: None})
 
 
 def test_plan_and_why_know_them() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 import strobe
-from strobe.info import Info
+from strobe import Info
 
 Floats = npt.NDArray[np.float32]
 

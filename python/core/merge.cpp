@@ -1,62 +1,9 @@
-// Calls whose keys and values lie in a cache, and the merging of partial results.
+// The merging of partial results.
 #include "call.h"
 
 namespace strobe_python {
 
 namespace {
-
-// The arrays of attention_with_kvcache, in the order of its arguments.
-constexpr Slot kArrays[] = {kQ,
-                            kK,
-                            kV,
-                            kOut,
-                            kArray_seqused_k,
-                            kBlockTable,
-                            kArray_cache_batch_idx,
-                            kArray_leftpad,
-                            kKNew,
-                            kVNew,
-                            kCuKNew,
-                            kRotaryCos,
-                            kRotarySin,
-                            kArray_rotary_position,
-                            kCuQ,
-                            kArray_seqused_q,
-                            kArray_q_position,
-                            kArray_prefix,
-                            kAlibi};
-constexpr int kGiven = sizeof kArrays / sizeof *kArrays;
-
-PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != kGiven + 11) {
-    PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", kGiven + 11, count);
-    return nullptr;
-  }
-  Call call(false);
-  call.cached = true;
-  for (int i = 0; i < kGiven; ++i) {
-    if (i < 3 && a[i] == Py_None) {
-      raise_error("InvalidArgument",
-                  std::string(kSlotNames[kArrays[i]]) + " = None, expected an array");
-      return nullptr;
-    }
-    if (!call.give(kArrays[i], a[i])) return nullptr;
-  }
-  const auto* b = a + kGiven;
-  if (!call.give_length(0, b[0]) || !to_flag("causal", b[1], &call.causal) ||
-      !call.give_window(b[2]) ||
-      (b[3] != Py_None && (call.has_scale = true, !to_real("scale", b[3], &call.scale))) ||
-      !to_real("softcap", b[4], &call.softcap) ||
-      !to_integer("attention_chunk", b[5], 64, &call.chunk) ||
-      !to_flag("rotary_interleaved", b[6], &call.rotary_interleaved) ||
-      !to_flag("float_out", b[7], &call.float_out) ||
-      !to_flag("batch_invariant", b[8], &call.batch_invariant) ||
-      !to_integer("threads", b[9], 32, &call.threads) || !call.find_lengths() ||
-      !call.find_threads() || !to_flag("return_lse", b[10], &call.wants_lse) || !call.run())
-    return nullptr;
-  if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
-  return Py_BuildValue("(OO)", call.result(0), call.result(1));
-}
 
 // Strides of (batch, seqlen, heads, dim) from axis `first` on; packed arrays have no batch.
 strobe_strides strides_of(const Tensor& tensor, int first, bool packed) {
@@ -151,8 +98,7 @@ PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
 
 }  // namespace
 
-PyMethodDef cache_methods[] = {
-    method<kvcache>("kvcache", METH_FASTCALL, "attention_with_kvcache, with every argument."),
+PyMethodDef merge_methods[] = {
     method<merge>("merge", METH_FASTCALL, "Merges partial results into given arrays."),
     {nullptr, nullptr, 0, nullptr}};
 
