@@ -17,10 +17,15 @@ class Decode:
     """One launch: `run()`, as often as one likes, on the stream that is current when this is made.
 
     q and out: [batch, seqlen_q, heads, head_dim]. k, v: the cache [batch, capacity, heads_kv, head_dim], or with a
-    table (int32 [batch, pages_per_sequence]) its pages, with any strides. used: int32 [batch], the keys in use.
+    table (int32 [batch, pages_per_sequence]) its pages, with any strides. used: int32 [batch], the keys in use. new:
+    (k_new, v_new), [batch, seqlen_new, heads_kv, head_dim], which follow those; rotary: (cos, sin), [positions,
+    rotary_dim / 2], contiguous.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0) -> None:
+    def __init__(
+        self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0,
+        new: tuple[Any, Any] = (None, None), rotary: tuple[Any, Any] = (None, None),
+    ) -> None:
         import torch
 
         p = capi.new_problem()
@@ -34,7 +39,13 @@ class Decode:
         else:
             p.cache, p.pages, p.page_size, p.pages_per_sequence = 2, k.shape[0], k.shape[1], table.shape[1]
             p.seqlen_k = k.shape[1] * table.shape[1]
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        strided = {"q": q, "k": k, "v": v, "out": out}
+        if new[0] is not None:
+            p.append, p.seqlen_new = 1, new[0].shape[1]
+            strided |= {"k_new": new[0], "v_new": new[1]}
+        if rotary[0] is not None:
+            p.rotary_rows, p.rotary_dim = rotary[0].shape[0], 2 * rotary[0].shape[1]
+        for name, tensor in strided.items():
             strides = getattr(p, name)
             strides.batch, strides.seqlen, strides.head, strides.dim = tensor.stride()
         self.plan = capi.make_plan(p)
@@ -43,7 +54,9 @@ class Decode:
         workspace = torch.empty(size + 64, dtype=torch.uint8, device=q.device)
         args = capi.ForwardArgs()
         args.struct_size = ctypes.sizeof(args)
-        self.keep = {"q": q, "k": k, "v": v, "out": out, "seqused_k": used, "block_table": table}
+        self.keep = {
+            **strided, "seqused_k": used, "block_table": table, "rotary_cos": rotary[0], "rotary_sin": rotary[1]
+        }  # fmt: skip
         for name, tensor in self.keep.items():
             setattr(args, name, None if tensor is None else tensor.data_ptr())
         args.workspace, args.workspace_bytes = -(-workspace.data_ptr() // 64) * 64, size

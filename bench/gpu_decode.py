@@ -3,6 +3,8 @@ by its ratio to cuDNN in a table of another run.
 
     make gpu-bench ARGS="--sections decode --decode-peers ../shared/peers/h200_decode.csv"
 
+"appends": Strobe with a new key for each sequence, which is turned as the queries are, in the same launch.
+
 K and V of so many layers that L2 holds none of them when its turn comes again are read in turn inside one CUDA graph;
 microseconds are of one layer's call, the median of the rounds, everybody in turns. Bytes: of the keys and values in use.
 The machine's copy rate (bytes read and written) is measured in the same run.
@@ -64,6 +66,11 @@ DENSE = (
     (16, 8192, 32, 32, 128), (32, 8192, 8, 1, 256), (32, 4096, 64, 8, 64), (16, 4096, 16, 16, 256),
 )  # fmt: skip
 RAGGED = Row(64, 14196, 32, 8, 128, ragged=True)
+# Those that are also timed with a new key for each sequence and rotary embedding ("appends").
+APPENDING = {
+    *(Row(*shape) for shape in DENSE[:2]), Row(16, 4096, 32, 8, 128), Row(64, 8192, 32, 8, 128), RAGGED,
+    Row(1, 1024, 32, 8, 128, page=16), Row(16, 4096, 32, 8, 128, page=16), Row(64, 8192, 32, 8, 128, page=16),
+}  # fmt: skip
 
 
 def rows() -> list[Row]:
@@ -120,8 +127,20 @@ class Layers:
             self.table = pools[0][0][1]
             self.pools = [(k[0], v[0]) for k, v in pools]
 
-    def strobe(self) -> tuple[Callable[[], None], str]:
-        launches = [Decode(self.q, k, v, self.used, self.out, self.table) for k, v in self.pools]
+    def strobe(self, appends: bool = False) -> tuple[Callable[[], None], str]:
+        """appends: the last key of each sequence is new, and it and the queries are turned over their whole length."""
+        import torch
+
+        more: dict[str, Any] = {}
+        used, out = self.used, self.out
+        if appends:
+            kind = {"device": "cuda", "dtype": torch.bfloat16}
+            shape = (self.row.batch, 1, self.row.heads_kv, self.row.head_dim)
+            tables = (self.row.seqlen_k + self.row.seqlen_q, self.row.head_dim // 2)
+            used, out = self.used - 1, torch.empty_like(self.out)
+            more = {"new": tuple(torch.randn(shape, **kind) for _ in range(2)),
+                    "rotary": tuple(torch.randn(tables, **kind) for _ in range(2))}  # fmt: skip
+        launches = [Decode(self.q, k, v, used, out, self.table, **more) for k, v in self.pools]
 
         def run() -> None:
             for launch in launches:
@@ -186,6 +205,9 @@ def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
     if not point["error"] < 0.02:
         raise AssertionError(f"out is off by {point['error']:g}: not worth timing")
     calls: dict[str, Callable[[], Any]] = {"strobe": strobe}
+    if row in APPENDING:
+        calls["appends"], _ = layers.strobe(appends=True)
+        calls["appends"]()
     # With several queries a cache is read under a causal mask as well as without one: the time is that of reading.
     if not row.ragged and not row.page:
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
@@ -210,7 +232,7 @@ def add_fa3(points: dict[Row, dict[str, Any]], known: dict[Row, dict[str, float]
             us["fa3"] = fa3 * ours / theirs
         elif fa3:
             us["fa3"] = fa3 * TABLE_COPY / copy
-        peers = [t for name, t in us.items() if name not in ("strobe", "best")]
+        peers = [t for name, t in us.items() if name not in ("strobe", "appends", "best")]
         if peers:
             us["best"] = min(peers)
 
@@ -250,7 +272,7 @@ def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[s
         torch.cuda.empty_cache()
         add_fa3(points, known, copy)
         us = points[row]["us"]
-        cells = "".join(f"  {n} {us[n]:7.1f} ({us[n] / us['strobe']:.2f})" for n in ("fa2", "cudnn", "fa3", "best") if n in us)
+        cells = "".join(f"  {n} {us[n]:7.1f} ({us[n] / us['strobe']:.2f})" for n in ("appends", "fa2", "cudnn", "fa3", "best") if n in us)
         print(f"{row.batch:4} x {row.seqlen_k:6} {row.heads:3}/{row.heads_kv:<2} {row.head_dim:3} q {row.seqlen_q:2} page {row.page:3}"
               f"{' ragged' if row.ragged else '':7}  {us['strobe']:7.1f} us {row.bytes / us['strobe'] * 1e-6:5.2f} TB/s{cells}", flush=True)  # fmt: skip
     done = list(points.values())

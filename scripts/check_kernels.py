@@ -77,7 +77,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"\d(forward|backward|decode)_kernelI.*?((?:Lb[01]E)*)(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
+        main = re.search(r"\d(forward|backward|decode)_kernelI.*?((?:Lb[01]E)*)(?:NS\d*_\d+WithoutChunksI)?(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
         if not main:
             return None
         variants = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}

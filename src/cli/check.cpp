@@ -397,7 +397,6 @@ int Check(const CheckOptions& options) {
                                             {"KV cache, new keys", false, true},
                                             {"KV cache in pages, new keys", true, true}}) {
     const CachedSpec spec = {.device = options.device, .paged = paged, .append = append};
-    if (cuda && append) continue;  // declined, while kCacheUpdates (cuda/host/rows.h) is false
     run(
         name,
         [&](Random* random, Outcome* outcome) { RunCachedCase(spec, random, threads, outcome); },

@@ -93,6 +93,7 @@ struct CachedSequences : Sequences {
   int32_t total_new;    // packed: new keys of all sequences
   int32_t rotary_dim, rotary_rows;
   bool rotary_interleaved;
+  bool cuts_lengths;  // used_k out of range is cut, as without a cache
 
   STROBE_INLINE constexpr CachedSequence sequence(int64_t b) const {
     CachedSequence s{};
@@ -103,12 +104,14 @@ struct CachedSequences : Sequences {
       s.new_row = cut(cu_new[b], 0, total_new);
       count = cut(cu_new[b + 1], s.new_row, total_new) - s.new_row;
     }
-    const int64_t used = used_k ? used_k[b] : seqlen_k;  // with the left pad, as the caller counts
+    int64_t used = used_k ? used_k[b] : seqlen_k;  // with the left pad, as the caller counts
+    if (cuts_lengths) used = cut(used, 0, seqlen_k);
     s.keys = {entries ? entries[b] : b, table ? table + b * table_stride : nullptr, page_size, pool,
               leftpad ? leftpad[b] : 0};
     s.new_begin = used - s.keys.first;
     s.rotary_start = rotary_position ? rotary_position[b] : s.new_begin;
-    const int64_t length_q = used_q_of(b, s.rows_q);
+    // Of more queries than the plan knows of, the first ones: its workspace has room for no others.
+    const int64_t length_q = used_q_of(b, cu_q ? cut(s.rows_q, 0, seqlen_q) : s.rows_q);
     s.in_range = 0 <= s.keys.first && s.keys.first <= used && used + count <= seqlen_k &&
                  count <= rows_new && 0 <= s.keys.entry && s.keys.entry < cache_batch &&
                  (rotary_dim == 0 || rotary_in_range(s.rotary_start, length_q, count));
@@ -120,9 +123,18 @@ struct CachedSequences : Sequences {
     return s;
   }
 
-  /// Position of query i in the rotary tables: queries move on where the mask looks at positions.
-  STROBE_INLINE constexpr int64_t query_rotation(const CachedSequence& s, int64_t i) const {
-    return s.rotary_start + (queries_move() ? i : 0);
+  /// The same sequences, of which it is known that there are no chunks: what divides by them is not
+  /// compiled.
+  STROBE_INLINE constexpr CachedSequences without_chunks() const {
+    CachedSequences s = *this;
+    s.rule.attention_chunk = 0;
+    return s;
+  }
+
+  /// Position of query i in the rotary tables, of a sequence with this rotary_start: queries move
+  /// on where the mask looks at positions.
+  STROBE_INLINE constexpr int64_t query_rotation(int64_t rotary_start, int64_t i) const {
+    return rotary_start + (queries_move() ? i : 0);
   }
   STROBE_INLINE constexpr bool queries_move() const { return !rule.hides_nothing(); }
 

@@ -33,7 +33,7 @@ STROBE_SIMD void load_query_rows(const ForwardContext& c, const Sequence& sequen
   if (c.problem.rotary_dim == 0) return;
   const CachedSequence cached = c.sequences.sequence(sequence.batch);
   for (int64_t i = queries.begin; i < queries.end; ++i, to += stride) {
-    rotate_row(c, c.sequences.query_rotation(cached, i), to);
+    rotate_row(c, c.sequences.query_rotation(cached.rotary_start, i), to);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "emulated_launch.h"
 #include "environment.h"
 #include "run_time.h"
+#include "runner.h"
 
 namespace strobe_test {
 namespace {
@@ -36,6 +37,8 @@ CacheCase DrawCase(uint64_t seed) {
     CacheCase c = GenerateCacheCase(seed + (again << 32));
     if (c.dtype == DType::kFloat32) continue;
     if (seed % 16 == 0 && c.most_rows < 300) continue;
+    const bool updates = c.append != STROBE_APPEND_NONE || c.rotary_dim > 0;
+    if (updates && std::max(c.head_dim, c.head_dim_v) > strobe::cuda::kWidestUpdate) continue;
     return c;
   }
 }
@@ -82,6 +85,43 @@ TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
     ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
                   << "\n"
                   << ToString(c);
+  }
+}
+
+// Few queries on whole tensors, dense and packed, go the same way: the planner takes their keys for
+// a cache.
+TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
+  int tried = 0;
+  for (uint64_t seed = 40000; tried < static_cast<int>(kCases) / 4; ++seed) {
+    const Case c = GenerateCase(seed);
+    if (c.dtype == DType::kFloat32 || c.dropout_p > 0 || c.longest_q() > 40) continue;
+    if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
+    ++tried;
+    DrawMachine(seed, {});
+    strobe::emulator::machine().forced_row = "decode_";
+    Fixture f(c);
+    strobe_forward_args args = f.ForwardArgs();
+    const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(
+        f.MakeProblem(STROBE_FORWARD), args);
+    ASSERT_EQ(launched, STROBE_OK) << "seed " << seed << "\n" << ToString(c);
+    ASSERT_EQ(CompareForward(f), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+
+// A longest packed sequence that is longer than the problem says: its first queries are computed,
+// and nothing is written where the plan has no room.
+TEST(EmulatedDecode, MoreQueriesThanThePlanKnowsOfAreLeftOut) {
+  int tried = 0;
+  for (uint64_t seed = 70000; tried < 12; ++seed) {
+    const CacheCase c = DrawCase(seed);
+    if (!c.varlen || c.longest_queries() < 8) continue;
+    ++tried;
+    DrawMachine(seed, c);
+    CacheFixture f(c);
+    strobe_problem p = f.Problem();
+    p.seqlen_q = 1;
+    strobe_forward_args args = f.Args();
+    ASSERT_EQ(ThroughTheEmulator()(p, args), STROBE_OK) << "seed " << seed << "\n" << ToString(c);
   }
 }
 

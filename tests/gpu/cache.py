@@ -3,7 +3,7 @@
     python tests/gpu/cache.py                             random problems, by the kernels that the planner chooses
     python tests/gpu/cache.py --count 5000 --first 1000   some of them
     python tests/gpu/cache.py --hostile                   numbers out of range among them
-    python tests/gpu/cache.py --graph 100                 one captured launch with as many sets of lengths and tables
+    python tests/gpu/cache.py --graph 100                 captured launches with as many sets of lengths and tables
     python tests/gpu/cache.py --device cpu                the CPU library
     python tests/gpu/cache.py --plain --device cpu        the test itself: tensor operations stand for the library
 
@@ -18,6 +18,7 @@ import argparse
 import collections
 import copy
 import ctypes
+import itertools
 import math
 import random
 import sys
@@ -180,9 +181,12 @@ def check(t: Tensors, before: list[torch.Tensor]) -> None:
             continue
         q, (k, v) = t.turned_queries(b), gathered(t, b)
         ref, ref_lse = t.attention(b, q, k, v, torch.float64)
-        near, near_lse = t.attention(b, q.to(t.c.dtype), k, v, t.c.dtype)
-        check_close(f"out of sequence {b}", out[:n], ref, [near])
-        check_close(f"lse of sequence {b}", lse[:, :n], ref_lse, [near_lse])
+        near = [t.attention(b, q.to(t.c.dtype), k, v, t.c.dtype)]
+        if t.c.rotary_dim:  # turned queries are rounded: one way of rounding is too few where there are few rows
+            rounded = [st.rounded_at_random(q, t.c.dtype, t.generator) for _ in range(4)]
+            near += [t.attention(b, x, k, v, torch.float32) for x in rounded]
+        check_close(f"out of sequence {b}", out[:n], ref, [x for x, _ in near])
+        check_close(f"lse of sequence {b}", lse[:, :n], ref_lse, [x for _, x in near])
     for storage in (t.out_storage, t.lse_storage):
         assert bool(storage[:ZONE].isnan().all() and storage[-ZONE:].isnan().all()), "a red zone was written"
 
@@ -210,19 +214,22 @@ def run(c: CacheCase, device: str, plain: bool, hostile: int | None = None) -> s
 
 
 def run_graph(seed: int, sets: int, device: str) -> str:
-    """One captured launch, replayed with other lengths and tables: the plan knows none of them. With new keys in each
-    replay where a kernel takes them, and without."""
-    ran = [run_captured(seed, sets, device, append) for append in (NONE, DENSE)]
+    """One captured launch, replayed with other lengths and tables: the plan knows none of them. Without new keys, with
+    as many in each replay, and with packed ones of other numbers; turned and not."""
+    ran = [run_captured(seed, sets, device, *kind) for kind in itertools.product((NONE, DENSE, PACKED), (False, True))]
     return " and ".join(sorted(set(ran)))
 
 
-def run_captured(seed: int, sets: int, device: str, append: int) -> str:
+def run_captured(seed: int, sets: int, device: str, append: int, turned: bool) -> str:
     first = next(
-        c for c in (draw(s, [torch.bfloat16], 1500) for s in range(seed, seed + 1000))
+        c for c in (draw(s, [torch.bfloat16], 1500) for s in range(seed, seed + 10000))
         if c.paged and c.columns > 2 and c.append == append and "seqused_k" in c.given and c.batch > 1
-        and not c.rotary_dim and c.total
+        and bool(c.rotary_dim) == turned and c.total and (c.longest_new or not c.append)
     )  # fmt: skip
     first.entries = first.batch * first.columns + 3  # pages for every set of lengths
+    if turned:
+        first.rotary_rows = first.most_rows + first.longest + first.longest_new
+    new_rows = [s.added for s in first.sequences]
     t = Tensors(first, device)
     try:
         launch = Launch(t)
@@ -238,10 +245,14 @@ def run_captured(seed: int, sets: int, device: str, append: int) -> str:
         launch.run()
     r = random.Random(seed)
     for n in range(sets):
-        for s in first.sequences:
+        if append == PACKED:
+            r.shuffle(new_rows)  # as many in all, and no longer ones: the plan knows both numbers
+        for s, s.added in zip(first.sequences, new_rows, strict=True):
             s.used = r.choice((0, r.randint(0, first.most_rows - s.added), first.most_rows - s.added))
             s.leftpad = r.randint(0, s.used) if "leftpad" in first.given else 0
             s.q_position, s.prefix = r.randint(0, s.keys), r.randint(0, s.keys)
+            own = "rotary_position" in first.given
+            s.rotary_position = r.randint(0, first.most_rows) if own else s.used - s.leftpad
         pages = r.sample(range(first.entries), first.entries)
         for s in first.sequences:
             held = math.ceil((s.used + s.added) / first.rows)

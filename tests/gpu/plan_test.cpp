@@ -165,19 +165,53 @@ TEST(CudaPlan, KeysInACacheHaveAKernelOnEveryDevice) {
 }
 
 TEST(CudaPlan, WhatTheDecodeKernelDoesNotDoIsDeclined) {
-  if (kCacheUpdates) GTEST_SKIP() << "this build appends and turns";
   Plan plan;
-  AttentionProblem append = paged_problem(STROBE_BFLOAT16, 128);
+  AttentionProblem append = paged_problem(STROBE_BFLOAT16, 136);
   append.append = STROBE_APPEND_DENSE, append.seqlen_new = 1;
   Status s = plan_for(append, device(90), plan);
   EXPECT_FALSE(s.ok());
-  EXPECT_NE(std::string(s.text()).find("append = 1, expected 0"), std::string::npos) << s.text();
-  AttentionProblem rotary = paged_problem(STROBE_BFLOAT16, 128);
+  EXPECT_NE(
+      std::string(s.text()).find("= 136, expected at most 128 for keys in a cache with append"),
+      std::string::npos)
+      << s.text();
+  AttentionProblem rotary = paged_problem(STROBE_BFLOAT16, 136);
   rotary.rotary_dim = 64, rotary.rotary_rows = 2048;
   s = plan_for(rotary, device(90), plan);
   EXPECT_FALSE(s.ok());
-  EXPECT_NE(std::string(s.text()).find("rotary_dim = 64, expected 0"), std::string::npos)
+  EXPECT_NE(
+      std::string(s.text()).find("= 136, expected at most 128 for keys in a cache with append"),
+      std::string::npos)
       << s.text();
+}
+
+TEST(CudaPlan, NewKeysAndRotaryEmbeddingAreTaken) {
+  for (const int64_t dim : {64, 80, 128}) {
+    AttentionProblem p = paged_problem(STROBE_BFLOAT16, dim);
+    p.append = STROBE_APPEND_DENSE, p.seqlen_new = 1;
+    p.rotary_dim = 64, p.rotary_rows = 2048;
+    Plan plan;
+    const Status s = plan_for(p, device(90), plan);
+    ASSERT_TRUE(s.ok()) << s.text();
+    EXPECT_STREQ(plan.kernel, "cuda_sm80");
+  }
+}
+
+TEST(CudaPlan, FewQueriesOnManyKeysDivideThem) {
+  AttentionProblem p = problem(STROBE_BFLOAT16, 128);
+  p.batch = 1, p.seqlen_q = 1, p.seqlen_k = 8192, p.heads = 32, p.heads_kv = 8;
+  Plan plan;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm80");
+  EXPECT_EQ(plan.tile_q, 16);
+  for (const auto change :
+       {+[](AttentionProblem& q) { q.seqlen_q = 5; },
+        +[](AttentionProblem& q) { q.seqlen_k = 1024; }, +[](AttentionProblem& q) { q.batch = 64; },
+        +[](AttentionProblem& q) { q.batch_invariant = 1; }}) {
+    AttentionProblem other = p;
+    change(other);
+    ASSERT_TRUE(plan_for(other, device(90), plan).ok());
+    EXPECT_STREQ(plan.kernel, "cuda_sm90");
+  }
 }
 
 TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {

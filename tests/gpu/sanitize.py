@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -22,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rows import ROOT, ROWS, Row
@@ -37,27 +40,112 @@ TOOLS = {
 }
 
 
+def encoded(dtype: str, values: Iterable[float]) -> bytes:
+    """Values as a safetensors file has them."""
+    listed = list(values)
+    if dtype == "I32":
+        return struct.pack(f"<{len(listed)}i", *listed)
+    if dtype == "F16":
+        return struct.pack(f"<{len(listed)}e", *listed)
+    singles = struct.pack(f"<{len(listed)}f", *listed)  # BF16: the upper half of a float32
+    return b"".join(singles[i + 2 : i + 4] for i in range(0, 4 * len(listed), 4))
+
+
+class Problem:
+    """Tensors for a safetensors file."""
+
+    def __init__(self, row: Row, seed: int) -> None:
+        self.dtype, self.random = {"fp16": "F16", "bf16": "BF16"}[row.dtype], random.Random(seed)
+        self.header: dict[str, Any] = {}
+        self.data = b""
+
+    def add(self, name: str, shape: list[int], values: Iterable[float] | None = None, dtype: str = "") -> None:
+        """values: None: random normal numbers in the row's dtype."""
+        given = (self.random.gauss(0, 1) for _ in range(math.prod(shape))) if values is None else values
+        more = encoded(dtype or self.dtype, given)
+        offsets = [len(self.data), len(self.data) + len(more)]
+        self.header[name] = {"dtype": dtype or self.dtype, "shape": shape, "data_offsets": offsets}
+        self.data += more
+
+    def integers(self, name: str, values: list[int], shape: list[int] | None = None) -> None:
+        self.add(name, shape or [len(values)], values, "I32")
+
+    def write(self, path: Path) -> Path:
+        text = json.dumps(self.header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + self.data)
+        return path
+
+
 def write_problem(path: Path, row: Row, seqlen_q: int, seqlen_k: int) -> None:
-    """A safetensors file of random q, k, v and dout, two query heads to a key head."""
-    r = random.Random(seqlen_q)
-    header, data = {}, b""
+    """Random q, k, v and dout, two query heads to a key head."""
+    problem = Problem(row, seqlen_q)
     for name, seqlen, heads in (("q", seqlen_q, 2), ("k", seqlen_k, 1), ("v", seqlen_k, 1), ("dout", seqlen_q, 2)):
-        count = seqlen * heads * row.width
-        if row.dtype == "fp16":
-            values = struct.pack(f"<{count}e", *(r.gauss(0, 1) for _ in range(count)))
-        else:  # the upper half of a float32
-            singles = struct.pack(f"<{count}f", *(r.gauss(0, 1) for _ in range(count)))
-            values = b"".join(singles[i + 2 : i + 4] for i in range(0, 4 * count, 4))
-        kind = {"fp16": "F16", "bf16": "BF16"}[row.dtype]
-        header[name] = {"dtype": kind, "shape": [1, seqlen, heads, row.width], "data_offsets": [len(data), len(data) + len(values)]}
-        data += values
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        problem.add(name, [1, seqlen, heads, row.width])
+    problem.write(path)
+
+
+def cached_problems(folder: Path, row: Row) -> list[list[str]]:
+    """Arguments of `strobe run` for a row of kernels over KV caches: what is split over thread blocks and merged, read
+    alone, appended to and turned, in pages and not, by the kernels for plain scores, for all, and for any alignment."""
+    dim, key_heads, group, used = row.width, 2, 4, [700, 0, 333, 64]
+    batch, page, most, added = len(used), 16, 720, 3
+
+    def start(seed: int, queries: list[int], dim: int) -> Problem:
+        problem = Problem(row, seed)
+        problem.add("q", [*queries, group * key_heads, dim])
+        problem.integers("seqused_k", used)
+        return problem
+
+    def rotary(problem: Problem, dim: int) -> None:
+        for name in ("rotary_cos", "rotary_sin"):
+            problem.add(name, [most + added, dim // 2])
+
+    paged = start(1, [batch, 5], dim)
+    pages = list(range(batch * most // page))
+    paged.random.shuffle(pages)
+    for name in ("k", "v"):
+        paged.add(name, [len(pages), page, key_heads, dim])
+        paged.add(f"{name}_new", [batch, added, key_heads, dim])
+    paged.integers("block_table", pages, [batch, most // page])
+    rotary(paged, dim)
+    # Packed queries and packed new keys, of which some sequences have none.
+    packed = start(2, [9], dim)
+    for name in ("k", "v"):
+        packed.add(name, [batch, most, key_heads, dim])
+        packed.add(f"{name}_new", [6, key_heads, dim])
+    packed.integers("cu_seqlens_q", [0, 5, 5, 8, 9])
+    packed.integers("cu_seqlens_k_new", [0, 1, 3, 3, 6])
+    packed.integers("leftpad", [17, 0, 333, 2])
+    rotary(packed, dim)
+    odd = start(3, [batch, 1], dim - 3)
+    for name in ("k", "v"):
+        odd.add(name, [batch, most, key_heads, dim - 3])
+        odd.add(f"{name}_new", [batch, 1, key_heads, dim - 3])
+    rotary(odd, dim - 4)
+    alone = start(4, [batch, 2], dim)
+    for name in ("k", "v"):
+        alone.add(name, [batch, most, key_heads, dim])
+    alone.integers("cache_batch_idx", [3, 1, 0, 2])
+    files = {"paged": paged, "packed": packed, "odd": odd, "alone": alone}
+    at = {name: str(problem.write(folder / f"{row.name}.{name}.safetensors")) for name, problem in files.items()}
+    reads = [[at["alone"], "--window", "300", "0"], [at["alone"], "--batch-invariant"], [at["alone"], "--softcap", "20"]]
+    if row.width > 128:  # such kernels only read
+        return reads
+    return [
+        [at["paged"], "--causal"],
+        [at["packed"], "--causal", "--softcap", "20", "--rotary-interleaved"],
+        [at["odd"], "--alibi"],
+        *reads,
+    ]
 
 
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
     if row.direction == "decode":
-        return [[sys.executable, str(ROOT / "tests/gpu/cache.py"), "--count", "40"]]
+        run = [str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
+        found = [[*run, *words] for words in cached_problems(folder, row)]
+        if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
+            found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), "--hostile", "--count", "40"])
+        return found
     if tool != "racecheck":
         return [[str(options.strobe), "check", "--device", "cuda", "--cases", str(options.cases)]]
     small = folder / f"{row.name}.safetensors"

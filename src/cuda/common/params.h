@@ -42,6 +42,8 @@ struct ForwardParams : CommonParams {
 struct DecodeParams : ForwardParams {
   CachedSequences cache;
   bool float_out;  // out is float32
+
+  STROBE_INLINE constexpr CachedSequence cached(int64_t b) const { return cache.sequence(b); }
 };
 
 /// The same, and what is done to the cache besides reading it: kernels that only read take the base
@@ -49,6 +51,15 @@ struct DecodeParams : ForwardParams {
 struct DecodeUpdateParams : DecodeParams {
   Tensor k_new, v_new;  // of each sequence, or packed, of as many rows as `cache` says
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
+};
+
+/// Either of them in a launch without attention chunks. Kernels are a quarter as long then: a
+/// launch with cold caches reads its code from memory.
+template <typename Params>
+struct WithoutChunks : Params {
+  STROBE_INLINE constexpr CachedSequence cached(int64_t b) const {
+    return this->cache.without_chunks().sequence(b);
+  }
 };
 
 struct BackwardParams : CommonParams {

@@ -19,7 +19,7 @@ namespace strobe::cuda {
 /// Whether a kernel with these parameters appends and turns. One that does not is compiled without
 /// all of this.
 template <typename Params>
-inline constexpr bool kUpdates = std::is_same_v<Params, DecodeUpdateParams>;
+inline constexpr bool kUpdates = std::is_base_of_v<DecodeUpdateParams, Params>;
 
 /// Eight values of a row, of which there may be less, from memory that is not aligned.
 __device__ __forceinline__ void read_values(uint32_t (&word)[4], const char* row, int columns) {
@@ -55,35 +55,74 @@ struct Rotation {
   /// Element d of the row after the embedding, rounded once.
   __device__ __forceinline__ T value(const T* row, int d) const {
     if (first < 0 || d >= p->cache.rotary_dim) return row[d];
-    const int half = p->cache.rotary_dim / 2;
-    const bool interleaved = p->cache.rotary_interleaved;
-    const bool leads = interleaved ? d % 2 == 0 : d < half;
-    const int n = interleaved ? d / 2 : leads ? d : d - half;
-    const int other = interleaved ? d ^ 1 : leads ? d + half : d - half;
-    const float x = static_cast<float>(row[d]), y = static_cast<float>(row[other]);
-    const float cosine = static_cast<float>(static_cast<const T*>(p->rotary_cos)[first + n]);
-    const float sine = static_cast<float>(static_cast<const T*>(p->rotary_sin)[first + n]);
-    return static_cast<T>(__fmaf_rn(x, cosine, y * (leads ? -sine : sine)));
+    const Pair pair = Pair::of(d, p->cache.rotary_dim, p->cache.rotary_interleaved);
+    return pair.turn(row[d], row[pair.other], static_cast<const T*>(p->rotary_cos)[first + pair.n],
+                     static_cast<const T*>(p->rotary_sin)[first + pair.n]);
   }
-  /// Eight elements from `column` on, of which `columns` are there: give(n, word) gets them in
-  /// pairs. One pair after the other, since registers are short where this is used.
-  template <typename Give>
-  __device__ __forceinline__ void chunk(const T* row, int column, int columns,
-                                        const Give& give) const {
-#pragma unroll 1
-    for (int n = 0; n < 4; ++n) {
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int c = 2 * n + i;
-        if (c < columns)
-          word |= static_cast<uint32_t>(__builtin_bit_cast(uint16_t, value(row, column + c)))
-                  << (16 * i);
-      }
-      give(n, word);
+
+  /// Whom an element is turned with, by which angle of the tables.
+  struct Pair {
+    int n, other;
+    bool leads;
+
+    __device__ __forceinline__ static Pair of(int d, int rotary_dim, bool interleaved) {
+      const int half = rotary_dim / 2;
+      if (interleaved) return {d / 2, d ^ 1, d % 2 == 0};
+      return d < half ? Pair{d, d + half, true} : Pair{d - half, d - half, false};
     }
-  }
+    __device__ __forceinline__ T turn(T x, T y, T cosine, T sine) const {
+      const float by = static_cast<float>(sine);
+      return static_cast<T>(__fmaf_rn(static_cast<float>(x), static_cast<float>(cosine),
+                                      static_cast<float>(y) * (leads ? -by : by)));
+    }
+  };
 };
+
+/// Eight elements of a row from `column` on, of which `columns` are there, turned by the angles at
+/// `cosine` and `sine`. Not inlined: registers are short where this is used.
+template <typename T>
+__device__ __noinline__ uint4 turned_chunk(const T* row, const T* cosine, const T* sine, int column,
+                                           int columns, int rotary_dim, bool interleaved) {
+  constexpr int kAtOnce = 4;  // so much is on its way together
+  uint2 half[2] = {};
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h) {
+    T x[kAtOnce] = {}, y[kAtOnce] = {}, c[kAtOnce] = {}, s[kAtOnce] = {};
+    const int first = column + kAtOnce * h;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (kAtOnce * h + i >= columns) continue;
+      x[i] = row[first + i];
+      if (first + i >= rotary_dim) continue;
+      const auto pair = Rotation<T>::Pair::of(first + i, rotary_dim, interleaved);
+      y[i] = row[pair.other];
+      c[i] = cosine[pair.n];
+      s[i] = sine[pair.n];
+    }
+    uint32_t word[kAtOnce / 2] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const auto pair = Rotation<T>::Pair::of(first + i, rotary_dim, interleaved);
+      const T value = first + i < rotary_dim ? pair.turn(x[i], y[i], c[i], s[i]) : x[i];
+      word[i / 2] |= static_cast<uint32_t>(__builtin_bit_cast(uint16_t, value)) << (16 * (i % 2));
+    }
+    half[1] = make_uint2(word[0], word[1]);
+    if (h == 0) half[0] = half[1];
+  }
+  return make_uint4(half[0].x, half[0].y, half[1].x, half[1].y);
+}
+/// The same of a row at this position; columns: of the row from `column` on.
+template <typename T>
+__device__ __forceinline__ void turn_chunk(uint32_t (&word)[4], const DecodeUpdateParams& p,
+                                           const char* row, int64_t position, int column,
+                                           int columns) {
+  const int64_t first = position * (p.cache.rotary_dim / 2);
+  const uint4 x =
+      turned_chunk(reinterpret_cast<const T*>(row), static_cast<const T*>(p.rotary_cos) + first,
+                   static_cast<const T*>(p.rotary_sin) + first, column, columns, p.cache.rotary_dim,
+                   p.cache.rotary_interleaved);
+  word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+}
 
 /// A row whose elements are turned where they are asked for; null: there is none.
 template <typename T>
@@ -95,23 +134,17 @@ struct TurnedRow {
   __device__ __forceinline__ T operator[](int d) const { return rotation.value(row, d); }
 };
 
-/// Where a piece's new keys are: key j, from `begin` on, at k + j rows.
-struct NewKeys {
-  const char *k, *v;
-  int32_t begin;
-  int32_t position;  // in the rotary tables: that of key j is position + j
-
-  __device__ __forceinline__ static NewKeys of(const DecodeUpdateParams& p, const CachedSequence& s,
+/// Where the new keys of a sequence are, for a key head.
+__device__ __forceinline__ NewKeys new_keys_of(const DecodeUpdateParams& p, const CachedSequence& s,
                                                int32_t head_kv) {
-    const auto row = [&](const Tensor& t) {
-      return static_cast<const char*>(t.data) +
-             2 * (s.new_entry * t.batch_stride + (s.new_row - s.new_begin) * t.row_stride +
-                  head_kv * t.head_stride);
-    };
-    return {row(p.k_new), row(p.v_new), static_cast<int32_t>(s.new_begin),
-            static_cast<int32_t>(s.rotary_start - s.new_begin)};
-  }
-};
+  const auto row = [&](const Tensor& t) {
+    return static_cast<const char*>(t.data) +
+           2 * (s.new_entry * t.batch_stride + (s.new_row - s.new_begin) * t.row_stride +
+                head_kv * t.head_stride);
+  };
+  return {row(p.k_new), row(p.v_new), static_cast<int32_t>(s.new_begin),
+          static_cast<int32_t>(s.rotary_start - s.new_begin)};
+}
 
 /// The sequence that packed row `row` of the new keys belongs to, or -1. By a whole warp.
 __device__ __forceinline__ int32_t sequence_of_new(const CachedSequences& c, int64_t row) {
@@ -125,10 +158,9 @@ __device__ __forceinline__ int32_t sequence_of_new(const CachedSequences& c, int
 }
 
 /// Writes all new keys and values to the cache: each row by one warp of the launch. Every warp of
-/// every thread block has to come by. Not inlined: it happens once, and its registers are its own.
+/// every thread block has to come by.
 template <typename Shape, bool kElements>
-__device__ __noinline__ void append(const DecodeUpdateParams& p) {
-  using T = typename Shape::T;
+__device__ __forceinline__ void append(const DecodeUpdateParams& p) {
   static_assert(Shape::kWidth / 8 <= 32, "a lane has one chunk of a row");
   const CachedSequences& c = p.cache;
   const int lane = static_cast<int>(threadIdx.x % 32), column = 8 * lane;
@@ -147,7 +179,7 @@ __device__ __noinline__ void append(const DecodeUpdateParams& p) {
     if (!s.in_range || own < 0 || key >= s.mask.seqlen_k) continue;
     const KeyRows::Place place = s.keys.place(key);
     if (!place.there) continue;
-    const NewKeys fresh = NewKeys::of(p, s, head);
+    const NewKeys fresh = new_keys_of(p, s, head);
     const auto to = [&](const Tensor& t) {
       return static_cast<char*>(t.data) +
              2 * (place.offset(t.batch_stride, t.row_stride) + head * t.head_stride);
@@ -156,15 +188,12 @@ __device__ __noinline__ void append(const DecodeUpdateParams& p) {
     if (column < p.head_dim) {
       const char* const from = fresh.k + 2 * key * p.k_new.row_stride;
       if (column < c.rotary_dim) {
-        const Rotation<T> rotation = Rotation<T>::at(p, fresh.position + key);
-        auto* const cached = reinterpret_cast<T*>(to(p.k));
-#pragma unroll 1
-        for (int d = column; d < column + 8 && d < p.head_dim; ++d)
-          cached[d] = rotation.value(reinterpret_cast<const T*>(from), d);
+        turn_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
+                                      p.head_dim - column);
       } else {
         read_chunk<kElements>(word, from + 2 * column, p.head_dim - column);
-        store_words(to(p.k), column, p.head_dim, !kElements, word);
       }
+      store_words(to(p.k), column, p.head_dim, !kElements, word);
     }
     if (column < p.head_dim_v) {
       const char* const from = fresh.v + 2 * key * p.v_new.row_stride;

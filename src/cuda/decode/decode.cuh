@@ -42,13 +42,10 @@ namespace strobe::cuda {
 
 /// Copies a tile's rows of Q to shared memory, by the whole thread block; a barrier must follow.
 template <typename Shape, bool kElements, typename Params>
-__device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
-                                             const TileRows& tile, uint32_t to) {
+__device__ __forceinline__ void copy_queries(const Params& p, const Division& d, const Piece& piece,
+                                             uint32_t to) {
   constexpr int kChunks = Shape::kWidth / 8, kUnroll = kElements ? 1 : 2;
-  const CachedSequence sequence = p.cache.sequence(tile.batch);
-  const char* const first = static_cast<const char*>(p.q.data) +
-                            2 * (sequence.batch * p.q.batch_stride +
-                                 sequence.q_row * p.q.row_stride + tile.head * p.q.head_stride);
+  const TileRows tile = piece.tile;
 #pragma unroll kUnroll
   for (int i = static_cast<int>(threadIdx.x); i < Shape::kTileRows * kChunks;
        i += Shape::kThreads) {
@@ -58,22 +55,37 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
       const auto packed = static_cast<uint32_t>(tile.first + row);
       const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
       const char* const from =
-          first + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
+          piece.q + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
       if constexpr (kUpdates<Params>) {
         // Out of range, the position is of no use, and the row becomes NaN.
-        if (column < p.cache.rotary_dim && sequence.in_range) {
-          using T = typename Shape::T;
-          const uint32_t at = to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column);
-          Rotation<T>::at(p, p.cache.query_rotation(sequence, query))
-              .chunk(reinterpret_cast<const T*>(from) - column, column, p.head_dim - column,
-                     [&](int n, uint32_t pair) { ptx::store_shared(at + 4 * n, pair); });
-          continue;
+        if (column < p.cache.rotary_dim && piece.in_range) {
+          const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
+          turn_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
+                                        p.head_dim - column);
+        } else {
+          read_chunk<kElements>(word, from, p.head_dim - column);
         }
+      } else {
+        read_chunk<kElements>(word, from, p.head_dim - column);
       }
-      read_chunk<kElements>(word, from, p.head_dim - column);
     }
     ptx::store_shared_words(to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
   }
+}
+
+/// Writes the share's next piece, which there is.
+template <typename Params>
+__device__ __forceinline__ void next_piece(const Params& p, const Division& d, ShareWalk& walk,
+                                           Piece& x) {
+  walk.next(d, p, x);
+  if constexpr (kUpdates<Params>)
+    x.fresh = new_keys_of(p, p.cached(x.tile.batch), x.tile.head / p.group);
+}
+/// The same for all but the first. Not inlined: there is time.
+template <typename Params>
+__device__ __noinline__ void later_piece(const Params& p, const Division& d, ShareWalk& walk,
+                                         Piece& x) {
+  next_piece(p, d, walk, x);
 }
 
 // A counter holds the launch's nonce above a count of this many bits. There are fewer thread
@@ -103,7 +115,7 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: DecodeParams, or DecodeUpdateParams where new keys are appended or
-/// rows are turned.
+/// rows are turned; or either WithoutChunks.
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
@@ -120,8 +132,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
   auto* const pieces = reinterpret_cast<Piece*>(shared + Shape::kPiecesOffset);
-  [[maybe_unused]] auto* const new_keys =
-      reinterpret_cast<NewKeys*>(shared + Shape::kNewKeysOffset);
   const auto team_sync = [&] {
     if constexpr (Shape::kTeamWarps == 1) {
       __syncwarp();
@@ -134,39 +144,30 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   constexpr int kWalker = Shape::kThreads - 32;
   static_assert(sizeof(Piece) <= Shape::kPieceBytes);
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
-  static_assert(Shape::kPiecesOffset + kPiecesKept * sizeof(Piece) + sizeof(ShareWalk) <=
-                    Shape::kNewKeysOffset &&
-                Shape::kNewKeysOffset % alignof(NewKeys) == 0 &&
-                Shape::kNewKeysOffset + kPiecesKept * sizeof(NewKeys) <= Shape::kSharedBytes);
+  static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
-  const auto next_piece = [&](ShareWalk& from, int32_t at) {
-    Piece& x = pieces[at];
-    from.next(d, p, x);
-    if constexpr (kUpdates<Params>)
-      new_keys[at] = NewKeys::of(p, p.cache.sequence(x.tile.batch), x.tile.head / p.group);
-  };
   if (warp == kWalker / 32) {
     ShareWalk from{};
     const bool some = from.begin(d, p);
     if (lane == 0) {
       *word = some;
-      if (some) next_piece(from, 0);
+      if (some) next_piece(p, d, from, pieces[0]);
       *walk = from;
     }
   }
   __syncthreads();
-  if (!*word) {
-    if constexpr (kUpdates<Params>) append<Shape, kElements>(p);
-    return;
-  }
-
-  KeyCopies<Shape, kElements, Params> copies(p, pieces, new_keys, ring);
-  copies.fill(0, 1);
-  copy_queries<Shape, kElements>(p, d, pieces[0].tile, q_tile);
-  if (thread == kWalker) {
-    for (int i = 1; i < kPiecesKnown && walk->more(); ++i) next_piece(*walk, i);
+  const bool some = *word != 0;
+  KeyCopies<Shape, kElements, Params> copies(p, pieces, ring);
+  if (some) {
+    copies.fill(0, 1);
+    copy_queries<Shape, kElements>(p, d, pieces[0], q_tile);
+    if (thread == kWalker) {
+#pragma unroll 1
+      for (int i = 1; i < kPiecesKnown && walk->more(); ++i) later_piece(p, d, *walk, pieces[i]);
+    }
   }
   if constexpr (kUpdates<Params>) append<Shape, kElements>(p);  // while the first keys come
+  if (!some) return;
   __syncthreads();
 
   DecodeWarp<Shape, kRule> w;
@@ -176,19 +177,22 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = n + kPiecesKnown;
     const auto whole = [&] { return now.pieces.count == 1; };
-    if (thread == kWalker && walk->more()) next_piece(*walk, known % kPiecesKept);
+    if (thread == kWalker && walk->more()) later_piece(p, d, *walk, pieces[known % kPiecesKept]);
     if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
-    w.begin(p, d, now.tile, q_tile, slice, rule_rows);
+    w.begin(p, d, now, q_tile, slice, rule_rows);
     copies.fill(done, known);
     {
+      // Where O and rules leave no registers, the numbers stay in shared memory.
+      constexpr bool kStay = kRule && Shape::kWidth > 128;
       const int32_t begin = now.begin, end = now.end;
       int32_t key = now.key + team * Shape::kKeys;
 #pragma unroll 1
       for (int32_t i = now.units; i > 0; --i, key += Shape::kUnit) {
-        if (key >= end || key + Shape::kKeys <= begin) continue;
+        if (key >= (kStay ? now.end : end)) continue;
+        if (key + Shape::kKeys <= (kStay ? now.begin : begin)) continue;
         copies.wait(done);
         team_sync();  // the stage is there for all, and all have read the one before
-        const uint32_t stage = ring + static_cast<uint32_t>(done % kStages * Shape::kStage);
+        const uint32_t stage = ring + static_cast<uint32_t>(done) % kStages * Shape::kStage;
         copies.issue(known);
         ++done;
         w.step(p, stage, stage + Shape::kHalf, key, rule_rows + 16 * slice);
@@ -220,14 +224,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         open.add(x, weight);
       }
       if (whole()) {
-        finish<Shape, kRule, kElements>(p, d, now.tile, row, open);
+        finish<Shape, kRule, kElements>(p, d, now, row, open);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
         write_columns(d.piece_o + at * Shape::kWidth + kColumns * lane, open.o);
         if (lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
-    if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept].tile, q_tile);
+    if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
     __syncthreads();
 
     // --- The span's pieces together, by who comes last ---
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (*word) {
 #pragma unroll 1
         for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps)
-          merge_pieces<Shape, kRule, kElements>(p, d, now.tile, row, now.pieces);
+          merge_pieces<Shape, kRule, kElements>(p, d, now, row);
       }
     }
     if (!now.more) return;

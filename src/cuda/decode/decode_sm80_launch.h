@@ -83,12 +83,15 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   return {blocks, static_cast<int64_t>(arena.used())};
 }
 
-/// The kernels with these parameters: for plain scores, for all, and for tensors of any alignment.
+/// The kernels with these parameters: for plain scores without chunks, for all, and for tensors of
+/// any alignment.
 template <typename Shape, typename Params>
 KernelHandle& decode_handle(bool rule, bool elements) {
+  static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
   static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, false, false, Params>),
-                   Shape::kSharedBytes),
+      KernelHandle(
+          reinterpret_cast<const void*>(&decode_kernel<Shape, false, false, WithoutChunks<Params>>),
+          Shape::kSharedBytes),
       KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, false, Params>),
                    Shape::kSharedBytes),
       KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, Params>),
@@ -117,9 +120,10 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   };
   bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
                   !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
-  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
+  const bool rule =
+      p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || c.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
-  if constexpr (kCacheUpdates) {
+  if constexpr (kConfig.width <= kWidestUpdate) {
     const bool appends = c.rows_new > 0;
     if (appends || c.rotary_dim > 0) {
       elements |= appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));

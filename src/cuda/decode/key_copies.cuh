@@ -15,13 +15,11 @@ namespace strobe::cuda {
 template <typename Shape, bool kElements, typename Params>
 class KeyCopies {
  public:
-  /// pieces: kPiecesKept of them in shared memory, in turn; new_keys: likewise, where there are
-  /// any. ring: the shared address of the team's stages.
-  __device__ __forceinline__ KeyCopies(const Params& p, const Piece* pieces,
-                                       const NewKeys* new_keys, uint32_t ring)
+  /// pieces: kPiecesKept of them in shared memory, in turn. ring: the shared address of the team's
+  /// stages.
+  __device__ __forceinline__ KeyCopies(const Params& p, const Piece* pieces, uint32_t ring)
       : p_(p),
         pieces_(pieces),
-        new_keys_(new_keys),
         ring_(ring),
         key_(pieces[0].key + team() * Shape::kKeys),
         units_(pieces[0].units) {}
@@ -86,14 +84,10 @@ class KeyCopies {
   __device__ __forceinline__ void copy() {
     const Piece& x = pieces_[piece_ % kPiecesKept];
     if constexpr (kUpdates<Params>) {
-      const NewKeys& fresh = new_keys_[piece_ % kPiecesKept];
-      if (key_ + Shape::kKeys > fresh.begin) {
-        copy_with_new(x, fresh);
-      } else {
-        copy_cached(x);
-      }
+      copy_cached(x, x.fresh.begin);
+      if (key_ + Shape::kKeys > x.fresh.begin) put_new(p_, x, key_, stage());
     } else {
-      copy_cached(x);
+      copy_cached(x, INT32_MAX);
     }
     ptx::cp_async_commit();
     ++issued_;
@@ -101,13 +95,20 @@ class KeyCopies {
     key_ += Shape::kUnit;
   }
 
-  // A tile of keys that the cache has.
-  __device__ __forceinline__ void copy_cached(const Piece& x) {
+  // Where the next tile goes.
+  __device__ __forceinline__ uint32_t stage() const {
+    return ring_ + static_cast<uint32_t>(issued_) % Shape::kStages * Shape::kStage;
+  }
+
+  // The keys of a tile that the cache has: those from `new_begin` on are left out.
+  __device__ __forceinline__ void copy_cached(const Piece& x, [[maybe_unused]] int32_t new_begin) {
     const int chunk = thread() % kChunks, first = thread() / kChunks;
-    const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
-                                                      first * Shape::kPitch + 16 * chunk);
+    const uint32_t to = stage() + static_cast<uint32_t>(first * Shape::kPitch + 16 * chunk);
     const int32_t row = key_ + first;
     const int32_t begin = x.begin, end = x.end;
+    const auto is_new = [&](int32_t key) {
+      return kUpdates<Params> && key >= new_begin && key < end;
+    };
     const int k_columns = p_.head_dim - 8 * chunk, v_columns = p_.head_dim_v - 8 * chunk;
     const int64_t k_stride = 2 * p_.k.row_stride, v_stride = 2 * p_.v.row_stride;
     const char* const k = x.k + 16 * chunk;
@@ -120,8 +121,10 @@ class KeyCopies {
       for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
         // Keys that no row of the tile sees are zeros here: no product of theirs is a NaN.
         const bool there = row + i >= begin && row + i < end;
-        copy_chunk(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
-                   there ? k_columns : 0, there ? v_columns : 0);
+        if (!is_new(row + i)) {
+          copy_chunk(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
+                     there ? k_columns : 0, there ? v_columns : 0);
+        }
         k_row += kRowsAtOnce * k_stride;
         v_row += kRowsAtOnce * v_stride;
       }
@@ -152,6 +155,7 @@ class KeyCopies {
         const bool seen = row + i >= begin && row + i < end;
         const bool there = seen && (all_good >> source & 1) != 0;
         const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
+        if (is_new(row + i)) continue;
         if (seen && !there) {
           put_nan(at);
         } else {
@@ -161,45 +165,31 @@ class KeyCopies {
     }
   }
 
-  // The same where some of the keys are new, row by row: there are few such tiles.
-  __device__ __forceinline__ void copy_with_new(const Piece& x, const NewKeys& fresh) {
+  // The new keys of a tile. Not inlined: there are few such tiles, and registers are short.
+  __device__ __noinline__ static void put_new(const Params& p, const Piece& x, int32_t tile_key,
+                                              uint32_t stage) {
+    const NewKeys& fresh = x.fresh;
     const int chunk = thread() % kChunks, first = thread() / kChunks, column = 8 * chunk;
-    const uint32_t to = ring_ + static_cast<uint32_t>(issued_ % Shape::kStages * Shape::kStage +
-                                                      first * Shape::kPitch + 16 * chunk);
+    const int k_columns = p.head_dim - column, v_columns = p.head_dim_v - column;
 #pragma unroll 1
-    for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
-      const int32_t key = key_ + first + i;
-      const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
-      if (key < x.begin || key >= x.end) {
-        copy_chunk(at, x.k, x.v, 0, 0);
-        continue;
-      }
-      const KeyRows::Place place = x.rows.place(key);
-      if (!place.there) {
+    for (int i = first; i < Shape::kKeys; i += kRowsAtOnce) {
+      const int32_t key = tile_key + i;
+      if (key < x.begin || key < fresh.begin || key >= x.end) continue;
+      const uint32_t at = stage + static_cast<uint32_t>(i * Shape::kPitch + 16 * chunk);
+      if (!x.rows.place(key).there) {
         put_nan(at);
         continue;
       }
-      const bool is_new = key >= fresh.begin;
-      const bool turned = is_new && column < p_.cache.rotary_dim;
-      const char* row = is_new ? fresh.k + int64_t{key} * (2 * p_.k_new.row_stride)
-                               : x.k + 2 * place.offset(p_.k.batch_stride, p_.k.row_stride);
-      put(at, row, p_.head_dim, turned ? fresh.position + key : -1);
-      row = is_new ? fresh.v + int64_t{key} * (2 * p_.v_new.row_stride)
-                   : x.v + 2 * place.offset(p_.v.batch_stride, p_.v.row_stride);
-      put(at + Shape::kHalf, row, p_.head_dim_v, -1);
-    }
-  }
-  // A chunk of a row, turned where its position is not negative.
-  __device__ __forceinline__ void put(uint32_t at, const char* row, int dim, int32_t position) {
-    using T = typename Shape::T;
-    const int column = 8 * (thread() % kChunks);
-    if (kElements || position >= 0) {
-      const Rotation<T> rotation =
-          position < 0 ? Rotation<T>{&p_, -1} : Rotation<T>::at(p_, position);
-      rotation.chunk(reinterpret_cast<const T*>(row), column, dim - column,
-                     [&](int n, uint32_t word) { ptx::store_shared(at + 4 * n, word); });
-    } else {
-      copy_half(at, row + 2 * column, dim - column);
+      const char* const k = fresh.k + int64_t{key} * (2 * p.k_new.row_stride);
+      const char* const v = fresh.v + int64_t{key} * (2 * p.v_new.row_stride);
+      if (column < p.cache.rotary_dim) {
+        uint32_t word[4];
+        turn_chunk<typename Shape::T>(word, p, k, fresh.position + key, column, k_columns);
+        ptx::store_shared_words(at, word);
+      } else {
+        copy_half(at, k + 2 * column, k_columns);
+      }
+      copy_half(at + Shape::kHalf, v + 2 * column, v_columns);
     }
   }
 
@@ -210,8 +200,8 @@ class KeyCopies {
     ptx::store_shared_words(at + Shape::kHalf, zero);
   }
 
-  __device__ __forceinline__ void copy_chunk(uint32_t to, const char* k, const char* v,
-                                             int k_columns, int v_columns) const {
+  __device__ __forceinline__ static void copy_chunk(uint32_t to, const char* k, const char* v,
+                                                    int k_columns, int v_columns) {
     copy_half(to, k, k_columns);
     copy_half(to + Shape::kHalf, v, v_columns);
   }
@@ -227,7 +217,6 @@ class KeyCopies {
 
   const Params& p_;
   const Piece* const pieces_;
-  [[maybe_unused]] const NewKeys* const new_keys_;
   const uint32_t ring_;
   int32_t key_, units_;  // of the piece, from here on: this team's first key, units
   int32_t piece_ = 0, issued_ = 0;

@@ -28,7 +28,7 @@ struct DecodeShape {
   static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in a stage that is free
   static_assert(kTileRows * kOPitch * 4 <= kStage);
 
-  static constexpr int kPieceBytes = 160;  // of a Piece and a ShareWalk (pieces.cuh)
+  static constexpr int kPieceBytes = 232;  // of a Piece and a ShareWalk (pieces.cuh)
 
   static constexpr int kRingBytes = kTeams * kStages * kStage;
   static constexpr int kQOffset = kRingBytes;
@@ -37,8 +37,6 @@ struct DecodeShape {
   static constexpr int kWordsOffset = kRuleOffset + kTeams * kTileRows * 8;
   static constexpr int kPiecesOffset = kWordsOffset + (kTeams + 1 + 7) / 8 * 8 * 4;
   static constexpr int kSharedBytes = kPiecesOffset + 7 * kPieceBytes;
-  /// Of the pieces' new keys, behind all pieces (decode.cuh).
-  static constexpr int kNewKeysOffset = kSharedBytes - 6 * 24;
 
   /// Whether Q's fragments stay in registers: there is room beside O and few scores.
   static constexpr bool kKeepsQ = kWidth <= 128 && kTeamWarps == 1;

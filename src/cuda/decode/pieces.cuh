@@ -13,17 +13,33 @@ struct TileRows {
   int32_t batch, head, first, count;
 };
 
-/// What a share holds of a span, with all that copies, products and merging need to know of it.
+/// Where a piece's new keys are: key j, from `begin` on, at k + j rows.
+struct NewKeys {
+  const char *k, *v;
+  int32_t begin;
+  int32_t position;  // in the rotary tables: that of key j is position + j
+};
+
+/// What a share holds of a span, with all that copies, products and merging need to know of it: one
+/// thread finds it out, for a launch reads each instruction that it executes from memory first.
 struct Piece {
   TileRows tile;
-  const char *k, *v;   // the head's elements in row 0 of entry 0 of the cache, or of page 0
-  KeyRows rows;        // where the keys are
-  int32_t key, units;  // the first unit's first key; units of this piece
-  int32_t begin, end;  // keys that some row of the tile sees
-  int32_t counter;     // of the span
-  int32_t slot;        // of this piece in the workspace
-  SpanPieces pieces;   // of the span, with slots of the workspace
-  int32_t more;        // whether the share goes on
+  const char* q;      // of query 0 of the sequence, and of the first query head of the key head's
+  char* out;          // the same
+  int64_t lse;        // the same, in elements
+  const char *k, *v;  // the head's elements in row 0 of entry 0 of the cache, or of page 0
+  KeyRows rows;       // where the keys are
+  BasicMask<int32_t> mask;  // of the tile's queries, the first of which is `first_query`
+  int32_t first_query;
+  int32_t rotary_start;  // of the sequence
+  int32_t in_range;      // whether the sequence's numbers are; else its rows are NaN
+  int32_t key, units;    // the first unit's first key; units of this piece
+  int32_t begin, end;    // keys that some row of the tile sees
+  int32_t counter;       // of the span
+  int32_t slot;          // of this piece in the workspace
+  SpanPieces pieces;     // of the span, with slots of the workspace
+  int32_t more;          // whether the share goes on
+  NewKeys fresh;         // where there are any
 };
 
 /// Pieces that are known ahead of the one that is computed: the copies may be so far ahead.
@@ -38,52 +54,73 @@ inline constexpr int kPiecesKept = kPiecesKnown + 2;
 class ShareWalk {
  public:
   /// False where the thread block has no share.
-  __device__ bool begin(const Division& d, const DecodeParams& p) {
+  template <typename Params>
+  __device__ bool begin(const Division& d, const Params& p) {
     column_ = static_cast<int32_t>(blockIdx.x) % d.columns;
     block_ = static_cast<int32_t>(blockIdx.x) / d.columns;
     heads_ = Place::heads(d, p, column_);
-    shares_ = Shares::make(Place::total(d, p, heads_), d.blocks);
-    if (block_ >= shares_.blocks) return false;
-    int32_t begin = shares_.begin(block_);
-    end_ = shares_.begin(block_ + 1);
-    if (d.rule.most_chunks == 0) {
-      place_.find(d, p, heads_, begin);
-    } else {  // from the first chunk that begins here to the end of the last one
-      if (block_ + 1 < shares_.blocks) {
-        place_.find(d, p, heads_, end_);
-        end_ += place_.s.next_chunk(place_.unit) - place_.unit;
+    const bool chunked = d.rule.most_chunks > 0;
+    int32_t begin = 0;
+    // To the end of the line, of the share where there are chunks, and to its begin.
+    constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
+#pragma unroll 1
+    for (int step = kEndOfLine; step <= kBegin; ++step) {
+      if (step == kEndOfShare && (!chunked || block_ + 1 >= shares_.blocks)) continue;
+      const int32_t unit = step == kEndOfLine ? INT32_MAX : step == kEndOfShare ? end_ : begin;
+      const int32_t found = place_.find(d, p, heads_, unit);
+      // With chunks a share goes from the first that begins in it to the end of the last one.
+      const int32_t skip =
+          chunked && step != kEndOfLine ? place_.s.next_chunk(place_.unit) - place_.unit : 0;
+      if (step == kEndOfLine) {
+        shares_ = Shares::make(found, d.blocks);
+        if (block_ >= shares_.blocks) return false;
+        begin = shares_.begin(block_);
+        end_ = shares_.begin(block_ + 1);
+      } else if (step == kEndOfShare) {
+        end_ += skip;
+      } else {
+        begin += skip;
+        place_.unit += skip;
       }
-      place_.find(d, p, heads_, begin);
-      const int32_t skip = place_.s.next_chunk(place_.unit) - place_.unit;
-      begin += skip;
-      place_.unit += skip;
-      if (begin >= end_) return false;
-      if (place_.unit == place_.s.units) place_.next_span(d, p, heads_);
     }
     left_ = end_ - begin;
-    return true;
+    return left_ > 0;
   }
 
   /// Whether there is another piece.
   __device__ bool more() const { return left_ > 0; }
   /// Writes the next piece; there is one.
-  __device__ void next(const Division& d, const DecodeParams& p, Piece& x) {
+  template <typename Params>
+  __device__ __forceinline__ void next(const Division& d, const Params& p, Piece& x) {
     const bool chunked = d.rule.most_chunks > 0;
+    if (place_.unit == place_.s.units) place_.next_span(d, p, heads_);
     const SequenceUnits& s = place_.s;
     const int32_t rest = chunked ? min(s.units - place_.unit, s.chunk) : s.units - place_.unit;
     x.units = min(rest, left_);
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = column_ * d.heads_per_column + head;
-    const CachedSequence sequence = p.cache.sequence(place_.batch);
-    const Mask& mask = sequence.mask;
-    const auto rows = static_cast<int32_t>(mask.seqlen_q) * p.group;
+    const CachedSequence sequence = p.cached(place_.batch);
+    const auto rows = static_cast<int32_t>(sequence.mask.seqlen_q) * p.group;
     const int32_t first = tile * (1 << d.rule.tile_shift),
                   count = min(rows - first, 1 << d.rule.tile_shift);
     x.tile = {place_.batch, head_kv * p.group, first, count};
-    const Range keys =
-        mask.kv_range({static_cast<int64_t>(d.group.divide(static_cast<uint32_t>(first))),
-                       int64_t{d.group.divide(static_cast<uint32_t>(first + count - 1))} + 1});
+    const auto at = [&](const Tensor& t, int64_t row, int32_t of_head) {
+      return sequence.batch * t.batch_stride + row * t.row_stride + of_head * t.head_stride;
+    };
+    x.q = static_cast<const char*>(p.q.data) + 2 * at(p.q, sequence.q_row, x.tile.head);
+    x.out = static_cast<char*>(p.out.data) +
+            (p.float_out ? 4 : 2) * at(p.out, sequence.q_row, x.tile.head);
+    x.lse = sequence.lse_row + x.tile.head * p.lse_head_stride;
+    x.rotary_start = static_cast<int32_t>(sequence.rotary_start);
+    x.in_range = sequence.in_range;
+    const auto query_of = [&](int32_t row) {
+      return static_cast<int32_t>(d.group.divide(static_cast<uint32_t>(row)));
+    };
+    x.first_query = query_of(first);
+    const int32_t queries = query_of(first + count - 1) + 1 - x.first_query;
+    x.mask = sequence.mask.tile(x.first_query, queries);
+    const Range keys = x.mask.kv_range({0, queries});
     x.begin = static_cast<int32_t>(keys.begin);
     x.end = static_cast<int32_t>(keys.end);
     x.key = (s.first + place_.unit) << d.rule.unit_shift;
@@ -109,7 +146,6 @@ class ShareWalk {
     x.more = left_ > 0;
     first_ = false;
     place_.unit += x.units;
-    if (x.more && place_.unit == s.units) place_.next_span(d, p, heads_);
   }
 
  private:

@@ -42,63 +42,63 @@ struct Place {
                                                   int32_t column) {
     return min(d.heads_per_column, p.heads_kv - column * d.heads_per_column);
   }
-  __device__ __forceinline__ static SequenceUnits units(const Division& d, const DecodeParams& p,
-                                                        int32_t heads, int32_t batch) {
-    if (!d.alike) return d.rule.of(p.cache.sequence(batch).mask, heads);
-    SequenceUnits s = d.units;
-    s.spans = s.tiles * heads;  // the last column may have fewer
-    return s;
-  }
 
-  /// Units of the line.
-  __device__ static int32_t total(const Division& d, const DecodeParams& p, int32_t heads) {
-    if (d.alike) return p.cache.batch * units(d, p, heads, 0).all();
-    int32_t sum = 0;
-    for (int32_t b = static_cast<int32_t>(threadIdx.x % 32); b < p.cache.batch; b += 32)
-      sum += units(d, p, heads, b).all();
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    return sum;
-  }
-
-  /// Goes to unit `u` of the line, which is there.
-  __device__ void find(const Division& d, const DecodeParams& p, int32_t heads, int32_t u) {
+  /// Goes to unit `u` of the line. Returns the units of the line up to the end of the sequence that
+  /// it is in: of all sequences, where the line is not so long. Has one look at each sequence,
+  /// which costs a launch with cold caches less than a shorter way there in more instructions.
+  template <typename Params>
+  __device__ __forceinline__ int32_t find(const Division& d, const Params& p, int32_t heads,
+                                          int32_t u) {
+    const int32_t batch_size = p.cache.batch;
     if (d.alike) {
-      s = units(d, p, heads, 0);
-      batch = u / s.all();
-      stand_at(u - batch * s.all());
-      return;
+      s = d.units;
+      s.spans = s.tiles * heads;  // the last column may have fewer
+      const int32_t all = s.all();
+      batch = u / max(all, 1);
+      if (batch >= batch_size) return batch_size * all;
+      stand_at(u - batch * all);
+      return (batch + 1) * all;
     }
     const int lane = static_cast<int>(threadIdx.x % 32);
     int32_t begin = 0;
-    for (int32_t first = 0;; first += 32) {
+#pragma unroll 1
+    for (int32_t first = 0; first < batch_size; first += 32) {
       const int32_t b = first + lane;
-      int32_t end = b < p.cache.batch ? units(d, p, heads, b).all() : 0;
+      SequenceUnits own{};
+      if (b < batch_size) own = d.rule.of(p.cached(b).mask, heads);
+      int32_t end = own.all();
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {  // inclusive scan over the lanes
         const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
         if (lane >= step) end += before;
       }
       const uint32_t past = __ballot_sync(0xffffffffu, u < begin + end);
-      if (past || first + 32 >= p.cache.batch) {
-        const int source = past ? __ffs(static_cast<int>(past)) - 1 : 0;
+      if (past) {
+        const int source = __ffs(static_cast<int>(past)) - 1;
         batch = first + source;
-        if (source > 0) begin += __shfl_sync(0xffffffffu, end, source - 1);
-        s = units(d, p, heads, batch);
-        stand_at(u - begin);
-        return;
+        s = {__shfl_sync(0xffffffffu, own.tiles, source),
+             __shfl_sync(0xffffffffu, own.spans, source),
+             __shfl_sync(0xffffffffu, own.first, source),
+             __shfl_sync(0xffffffffu, own.units, source),
+             __shfl_sync(0xffffffffu, own.chunk, source)};
+        begin += __shfl_sync(0xffffffffu, end, source);
+        stand_at(u - (begin - s.all()));
+        return begin;
       }
       begin += __shfl_sync(0xffffffffu, end, 31);
     }
+    return begin;
   }
 
   /// To the first unit of the next span, which is there.
-  __device__ __forceinline__ void next_span(const Division& d, const DecodeParams& p,
-                                            int32_t heads) {
+  template <typename Params>
+  __device__ __forceinline__ void next_span(const Division& d, const Params& p, int32_t heads) {
     unit = 0;
     if (++span < s.spans) return;
     span = 0;
     do {  // sequences without queries have no spans
       if (++batch >= p.cache.batch) return;
-      if (!d.alike) s = units(d, p, heads, batch);
+      if (!d.alike) s = d.rule.of(p.cached(batch).mask, heads);
     } while (s.spans == 0);
   }
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& 
 template <typename T, typename Params>
 __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch, int32_t head,
                                                  int32_t query) {
-  const CachedSequence sequence = p.cache.sequence(batch);
+  const CachedSequence sequence = p.cached(batch);
   const auto at = [&](const Tensor& t, int64_t key) -> const T* {
     const KeyRows::Place place = sequence.keys.place(key);
     if (!place.there) return nullptr;
@@ -98,7 +98,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     }
   };
   if constexpr (kUpdates<Params>) {
-    const NewKeys fresh = NewKeys::of(p, sequence, head / p.group);
+    const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
       return reinterpret_cast<const T*>(rows + 2 * key * t.row_stride);
     };
@@ -112,7 +112,8 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
       const T* const cached = at(p.v, key);
       return key < fresh.begin || !cached ? cached : new_row(fresh.v, p.v_new, key);
     };
-    const TurnedRow<T> turned{q, Rotation<T>::at(p, p.cache.query_rotation(sequence, query))};
+    const TurnedRow<T> turned{
+        q, Rotation<T>::at(p, p.cache.query_rotation(sequence.rotary_start, query))};
     pairwise_row_of<T, false>(p, sequence, head, query, turned, key_at, value_at, write);
   } else {
     pairwise_row_of<T, false>(
@@ -125,20 +126,20 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
 /// too large (is_coarse), are computed again key by key. kRule: scores were rounded one by one,
 /// so that none is too large. kElements: out need not be made of whole 16-byte units.
 template <typename Shape, bool kRule, bool kElements, typename Params>
-__device__ __forceinline__ void finish(const Params& p, const Division& d, const TileRows& tile,
+__device__ __forceinline__ void finish(const Params& p, const Division& d, const Piece& piece,
                                        int32_t row, const OpenRow<Shape::kColumns>& open) {
   using T = typename Shape::T;
   constexpr int kColumns = Shape::kColumns;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const CachedSequence sequence = p.cache.sequence(tile.batch);
-  const auto packed = static_cast<uint32_t>(tile.first + row);
+  const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
-  const int32_t head =
-      tile.head + static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  RowResult result = finish_row(!sequence.mask.row(query).empty(), open.max, open.sum, 1.f);
-  if (!sequence.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
-  if (p.lse && lane == 0) p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
-  char* const out = out_row(p, sequence, head, query);
+  const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
+  const bool some_key = !piece.mask.row(query - piece.first_query).empty();
+  RowResult result = finish_row(some_key, open.max, open.sum, 1.f);
+  if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
+  if (p.lse && lane == 0) p.lse[piece.lse + head * p.lse_head_stride + query] = result.lse;
+  char* const out =
+      piece.out + (p.float_out ? 4 : 2) * (query * p.out.row_stride + head * p.out.head_stride);
   const int column = kColumns * lane;
   const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
   float x[kColumns], zero = 0.f;
@@ -178,29 +179,28 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
       (!kRule && is_coarse(open.max)) || (zero != 0.f && result.factor == result.factor);
   if (__any_sync(0xffffffffu, again)) {
     __syncwarp();  // other lanes write this row there
-    pairwise_cached_row<T>(p, tile.batch, head, query);
+    pairwise_cached_row<T>(p, piece.tile.batch, piece.tile.head + head, query);
   }
 }
 
 /// Merges a row's pieces, in order, and finishes it.
 template <typename Shape, bool kRule, bool kElements, typename Params>
-__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
-                                             const TileRows& tile, int32_t row,
-                                             const SpanPieces& pieces) {
+__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& piece,
+                                             int32_t row) {
   constexpr int kColumns = Shape::kColumns;
   // Pieces read at once: enough bytes on their way to cover for L2's latency.
   constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
   const int lane = static_cast<int>(threadIdx.x % 32);
+  const SpanPieces pieces = piece.pieces;
   const int32_t count = pieces.count;
   OpenRow<kColumns> open;
-  const auto sums = [&](int32_t piece) {  // of this lane's piece
-    return piece < count ? __ldcg(d.piece_sums + int64_t{pieces.slot(piece)} * d.piece_rows + row)
-                         : make_float2(-infinity(), 0.f);
+  const auto sums = [&](int32_t n) {  // of this lane's piece
+    return n < count ? __ldcg(d.piece_sums + int64_t{pieces.slot(n)} * d.piece_rows + row)
+                     : make_float2(-infinity(), 0.f);
   };
   const float2 first = sums(lane);
   open.max = first.x;
-  for (int32_t piece = lane + 32; piece < count; piece += 32)
-    open.max = fmaxf(open.max, sums(piece).x);
+  for (int32_t n = lane + 32; n < count; n += 32) open.max = fmaxf(open.max, sums(n).x);
   for (int step = 16; step > 0; step /= 2)
     open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
 #pragma unroll 1
@@ -229,7 +229,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
       }
     }
   }
-  finish<Shape, kRule, kElements>(p, d, tile, row, open);
+  finish<Shape, kRule, kElements>(p, d, piece, row, open);
 }
 
 }  // namespace strobe::cuda

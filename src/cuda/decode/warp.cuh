@@ -26,13 +26,13 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees
 
-  /// Before the first keys of a span, whose Q lies at the shared address `q_tile`; rule_rows, of
+  /// Before the first keys of a piece, whose Q lies at the shared address `q_tile`; rule_rows, of
   /// the team: gets slopes and positions; slice: which 16 rows.
-  __device__ __forceinline__ void begin(const DecodeParams& p, const Division& d,
-                                        const TileRows& tile, uint32_t q_tile, int slice,
-                                        float2* rule_rows) {
+  template <typename Params>
+  __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
+                                        uint32_t q_tile, int slice, float2* rule_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
-    const Mask mask = p.cache.sequence(tile.batch).mask;
+    const TileRows tile = piece.tile;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       reference[h] = -infinity();
@@ -43,14 +43,14 @@ struct DecodeWarp {
       if (row < tile.count) {
         const auto packed = static_cast<uint32_t>(tile.first + row);
         const auto query = static_cast<int32_t>(d.group.divide(packed));
-        const Range keys = mask.row(query);
+        const Range keys = piece.mask.row(query - piece.first_query);
         limits[h] = make_int2(static_cast<int32_t>(keys.begin), static_cast<int32_t>(keys.end));
         if constexpr (kRule) {
           const int32_t head =
               tile.head +
               static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
           of_row = make_float2(alibi_slope_log2(p, tile.batch, head),
-                               static_cast<float>(mask.position(query)));
+                               static_cast<float>(piece.mask.position(query - piece.first_query)));
         }
       }
       if constexpr (kRule) {

@@ -41,7 +41,33 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   f.batch_invariant = p.batch_invariant;
 }
 
+namespace {
+
+// A problem without a cache as one with it: the keys of all sequences are the entries of a
+// contiguous cache; packed ones are rows of one entry, of which a sequence leaves out what is
+// before it.
+void make_cached(AttentionProblem& p, ForwardArgs& a) {
+  p.cache = STROBE_CACHE_CONTIGUOUS;
+  p.cache_batch = p.batch;
+  if (!p.varlen) return;
+  p.k.batch = p.v.batch = 0;
+  p.seqlen_k = p.total_k;
+  p.has_leftpad = p.has_seqused_k = 1;
+  a.leftpad = a.cu_seqlens_k;
+  a.seqused_k = a.cu_seqlens_k ? a.cu_seqlens_k + 1 : nullptr;
+}
+
+}  // namespace
+
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdateParams& d) {
+  if (!p.cache) {
+    AttentionProblem cached = p;
+    ForwardArgs args = a;
+    make_cached(cached, args);
+    fill_params(cached, args, d);
+    d.cache.cuts_lengths = true;
+    return;
+  }
   fill_params(p, a, static_cast<ForwardParams&>(d));
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;

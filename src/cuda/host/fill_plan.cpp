@@ -13,9 +13,9 @@ namespace strobe::cuda {
 
 namespace {
 
-// Of Plan::reserved: the row's index in its table; and of the row for unaligned pointers the index
-// and 1, or 0 where there is none.
-constexpr int kRowSlot = 0, kUnalignedRowSlot = 1;
+// Of Plan::reserved: the row's index in its table; of the row for unaligned pointers the index and
+// 1, or 0 where there is none; and whether the row is a DecodeRow.
+constexpr int kRowSlot = 0, kUnalignedRowSlot = 1, kDecodesSlot = 2;
 
 template <typename Row>
 const Row* row_at(const Plan& plan, int64_t index, int arch) {
@@ -52,6 +52,10 @@ const Row* row_of(const Plan& plan, int arch) {
 template const ForwardRow* row_of<ForwardRow>(const Plan&, int);
 template const BackwardRow* row_of<BackwardRow>(const Plan&, int);
 template const DecodeRow* row_of<DecodeRow>(const Plan&, int);
+
+bool decodes(const Plan& plan) {
+  return plan.problem.cache != STROBE_CACHE_NONE || plan.reserved[kDecodesSlot] != 0;
+}
 
 template <typename Row>
 const Row* row_for_unaligned(const Plan& plan) {
@@ -100,6 +104,7 @@ void fill_decode(Plan& plan, const DeviceProperties& device) {
   const int index = find_decode_row(p, device, nullptr);
   const DecodeRow& row = *row_table<DecodeRow>()[static_cast<size_t>(index)].row;
   plan.reserved[kRowSlot] = index;
+  plan.reserved[kDecodesSlot] = 1;
   plan.tile_q = row.config.tile_q;
   plan.tile_k = row.config.tile_k;
   plan.block_threads = row.shape.threads;
@@ -117,7 +122,7 @@ void fill_decode(Plan& plan, const DeviceProperties& device) {
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
-  if (plan.problem.cache) {
+  if (plan.problem.cache || decodes_without_cache(plan.problem, device)) {
     fill_decode(plan, device);
   } else if (plan.problem.direction == STROBE_FORWARD) {
     fill_row<ForwardRow>(arch, plan, device);

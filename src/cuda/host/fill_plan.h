@@ -15,6 +15,9 @@ void fill_on(int arch, Plan& plan, const DeviceProperties& device);
 template <typename Row>
 const Row* row_of(const Plan& plan, int arch);
 
+/// Whether the row of a forward plan is a DecodeRow.
+bool decodes(const Plan& plan);
+
 /// Pointers are not known when a plan is made. This is the plan's row for those that TMA, by which
 /// row_of's reads, cannot read: one of mma.sync's. Null where there is none.
 template <typename Row>

@@ -172,7 +172,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
-  if (plan.problem.cache) return launch_row<DecodeRow, DecodeUpdateParams>(arch, plan, args);
+  if (decodes(plan)) return launch_row<DecodeRow, DecodeUpdateParams>(arch, plan, args);
   return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {

@@ -96,15 +96,17 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
   const auto rows = row_table<DecodeRow>();
   const int64_t dim = max64(p.head_dim, p.head_dim_v), packed = p.seqlen_q * (p.heads / p.heads_kv);
   const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
+  const bool updates = p.append || p.rotary_dim > 0;
   int found = -1;
   int64_t widest = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
     const DecodeConfig& c = rows[i].row->config;
     if (c.dtype != p.dtype || rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
+    if (updates && c.width > kWidestUpdate) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(rows[i].name)) return static_cast<int>(i);
-    const bool runs = p.cache == STROBE_CACHE_CONTIGUOUS || p.page_size >= 64;
+    const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64;
     if (rows[i].when == When::kRuns && !runs) continue;
     if (found >= 0) {
       const DecodeConfig& best = rows[static_cast<size_t>(found)].row->config;
@@ -114,23 +116,18 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
     found = static_cast<int>(i);
   }
   if (found < 0 && reason) {
-    *reason = format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache",
-                     static_cast<long long>(dim), static_cast<long long>(widest));
+    *reason =
+        format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache%s",
+               static_cast<long long>(dim), static_cast<long long>(widest),
+               updates ? " with append or rotary embedding" : "");
   }
   return found;
 }
 
 namespace {
 
-// Why the kernels for keys in a cache decline.
+// Why the kernels for keys in a cache decline: such a problem, or one that goes the same way.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
-  if (p.append && !kCacheUpdates) {
-    return format("append = %d, expected 0 (none): this kernel writes to no KV cache", p.append);
-  }
-  if (p.rotary_dim > 0 && !kCacheUpdates) {
-    return format("rotary_dim = %lld, expected 0: this kernel turns no queries",
-                  static_cast<long long>(p.rotary_dim));
-  }
   std::string reason;
   const int index = find_decode_row(p, device, &reason);
   if (index < 0) return reason;
@@ -142,6 +139,16 @@ std::string cache_declines(const AttentionProblem& p, const DeviceProperties& de
     return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
   }
   return {};
+}
+
+// Whether keys are worth dividing: a tile holds all queries that share a key head, and the thread
+// blocks of the other kernels, one for each query head of a sequence, would read long with most of
+// the device at rest. On an H200 such a block reads 128 keys in a microsecond; kernels that divide
+// them read 3.5 bytes a picosecond, and take 14 microseconds more.
+bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) {
+  constexpr int64_t kMostRows = 16, kFewestKeys = 4096;
+  return p.seqlen_q * (p.heads / p.heads_kv) <= kMostRows && p.seqlen_k >= kFewestKeys &&
+         p.batch * p.heads_kv <= device.multiprocessors / 4;
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
@@ -203,6 +210,16 @@ std::string tma_declines(const AttentionProblem& p) {
 
 }  // namespace
 
+bool decodes_without_cache(const AttentionProblem& p, const DeviceProperties& device) {
+  if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
+  // The batch decides; and lengths in use count from the begin of a packed sequence.
+  if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
+  const std::string& forced = machine().forced_row;
+  const bool asked_for = forced.find("decode_") != std::string::npos;
+  if (!asked_for && (!forced.empty() || !has_few_queries(p, device))) return false;
+  return cache_declines(p, device).empty();
+}
+
 std::string declines_on(int arch, const AttentionProblem& p, const DeviceProperties& device) {
   const int cc = device.compute_capability;
   if (arch == 90 ? cc / 10 != 9 : cc < 80) {
@@ -223,6 +240,9 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
     return cache_declines(p, device);
   }
   if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
+  if (decodes_without_cache(p, device)) {
+    return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
+  }
   if (arch == 90) {
     if (machine().forced_row.find("_sm80_") != std::string::npos) {
       return "STROBE_CUDA_ROW asks for another kernel";

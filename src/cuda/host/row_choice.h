@@ -15,7 +15,10 @@ template <typename Row>
 int find_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
              std::string* reason);
 
-/// The same for keys in a cache.
+/// Whether the kernels for keys in a cache take a (resolved) problem that has none: few queries.
+bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperties& device);
+
+/// The same as find_row for keys in a cache, and for problems that go the same way.
 int find_decode_row(const AttentionProblem& problem, const DeviceProperties& device,
                     std::string* reason);
 

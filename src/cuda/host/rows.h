@@ -26,12 +26,9 @@ struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
 };
 
-/// Whether the kernels for keys in a cache are compiled with, and take problems with, new keys and
-/// rotary embedding. They have run on the CPU alone (tests/emulator), and on no GPU yet.
-#ifndef STROBE_CUDA_CACHE_UPDATES
-#define STROBE_CUDA_CACHE_UPDATES 0
-#endif
-inline constexpr bool kCacheUpdates = STROBE_CUDA_CACHE_UPDATES != 0;
+/// The widest of the kernels for keys in a cache that take new keys and rotary embedding: beyond, O
+/// leaves them no registers.
+inline constexpr int32_t kWidestUpdate = 128;
 
 /// For keys in a cache.
 struct DecodeRow {
