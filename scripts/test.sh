@@ -21,7 +21,7 @@ export STROBE_LIBRARY=$PWD/build/$preset/libstrobe.so
 
 # Python computes on one core most of the time, so the tests run in two processes beside each other. Those that measure
 # time, or need all threads, run alone after that.
-compiling=(tests/python/test_torch_{operators,sdpa,sdpa_answers,sdpa_masks}.py)
+compiling=(tests/python/test_torch_{operators,sdpa,sdpa_answers,sdpa_compiled,sdpa_masks}.py)
 alone=(tests/python/test_{interrupt,threads,torch_overhead}.py)
 mkdir -p build
 OMP_WAIT_POLICY=passive pytest -p no:cacheprovider "${compiling[@]}" >build/pytest-compiling.log 2>&1 &
