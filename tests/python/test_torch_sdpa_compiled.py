@@ -5,6 +5,7 @@ eager mode.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -118,6 +119,26 @@ def test_compiled_and_checkpointed_without_a_block_is_pytorchs() -> None:
     assert calls >= 1
     compiled(q).sum().backward()
     assert served.calls == calls
+
+
+def test_threads_have_answers_of_their_own() -> None:
+    compiled = torch.compile(
+        lambda q: checkpoint(scaled_dot_product_attention, q, q, q, use_reentrant=False),
+        backend="aot_eager",
+    )
+
+    def answer(head_dim: int) -> str:
+        with strobe.torch.sdpa_kernel():
+            compiled(torch.randn(1, 2, 9, head_dim, requires_grad=True))
+        return strobe.why().partition(":")[0]
+
+    widths = (16, 300)
+    assert answer(16) == "served"  # compiled here, as PyTorch's compiler has one thread at a time
+    last = answer(300)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(answer, widths * 4)) == ["served", last] * 4
+    compiled(torch.randn(1, 2, 9, 16, requires_grad=True))
+    assert strobe.why().partition(":")[0] == last  # PyTorch's, without a block
 
 
 @pytest.mark.parametrize("heads_inner", [False, True])
