@@ -54,6 +54,10 @@ function(strobe_isa name file)
     string(TOUPPER ${name} upper)
     target_compile_definitions(strobe_objects PRIVATE STROBE_HAVE_${upper}=1)
     set_property(TARGET strobe_objects APPEND PROPERTY STROBE_ISAS ${name})
+    if(STROBE_BREAK_KERNEL)  # in the kernels alone, so that the rest need not be compiled for each defect
+      string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
+      set_source_files_properties(${found} PROPERTIES COMPILE_DEFINITIONS STROBE_BREAK_KERNEL_${defect}=1)
+    endif()
   endif()
 endfunction()
 
@@ -85,10 +89,6 @@ target_include_directories(strobe_objects SYSTEM PRIVATE "${STROBE_HIGHWAY_INCLU
 # Highway's debug assertions call into its library part, and a library does not abort its caller's program.
 target_compile_definitions(strobe_objects PRIVATE HWY_IS_DEBUG_BUILD=0)
 target_link_libraries(strobe_objects PRIVATE strobe_flags OpenMP::OpenMP_CXX)
-if(STROBE_BREAK_KERNEL)
-  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
-  target_compile_definitions(strobe_objects PRIVATE STROBE_BREAK_KERNEL_${defect}=1)
-endif()
 
 # The libraries besides libstrobe that a static link needs; cmake/cuda.cmake adds to them.
 set(STROBE_STATIC_LIBS ${OpenMP_CXX_LIB_NAMES})

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds the libFuzzer targets and runs them beside each other for FUZZ_SECONDS (60) from their corpora in fuzz/corpus.
-# New inputs go to build/fuzz/new; a crash is kept there too, and the command to repeat it is libFuzzer's last line.
+# STROBE_CPU_ISAS: of the kernels (portable: their source is that of the others). New inputs go to build/fuzz/new; a crash is kept there too, and the command to repeat it is libFuzzer's last line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh ci
-scripts/build.sh fuzz
+scripts/build.sh fuzz -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}"
 seconds=${FUZZ_SECONDS:-60}
 names=() runs=()
 for program in build/fuzz/fuzz/fuzz_*; do

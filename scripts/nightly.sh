@@ -11,6 +11,7 @@ exec </dev/null
 
 seconds=${FUZZ_SECONDS:-1200} cases=${STROBE_RANDOM_CASES:-20000} seed=${STROBE_RANDOM_SEED:-$(date +%Y%m%d)000000}
 unset STROBE_RANDOM_CASES STROBE_RANDOM_SEED  # the rest has numbers of its own
+export STROBE_CPU_ISAS=NATIVE  # also where CI fuzzes one instruction set's kernels, or looks at its threads
 failed=()
 stage() {  # NAME COMMAND...
   local name=$1 start=$SECONDS result=passed
@@ -22,7 +23,7 @@ stage() {  # NAME COMMAND...
 
 stage "CI" env FUZZ_SECONDS="$seconds" .ci/run
 if command -v nvcc >/dev/null; then
-  stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects
+  stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects strobe_cli
   stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
 fi
 stage "all tests under sanitizers" scripts/test.sh asan
@@ -34,6 +35,11 @@ for isa in ${isas:-portable}; do
   stage "float32 accuracy and special values, $isa" env STROBE_CPU_ISA="$isa" bash -c \
     'build/cpu/tests/accuracy_test --gtest_brief=1 && build/cpu/tests/softmax_test --gtest_brief=1'
 done
+stage "20000 problems over caches from seed $seed" env STROBE_CACHE_CASES=20000 STROBE_CACHE_SEED="$seed" \
+  build/cpu/tests/cache_test --gtest_brief=1 --gtest_filter='Cache.EveryKernel*'
+stage "4000 problems of the emulated decode kernels from seed $seed" \
+  env STROBE_EMULATOR_CASES=4000 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_decode_test \
+  --gtest_brief=1 --gtest_filter='*Random*'
 accuracy=build/cpu/tests/kernel_accuracy_test
 if [ -x build/cpu/tests/random_test_amx ]; then  # where the AMX kernels can be emulated
   stage "$cases random problems from seed $seed, amx emulated" \

@@ -19,15 +19,9 @@ if [ "$preset" = asan ]; then
 fi
 export STROBE_LIBRARY=$PWD/build/$preset/libstrobe.so
 
-# Python computes on one core most of the time, so the tests run in two processes beside each other. Those that measure
-# time, or need all threads, run alone after that.
-compiling=(tests/python/test_torch_{operators,sdpa,sdpa_answers,sdpa_masks}.py)
+# Python computes on one core most of the time, so two processes share the files. Tests that measure time, or need all
+# threads, run alone after that.
 alone=(tests/python/test_{interrupt,threads,torch_overhead}.py)
-mkdir -p build
-OMP_WAIT_POLICY=passive pytest -p no:cacheprovider "${compiling[@]}" >build/pytest-compiling.log 2>&1 &
-beside=$!
-OMP_WAIT_POLICY=passive pytest $(printf -- '--ignore=%s ' "${compiling[@]}" "${alone[@]}") || status=$?
-wait $beside || status=$?
-cat build/pytest-compiling.log
+OMP_WAIT_POLICY=passive pytest -n 2 --dist loadfile $(printf -- '--ignore=%s ' "${alone[@]}") || status=$?
 pytest "${alone[@]}" || status=$?
 exit $status

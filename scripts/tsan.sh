@@ -2,11 +2,12 @@
 # Tests under ThreadSanitizer, which reports two threads at one place in memory with no order between them. It does not
 # see OpenMP's barriers, so launches of this build make plain threads (src/cpu/team.cpp). What orders the work (items,
 # turns, interrupts, callers beside each other) is as in every build.
+# STROBE_CPU_ISAS: of the kernels, NATIVE for all of this machine's (portable: their source is that of the others).
 # STROBE_RANDOM_CASES: random problems (100). STROBE_TSAN_ALL=1: all of determinism_test too, some ten minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
-scripts/build.sh tsan -- random_test determinism_test interrupt_test emulator_decode_test
+scripts/build.sh tsan -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}" -- random_test determinism_test interrupt_test emulator_decode_test
 export TSAN_OPTIONS=halt_on_error=1 STROBE_RANDOM_CASES=${STROBE_RANDOM_CASES:-100}
 export STROBE_EMULATOR_CASES=${STROBE_EMULATOR_CASES:-30}
 filter='Reentrancy.OnePlan*'

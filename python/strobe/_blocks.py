@@ -96,7 +96,7 @@ def backward(
     """Gradients, laid out as `forward` lays out its out if there are none to write to."""
     q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
     if grads is None:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # not as their strides are
     else:
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
     hides_queries = blocks.hides_queries or not blocks.blocks

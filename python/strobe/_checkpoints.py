@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Final
 
+import torch
 from torch.utils import checkpoint
 
 from . import _calls
@@ -59,3 +60,23 @@ def follow(resume: Resume) -> None:
             return generator(_in_block(function, resume), *args, **kwargs)
 
         setattr(checkpoint, _WITHOUT_REENTRANT, without_reentrant)
+
+
+# What PyTorch's compiler puts in the place of torch.utils.checkpoint.checkpoint.
+OPERATOR: Final = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def traced(block: AbstractContextManager[Any], function: Any) -> Callable[..., Any]:
+    """`function` for `OPERATOR`, of a call in `block`, which the compiler has left by then.
+
+    To the compiler, a change of the stack of modes is a side effect, which this operator may not
+    have. It looks at the first change alone, so that one is made here.
+    """
+    with block:
+        pass
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with block:
+            return function(*args, **kwargs)
+
+    return again

@@ -111,7 +111,12 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
             ):
                 return _left_to_pytorch(_SWITCHED_OFF, *args, **kwargs)
             return _attention(*args, **kwargs)
-        if function is _multi_head:
+        if torch.compiler.is_dynamo_compiling():
+            if function is _multi_head:
+                return _multi_head_compiled(*args, **kwargs)
+            if function is _checkpoints.OPERATOR:
+                return function(_checkpoints.traced(self, args[0]), *args[1:], **kwargs)
+        elif function is _multi_head:
             return _within(_multi_head)(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -159,8 +164,13 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 def _within(function: Any) -> Callable[..., Any]:
     """A Python function of torch.nn.functional that sees this scaled_dot_product_attention."""
     names = {**function.__globals__, "scaled_dot_product_attention": _attention}
+    del names["__name__"]  # by which PyTorch's compiler would look for them elsewhere
     copy = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+# PyTorch's compiler can follow a function, but not make one.
+_multi_head_compiled: Final = _within(_multi_head)

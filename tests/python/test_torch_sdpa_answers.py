@@ -411,25 +411,6 @@ def test_checkpointing_without_a_block_is_pytorchs(reentrant: bool) -> None:
     assert (served.calls, served.fallbacks) == (0, {})
 
 
-@pytest.mark.skipif(VERSION < (2, 6), reason="cannot compile this")
-def test_compiled_and_checkpointed() -> None:
-    """PyTorch's compiler follows no mode into a checkpointed function: nobody claims the call."""
-    torch._dynamo.reset()
-    q = tensor(2, 4, 9, 16, grad=True)
-
-    def layer(q: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, q, q) * 2
-
-    compiled = torch.compile(
-        lambda q: checkpoint(layer, q, use_reentrant=False), backend="aot_eager", fullgraph=True
-    )
-    with strobe.torch.sdpa_kernel() as served:
-        (found,) = torch.autograd.grad(compiled(q).square().sum(), q)
-    assert strobe.why().startswith("served: " if served.calls else "no call seen: ")
-    (wanted,) = torch.autograd.grad(layer(q).square().sum(), q)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 # --------------------------------------------------------------------------------------- torch.func
 
 
