@@ -238,11 +238,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (!whole()) {
       if (thread == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
-      if (*word) {
-#pragma unroll 1
-        for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps)
-          merge_pieces<Shape, kRule, kElements>(p, d, now, row);
-      }
+      if (*word) merge_pieces<Shape, kRule, kElements>(p, d, now);
     }
     if (!now.more) return;
   }

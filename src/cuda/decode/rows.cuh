@@ -183,53 +183,63 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   }
 }
 
-/// Merges a row's pieces, in order, and finishes it.
+/// Merges the pieces of a span's rows, in order, and finishes them: by the whole thread block, each
+/// warp with some rows.
 template <typename Shape, bool kRule, bool kElements, typename Params>
-__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& piece,
-                                             int32_t row) {
+__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now) {
   constexpr int kColumns = Shape::kColumns;
   // Pieces read at once: enough bytes on their way to cover for L2's latency.
   constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const SpanPieces pieces = piece.pieces;
+  const TileRows tile = now.tile;
+  const SpanPieces pieces = now.pieces;
   const int32_t count = pieces.count;
-  OpenRow<kColumns> open;
-  const auto sums = [&](int32_t n) {  // of this lane's piece
-    return n < count ? __ldcg(d.piece_sums + int64_t{pieces.slot(n)} * d.piece_rows + row)
-                     : make_float2(-infinity(), 0.f);
+  const auto sums = [&](int32_t row, int32_t piece) {  // of this lane's piece
+    return piece < count && row < tile.count
+               ? __ldcg(d.piece_sums + int64_t{pieces.slot(piece)} * d.piece_rows + row)
+               : make_float2(-infinity(), 0.f);
   };
-  const float2 first = sums(lane);
-  open.max = first.x;
-  for (int32_t n = lane + 32; n < count; n += 32) open.max = fmaxf(open.max, sums(n).x);
-  for (int step = 16; step > 0; step /= 2)
-    open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
+  int32_t row = static_cast<int32_t>(threadIdx.x / 32);
+  float2 next = sums(row, lane);
 #pragma unroll 1
-  for (int32_t from = 0; from < count; from += 32) {
-    const float2 mine = from == 0 ? first : sums(from + lane);
-    const float weight = OpenRow<kColumns>::weight(mine.x, open.max);
-    float sum = mine.y * weight;
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    open.sum += sum;
-    const int32_t here = min(count - from, 32);
+  for (; row < tile.count; row += Shape::kWarps) {
+    const float2 first = next;
+    next = sums(row + Shape::kWarps, lane);  // on its way while this row is merged
+    OpenRow<kColumns> open;
+    open.max = first.x;
 #pragma unroll 1
-    for (int32_t i = 0; i < here; i += kBatch) {
-      float x[kBatch][kColumns];
+    for (int32_t piece = lane + 32; piece < count; piece += 32)
+      open.max = fmaxf(open.max, sums(row, piece).x);
+    for (int step = 16; step > 0; step /= 2)
+      open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
+#pragma unroll 1
+    for (int32_t from = 0; from < count; from += 32) {
+      const float2 mine = from == 0 ? first : sums(row, from + lane);
+      const float weight = OpenRow<kColumns>::weight(mine.x, open.max);
+      float sum = mine.y * weight;
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      open.sum += sum;
+      const int32_t here = min(count - from, 32);
+#pragma unroll 1
+      for (int32_t i = 0; i < here; i += kBatch) {
+        float x[kBatch][kColumns];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (i + j < here) {
-          read_written(
-              x[j], d.piece_o + kColumns * lane +
-                        (int64_t{pieces.slot(from + i + j)} * d.piece_rows + row) * Shape::kWidth);
+        for (int j = 0; j < kBatch; ++j) {
+          if (i + j < here) {
+            read_written(x[j], d.piece_o + kColumns * lane +
+                                   (int64_t{pieces.slot(from + i + j)} * d.piece_rows + row) *
+                                       Shape::kWidth);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float w = __shfl_sync(0xffffffffu, weight, (i + j) % 32);
+          if (i + j < here) open.add(x[j], w);
         }
       }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, (i + j) % 32);
-        if (i + j < here) open.add(x[j], w);
-      }
     }
+    finish<Shape, kRule, kElements>(p, d, now, row, open);
   }
-  finish<Shape, kRule, kElements>(p, d, piece, row, open);
 }
 
 }  // namespace strobe::cuda

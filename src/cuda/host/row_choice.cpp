@@ -94,7 +94,10 @@ template int find_row<BackwardRow>(int, const AttentionProblem&, const DevicePro
 int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
                     std::string* reason) {
   const auto rows = row_table<DecodeRow>();
-  const int64_t dim = max64(p.head_dim, p.head_dim_v), packed = p.seqlen_q * (p.heads / p.heads_kv);
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  // With batch_invariant the longest of packed sequences does not count: rows differ in their bits.
+  const bool any_length = p.batch_invariant && p.varlen;
+  const int64_t packed = any_length ? INT64_MAX : p.seqlen_q * (p.heads / p.heads_kv);
   const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
   const bool updates = p.append || p.rotary_dim > 0;
   int found = -1;

@@ -1,0 +1,65 @@
+// Which of the decode kernels the planner takes.
+#include "cuda/host/row_choice.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include "cuda/host/row_table.h"
+
+namespace strobe::cuda {
+namespace {
+
+constexpr int64_t kHopper = 227 << 10, kAmpere = 163 << 10, kAda = 99 << 10;
+
+DecodeConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
+  DeviceProperties device;
+  device.compute_capability = 80;
+  device.multiprocessors = 20;
+  device.shared_bytes = shared_bytes;
+  const int index = find_decode_row(p, device, nullptr);
+  EXPECT_GE(index, 0);
+  return row_table<DecodeRow>()[static_cast<size_t>(index)].row->config;
+}
+
+AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
+  AttentionProblem p{};
+  p.dtype = STROBE_BFLOAT16;
+  p.cache = STROBE_CACHE_PAGED;
+  p.page_size = 16;
+  p.seqlen_q = seqlen_q;
+  p.heads_kv = 2;
+  p.heads = 2 * group;
+  p.head_dim = p.head_dim_v = head_dim;
+  return p;
+}
+
+TEST(DecodeRowChoice, TakesTheFewestRowsThatHoldASequences) {
+  for (const int64_t head_dim : {40, 64, 96, 128}) {
+    EXPECT_EQ(Chosen(Problem(1, 1, head_dim), kHopper).tile_q, 16);
+    EXPECT_EQ(Chosen(Problem(4, 4, head_dim), kHopper).tile_q, 16);
+    EXPECT_EQ(Chosen(Problem(17, 1, head_dim), kHopper).tile_q, 32);
+    EXPECT_EQ(Chosen(Problem(8, 4, head_dim), kHopper).tile_q, 32);
+    EXPECT_EQ(Chosen(Problem(3, 11, head_dim), kHopper).tile_q, 64);
+    EXPECT_EQ(Chosen(Problem(16, 4, head_dim), kHopper).tile_q, 64);
+    EXPECT_EQ(Chosen(Problem(1000, 4, head_dim), kHopper).tile_q, 64);
+  }
+  // Of what the device has room for.
+  EXPECT_EQ(Chosen(Problem(16, 4, 128), kHopper).stages, 3);
+  EXPECT_EQ(Chosen(Problem(16, 4, 128), kAmpere).stages, 2);
+  EXPECT_EQ(Chosen(Problem(16, 4, 128), kAmpere).tile_q, 64);
+  EXPECT_EQ(Chosen(Problem(16, 4, 128), kAda).tile_q, 16);
+  EXPECT_EQ(Chosen(Problem(16, 4, 256), kHopper).width, 256);
+}
+
+TEST(DecodeRowChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
+  AttentionProblem few = Problem(1, 4, 128), many = Problem(1000, 4, 128);
+  few.varlen = many.varlen = few.batch_invariant = many.batch_invariant = 1;
+  EXPECT_EQ(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+  // Queries of one shape are not others' affair.
+  few.varlen = many.varlen = 0;
+  EXPECT_NE(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+}
+
+}  // namespace
+}  // namespace strobe::cuda
