@@ -127,7 +127,7 @@ class PlainCache {
       ++keys.end;
     if (!keys.empty()) {
       std::vector<double> x = Row(a_.q, at(p_.q), p_.head_dim);
-      int64_t position = all_.query_rotation(s, i);
+      int64_t position = all_.query_rotation(s.rotary_start, i);
       if (Is(CacheDefect::kQueriesStay)) position = s.rotary_start;
       if (Is(CacheDefect::kQueriesMove))
         position = std::min(s.rotary_start + i, p_.rotary_rows - 1);

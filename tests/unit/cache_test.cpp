@@ -184,8 +184,8 @@ TEST(Cache, NumbersLeadNowhereElse) {
         ASSERT_EQ(s.mask.seqlen_k, 0);
       } else if (p.rotary_dim) {
         for (int64_t i = 0; i < p.seqlen_q; ++i) {
-          ASSERT_LE(0, all.query_rotation(s, i));
-          ASSERT_LT(all.query_rotation(s, i), p.rotary_rows);
+          ASSERT_LE(0, all.query_rotation(s.rotary_start, i));
+          ASSERT_LT(all.query_rotation(s.rotary_start, i), p.rotary_rows);
         }
         ASSERT_LE(count == 0 ? 0 : s.rotary_start + count, p.rotary_rows);
       }
