@@ -56,9 +56,25 @@ TEST(DecodeRowChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant)
   AttentionProblem few = Problem(1, 4, 128), many = Problem(1000, 4, 128);
   few.varlen = many.varlen = few.batch_invariant = many.batch_invariant = 1;
   EXPECT_EQ(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+  EXPECT_EQ(Chosen(few, kHopper).tile_q, 32);
   // Queries of one shape are not others' affair.
   few.varlen = many.varlen = 0;
   EXPECT_NE(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+}
+
+TEST(DecodeRowChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {
+  AttentionProblem p = Problem(1, 4, 128);
+  p.batch = 16, p.seqlen_k = 4096;
+  EXPECT_EQ(Chosen(p, kHopper).warps, 8);
+  p.batch = 256, p.seqlen_k = 8192;
+  EXPECT_EQ(Chosen(p, kHopper).warps, 4);
+  p.page_size = 64;
+  EXPECT_EQ(Chosen(p, kHopper).warps, 8);
+  // The batch does not choose where bits must not depend on it.
+  p.page_size = 16, p.batch_invariant = 1;
+  const int warps = Chosen(p, kHopper).warps;
+  p.batch = 1, p.seqlen_k = 128;
+  EXPECT_EQ(Chosen(p, kHopper).warps, warps);
 }
 
 }  // namespace

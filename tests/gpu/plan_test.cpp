@@ -205,13 +205,20 @@ TEST(CudaPlan, FewQueriesOnManyKeysDivideThem) {
   EXPECT_EQ(plan.tile_q, 16);
   for (const auto change :
        {+[](AttentionProblem& q) { q.seqlen_q = 5; },
-        +[](AttentionProblem& q) { q.seqlen_k = 1024; }, +[](AttentionProblem& q) { q.batch = 64; },
+        +[](AttentionProblem& q) { q.seqlen_k = 512; },
+        +[](AttentionProblem& q) { q.batch = 4, q.seqlen_k = 1024; },
+        +[](AttentionProblem& q) { q.batch = 64, q.heads_kv = q.heads; },
+        +[](AttentionProblem& q) { q.window_left = 1000, q.window_right = 0, q.batch = 4; },
         +[](AttentionProblem& q) { q.batch_invariant = 1; }}) {
     AttentionProblem other = p;
     change(other);
     ASSERT_TRUE(plan_for(other, device(90), plan).ok());
     EXPECT_STREQ(plan.kernel, "cuda_sm90");
   }
+  // Many heads wait for a multiprocessor, and each would read the keys of its group again.
+  p.batch = 64, p.seqlen_k = 512;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm80");
 }
 
 TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {

@@ -53,8 +53,8 @@ struct DecodeUpdateParams : DecodeParams {
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
 };
 
-/// Either of them in a launch without attention chunks. Kernels are a quarter as long then: a
-/// launch with cold caches reads its code from memory.
+/// Either of them in a launch without attention chunks. Kernels are three quarters as long
+/// then: a launch with cold caches reads its code from memory.
 template <typename Params>
 struct WithoutChunks : Params {
   STROBE_INLINE constexpr CachedSequence cached(int64_t b) const {

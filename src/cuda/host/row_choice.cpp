@@ -96,10 +96,18 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
   const auto rows = row_table<DecodeRow>();
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   // With batch_invariant the longest of packed sequences does not count: rows differ in their bits.
+  // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
+  // 0.82; for hundreds of queries at 0.67 of the speed of 64, and 16 at 0.43.
+  constexpr int64_t kRowsOfAnyLength = 32;
   const bool any_length = p.batch_invariant && p.varlen;
-  const int64_t packed = any_length ? INT64_MAX : p.seqlen_q * (p.heads / p.heads_kv);
+  const int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
   const bool updates = p.append || p.rotary_dim > 0;
+  // Small pages are looked up by fewer warps where bandwidth counts, at 64 x 8192 keys of 8 heads 6
+  // % faster on an H200. In a launch that ends soon more warps a block are: at 1 x 8192 by two
+  // fifths, at 16 x 4096 by 9 %.
+  constexpr int64_t kShortLaunch = int64_t{1} << 20;
+  const bool is_short = !p.batch_invariant && p.batch * p.heads_kv * p.seqlen_k <= kShortLaunch;
   int found = -1;
   int64_t widest = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -109,7 +117,7 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(rows[i].name)) return static_cast<int>(i);
-    const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64;
+    const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
     if (rows[i].when == When::kRuns && !runs) continue;
     if (found >= 0) {
       const DecodeConfig& best = rows[static_cast<size_t>(found)].row->config;
@@ -144,14 +152,34 @@ std::string cache_declines(const AttentionProblem& p, const DeviceProperties& de
   return {};
 }
 
-// Whether keys are worth dividing: a tile holds all queries that share a key head, and the thread
-// blocks of the other kernels, one for each query head of a sequence, would read long with most of
-// the device at rest. On an H200 such a block reads 128 keys in a microsecond; kernels that divide
-// them read 3.5 bytes a picosecond, and take 14 microseconds more.
+// The keys that the mask shows a query at most.
+int64_t visible_keys(const AttentionProblem& p) {
+  int64_t keys = p.seqlen_k;
+  if (p.has_prefix) return keys;
+  const int64_t right = p.causal ? 0 : p.window_right;
+  if (p.window_left >= 0 && right >= 0) keys = min64(keys, p.window_left + right + 1);
+  if (p.attention_chunk > 0) keys = min64(keys, p.attention_chunk);
+  return keys;
+}
+
+// Whether keys are worth dividing: a tile holds all queries that share a key head, and dividing is
+// the faster way by what an H200 took for 1 to 64 sequences of 512 to 16k keys. A thread block of
+// the other kernels takes a query head of a sequence and reads 128 keys of head_dim 128 in a
+// microsecond; kernels that divide keys read them once for a group, 4 bytes a picosecond, and take
+// 6 microseconds more.
 bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) {
-  constexpr int64_t kMostRows = 16, kFewestKeys = 4096;
-  return p.seqlen_q * (p.heads / p.heads_kv) <= kMostRows && p.seqlen_k >= kFewestKeys &&
-         p.batch * p.heads_kv <= device.multiprocessors / 4;
+  constexpr int64_t kMostRows = 16, kFewestKeys = 512;
+  constexpr double kKeysOfBlock = 128, kBytes = 4e6, kMore = 6;  // in a microsecond; microseconds
+  if (p.seqlen_q * (p.heads / p.heads_kv) > kMostRows || visible_keys(p) < kFewestKeys)
+    return false;
+  const auto keys = static_cast<double>(visible_keys(p));
+  const auto values = static_cast<double>(p.head_dim + p.head_dim_v);
+  const auto batch = static_cast<double>(p.batch);
+  const double blocks = batch * static_cast<double>(p.heads) / device.multiprocessors;
+  const double whole = keys / kKeysOfBlock * (values / 256) * (blocks > 1 ? blocks : 1);
+  const double divided =
+      kMore + keys * batch * static_cast<double>(p.heads_kv) * values * 2 / kBytes;
+  return divided < whole;
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
