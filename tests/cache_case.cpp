@@ -34,7 +34,7 @@ void ChooseShapes(CacheCase& c, Rng& rng) {
   const int64_t dims[] = {64, 128, 32, 80, 256};
   c.head_dim = rng.Chance(0.5) ? rng.Pick(dims) : rng.Integer(1, 80);
   c.head_dim_v = rng.Chance(0.7) ? c.head_dim : rng.Integer(1, 80);
-  c.layout = static_cast<CacheLayout>(rng.Integer(0, 3));
+  c.layout = static_cast<CacheLayout>(rng.Integer(0, 4));
   if (c.head_dim != c.head_dim_v && c.layout == CacheLayout::kInterleaved) {
     c.layout = CacheLayout::kHeadsFirst;
   }

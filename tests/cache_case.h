@@ -16,7 +16,8 @@ enum class CacheLayout {
   kRowsFirst,    // [entries, rows, heads, dim], K and V apart
   kHeadsFirst,   // [entries, heads, rows, dim]
   kInterleaved,  // one pool [entries, K and V, rows, heads, dim]
-  kPadded        // unused elements after each row, head and entry
+  kPadded,       // unused elements after each row, head and entry
+  kDescending    // [entries, rows, heads, dim], K and V apart, the last head first in memory
 };
 
 /// One sequence.

@@ -68,6 +68,10 @@ void CacheFixture::PlaceCache() {
     if (c.layout == CacheLayout::kHeadsFirst) {
       t.strides = {plane, dim, c.rows * dim, 1};
       t.memory = Allocate(c.entries * plane, c.dtype);
+    } else if (c.layout == CacheLayout::kDescending) {
+      t.strides = {plane, c.heads_kv * dim, -dim, 1};
+      t.memory = Allocate(c.entries * plane, c.dtype);
+      t.origin = (c.heads_kv - 1) * dim;
     } else {
       if (!pool) pool = Allocate(c.entries * 2 * plane, c.dtype);
       t.memory = pool;

@@ -71,7 +71,7 @@ def call(
     """
     tracing = torch.compiler.is_dynamo_compiling()
     is_tensor = not tracing and isinstance(q, torch.Tensor)
-    if is_tensor and not wants_value_checks(q) and _core.unwatched(q, k, v):
+    if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
         try:  # what is wrong here is said below
             plain = (max_seqlen_q, softmax_scale, causal, window_size, softcap)
             return _launch(q, k, v, arrays, return_lse, *plain, attention_chunk, rotary_interleaved)

@@ -118,9 +118,15 @@ struct Decode {
   STROBE_INLINE static int64_t head_bytes(const Tensor& t) {
     return t.head_stride * t.element_size;
   }
-  /// Bytes from the first value of a row of the cache that the item reads to the last one's end.
+  /// Bytes from the first head's row to where the values that the item reads of the row begin: less
+  /// than 0 where the heads descend in memory.
+  STROBE_INLINE int64_t run_begin(const Tensor& t) const {
+    return min64(0, (item.heads.size() - 1) * head_bytes(t));
+  }
+  /// Bytes of these values, from the first one to the last one's end.
   STROBE_INLINE int64_t run_bytes(const Tensor& t, int64_t dim) const {
-    return (item.heads.size() - 1) * head_bytes(t) + dim * t.element_size;
+    const int64_t heads = (item.heads.size() - 1) * head_bytes(t);
+    return max64(heads, -heads) + dim * t.element_size;
   }
 
   void load_queries() const {
@@ -167,7 +173,7 @@ struct Decode {
     const RowView view = c.key_rows(t, sequence, item.heads.begin);
     for (int64_t j = range.begin, end; j < range.end; j = end) {
       end = view.run_end(j, range.end);
-      const std::byte* row = view.row(j);
+      const std::byte* row = view.row(j) + run_begin(t);
       // Of rows that share a page one place is enough.
       const bool dense = 0 < view.row_bytes && view.row_bytes < kPageBytes;
       const int64_t rows = dense ? 1 : end - j;

@@ -63,7 +63,10 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t few, i
   s.item_rows = max64(1, min64(s.rows, kDecodeRows));
   // Where a row of the cache holds all heads side by side, an item takes several, so that it reads
   // memory in the order in which it lies.
-  const bool side_by_side = p.k.head < p.k.seqlen && p.v.head < p.v.seqlen;
+  const auto is_row = [](const auto& t) {
+    return max64(t.head, -t.head) < max64(t.seqlen, -t.seqlen);
+  };
+  const bool side_by_side = is_row(p.k) && is_row(p.v);
   s.heads = side_by_side ? max64(1, min64(p.heads_kv, kDecodeRows / s.item_rows)) : 1;
   s.head_sets = ceil_div(p.heads_kv, s.heads);
   s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));

@@ -42,7 +42,6 @@ namespace {
 constexpr int kBarriers = 16, kMostWarps = kMostThreads / kLanes;
 // Shared addresses begin here, so that a small number, or none, is not one.
 constexpr uint32_t kSharedBase = 1024;
-constexpr unsigned char kPoison = 0xff;  // NaN as floats and as 16-bit values, -1 as integers
 
 struct Copy {
   uint32_t to;
@@ -164,7 +163,7 @@ void begin_block(Block& b, unsigned index) {
   b.x = index % gridDim.x;
   b.y = index / gridDim.x;
   b.running = launch->threads;
-  b.shared.assign((launch->shared_bytes + 15) / 16 * 16, static_cast<char>(kPoison));
+  b.shared.assign((launch->shared_bytes + 15) / 16 * 16, static_cast<char>(own_settings.unwritten));
   std::fill(std::begin(b.ready), std::end(b.ready), 0);
   for (Warp& w : b.warps) w.arrived = 0;
   for (Barrier& x : b.barriers) x.arrived = 0;
@@ -454,7 +453,7 @@ void copy_async(uint32_t to, const void* from, bool there) {
     fail("cp.async from an address that is no multiple of 16");
   }
   note_write(place, 16);
-  for (int i = 0; i < 16; ++i) place[i] = static_cast<char>(kPoison);
+  for (int i = 0; i < 16; ++i) place[i] = static_cast<char>(own_settings.unwritten);
   if (there) {  // a source that is not there shows here
     volatile char byte = static_cast<const char*>(from)[0];
     byte = static_cast<const char*>(from)[15];

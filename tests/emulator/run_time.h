@@ -21,6 +21,9 @@ namespace strobe::emulator {
 struct Settings {
   uint64_t seed = 0;       // of the order of threads and of thread blocks
   int blocks_at_once = 1;  // thread blocks whose threads take turns; 1 under ThreadSanitizer
+  // Each byte of memory that nobody has written yet: NaN as floats and as 16-bit values, -1 as
+  // integers.
+  unsigned char unwritten = 0xff;
 };
 Settings& settings();
 

@@ -258,8 +258,13 @@ struct OrderedProblem {
   int32_t tile_q = 64, tile_k = 128;
   bool batch_invariant = false;
   std::vector<Mask> masks;             // of each sequence
-  int64_t seqlen_q = 0, seqlen_k = 0;  // of the longest
+  int64_t seqlen_q = 0, seqlen_k = 0;  // of the longest; keys of packed ones may be more
   std::vector<int32_t> cu_q, cu_k;     // packed, else empty
+
+  /// Of a sequence, as far as the kernel has work items for them.
+  int64_t keys(int32_t b) const {
+    return min64(masks[static_cast<size_t>(b)].seqlen_k, seqlen_k);
+  }
 
   CommonParams params() const {
     CommonParams p{};
@@ -309,8 +314,8 @@ OrderedBlock ordered_block(const OrderedProblem& problem, const CommonParams& p,
   block.scratch = scratch_begin(p, problem.tile_q, block.batch);
   const Mask& mask = problem.masks[static_cast<size_t>(block.batch)];
   const Range keys{int64_t{block.number} * problem.tile_k,
-                   min64(int64_t{block.number + 1} * problem.tile_k, mask.seqlen_k)};
-  if (keys.begin < mask.seqlen_k)
+                   min64(int64_t{block.number + 1} * problem.tile_k, problem.keys(block.batch))};
+  if (keys.begin < problem.keys(block.batch))
     block.visits = sm90::QueryVisits::make(mask, keys, problem.tile_q, problem.tile_k);
   return block;
 }
@@ -347,6 +352,8 @@ OrderedProblem random_ordered(std::mt19937& random) {
       problem.cu_k.push_back(problem.cu_k.back() + static_cast<int32_t>(k));
     }
   }
+  if (packed && random() % 4 == 0)
+    problem.seqlen_k = below(static_cast<uint32_t>(problem.seqlen_k) + 1);
   return problem;
 }
 
@@ -354,7 +361,7 @@ OrderedProblem random_ordered(std::mt19937& random) {
 std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const CommonParams& p,
                                         uint32_t descending, int64_t tiles) {
   BackwardScratch scratch{};
-  scratch.descending = descending;
+  scratch.descending = descending, scratch.tile_k = problem.tile_k;
   std::map<int64_t, uint32_t> turns;
   for (int32_t b = 0; b < p.batch; ++b) {
     const Mask& mask = problem.masks[static_cast<size_t>(b)];
@@ -395,14 +402,12 @@ TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
     size_t wanted = 0;
     for (uint32_t i = 0; i < items.order.items; ++i) {
       const OrderedBlock block = ordered_block(problem, p, items, i);
-      if (int64_t{block.number} * problem.tile_k >=
-          problem.masks[static_cast<size_t>(block.batch)].seqlen_k)
-        continue;
+      if (int64_t{block.number} * problem.tile_k >= problem.keys(block.batch)) continue;
       ASSERT_TRUE(
           seen.insert({block.batch, block.number, block.head_begin, block.head_end}).second);
     }
-    for (const Mask& mask : problem.masks)
-      wanted += static_cast<size_t>(ceil_div(mask.seqlen_k, problem.tile_k) * p.heads_kv) *
+    for (int32_t b = 0; b < p.batch; ++b)
+      wanted += static_cast<size_t>(ceil_div(problem.keys(b), problem.tile_k) * p.heads_kv) *
                 static_cast<size_t>(problem.parts);
     ASSERT_EQ(seen.size(), wanted) << "round " << round;
 

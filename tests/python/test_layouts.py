@@ -97,6 +97,16 @@ def test_any_strides_give_the_same_bits(
     assert all(np.array_equal(a, b) for a, b in zip([out, lse, *given], wanted, strict=True))
 
 
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_heads_that_descend_in_memory(heads: int, dtype: str, rng: np.random.Generator) -> None:
+    """One query and many keys; with two heads the run of a row has no bytes by its strides."""
+    q, k, v = (cases.normal(rng, (1, n, heads, 64), cases.DTYPES[dtype]) for n in (1, 200, 200))
+    wanted = strobe.attention(q, k, v)
+    given = [np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1] for x in (k, v)]
+    assert np.array_equal(strobe.attention(q, *given), wanted)
+
+
 def test_qkv_packed(rng: np.random.Generator) -> None:
     qkv = cases.normal(rng, (2, 30, 3, 4, 16))
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]

@@ -128,10 +128,12 @@ struct BackwardScratch {
 };
 
 /// The key tile that is the first to add to dq, of those in `tiles`, which see some of its queries.
+/// A packed sequence may have more keys than the problem's bound: no item is there for these.
 STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const BackwardScratch& s,
                                                 int32_t batch, int32_t head, Range tiles) {
   const auto of_heads = static_cast<uint32_t>((p.cu_k ? 0 : batch) * p.heads_kv + head / p.group);
-  return static_cast<uint32_t>(of_heads < s.descending ? tiles.end - 1 : tiles.begin);
+  if (of_heads >= s.descending) return static_cast<uint32_t>(tiles.begin);
+  return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);
 }
 
 /// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse

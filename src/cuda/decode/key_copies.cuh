@@ -100,14 +100,15 @@ class KeyCopies {
     return ring_ + static_cast<uint32_t>(issued_) % Shape::kStages * Shape::kStage;
   }
 
-  // The keys of a tile that the cache has: those from `new_begin` on are left out.
+  // The keys of a tile that the cache has: those from `new_begin` on are left out, as far as rows of
+  // the tile see them.
   __device__ __forceinline__ void copy_cached(const Piece& x, [[maybe_unused]] int32_t new_begin) {
     const int chunk = thread() % kChunks, first = thread() / kChunks;
     const uint32_t to = stage() + static_cast<uint32_t>(first * Shape::kPitch + 16 * chunk);
     const int32_t row = key_ + first;
     const int32_t begin = x.begin, end = x.end;
     const auto is_new = [&](int32_t key) {
-      return kUpdates<Params> && key >= new_begin && key < end;
+      return kUpdates<Params> && key >= new_begin && key >= begin && key < end;
     };
     const int k_columns = p_.head_dim - 8 * chunk, v_columns = p_.head_dim_v - 8 * chunk;
     const int64_t k_stride = 2 * p_.k.row_stride, v_stride = 2 * p_.v.row_stride;
