@@ -125,8 +125,8 @@ TEST(EmulatedDecode, MoreQueriesThanThePlanKnowsOfAreLeftOut) {
   }
 }
 
-/// "" or what differs between runs of a case: in the order of threads and thread blocks, and in what
-/// lay in shared memory and in the workspace before.
+/// "" or what differs between runs of a case: in the order of threads and thread blocks, and in
+/// what lay in shared memory and in the workspace before.
 std::string DifferentBits(const CacheCase& c, uint64_t seed) {
   auto& settings = strobe::emulator::settings();
   std::string first, wrong;

@@ -262,9 +262,7 @@ struct OrderedProblem {
   std::vector<int32_t> cu_q, cu_k;     // packed, else empty
 
   /// Of a sequence, as far as the kernel has work items for them.
-  int64_t keys(int32_t b) const {
-    return min64(masks[static_cast<size_t>(b)].seqlen_k, seqlen_k);
-  }
+  int64_t keys(int32_t b) const { return min64(masks[static_cast<size_t>(b)].seqlen_k, seqlen_k); }
 
   CommonParams params() const {
     CommonParams p{};

@@ -100,8 +100,8 @@ class KeyCopies {
     return ring_ + static_cast<uint32_t>(issued_) % Shape::kStages * Shape::kStage;
   }
 
-  // The keys of a tile that the cache has: those from `new_begin` on are left out, as far as rows of
-  // the tile see them.
+  // The keys of a tile that the cache has: those from `new_begin` on are left out, as far as rows
+  // of the tile see them.
   __device__ __forceinline__ void copy_cached(const Piece& x, [[maybe_unused]] int32_t new_begin) {
     const int chunk = thread() % kChunks, first = thread() / kChunks;
     const uint32_t to = stage() + static_cast<uint32_t>(first * Shape::kPitch + 16 * chunk);
