@@ -47,6 +47,11 @@ namespace strobe::cuda {
 __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, DecodeUpdateParams>;
 }
 """,
+    "decode/update_kernel.cuh": """
+namespace strobe::cuda {
+__device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 16, 2, 2>, true>;
+}
+""",
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};

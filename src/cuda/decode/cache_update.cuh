@@ -146,12 +146,13 @@ __device__ __forceinline__ NewKeys new_keys_of(const DecodeUpdateParams& p, cons
           static_cast<int32_t>(s.rotary_start - s.new_begin)};
 }
 
-/// The sequence that packed row `row` of the new keys belongs to, or -1. By a whole warp.
-__device__ __forceinline__ int32_t sequence_of_new(const CachedSequences& c, int64_t row) {
+/// The sequence that packed row `row` belongs to, by the sequences' begins, or -1. By a whole warp.
+__device__ __forceinline__ int32_t sequence_of_row(const int32_t* begins, int32_t batch,
+                                                   int64_t row) {
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  for (int32_t first = 0; first < c.batch; first += 32) {
+  for (int32_t first = 0; first < batch; first += 32) {
     const int32_t b = first + lane;
-    const uint32_t past = __ballot_sync(0xffffffffu, b < c.batch && c.cu_new[b + 1] > row);
+    const uint32_t past = __ballot_sync(0xffffffffu, b < batch && begins[b + 1] > row);
     if (past) return first + __ffs(static_cast<int>(past)) - 1;
   }
   return -1;
@@ -171,7 +172,8 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
        n += step) {
     const int64_t row = n / p.heads_kv;
     const auto head = static_cast<int32_t>(n - row * p.heads_kv);
-    const int32_t b = c.cu_new ? sequence_of_new(c, row) : static_cast<int32_t>(row / c.rows_new);
+    const int32_t b =
+        c.cu_new ? sequence_of_row(c.cu_new, c.batch, row) : static_cast<int32_t>(row / c.rows_new);
     if (b < 0) continue;
     const CachedSequence s = c.sequence(b);
     const int64_t own = c.cu_new ? row - s.new_row : row - int64_t{b} * c.rows_new;

@@ -10,6 +10,7 @@
 #include "cuda/common/config.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/decode/decode.cuh"
+#include "cuda/decode/update_kernel.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/host/rows.h"
@@ -69,6 +70,19 @@ void carve(Arena& arena, const DecodeParams& p, Division& d) {
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
+/// The queries after the rotary embedding, where a kernel of its own turns them; else no data.
+template <DecodeConfig kConfig>
+Tensor carve_queries(Arena& arena, const DecodeParams& p) {
+  Tensor t{};
+  if (kConfig.width <= kWidestUpdate || p.cache.rotary_dim == 0) return t;
+  t.head_stride = round_up(p.head_dim, 8);
+  t.row_stride = t.head_stride * p.heads_kv * p.group;
+  t.batch_stride = p.cache.cu_q ? 0 : t.row_stride * p.total_q;
+  const int64_t entries = p.cache.cu_q ? 1 : p.cache.batch;
+  t.data = arena.take<uint16_t>(entries * p.total_q * t.row_stride);
+  return t;
+}
+
 template <DecodeConfig kConfig>
 DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
@@ -80,6 +94,7 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   if (spans >= kMost / max64(units, max64(1, d.rule.most_chunks))) return {blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
+  carve_queries<kConfig>(arena, p);
   return {blocks, static_cast<int64_t>(arena.used())};
 }
 
@@ -97,6 +112,15 @@ KernelHandle& decode_handle(bool rule, bool elements) {
       KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, Params>),
                    Shape::kSharedBytes)};
   return kernels[elements ? 2 : rule];
+}
+
+/// What runs first where decode_handle's kernels neither append nor turn.
+template <typename Shape>
+KernelHandle& update_handle(bool elements) {
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
+      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
+  return kernels[elements];
 }
 
 template <DecodeConfig kConfig>
@@ -118,22 +142,30 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
     const auto address = reinterpret_cast<uintptr_t>(t.data);
     return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
   };
-  bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
-                  !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
+  const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
+                        !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
   const bool rule =
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || c.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
-  if constexpr (kConfig.width <= kWidestUpdate) {
-    const bool appends = c.rows_new > 0;
-    if (appends || c.rotary_dim > 0) {
-      elements |= appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
+  const bool appends = c.rows_new > 0;
+  const bool new_elements =
+      appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
+  DecodeParams reads_alone = p;
+  if (appends || c.rotary_dim > 0) {
+    if constexpr (kConfig.width <= kWidestUpdate) {
       void* args[] = {const_cast<DecodeUpdateParams*>(&p), &d};
-      return decode_handle<Shape, DecodeUpdateParams>(rule, elements)
+      return decode_handle<Shape, DecodeUpdateParams>(rule, elements || new_elements)
           .launch(grid, Shape::kThreads, args, target);
+    } else {
+      Tensor turned = carve_queries<kConfig>(arena, p);
+      void* args[] = {const_cast<DecodeUpdateParams*>(&p), &turned};
+      const cudaError_t error = update_handle<Shape>(elements || new_elements)
+                                    .launch(grid, Shape::kThreads, args, target);
+      if (error != cudaSuccess) return error;
+      if (turned.data) reads_alone.q = turned;
     }
   }
-  const DecodeParams& reads_alone = p;
-  void* args[] = {const_cast<DecodeParams*>(&reads_alone), &d};
+  void* args[] = {&reads_alone, &d};
   return decode_handle<Shape, DecodeParams>(rule, elements)
       .launch(grid, Shape::kThreads, args, target);
 }

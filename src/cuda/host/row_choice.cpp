@@ -103,7 +103,6 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
   const bool any_length = p.batch_invariant && p.varlen;
   const int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
-  const bool updates = p.append || p.rotary_dim > 0;
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
   // fifths at 1 x 8192 keys, by 9 % at 16 x 4096.
@@ -116,7 +115,6 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
   for (size_t i = 0; i < rows.size(); ++i) {
     const DecodeConfig& c = rows[i].row->config;
     if (c.dtype != p.dtype || rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
-    if (updates && c.width > kWidestUpdate) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(rows[i].name)) return static_cast<int>(i);
@@ -130,10 +128,8 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
     found = static_cast<int>(i);
   }
   if (found < 0 && reason) {
-    *reason =
-        format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache%s",
-               static_cast<long long>(dim), static_cast<long long>(widest),
-               updates ? " with append or rotary embedding" : "");
+    *reason = format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache",
+                     static_cast<long long>(dim), static_cast<long long>(widest));
   }
   return found;
 }

@@ -26,8 +26,9 @@ struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
 };
 
-/// The widest of the kernels for keys in a cache that take new keys and rotary embedding: beyond, O
-/// leaves them no registers.
+/// The widest of the kernels for keys in a cache that take new keys and rotary embedding
+/// themselves: beyond, O leaves them no registers, and a kernel of its own does that before
+/// (update_kernel.cuh).
 inline constexpr int32_t kWidestUpdate = 128;
 
 /// For keys in a cache.
