@@ -48,6 +48,7 @@ __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32
 }
 """,
     "decode/update_kernel.cuh": """
+#include "cuda/decode/layout.h"
 namespace strobe::cuda {
 __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 16, 2, 2>, true>;
 }
@@ -129,7 +130,7 @@ def main() -> int:
     source = ROOT / "src/cuda"
     launches = sorted([*source.glob("mma_sync/*_launch.h"), *source.glob("hopper/*_launch.h")])
     kernels = [Path(str(p).replace("_launch.h", ".cuh")) for p in launches]  # but for what launches share
-    headers = [str(p.relative_to(source)) for p in kernels if p.exists()]
+    headers = sorted({str(p.relative_to(source)) for p in kernels if p.exists()} | set(KERNELS))
     failed = 0
     for header in headers:
         arch = "90a" if "_sm90" in header else "80"
