@@ -71,14 +71,14 @@ def dump(tool: str, flag: str, path: Path) -> str:
 
 
 def parse(tool: str, path: Path) -> list[Kernel]:
-    """The main kernels in an object file."""
+    """The main kernels in an object file, and the one before a decode kernel."""
     row = path.name.removesuffix(".cu.o")
     kernels: dict[tuple[str, str], Kernel] = {}
     current: Kernel | None = None
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"\d(forward|backward|decode)_kernelI.*?((?:Lb[01]E)*)(?:NS\d*_\d+WithoutChunksI)?(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
+        main = re.search(r"\d(forward|backward|decode|update)_kernelI.*?((?:Lb[01]E)*)(?:NS\d*_\d+WithoutChunksI)?(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
         if not main:
             return None
         variants = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}

@@ -164,28 +164,8 @@ TEST(CudaPlan, KeysInACacheHaveAKernelOnEveryDevice) {
   }
 }
 
-TEST(CudaPlan, WhatTheDecodeKernelDoesNotDoIsDeclined) {
-  Plan plan;
-  AttentionProblem append = paged_problem(STROBE_BFLOAT16, 136);
-  append.append = STROBE_APPEND_DENSE, append.seqlen_new = 1;
-  Status s = plan_for(append, device(90), plan);
-  EXPECT_FALSE(s.ok());
-  EXPECT_NE(
-      std::string(s.text()).find("= 136, expected at most 128 for keys in a cache with append"),
-      std::string::npos)
-      << s.text();
-  AttentionProblem rotary = paged_problem(STROBE_BFLOAT16, 136);
-  rotary.rotary_dim = 64, rotary.rotary_rows = 2048;
-  s = plan_for(rotary, device(90), plan);
-  EXPECT_FALSE(s.ok());
-  EXPECT_NE(
-      std::string(s.text()).find("= 136, expected at most 128 for keys in a cache with append"),
-      std::string::npos)
-      << s.text();
-}
-
 TEST(CudaPlan, NewKeysAndRotaryEmbeddingAreTaken) {
-  for (const int64_t dim : {64, 80, 128}) {
+  for (const int64_t dim : {64, 80, 128, 136, 192, 256}) {
     AttentionProblem p = paged_problem(STROBE_BFLOAT16, dim);
     p.append = STROBE_APPEND_DENSE, p.seqlen_new = 1;
     p.rotary_dim = 64, p.rotary_rows = 2048;
@@ -193,6 +173,25 @@ TEST(CudaPlan, NewKeysAndRotaryEmbeddingAreTaken) {
     const Status s = plan_for(p, device(90), plan);
     ASSERT_TRUE(s.ok()) << s.text();
     EXPECT_STREQ(plan.kernel, "cuda_sm80");
+  }
+}
+
+// Wide kernels need room for the turned queries: for each once, packed or dense.
+TEST(CudaPlan, TurnedQueriesHaveTheSizeOfTheQueries) {
+  for (const bool packed : {false, true}) {
+    AttentionProblem p = paged_problem(STROBE_BFLOAT16, 252);
+    p.batch = 8;
+    p.varlen = packed;
+    p.total_q = packed ? 40 : 0;
+    Plan without, with;
+    ASSERT_TRUE(plan_for(p, device(90), without).ok());
+    p.rotary_dim = 64, p.rotary_rows = 2048;
+    const Status s = plan_for(p, device(90), with);
+    ASSERT_TRUE(s.ok()) << s.text();
+    const int64_t rows = packed ? p.total_q : p.batch * p.seqlen_q;
+    const auto queries = static_cast<size_t>(rows * p.heads * 256 * 2);
+    EXPECT_GE(with.workspace_bytes, without.workspace_bytes + queries) << packed;
+    EXPECT_LE(with.workspace_bytes, without.workspace_bytes + queries + 256) << packed;
   }
 }
 

@@ -42,6 +42,7 @@ struct ForwardParams : CommonParams {
 struct DecodeParams : ForwardParams {
   CachedSequences cache;
   bool float_out;  // out is float32
+  bool packed_q;   // also while a plan is made, which knows no arrays
 
   STROBE_INLINE constexpr CachedSequence cached(int64_t b) const { return cache.sequence(b); }
 };

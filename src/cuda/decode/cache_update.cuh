@@ -1,7 +1,8 @@
 // What a launch does to the cache besides reading it, and to rows on their way into products: new
 // keys and values, and the rotary embedding.
 //
-// No thread block reads what another one writes: whoever attends to a new key takes it from k_new
+// Up to kWidestUpdate no thread block reads what another one writes (beyond, update_kernel.cuh goes
+// before): whoever attends to a new key takes it from k_new
 // and turns it itself, by the same arithmetic as whoever writes it to the cache, so that the bits
 // are the same. The rows of the cache that new keys go to are read by nobody.
 #ifndef STROBE_CUDA_DECODE_CACHE_UPDATE_CUH_

@@ -70,16 +70,20 @@ void carve(Arena& arena, const DecodeParams& p, Division& d) {
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
+/// Rows of Q, of all heads.
+inline int64_t query_rows(const DecodeParams& p) {
+  return (p.packed_q ? 1 : p.cache.batch) * p.total_q * p.heads_kv * p.group;
+}
+
 /// The queries after the rotary embedding, where a kernel of its own turns them; else no data.
 template <DecodeConfig kConfig>
 Tensor carve_queries(Arena& arena, const DecodeParams& p) {
   Tensor t{};
-  if (kConfig.width <= kWidestUpdate || p.cache.rotary_dim == 0) return t;
+  if (!turns_before(kConfig, p.cache.rotary_dim)) return t;
   t.head_stride = round_up(p.head_dim, 8);
   t.row_stride = t.head_stride * p.heads_kv * p.group;
-  t.batch_stride = p.cache.cu_q ? 0 : t.row_stride * p.total_q;
-  const int64_t entries = p.cache.cu_q ? 1 : p.cache.batch;
-  t.data = arena.take<uint16_t>(entries * p.total_q * t.row_stride);
+  t.batch_stride = p.packed_q ? 0 : t.row_stride * p.total_q;
+  t.data = arena.take<uint16_t>(query_rows(p) * t.head_stride);
   return t;
 }
 
@@ -150,7 +154,8 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   const bool appends = c.rows_new > 0;
   const bool new_elements =
       appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
-  DecodeParams reads_alone = p;
+  const DecodeParams* reads_alone = &p;
+  [[maybe_unused]] DecodeParams of_turned;
   if (appends || c.rotary_dim > 0) {
     if constexpr (kConfig.width <= kWidestUpdate) {
       void* args[] = {const_cast<DecodeUpdateParams*>(&p), &d};
@@ -159,13 +164,25 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
     } else {
       Tensor turned = carve_queries<kConfig>(arena, p);
       void* args[] = {const_cast<DecodeUpdateParams*>(&p), &turned};
-      const cudaError_t error = update_handle<Shape>(elements || new_elements)
-                                    .launch(grid, Shape::kThreads, args, target);
-      if (error != cudaSuccess) return error;
-      if (turned.data) reads_alone.q = turned;
+      const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+      const int64_t rows = max64(new_rows * p.heads_kv, turned.data ? query_rows(p) : 0);
+      constexpr int64_t kBlocksEach =
+          16;  // of a multiprocessor: this kernel waits for memory alone
+      const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
+      const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
+      if (rows > 0) {
+        const cudaError_t error = update_handle<Shape>(elements || new_elements)
+                                      .launch(blocks, Shape::kThreads, args, target);
+        if (error != cudaSuccess) return error;
+      }
+      if (turned.data) {
+        of_turned = p;
+        of_turned.q = turned;
+        reads_alone = &of_turned;
+      }
     }
   }
-  void* args[] = {&reads_alone, &d};
+  void* args[] = {const_cast<DecodeParams*>(reads_alone), &d};
   return decode_handle<Shape, DecodeParams>(rule, elements)
       .launch(grid, Shape::kThreads, args, target);
 }

@@ -74,6 +74,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdatePa
   d.k.batch_stride = p.k.batch;  // of the cache: it is not packed where queries are
   d.v.batch_stride = p.v.batch;
   d.float_out = p.out_dtype == STROBE_FLOAT32;
+  d.packed_q = p.varlen;
   if (p.append) {
     d.k_new = tensor(a.k_new, p.k_new, p);
     d.v_new = tensor(a.v_new, p.v_new, p);

@@ -140,7 +140,9 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
   if constexpr (!std::is_same_v<Row, BackwardRow>) {
-    if (!workspace && plan.workspace_bytes > 0) {
+    bool several = false;  // kernels, of which one leaves something in the workspace for another
+    if constexpr (std::is_same_v<Row, DecodeRow>) several = turns_before(row->config, p.rotary_dim);
+    if (!workspace && plan.workspace_bytes > 0 && !several) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
   }

@@ -30,6 +30,10 @@ struct DecodeGrid {
 /// themselves: beyond, O leaves them no registers, and a kernel of its own does that before
 /// (update_kernel.cuh).
 inline constexpr int32_t kWidestUpdate = 128;
+/// Whether that kernel leaves turned queries in the workspace for the other one.
+constexpr bool turns_before(const DecodeConfig& c, int64_t rotary_dim) {
+  return c.width > kWidestUpdate && rotary_dim > 0;
+}
 
 /// For keys in a cache.
 struct DecodeRow {

@@ -14,9 +14,9 @@ namespace strobe::cuda {
 inline constexpr size_t kOwnWorkspace = size_t{256} << 10;
 
 // Small workspaces for callers that bring none: one block a stream, made once and kept. For
-// launches of one kernel, which on a stream come one after another; kernels of two launches of
-// several, by two host threads, may take turns. Not while a graph is captured: its replays may run
-// beside launches on the stream.
+// launches in which no kernel leaves anything there for another one: kernels come one after another
+// on a stream, but those of two launches, by two host threads, may take turns. Not while a graph is
+// captured: its replays may run beside launches on the stream.
 class StreamBlocks {
  public:
   // Null: the launch has to look for memory elsewhere.
