@@ -179,7 +179,7 @@ def flash_attn_with_kvcache(
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     _refuse({**refused, "scheduler_metadata": scheduler_metadata})
-    arrays = {
+    options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
         "cache_batch_idx": cache_batch_idx,
@@ -191,24 +191,18 @@ def flash_attn_with_kvcache(
         "rotary_sin": rotary_sin,
         "rotary_position": rotary_seqlens,
         "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q if cu_seqlens_q is not None else None,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved,
     }
+    if type(attention_chunk) is not int or attention_chunk != 0:  # a rare option, which costs time
+        options["attention_chunk"] = attention_chunk
     if rotary_seqlens is None:
-        _flash_cache.rotary_start(arrays)
-    return _flash_cache.call(
-        q,
-        k_cache,
-        v_cache,
-        arrays,
-        max_seqlen_q if cu_seqlens_q is not None else None,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        attention_chunk,
-        rotary_interleaved,
-        return_softmax_lse,
-        _NAMES,
-    )
+        _flash_cache.rotary_start(options)
+    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)
 
 
 def flash_attn_combine(
