@@ -13,7 +13,7 @@ from . import _core
 from ._arrays import cannot_be_read, check_readable
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
-from ._operators import _LIBRARY, is_transformed
+from ._operators import _LIBRARY, define, is_transformed
 from ._options import CACHE_ROWS
 from ._values import integer, pair
 
@@ -240,7 +240,7 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 # ----------------------------------------------------------------------------------------- operator
 
 _SCHEMA: Final = (
-    "attention_with_kvcache(Tensor q, Tensor(a!) k, Tensor(b!) v, "
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, "
     + "".join(f"Tensor? {name}, " for name in _ARRAYS)
     + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
     + ") -> (Tensor, Tensor)"
@@ -253,13 +253,9 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention_with_kvcache", _kernel, _key)
+_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, _fake)
 # No gradient, as in flash_attn.
 _LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("strobe::attention_with_kvcache", _fake, lib=_LIBRARY)
-_operator: Final = torch.ops.strobe.attention_with_kvcache.default
 
 
 # ------------------------------------------------------------------------------- flash_attn's own

@@ -44,21 +44,33 @@ _OPTIONS: Final = (
 )
 # And what most calls do without, with defaults, so that a call may end before.
 _MORE: Final = ", ".join(row.schema for row in _options.TAIL)
-_SCHEMAS: Final = {
-    # By keyword: PyTorch's compiler looks for a random operator's device there.
-    "dropout_state": "(*, Device device) -> Tensor",
-    "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
-    "attention_backward": (
-        "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor)"
-    ),
-    "attention_dropout_weights": f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    _tags = [torch.Tag.pt2_compliant_tag]
-    if _name == "dropout_state":
-        _tags.append(torch.Tag.nondeterministic_seeded)
-    _LIBRARY.define(_name + _schema, tags=tuple(_tags))
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Any,
+    fake: Any,
+    gradient: Any = None,
+    setup: Any = None,
+    *,
+    keys: tuple[str, ...] = ("CPU", "CUDA"),
+    tags: tuple[Any, ...] = (),
+) -> Any:
+    """Registers the operator torch.ops.strobe.<name>.
+
+    kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
+    torch.library.register_autograd has them.
+    """
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    for key in keys:
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(
+            f"strobe::{name}", gradient, setup_context=setup, lib=_LIBRARY
+        )
+    return getattr(torch.ops.strobe, name).default
 
 
 # ------------------------------------------------------------------ seeds and offsets of dropout
@@ -294,47 +306,41 @@ def _fake_dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 # ------------------------------------------------------------------------------------- registration
 
-dropout_state: Final = torch.ops.strobe.dropout_state.default
-attention_forward: Final = torch.ops.strobe.attention_forward.default
-attention_backward: Final = torch.ops.strobe.attention_backward.default
-attention_dropout_weights: Final = torch.ops.strobe.attention_dropout_weights.default
+dropout_state: Final = define(
+    "dropout_state",
+    "(*, Device device) -> Tensor",  # by keyword, where PyTorch's compiler looks for the device
+    draw_dropout_state,
+    lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu"),
+    keys=("CompositeExplicitAutograd",),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+attention_forward: Final = define(
+    "attention_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
+    forward,
+    _fake_forward,
+    _operator_gradients,
+    setup,
+)
+attention_backward: Final = define(
+    "attention_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor)",
+    backward,
+    _fake_backward,
+    refuse_double_backward,
+)
+attention_dropout_weights: Final = define(
+    "attention_dropout_weights",
+    f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
+    dropout_weights,
+    _fake_dropout_weights,
+)
 _transformed_forward: Final = _transformed(attention_forward, setup, _transformed_gradients, 0)
 _transformed_backward: Final = _transformed(
     attention_backward, _keep_nothing, refuse_double_backward, 2
 )
-
-
-def _register() -> None:
-    def name(operator: str) -> str:
-        return f"strobe::{operator}"
-
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl("attention_forward", forward, key)
-        _LIBRARY.impl("attention_backward", backward, key)
-        _LIBRARY.impl("attention_dropout_weights", dropout_weights, key)
-    _LIBRARY.impl("dropout_state", draw_dropout_state, "CompositeExplicitAutograd")
-
-    for operator, fake in (
-        ("attention_forward", _fake_forward),
-        ("attention_backward", _fake_backward),
-        ("attention_dropout_weights", _fake_dropout_weights),
-        ("dropout_state", lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu")),
-    ):
-        torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
-
-    torch.library.register_autograd(
-        name("attention_forward"), _operator_gradients, setup_context=setup, lib=_LIBRARY
-    )
-    torch.library.register_autograd(
-        name("attention_backward"), refuse_double_backward, lib=_LIBRARY
-    )
-    if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
-        for operator, overload, query in (
-            ("attention_forward", attention_forward, 0),
-            ("attention_backward", attention_backward, 2),
-        ):
-            rule = vmap_over(overload, query)
-            torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
-
-
-_register()
+if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
+    for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):
+        _rule = vmap_over(_operator, _query)
+        torch.library.register_vmap(_operator.name(), _rule, lib=_LIBRARY)

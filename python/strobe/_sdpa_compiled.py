@@ -21,10 +21,9 @@ from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
 
-
-_SCHEMA: Final = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng_state, "
-    "float dropout_p, bool is_causal, bool lower_right, float? scale"
+_OPTIONS: Final = (
+    "Tensor? attn_mask, Tensor? rng_state, float dropout_p, bool is_causal, bool lower_right, "
+    "float? scale"
 )
 
 
@@ -52,19 +51,10 @@ def _unseen(kernel: Any) -> Any:
     return unseen
 
 
-def _request(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float | None,
-) -> tuple[Request, Tensor | None, bool]:
+def _request(*arguments: Any) -> tuple[Request, Tensor | None, bool]:
     """(request, rng_state, lower_right) of the operator's arguments."""
-    request = Request(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    *tensors, rng_state, dropout_p, is_causal, lower_right, scale = arguments
+    request = Request._make([*tensors, dropout_p, is_causal, scale, True])
     return request, rng_state, lower_right
 
 
@@ -150,37 +140,36 @@ def _declined(kind: str) -> None:
 
 def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
     def compute(dout: Tensor, _: None, *saved: Any) -> Any:
-        return torch.ops.strobe.scaled_dot_product_attention_backward.default(dout, *saved)
+        return _backward(dout, *saved)
 
     found = _operators.gradients(compute, ctx, dout, None)
     return (*found, *(None for _ in ctx.options))
 
 
-def _register() -> None:
-    library = _operators._LIBRARY
-    tags = (torch.Tag.pt2_compliant_tag,)
-    name = "scaled_dot_product_attention"
-    library.define(f"{name}({_SCHEMA}) -> (Tensor, Tensor)", tags=tags)
-    library.define(
-        f"{name}_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
-        f"Tensor lse, {_SCHEMA.removeprefix('Tensor query, Tensor key, Tensor value, ')}) -> "
-        "(Tensor, Tensor, Tensor)",
-        tags=tags,
-    )
-    for key in ("CPU", "CUDA"):
-        library.impl(name, _operator_forward, key)
-        library.impl(f"{name}_backward", _operator_backward, key)
-    torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
-    torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
-    torch.library.register_autograd(
-        f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library
-    )
-    torch.library.register_autograd(
-        f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
-    )
-    library.define(f"{name}_declined(str kind) -> ()", tags=tags)
-    library.impl(f"{name}_declined", _declined, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"strobe::{name}_declined", lambda kind: None, lib=library)
+_NAME: Final = "scaled_dot_product_attention"
+_forward: Final = _operators.define(
+    _NAME,
+    f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    _operator_forward,
+    _fake_forward,
+    _gradients,
+    _operators.setup,
+)
+_backward: Final = _operators.define(
+    f"{_NAME}_backward",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _operator_backward,
+    _fake_backward,
+    _operators.refuse_double_backward,
+)
+_say_declined: Final = _operators.define(
+    f"{_NAME}_declined",
+    "(str kind) -> ()",
+    _declined,
+    lambda kind: None,
+    keys=("CompositeExplicitAutograd",),
+)
 
 
 def _register_effect() -> bool:
@@ -189,16 +178,13 @@ def _register_effect() -> bool:
         from torch._library.effects import EffectType
 
         torch.library._register_effectful_op(
-            "strobe::scaled_dot_product_attention_declined",
-            EffectType.ORDERED,
-            lib=_operators._LIBRARY,
+            _say_declined.name(), EffectType.ORDERED, lib=_operators._LIBRARY
         )
     except (ImportError, AttributeError, TypeError):  # pragma: no cover - an older PyTorch
         return False
     return True
 
 
-_register()
 REPORTS_FROM_COMPILED_CODE: Final = _register_effect()
 
 
@@ -218,16 +204,14 @@ def traced(*args: Any, **kwargs: Any) -> Tensor | None:
     mask = None if lower_right else attn_mask
     plain = (dropout_p, is_causal, lower_right, scale)
     out: Tensor
-    out, _ = torch.ops.strobe.scaled_dot_product_attention.default(
-        query, key, value, mask, rng_state, *plain
-    )
+    out, _ = _forward(query, key, value, mask, rng_state, *plain)
     return out
 
 
 def declined(kind: str) -> None:
     """Makes compiled code say that PyTorch computes a call."""
     if REPORTS_FROM_COMPILED_CODE:
-        torch.ops.strobe.scaled_dot_product_attention_declined.default(kind)
+        _say_declined(kind)
 
 
 def is_traced() -> bool:
