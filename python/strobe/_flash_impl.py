@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from . import _blocks, _calls, _operators, _sdpa
+from ._blocks import Task
 from ._errors import Unsupported
 from ._masks import Blocks
 from ._sdpa import Request
@@ -83,8 +84,8 @@ def _forward(request: Request, rng_state: Tensor | None, blocks: Blocks) -> tupl
     out = torch.empty_like(query)
     if out.stride(-1) != 1 or out.shape != (*query.shape[:3], value.shape[3]):
         out = query.new_empty((*query.shape[:3], value.shape[3]))
-    tensors, plain = request[:3], (request.dropout_p, request.scale)
-    _, lse = _blocks.forward(*tensors, rng_state, blocks, *plain, out=out)
+    task = Task(blocks, rng_state, request.dropout_p, request.scale)
+    _, lse = _blocks.forward(*request[:3], task, out=out)
     return out, lse
 
 
@@ -95,13 +96,8 @@ def _backward(
     dout, out, lse = others
     query, key, value = tensors = request[:3]
     grads = (new(query), new(key), new(value))
-    plain = (request.dropout_p, request.scale)
-    return _blocks.backward(dout, *tensors, out, lse, rng_state, blocks, *plain, grads=grads)
-
-
-def _heads_inner(x: Tensor) -> Tensor:
-    """Memory for x laid out as (batch, seqlen, heads, head_dim)."""
-    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype)
+    task = Task(blocks, rng_state, request.dropout_p, request.scale)
+    return _blocks.backward(dout, *tensors, out, lse, task, grads)
 
 
 def _cpu_request(
@@ -136,7 +132,7 @@ def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     blocks = None if request.dropout_p > 0 else _blocks_of(request)
     if blocks is None:
         return before.call_boxed(keyset, *args, **options)
-    return _backward(request, _heads_inner, None, blocks, dout, out, lse)
+    return _backward(request, _blocks.heads_inner, None, blocks, dout, out, lse)
 
 
 def _cuda_forward(

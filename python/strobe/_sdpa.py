@@ -276,7 +276,7 @@ def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
         rng_state = None
         if dropout_p > 0:
             rng_state = _operators.dropout_state(device=query.device)
-        arguments = (query, key, value, rng_state, blocks, dropout_p, scale)
+        arguments = (query, key, value, _blocks.Task(blocks, rng_state, dropout_p, scale))
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out: Tensor = _blocks.Masked.apply(*arguments)[0]
             return out

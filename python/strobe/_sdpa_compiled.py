@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _blocks, _calls, _flash_attn, _operators, _sdpa
+from ._blocks import Task, heads_inner
 from ._calls import Verdict
 from ._sdpa import Request
 
@@ -80,8 +81,8 @@ def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     _calls.record(verdict)
     query = request.query
     if not verdict.kind:
-        plain = (request.dropout_p, request.scale)
-        return _blocks.forward(*request[:3], rng_state, blocks, *plain)
+        task = Task(blocks, rng_state, request.dropout_p, request.scale)
+        return _blocks.forward(*request[:3], task)
     with _drawing(rng_state, query):  # so that the backward pass can draw the same again
         out = _by_pytorch(request, lower_right)
     return _heads_inner(out), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -100,8 +101,8 @@ def _operator_backward(
     request, rng_state, lower_right = _request(query, key, value, *options)
     verdict, blocks = _sdpa.judge_blocks(request, lower_right)
     if not verdict.kind:
-        plain = (request.dropout_p, request.scale)
-        return _blocks.backward(dout, query, key, value, out, lse, rng_state, blocks, *plain)
+        task = Task(blocks, rng_state, request.dropout_p, request.scale)
+        return _blocks.backward(dout, query, key, value, out, lse, task)
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
     # in again, and nothing else: autocast has been here.
     included = torch._C._dispatch_tls_local_include_set()
@@ -115,12 +116,6 @@ def _operator_backward(
     return _heads_inner(dq), _heads_inner(dk), _heads_inner(dv)
 
 
-def _like(x: Tensor) -> Tensor:
-    """As `_forward` and `_backward` lay tensors out."""
-    batch, heads, seqlen, head_dim = x.shape
-    return x.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
-
-
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, seqlen_q, _ = query.shape
     out = query.new_empty((batch, seqlen_q, heads, value.shape[3])).transpose(1, 2)
@@ -130,7 +125,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tu
 def _fake_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+    return heads_inner(query), heads_inner(key), heads_inner(value)
 
 
 def _declined(kind: str) -> None:
