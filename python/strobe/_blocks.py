@@ -143,4 +143,5 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
         """Of query, key and value."""
-        return (*backward(dout, *ctx.saved_tensors, task=ctx.task), None)
+        query, key, value, out, lse = ctx.saved_tensors
+        return (*backward(dout, query, key, value, out, lse, ctx.task), None)

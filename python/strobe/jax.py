@@ -19,6 +19,7 @@ import numpy as np
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
 from ._errors import renamed, shown
 from ._options import ARRAYS
+from ._problem import DTYPE_CODES
 from ._values import flag, integer, pair, real, seed
 
 __all__ = ["attention"]
@@ -35,7 +36,6 @@ _TARGETS: Final = ("strobe_attention_forward", "strobe_attention_backward")
 for _index, _handler in enumerate(_core.xla_handlers()):
     register_ffi_target(_TARGETS[_index % 2], _handler, platform=("cpu", "CUDA")[_index // 2])
 
-_DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}  # strobe_dtype
 _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "causal": "is_causal",
     "window": "local_window_size",
@@ -68,11 +68,15 @@ def _workspace(
     """Bytes that a launch may need on a GPU of this machine. XLA is to give them as a result of the
     call, so that CUDA graphs can be made of it.
     """
+    q, k, v = shapes
+    names = ("batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_kv", "head_dim_v")
+    fields = dict(zip(names, (*q, k[1], k[2], v[3]), strict=True)) | dict(options)
+    fields |= {"direction": int(backward), "dtype": DTYPE_CODES[dtype], "device": 1}
     most = 0
     for device in range(len(info().cuda_devices)):
-        arguments: Any = (backward, _DTYPES[dtype], device, *shapes, dict(options))
         try:
-            most = max(most, _core.xla_workspace(*arguments))
+            made = _core.make_plan(fields | {"device_index": device})
+            most = max(most, _core.workspace_bytes(made))
         except Error:
             continue  # should there be a launch on that device, it says why it cannot be
     return most
