@@ -13,7 +13,7 @@ from . import _core
 from ._arrays import cannot_be_read, check_readable
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
-from ._operators import _LIBRARY, define, is_transformed
+from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._values import integer, pair
 
@@ -245,15 +245,7 @@ _SCHEMA: Final = (
     + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
     + ") -> (Tensor, Tensor)"
 )
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(lse, dtype=torch.float32)
-
-
-_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, _fake)
+_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, new_results)
 # No gradient, as in flash_attn.
 _LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
 

@@ -134,6 +134,13 @@ backward: Final = _core.operator_backward
 zeros_like: Final = torch.zeros_like
 
 
+def new_results(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse), not computed."""
+    lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse, dtype=torch.float32)
+
+
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -142,12 +149,7 @@ def _fake_forward(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != wanted:
             raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if cu_seqlens_q is None:
-        batch, seqlen_q, heads, _ = q.shape
-        return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    total_q, heads, _ = q.shape
-    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+    return new_results(q, k, v)
 
 
 def _fake_backward(
