@@ -117,7 +117,7 @@ int index_of(PyObject* name) {
 }
 
 // Whether a call has the array as an option.
-bool takes(bool cached, int slot) {
+bool is_option(bool cached, int slot) {
   if (slot == kAlibi || slot == kCuQ || slot == kCuK) return slot != kCuK || !cached;
   return slot > kDv && (cached || slot < kBlockTable);
 }
@@ -126,7 +126,7 @@ bool takes(bool cached, int slot) {
 
 bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
   const int index = index_of(name);
-  if (index < kSlots && takes(cached, index)) return give(static_cast<Slot>(index), value);
+  if (index < kSlots && is_option(cached, index)) return give(static_cast<Slot>(index), value);
   if (index >= kSlots && index < kNames) {
     const Option& option = kOptions[index - kSlots];
     if (cached ? option.with_cache : option.without_cache)
@@ -226,6 +226,7 @@ bool Call::all_plain() const {
 bool Call::write_key(Key& key) const {
   uint64_t given_slots = 0;
   static_assert(kSlots <= 64);
+  static_assert(kSlots * (1 + 2 * kMaxAxes) < Key::kMost - 100);  // options are few words
   for (int slot = 0; slot < kSlots; ++slot) {
     const Tensor& tensor = tensors[slot];
     if (tensor.object == nullptr) continue;
@@ -345,7 +346,7 @@ bool Call::make(const Key& key) {
   launch->small = small != 0;
   launch->is_long = is_long != 0;
   launch->is_short = is_short != 0;
-  plans[backward].keep(key, launch);
+  if (key.fits()) plans[backward].keep(key, launch);
   launch_ = std::move(launch);
   return true;
 }
@@ -498,7 +499,7 @@ bool Call::run() {
   Key key;
   if (all_plain()) {
     if (!write_key(key)) return false;
-    launch_ = plans[backward].find(key);
+    if (key.fits()) launch_ = plans[backward].find(key);
   }
   if (launch_ == nullptr && !make(key)) return false;
   return allocate() && launch_it();

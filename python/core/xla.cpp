@@ -83,13 +83,6 @@ strobe_problem problem_of(bool backward, int32_t dtype, const int64_t* q, const 
   return problem;
 }
 
-strobe_plan make_plan(const strobe_problem& problem) {
-  strobe_plan plan{};
-  plan.struct_size = sizeof plan;
-  check(library.plan_make(&problem, &plan));
-  return plan;
-}
-
 // Plans that were made, by the bytes of their problems.
 class XlaPlans {
  public:
@@ -99,7 +92,9 @@ class XlaPlans {
       const std::shared_lock lock(mutex_);
       if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
     }
-    const strobe_plan plan = make_plan(problem);
+    strobe_plan plan{};
+    plan.struct_size = sizeof plan;
+    check(library.plan_make(&problem, &plan));
     const std::unique_lock lock(mutex_);
     if (plans_.size() >= kCapacity) plans_.clear();
     plans_.emplace(key, plan);
@@ -121,13 +116,10 @@ class Buffers {
  public:
   Buffers(const Values& values, const char* kind) : values_(values), kind_(kind) {}
 
-  const Buffer& any(const char* name) {
+  const Buffer& array(const char* name, int64_t rank) {
     if (at_ >= values_.size || values_.types[at_] != kBufferType)
       refuse(kInvalidArgument, "strobe: %s has no buffer %s", kind_, name);
-    return *static_cast<const Buffer*>(values_.values[at_++]);
-  }
-  const Buffer& array(const char* name, int64_t rank) {
-    const Buffer& buffer = any(name);
+    const Buffer& buffer = *static_cast<const Buffer*>(values_.values[at_++]);
     if (buffer.rank != rank)
       refuse(kInvalidArgument, "strobe: %s.ndim = %lld, expected %lld", name,
              static_cast<long long>(buffer.rank), static_cast<long long>(rank));
