@@ -44,10 +44,18 @@ class Task(NamedTuple):
             )
 
 
-def heads_inner(x: Tensor) -> Tensor:
-    """Memory for x, (batch, heads, seqlen, head_dim), that lies as (batch, seqlen, heads, ...)."""
-    batch, heads, seqlen, head_dim = x.shape
-    return x.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+def heads_inner(x: Tensor, head_dim: int | None = None) -> Tensor:
+    """Memory for x, (batch, heads, seqlen, head_dim), that lies as (batch, seqlen, heads, ...).
+    head_dim: if another than that of x.
+    """
+    batch, heads, seqlen, own = x.shape
+    width = own if head_dim is None else head_dim
+    return x.new_empty((batch, seqlen, heads, width)).transpose(1, 2)
+
+
+def heads_inner_copy(x: Tensor) -> Tensor:
+    """A copy of x that lies so; of an lse too, which has no head_dim."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -68,8 +76,7 @@ def forward(
     """
     q, k, v = rows(query), rows(key), rows(value)
     batch, seqlen_q, heads, _ = q.shape
-    shape = (batch, seqlen_q, heads, v.shape[3])
-    out = q.new_empty(shape) if out is None else out.transpose(1, 2)
+    out = (heads_inner(query, v.shape[3]) if out is None else out).transpose(1, 2)
     if task.blocks.hides_queries:
         out.zero_()
     lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)

@@ -193,9 +193,13 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = gradients(attention_backward, ctx, dout, dlse)
-    return (*found, *(None for _ in ctx.options))
+def derivative_by(compute: Any) -> Any:
+    """The derivative of an operator with `setup`. compute: as for `gradients`."""
+
+    def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        return (*gradients(compute, ctx, dout, dlse), *(None for _ in ctx.options))
+
+    return derivative
 
 
 def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
@@ -266,11 +270,6 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """For a derivative that is refused."""
 
 
-def _transformed_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = gradients(_transformed_backward, ctx, dout, dlse)
-    return (*found, *(None for _ in ctx.options))
-
-
 def is_transformed() -> bool:
     """Whether torch.func's transforms (vmap, grad) are at work."""
     return torch._C._functorch.maybe_current_level() is not None
@@ -316,14 +315,6 @@ dropout_state: Final = define(
     keys=("CompositeExplicitAutograd",),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-attention_forward: Final = define(
-    "attention_forward",
-    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
-    forward,
-    _fake_forward,
-    _operator_gradients,
-    setup,
-)
 attention_backward: Final = define(
     "attention_backward",
     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -332,15 +323,25 @@ attention_backward: Final = define(
     _fake_backward,
     refuse_double_backward,
 )
+attention_forward: Final = define(
+    "attention_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
+    forward,
+    _fake_forward,
+    derivative_by(attention_backward),
+    setup,
+)
 attention_dropout_weights: Final = define(
     "attention_dropout_weights",
     f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
     dropout_weights,
     _fake_dropout_weights,
 )
-_transformed_forward: Final = _transformed(attention_forward, setup, _transformed_gradients, 0)
 _transformed_backward: Final = _transformed(
     attention_backward, _keep_nothing, refuse_double_backward, 2
+)
+_transformed_forward: Final = _transformed(
+    attention_forward, setup, derivative_by(_transformed_backward), 0
 )
 if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
     for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):

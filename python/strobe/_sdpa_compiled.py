@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _blocks, _calls, _flash_attn, _operators, _sdpa
-from ._blocks import Task, heads_inner
+from ._blocks import heads_inner, heads_inner_copy
 from ._calls import Verdict
 from ._sdpa import Request
 
@@ -70,22 +70,17 @@ def _drawing(rng_state: Tensor | None, x: Tensor) -> Iterator[None]:
         yield
 
 
-def _heads_inner(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @_unseen
 def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     request, rng_state, lower_right = _request(*arguments)
-    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
+    verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
     _calls.record(verdict)
     query = request.query
     if not verdict.kind:
-        task = Task(blocks, rng_state, request.dropout_p, request.scale)
         return _blocks.forward(*request[:3], task)
     with _drawing(rng_state, query):  # so that the backward pass can draw the same again
         out = _by_pytorch(request, lower_right)
-    return _heads_inner(out), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return heads_inner_copy(out), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_unseen
@@ -99,9 +94,8 @@ def _operator_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     request, rng_state, lower_right = _request(query, key, value, *options)
-    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
+    verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
     if not verdict.kind:
-        task = Task(blocks, rng_state, request.dropout_p, request.scale)
         return _blocks.backward(dout, query, key, value, out, lse, task)
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
     # in again, and nothing else: autocast has been here.
@@ -113,13 +107,12 @@ def _operator_backward(
         with _drawing(rng_state, query):
             again = _by_pytorch(Request._make([*leaves, *request[3:]]), lower_right)
         dq, dk, dv = torch.autograd.grad(again, leaves, dout)
-    return _heads_inner(dq), _heads_inner(dk), _heads_inner(dv)
+    return heads_inner_copy(dq), heads_inner_copy(dk), heads_inner_copy(dv)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, seqlen_q, _ = query.shape
-    out = query.new_empty((batch, seqlen_q, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    out = heads_inner(query, value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(
@@ -133,23 +126,12 @@ def _declined(kind: str) -> None:
     _calls.record(Verdict(kind=kind))
 
 
-def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
-    def compute(dout: Tensor, _: None, *saved: Any) -> Any:
-        return _backward(dout, *saved)
-
-    found = _operators.gradients(compute, ctx, dout, None)
-    return (*found, *(None for _ in ctx.options))
+def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
+    """Of query, key and value; those of lse are left out."""
+    return (None, None, None) if dout is None else _backward(dout, *saved)
 
 
 _NAME: Final = "scaled_dot_product_attention"
-_forward: Final = _operators.define(
-    _NAME,
-    f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
-    _operator_forward,
-    _fake_forward,
-    _gradients,
-    _operators.setup,
-)
 _backward: Final = _operators.define(
     f"{_NAME}_backward",
     "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
@@ -157,6 +139,14 @@ _backward: Final = _operators.define(
     _operator_backward,
     _fake_backward,
     _operators.refuse_double_backward,
+)
+_forward: Final = _operators.define(
+    _NAME,
+    f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    _operator_forward,
+    _fake_forward,
+    _operators.derivative_by(_gradients),
+    _operators.setup,
 )
 _say_declined: Final = _operators.define(
     f"{_NAME}_declined",
