@@ -321,15 +321,14 @@ def attention(
     batch, seqlen_q = tensors["q"].shape[:2]
     seqlen_k = tensors["k"].shape[1]
 
-    name = "local_window_size"
     window = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(window, int | np.integer):
         window = (int(window), int(window))
-    left, right = pair(name, window)
+    left, right = pair("local_window_size", window)
     options: dict[str, Any] = {
         "causal": int(flag("is_causal", is_causal)),
-        "window_left": integer(f"{name}[0]", left),
-        "window_right": integer(f"{name}[1]", right),
+        "window_left": left,
+        "window_right": right,
         "softcap": real("softcap", softcap),
         "dropout_p": real("dropout_p", dropout_p),
         "batch_invariant": int(flag("batch_invariant", batch_invariant)),
@@ -342,13 +341,10 @@ def attention(
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
         more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
-    lengths = (query_seq_lengths, key_value_seq_lengths, prefix)
-    names = ("query_seq_lengths", "key_value_seq_lengths", "prefix")
-    for field, name, given in zip(
-        ("seqused_q", "seqused_k", "prefix"), names, lengths, strict=True
-    ):
-        if given is not None:
-            more[field] = _array(name, given)
+    lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
+    for field, length in lengths.items():
+        if length is not None:
+            more[field] = _array(_NAMES.get(field, field), length)
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
     if placed or alibi_slopes is not None:

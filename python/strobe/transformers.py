@@ -170,10 +170,7 @@ class _Packing:
 
     rows: Tensor  # bool (batch, seqlen_q)
     keys: Tensor  # bool (batch, keys)
-    offsets_q: Tensor
-    offsets_k: Tensor
-    longest_q: int
-    longest_k: int
+    lengths: tuple[Tensor, Tensor, int, int]  # cu_seqlens and max_seqlen of queries and keys
     whole: bool  # all rows take part
     # Of each row of the batch the first key and the end, int32, if its keys lie side by side.
     bounds: tuple[Tensor, Tensor] | None
@@ -209,16 +206,9 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
     rows = own > 0
     offsets_q, longest_q = _offsets(_lengths(own))
     offsets_k, longest_k = _offsets(_lengths(numbers))
-    found = known[key] = _Packing(
-        rows,
-        numbers > 0,
-        offsets_q,
-        offsets_k,
-        longest_q,
-        longest_k,
-        bool(rows.all()),
-        _bounds(numbers),
-    )
+    lengths = (offsets_q, offsets_k, longest_q, longest_k)
+    found = _Packing(rows, numbers > 0, lengths, bool(rows.all()), _bounds(numbers))
+    known[key] = found
     return found
 
 
@@ -259,10 +249,7 @@ def _packed(
         q.flatten(0, 1) if packing.whole else q[packing.rows],
         k[packing.keys],
         v[packing.keys],
-        packing.offsets_q,
-        packing.offsets_k,
-        packing.longest_q,
-        packing.longest_k,
+        *packing.lengths,
         **options,
     )
     if packing.whole:
