@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import strobe
+from strobe import _core
 
 from cases import Array, Case, Inputs
 
@@ -204,7 +205,7 @@ def test_every_option() -> None:
 
 def test_every_gpu_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a machine without one, where every answer is that no kernel takes it."""
-    inner, asked = strobe.jax._core.make_plan, []
+    inner, asked = _core.make_plan, []
 
     def make_plan(fields: dict[str, Any]) -> Any:
         if fields["device"] == 1:
@@ -213,7 +214,7 @@ def test_every_gpu_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -
 
     two = SimpleNamespace(cuda_devices=(None, None))
     monkeypatch.setattr(strobe.jax, "info", lambda: two)
-    monkeypatch.setattr(strobe.jax._core, "make_plan", make_plan)
+    monkeypatch.setattr(_core, "make_plan", make_plan)
     q, (k, v) = tensors(3, 7, 4, 24)[0], tensors(3, 9, 2, 24)[:2]
     options = {"is_causal": True, "softcap": 2.0, "key_value_seq_lengths": jnp.array([5, 9, 1])}
     jax.grad(lambda q: attention(q, k, v, **options).sum())(q)
