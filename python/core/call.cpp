@@ -9,10 +9,6 @@ namespace strobe_python {
 
 Plans* plans = nullptr;  // never freed: Python may have ended before
 
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) #name,
 #define STROBE_CACHE_ARRAY(...)
 const char* const kSlotNames[kSlots] = {
@@ -29,20 +25,16 @@ const char* const kSlotNames[kSlots] = {
     "dq",
     "dk",
     "dv",
-#include "core/options.def"
+#include "sequence_arrays.def"
     "block_table",
     "k_new",
     "v_new",
     "cu_seqlens_k_new",
     "rotary_cos",
     "rotary_sin",
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) #name,
-#include "core/options.def"
+#include "sequence_arrays.def"
 };
 
 // --------------------------------------------------------------------------------------- arguments
@@ -64,29 +56,52 @@ bool Call::give(Slot slot, PyObject* array) {
 
 namespace {
 
-// Names of options beside those of arrays, in the order of give_option's cases.
-enum Option : int {
-  kCausal = static_cast<int>(kSlots),
-  kBatchInvariant,
-  kWindow,
-  kScale,
-  kSoftcap,
-  kDropoutP,
-  kDropoutSeed,
-  kDropoutOffset,
-  kMaxSeqlenQ,
-  kMaxSeqlenK,
-  kThreads,
-  kRotaryInterleaved,
-  kNames
+constexpr const char* kLongest[] = {"max_seqlen_q", "max_seqlen_k"};
+
+// An option that is no array: of which calls, and how it is taken.
+struct Option {
+  const char* name;
+  bool without_cache, with_cache;
+  bool (*give)(Call& call, const char* name, PyObject* value);
 };
-constexpr const char* kOptionNames[] = {"causal",       "batch_invariant", "window",
-                                        "scale",        "softcap",         "dropout_p",
-                                        "dropout_seed", "dropout_offset",  "max_seqlen_q",
-                                        "max_seqlen_k", "threads",         "rotary_interleaved"};
+
+template <bool Call::*member>
+bool give_flag(Call& call, const char* name, PyObject* value) {
+  return to_flag(name, value, &(call.*member));
+}
+template <double Call::*member>
+bool give_real(Call& call, const char* name, PyObject* value) {
+  return to_real(name, value, &(call.*member));
+}
+template <uint64_t Call::*member>
+bool give_seed(Call& call, const char* name, PyObject* value) {
+  return to_seed(name, value, &(call.*member));
+}
+template <int index>
+bool give_longest(Call& call, const char*, PyObject* value) {
+  return call.give_length(index, value);
+}
+
+constexpr Option kOptions[] = {
+    {"causal", true, true, give_flag<&Call::causal>},
+    {"batch_invariant", true, true, give_flag<&Call::batch_invariant>},
+    {"window", true, true, [](Call& call, auto, PyObject* x) { return call.give_window(x); }},
+    {"scale", true, true,
+     [](Call& call, auto name, PyObject* x) { return call.give_scale(name, x); }},
+    {"softcap", true, true, give_real<&Call::softcap>},
+    {"dropout_p", true, false, give_real<&Call::dropout_p>},
+    {"dropout_seed", true, false, give_seed<&Call::seed>},
+    {"dropout_offset", true, false, give_seed<&Call::offset>},
+    {kLongest[0], true, true, give_longest<0>},
+    {kLongest[1], true, false, give_longest<1>},
+    {"threads", true, true,
+     [](Call& call, auto name, PyObject* x) { return to_integer(name, x, 32, &call.threads); }},
+    {"rotary_interleaved", false, true, give_flag<&Call::rotary_interleaved>},
+};
+constexpr int kNames = kSlots + static_cast<int>(std::size(kOptions));
 
 const char* name_at(int index) {
-  return index < kSlots ? kSlotNames[index] : kOptionNames[index - kSlots];
+  return index < kSlots ? kSlotNames[index] : kOptions[index - kSlots].name;
 }
 
 // The index of a name, or kNames. Names in a call are interned: nearly always addresses are equal.
@@ -101,62 +116,25 @@ int index_of(PyObject* name) {
   return kNames;
 }
 
-}  // namespace
-
-// Whether this call has the option of this index.
-bool Call::takes(int index) const {
-  switch (index) {
-    case kCuK:
-    case kDropoutP:
-    case kDropoutSeed:
-    case kDropoutOffset:
-    case kMaxSeqlenK:
-      return !cached;
-    case kAlibi:
-    case kCuQ:
-      return true;
-    default:
-      return index > kDv && index < (cached ? kNames : kRotaryInterleaved) &&
-             (cached || index < kBlockTable || index >= kSlots);
-  }
+// Whether a call has the array as an option.
+bool is_option(bool cached, int slot) {
+  if (slot == kAlibi || slot == kCuQ || slot == kCuK) return slot != kCuK || !cached;
+  return slot > kDv && (cached || slot < kBlockTable);
 }
+
+}  // namespace
 
 bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
   const int index = index_of(name);
-  const char* text = index < kNames ? name_at(index) : nullptr;
-  switch (takes(index) ? index : kNames) {
-    case kCausal:
-      return to_flag(text, value, &causal);
-    case kBatchInvariant:
-      return to_flag(text, value, &batch_invariant);
-    case kWindow:
-      return give_window(value);
-    case kScale:
-      has_scale = value != Py_None;
-      return !has_scale || to_real(text, value, &scale);
-    case kSoftcap:
-      return to_real(text, value, &softcap);
-    case kDropoutP:
-      return to_real(text, value, &dropout_p);
-    case kDropoutSeed:
-      return to_seed(text, value, &seed);
-    case kDropoutOffset:
-      return to_seed(text, value, &offset);
-    case kMaxSeqlenQ:
-    case kMaxSeqlenK:
-      return give_length(index - kMaxSeqlenQ, value);
-    case kThreads:
-      return to_integer(text, value, 32, &threads);
-    case kRotaryInterleaved:
-      return to_flag(text, value, &rotary_interleaved);
-    case kNames: {
-      Ref number = call_python("_options", "scalar", "(sOO)", function, name, value);
-      if (number && !scalars) scalars = Ref(PyDict_New());
-      return number && scalars && PyDict_SetItem(scalars.get(), name, number.get()) == 0;
-    }
-    default:
-      return give(static_cast<Slot>(index), value);
+  if (index < kSlots && is_option(cached, index)) return give(static_cast<Slot>(index), value);
+  if (index >= kSlots && index < kNames) {
+    const Option& option = kOptions[index - kSlots];
+    if (cached ? option.with_cache : option.without_cache)
+      return option.give(*this, option.name, value);
   }
+  Ref number = call_python("_options", "scalar", "(sOO)", function, name, value);
+  if (number && !scalars) scalars = Ref(PyDict_New());
+  return number && scalars && PyDict_SetItem(scalars.get(), name, number.get()) == 0;
 }
 
 bool Call::give_options(const char* function, PyObject* options) {
@@ -193,7 +171,12 @@ bool Call::give_window(PyObject* window) {
 
 bool Call::give_length(int index, PyObject* value) {
   has_length[index] = value != Py_None;
-  return !has_length[index] || to_integer(name_at(kMaxSeqlenQ + index), value, 64, &lengths[index]);
+  return !has_length[index] || to_integer(kLongest[index], value, 64, &lengths[index]);
+}
+
+bool Call::give_scale(const char* name, PyObject* value) {
+  has_scale = value != Py_None;
+  return !has_scale || to_real(name, value, &scale);
 }
 
 bool Call::find_lengths() {
@@ -243,6 +226,7 @@ bool Call::all_plain() const {
 bool Call::write_key(Key& key) const {
   uint64_t given_slots = 0;
   static_assert(kSlots <= 64);
+  static_assert(kSlots * (1 + 2 * kMaxAxes) < Key::kMost - 100);  // options are few words
   for (int slot = 0; slot < kSlots; ++slot) {
     const Tensor& tensor = tensors[slot];
     if (tensor.object == nullptr) continue;
@@ -362,7 +346,7 @@ bool Call::make(const Key& key) {
   launch->small = small != 0;
   launch->is_long = is_long != 0;
   launch->is_short = is_short != 0;
-  plans[backward].keep(key, launch);
+  if (key.fits()) plans[backward].keep(key, launch);
   launch_ = std::move(launch);
   return true;
 }
@@ -440,13 +424,9 @@ void Call::fill(Arguments& arguments) {
   arguments.workspace = workspace_address_;
   arguments.workspace_bytes = launch_->workspace.function ? launch_->plan.workspace_bytes : 0;
   arguments.stream = stream_;
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
 #define STROBE_CACHE_ARRAY(...)
-#include "core/options.def"
+#include "sequence_arrays.def"
 }
 
 void Call::fill_cache(strobe_forward_args& arguments) const {
@@ -457,13 +437,9 @@ void Call::fill_cache(strobe_forward_args& arguments) const {
   arguments.cu_seqlens_k_new = numbers(kCuKNew);
   arguments.rotary_cos = data(kRotaryCos);
   arguments.rotary_sin = data(kRotarySin);
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) arguments.name = numbers(kArray_##name);
-#include "core/options.def"
+#include "sequence_arrays.def"
 }
 
 bool Call::launch_it() {
@@ -523,7 +499,7 @@ bool Call::run() {
   Key key;
   if (all_plain()) {
     if (!write_key(key)) return false;
-    launch_ = plans[backward].find(key);
+    if (key.fits()) launch_ = plans[backward].find(key);
   }
   if (launch_ == nullptr && !make(key)) return false;
   return allocate() && launch_it();

@@ -27,11 +27,7 @@ enum Slot {
 // One number for each sequence: src/core/options.def
 #define STROBE_ARRAY(name, ...) kArray_##name,
 #define STROBE_CACHE_ARRAY(...)
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
-#include "core/options.def"
+#include "sequence_arrays.def"
   // Of a call with a cache alone, whose k and v are the cache.
   kBlockTable,
   kKNew,
@@ -41,11 +37,7 @@ enum Slot {
   kRotarySin,
 #define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) kArray_##name,
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
-#include "core/options.def"
+#include "sequence_arrays.def"
   kSlots
 };
 extern const char* const kSlotNames[kSlots];
@@ -60,9 +52,10 @@ struct Call {
   bool give_options(const char* function, PyObject* options);  // a dict, by name
   bool give_tail(PyObject* const* tail, Py_ssize_t count);     // of an operator's arguments
   bool give_window(PyObject* window);
-  bool give_length(int index, PyObject* value);  // max_seqlen_q or _k; None: find_lengths
-  bool find_lengths();                           // of those not given
-  bool find_threads();                           // where none were given
+  bool give_scale(const char* name, PyObject* value);  // None: of head_dim
+  bool give_length(int index, PyObject* value);        // max_seqlen_q or _k; None: find_lengths
+  bool find_lengths();                                 // of those not given
+  bool find_threads();                                 // where none were given
   bool run();
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
@@ -83,7 +76,6 @@ struct Call {
   Tensor tensors[kSlots];
 
  private:
-  bool takes(int index) const;
   bool all_plain() const;
   bool write_key(Key& key) const;
   Ref described_arrays() const;

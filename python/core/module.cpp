@@ -163,8 +163,8 @@ bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
          call.give_length(1, a[5]) && call.find_lengths() &&
          to_integer("window[0]", a[9], 64, &call.left) &&
          to_integer("window[1]", a[10], 64, &call.right) && to_flag("causal", a[8], &call.causal) &&
-         (a[7] == Py_None || (call.has_scale = true, to_real("scale", a[7], &call.scale))) &&
-         to_real("softcap", a[11], &call.softcap) && to_real("dropout_p", a[6], &call.dropout_p);
+         call.give_scale("scale", a[7]) && to_real("softcap", a[11], &call.softcap) &&
+         to_real("dropout_p", a[6], &call.dropout_p);
 }
 
 PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
@@ -327,11 +327,9 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   call.wants_lse =
       !denies(Ref(PyObject_CallNoArgs(torch.is_grad_enabled))) &&
       (has(given.q, requires_grad) || has(given.k, requires_grad) || has(given.v, requires_grad));
-  call.has_scale = given.scale != Py_None;
   if (!to_flag("causal", given.causal, &call.causal) || !call.give_length(0, given.max_seqlen_q) ||
       !call.give_length(1, given.max_seqlen_k) || !call.give_window(given.window) ||
-      !call.find_threads() ||
-      (call.has_scale && !to_real("softmax_scale", given.scale, &call.scale)) ||
+      !call.find_threads() || !call.give_scale("softmax_scale", given.scale) ||
       !to_real("softcap", given.softcap, &call.softcap) || !call.run())
     return nullptr;
   if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();

@@ -14,11 +14,9 @@ namespace strobe_python {
 // What a plan depends on, in words that are written one after the other.
 class Key {
  public:
+  static constexpr size_t kMost = 512;
   void add(uint64_t word) {
-    if (size_ < kMost)
-      words_[size_] = word;
-    else
-      more_.push_back(word);
+    if (size_ < kMost) words_[size_] = word;
     ++size_;
     hash_ = (hash_ ^ word) * 0x9E3779B97F4A7C15u;
     hash_ ^= hash_ >> 29;
@@ -30,25 +28,17 @@ class Key {
     add(word);
   }
   uint64_t hash() const { return hash_; }
-  std::vector<uint64_t> words() const {
-    std::vector<uint64_t> all(words_, words_ + (size_ < kMost ? size_ : kMost));
-    all.insert(all.end(), more_.begin(), more_.end());
-    return all;
-  }
+  bool fits() const { return size_ <= kMost; }  // else it is no key: words are missing
+  std::vector<uint64_t> words() const { return {words_, words_ + size_}; }
   bool is(const std::vector<uint64_t>& words) const {
-    if (words.size() != size_) return false;
-    const size_t here = size_ < kMost ? size_ : kMost;
-    return __builtin_memcmp(words.data(), words_, here * sizeof *words_) == 0 &&
-           std::vector<uint64_t>(words.begin() + static_cast<std::ptrdiff_t>(here), words.end()) ==
-               more_;
+    return words.size() == size_ &&
+           __builtin_memcmp(words.data(), words_, size_ * sizeof *words_) == 0;
   }
 
  private:
-  static constexpr size_t kMost = 192;
   uint64_t words_[kMost];
   size_t size_ = 0;
   uint64_t hash_ = 0;
-  std::vector<uint64_t> more_;
 };
 
 // A call of Python's that makes a new array: function(*arguments, **keywords).

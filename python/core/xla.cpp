@@ -14,7 +14,7 @@
 #include "xla_ffi.h"
 
 // XLA calls a handler without the GIL, from threads of its own: nothing here touches Python but for
-// the two functions at the end. strobe/jax.py says which buffers and attributes a call has.
+// the function at the end. strobe/jax.py says which buffers and attributes a call has.
 namespace strobe_python {
 namespace {
 
@@ -83,13 +83,6 @@ strobe_problem problem_of(bool backward, int32_t dtype, const int64_t* q, const 
   return problem;
 }
 
-strobe_plan make_plan(const strobe_problem& problem) {
-  strobe_plan plan{};
-  plan.struct_size = sizeof plan;
-  check(library.plan_make(&problem, &plan));
-  return plan;
-}
-
 // Plans that were made, by the bytes of their problems.
 class XlaPlans {
  public:
@@ -99,7 +92,9 @@ class XlaPlans {
       const std::shared_lock lock(mutex_);
       if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
     }
-    const strobe_plan plan = make_plan(problem);
+    strobe_plan plan{};
+    plan.struct_size = sizeof plan;
+    check(library.plan_make(&problem, &plan));
     const std::unique_lock lock(mutex_);
     if (plans_.size() >= kCapacity) plans_.clear();
     plans_.emplace(key, plan);
@@ -121,13 +116,10 @@ class Buffers {
  public:
   Buffers(const Values& values, const char* kind) : values_(values), kind_(kind) {}
 
-  const Buffer& any(const char* name) {
+  const Buffer& array(const char* name, int64_t rank) {
     if (at_ >= values_.size || values_.types[at_] != kBufferType)
       refuse(kInvalidArgument, "strobe: %s has no buffer %s", kind_, name);
-    return *static_cast<const Buffer*>(values_.values[at_++]);
-  }
-  const Buffer& array(const char* name, int64_t rank) {
-    const Buffer& buffer = any(name);
+    const Buffer& buffer = *static_cast<const Buffer*>(values_.values[at_++]);
     if (buffer.rank != rank)
       refuse(kInvalidArgument, "strobe: %s.ndim = %lld, expected %lld", name,
              static_cast<long long>(buffer.rank), static_cast<long long>(rank));
@@ -200,14 +192,10 @@ void fill(Buffers& in, const strobe_problem& problem, Arguments& arguments) {
   else if (problem.alibi != STROBE_ALIBI_NONE)
     arguments.alibi_slopes =
         in.data<const float>("alibi_slopes", kF32, {problem.batch, problem.heads});
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) \
   if (problem.has_##name) arguments.name = in.data<const int32_t>(#name, kS32, {problem.batch});
 #define STROBE_CACHE_ARRAY(...)
-#include "core/options.def"
+#include "sequence_arrays.def"
   if (problem.dropout_p > 0) {
     const uint32_t* seed = in.data<const uint32_t>("dropout_seed", kU32, {2});
     if (problem.device == STROBE_CUDA)
@@ -351,49 +339,11 @@ PyObject* xla_handlers(PyObject*, PyObject*) {
                        capsule_of(handler<true, true>));
 }
 
-PyObject* xla_workspace(PyObject*, PyObject* arguments) {
-  int backward, dtype, device_index;
-  long long n[12];
-  PyObject* options;
-  if (!PyArg_ParseTuple(arguments, "pii(LLLL)(LLLL)(LLLL)O!", &backward, &dtype, &device_index,
-                        &n[0], &n[1], &n[2], &n[3], &n[4], &n[5], &n[6], &n[7], &n[8], &n[9],
-                        &n[10], &n[11], &PyDict_Type, &options))
-    return nullptr;
-  int64_t dims[12];
-  for (int i = 0; i < 12; ++i) dims[i] = n[i];
-  try {
-    strobe_problem problem = problem_of(backward != 0, dtype, dims, dims + 4, dims + 8);
-    problem.device = STROBE_CUDA;
-    problem.device_index = device_index;
-    PyObject *name, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(options, &at, &name, &value);) {
-      Ref text(PyUnicode_AsUTF8String(name));
-      const bool real = PyFloat_Check(value);
-      const int64_t integer = real ? 0 : PyLong_AsLongLong(value);
-      if (!text || PyErr_Occurred() != nullptr) return nullptr;
-      const char* field = PyBytes_AsString(text.get());
-      if (real ? set_option(problem, field, PyFloat_AsDouble(value))
-               : set_option(problem, field, integer))
-        continue;
-      PyErr_SetObject(PyExc_KeyError, name);
-      return nullptr;
-    }
-    return PyLong_FromSize_t(make_plan(problem).workspace_bytes);
-  } catch (const Refused& refused) {
-    raise_error(refused.code == kInvalidArgument ? "InvalidArgument" : "Unsupported",
-                library.last_error());
-    return nullptr;
-  }
-}
-
 }  // namespace
 
 PyMethodDef xla_methods[] = {
     method<xla_handlers>("xla_handlers", METH_NOARGS,
                          "Capsules of XLA's handlers: forward and backward of the CPU, of CUDA."),
-    method<xla_workspace>(
-        "xla_workspace", METH_VARARGS,
-        "Workspace bytes on a CUDA device: backward, dtype, device, shapes of q, k, v, options."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

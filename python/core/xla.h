@@ -5,7 +5,7 @@
 
 namespace strobe_python {
 
-// xla_handlers, xla_workspace
+// xla_handlers
 extern PyMethodDef xla_methods[];
 
 }  // namespace strobe_python

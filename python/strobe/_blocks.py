@@ -5,12 +5,13 @@ Tensors are (batch, heads, seqlen, head_dim).
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from . import _operators, functional
-from ._masks import Blocks
+from ._masks import Block, Blocks
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -18,22 +19,43 @@ Tensor: TypeAlias = torch.Tensor
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 
 
-def _options(
-    blocks: Blocks, rng_state: Tensor | None, dropout_p: float, scale: float | None
-) -> list[dict[str, Any]]:
-    """Options of strobe.attention and its derivative, of each block."""
-    seed, offset = _operators.seed_and_offset(rng_state)
-    return [
-        {
-            "causal": block.causal,
-            "window": block.window,
-            "scale": scale,
-            "dropout_p": dropout_p,
-            "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
-            "dropout_offset": offset,
-        }
-        for index, block in enumerate(blocks.blocks)
-    ]
+class Task(NamedTuple):
+    """What is computed, besides tensors."""
+
+    blocks: Blocks
+    rng_state: Tensor | None
+    dropout_p: float
+    scale: float | None
+
+    def calls(self) -> Iterator[tuple[Block, dict[str, Any]]]:
+        """Each block, with its options of strobe.attention and its derivative."""
+        seed, offset = _operators.seed_and_offset(self.rng_state)
+        for index, block in enumerate(self.blocks.blocks):
+            yield (
+                block,
+                {
+                    "causal": block.causal,
+                    "window": block.window,
+                    "scale": self.scale,
+                    "dropout_p": self.dropout_p,
+                    "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
+                    "dropout_offset": offset,
+                },
+            )
+
+
+def heads_inner(x: Tensor, head_dim: int | None = None) -> Tensor:
+    """Memory for x, (batch, heads, seqlen, head_dim), that lies as (batch, seqlen, heads, ...).
+    head_dim: if another than that of x.
+    """
+    batch, heads, seqlen, own = x.shape
+    width = own if head_dim is None else head_dim
+    return x.new_empty((batch, seqlen, heads, width)).transpose(1, 2)
+
+
+def heads_inner_copy(x: Tensor) -> Tensor:
+    """A copy of x that lies so; of an lse too, which has no head_dim."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -45,10 +67,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rng_state: Tensor | None,
-    blocks: Blocks,
-    dropout_p: float,
-    scale: float | None,
+    task: Task,
     out: Tensor | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -59,14 +78,12 @@ def forward(
     batch, seqlen_q, heads, _ = q.shape
     shape = (batch, seqlen_q, heads, v.shape[3])
     out = q.new_empty(shape) if out is None else out.transpose(1, 2)
-    if blocks.hides_queries:
+    if task.blocks.hides_queries:
         out.zero_()
     lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
-    if blocks.hides_queries and with_lse:
+    if task.blocks.hides_queries and with_lse:
         lse.fill_(float("-inf"))
-    for block, options in zip(
-        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
-    ):
+    for block, options in task.calls():
         found: Any = functional.attention(
             q[block.batch, block.queries],
             k[block.batch, block.keys],
@@ -87,10 +104,7 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    rng_state: Tensor | None,
-    blocks: Blocks,
-    dropout_p: float,
-    scale: float | None,
+    task: Task,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, laid out as `forward` lays out its out if there are none to write to."""
@@ -99,13 +113,12 @@ def backward(
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # not as their strides are
     else:
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
-    hides_queries = blocks.hides_queries or not blocks.blocks
-    for x, hidden in ((dq, False), (dk, blocks.hides_keys), (dv, blocks.hides_keys)):
+    hides_keys = task.blocks.hides_keys
+    hides_queries = task.blocks.hides_queries or not task.blocks.blocks
+    for x, hidden in ((dq, False), (dk, hides_keys), (dv, hides_keys)):
         if hidden or hides_queries:
             x.zero_()
-    for block, options in zip(
-        blocks.blocks, _options(blocks, rng_state, dropout_p, scale), strict=True
-    ):
+    for block, options in task.calls():
         queries, keys = (block.batch, block.queries), (block.batch, block.keys)
         functional.attention_backward(
             do[queries],
@@ -125,19 +138,12 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rng_state: Tensor | None,
-        blocks: Blocks,
-        dropout_p: float,
-        scale: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, task: Task
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        out, lse = forward(query, key, value, rng_state, blocks, dropout_p, scale)
-        ctx.save_for_backward(query, key, value, out, lse, rng_state)
-        ctx.options = (blocks, dropout_p, scale)
+        out, lse = forward(query, key, value, task)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.task = task
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -145,5 +151,5 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
         """Of query, key and value."""
-        grads = backward(dout, *ctx.saved_tensors, *ctx.options)
-        return (*grads, None, None, None, None)
+        query, key, value, out, lse = ctx.saved_tensors
+        return (*backward(dout, query, key, value, out, lse, ctx.task), None)

@@ -6,9 +6,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Final
 
-# .text: what became of this thread's latest call of PyTorch's attention.
-_latest: Final = threading.local()
-
 _NONE_YET: Final = (
     "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
     "strobe.torch.sdpa_kernel():`, and in its place as PyTorch's flash kernel after "
@@ -19,11 +16,6 @@ _NO_CALL: Final = (
     "no call seen: nothing has called scaled_dot_product_attention since this thread's latest "
     "`with strobe.torch.sdpa_kernel()` began"
 )
-
-
-def latest() -> str:
-    """What `strobe.why()` says."""
-    return str(getattr(_latest, "text", _NONE_YET))
 
 
 @dataclass
@@ -55,37 +47,43 @@ class Verdict:
         )
 
 
-class _Blocks(threading.local):
-    """The blocks of `sdpa_kernel` that this thread is in."""
+class _Thread(threading.local):
+    """What each thread keeps."""
 
     def __init__(self) -> None:
-        self.open: list[ServedCalls] = []
+        self.latest = _NONE_YET  # what became of its latest call of PyTorch's attention
+        self.open: list[ServedCalls] = []  # the blocks of `sdpa_kernel` that it is in
 
 
-_blocks: Final = _Blocks()
+_thread: Final = _Thread()
+
+
+def latest() -> str:
+    """What `strobe.why()` says."""
+    return _thread.latest
 
 
 def enter(served: ServedCalls, *, again: bool = False) -> None:
     """A block begins. again: only to compute once more what was computed in it."""
-    _blocks.open.append(served)
+    _thread.open.append(served)
     if not again:
-        _latest.text = _NO_CALL
+        _thread.latest = _NO_CALL
 
 
 def current() -> ServedCalls | None:
     """The counts of the innermost block that this thread is in."""
-    return _blocks.open[-1] if _blocks.open else None
+    return _thread.open[-1] if _thread.open else None
 
 
 def leave(served: ServedCalls) -> None:
     """A block ends, maybe one whose beginning was compiled and so is not known here."""
-    if _blocks.open and _blocks.open[-1] is served:
-        _blocks.open.pop()
+    if _thread.open and _thread.open[-1] is served:
+        _thread.open.pop()
 
 
 def record(verdict: Verdict, *, counted: bool = True) -> None:
     """For `strobe.why()`, and the counts of the innermost block, also from compiled code."""
-    _latest.text = verdict.text
+    _thread.latest = verdict.text
     served = current()
     if served is not None and counted:
         if verdict.kind:

@@ -13,7 +13,8 @@ from . import _core
 from ._arrays import cannot_be_read, check_readable
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
-from ._operators import _LIBRARY, is_transformed
+from ._operators import _LIBRARY, define, is_transformed, new_results
+from ._options import CACHE_ROWS
 from ._values import integer, pair
 
 Tensor: TypeAlias = torch.Tensor
@@ -36,6 +37,18 @@ _ARRAYS: Final = (
     "prefix",
     "alibi_slopes",
 )
+# And the rest, with PyTorch's types.
+_PLAIN: Final = {
+    "max_seqlen_q": "SymInt?",
+    "scale": "float?",
+    "causal": "bool",
+    "window_left": "SymInt",
+    "window_right": "SymInt",
+    "softcap": "float",
+    "attention_chunk": "SymInt",
+    "rotary_interleaved": "bool",
+}
+_CONVERTERS: Final = {"SymInt": as_integer, "float": as_number, "bool": as_flag}
 # What the library calls things, and what flash_attn calls them.
 NAMES: Final = {
     "k": "k_cache",
@@ -54,34 +67,27 @@ def call(
     q: Any,
     k: Any,
     v: Any,
-    arrays: dict[str, Any],
-    max_seqlen_q: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    attention_chunk: Any = 0,
-    rotary_interleaved: Any = False,
+    options: dict[str, Any],
     return_lse: Any = True,
     names: dict[str, str] = NAMES,
 ) -> Result:
     """out, or (out, lse), of queries with a cache, without a gradient.
 
-    arrays: those of `_ARRAYS` that may be given; names: what the caller calls them.
+    options: of `strobe.attention_with_kvcache`; names: what the caller calls them.
     """
     tracing = torch.compiler.is_dynamo_compiling()
     is_tensor = not tracing and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
         try:  # what is wrong here is said below
-            plain = (max_seqlen_q, softmax_scale, causal, window_size, softcap)
-            return _launch(q, k, v, arrays, return_lse, *plain, attention_chunk, rotary_interleaved)
+            return _core.kvcache(q, k, v, None, return_lse, False, options)
         except InvalidArgument:
             pass
         except Error as error:
             raise type(error)(renamed(str(error), names)) from None
         except Exception:
             pass
-    named = {"q": q, "k": k, "v": v, **arrays}
+    every = {row.name: row.default for row in CACHE_ROWS} | options
+    named = {"q": q, "k": k, "v": v} | {name: every[name] for name in _ARRAYS}
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v")):
             raise InvalidArgument(
@@ -89,20 +95,14 @@ def call(
                 "expected a torch.Tensor"
             )
     return_lse = as_flag("return_softmax_lse", return_lse)
-    left, right = pair("window_size", window_size, as_integer)
-    options = (
-        None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q),
-        None if softmax_scale is None else as_number("softmax_scale", softmax_scale),
-        as_flag("causal", causal),
-        left,
-        right,
-        as_number("softcap", softcap),
-        as_integer("attention_chunk", attention_chunk),
-        as_flag("rotary_interleaved", rotary_interleaved),
-    )
-    given = tuple(map(arrays.get, _ARRAYS))
+    every["window_left"], every["window_right"] = pair("window_size", every["window"], as_integer)
+    given = [every[name] for name in _ARRAYS]
+    for name, kind in _PLAIN.items():
+        value, convert = every[name], _CONVERTERS[kind.rstrip("?")]
+        optional = value is None and kind.endswith("?")
+        given.append(None if optional else convert(names.get(name, name), value))
     if tracing:
-        found = _operator(q, k, v, *given, *options)
+        found = _operator(q, k, v, *given)
         return found if return_lse else found[0]
     if is_transformed():
         raise Unsupported(
@@ -112,13 +112,13 @@ def call(
     kernel = _kernel if _core.unwatched(q, k, v) else _operator
     try:
         try:
-            found = kernel(q, k, v, *given, *options)
+            found = kernel(q, k, v, *given)
         except InvalidArgument as refused:
             # flash_attn copies what is not contiguous, but for the cache, which it writes to.
-            straight = [_straight(name, named.get(name), refused) for name in ("q", *_ARRAYS)]
-            if all(a is named.get(name) for name, a in zip(("q", *_ARRAYS), straight, strict=True)):
+            straight = [_straight(name, named[name], refused) for name in ("q", *_ARRAYS)]
+            if all(a is named[name] for name, a in zip(("q", *_ARRAYS), straight, strict=True)):
                 raise
-            found = kernel(straight[0], k, v, *straight[1:], *options)
+            found = kernel(straight[0], k, v, *straight[1:], *given[len(_ARRAYS) :])
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     except Exception as error:
@@ -151,45 +151,16 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
         raise refused from None
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arrays: dict[str, Any],
-    return_lse: Any,
-    max_seqlen_q: Any,
-    scale: Any,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    attention_chunk: Any,
-    rotary_interleaved: Any,
-) -> Result:
-    options = {
-        **arrays,
-        "max_seqlen_q": max_seqlen_q,
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "rotary_interleaved": rotary_interleaved,
-    }
-    if type(attention_chunk) is not int or attention_chunk != 0:
-        options["attention_chunk"] = attention_chunk
-    return _core.kvcache(q, k, v, None, return_lse, False, options)
-
-
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """The kernel of the operator: its arguments are those of `_SCHEMA`."""
-    arrays = dict(zip(_ARRAYS, more, strict=False))
-    max_seqlen_q, scale, causal, left, right, softcap, chunk, interleaved = more[len(_ARRAYS) :]
+    """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
+    options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
+    window = options["window"] = options.pop("window_left"), options.pop("window_right")
     if wants_value_checks(q):
-        moving = bool(causal) or (left, right) != (-1, -1) or chunk > 0
-        check_values(q, k, arrays, moving)
-    window = (left, right)
-    found: tuple[Tensor, Tensor] = _launch(
-        *(q, k, v, arrays, True, max_seqlen_q, scale, causal, window, softcap, chunk, interleaved)
-    )
+        moving = options["causal"] or window != (-1, -1) or options["attention_chunk"] > 0
+        check_values(q, k, options, moving)
+    if options["attention_chunk"] == 0:  # a rare option, which costs time
+        del options["attention_chunk"]
+    found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, None, True, False, options)
     return found
 
 
@@ -269,26 +240,14 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 # ----------------------------------------------------------------------------------------- operator
 
 _SCHEMA: Final = (
-    "attention_with_kvcache(Tensor q, Tensor(a!) k, Tensor(b!) v, "
-    + "".join(f"{'Tensor?'} {name}, " for name in _ARRAYS)
-    + "SymInt? max_seqlen_q, float? scale, bool causal, SymInt window_left, SymInt window_right, "
-    "float softcap, SymInt attention_chunk, bool rotary_interleaved) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, "
+    + "".join(f"Tensor? {name}, " for name in _ARRAYS)
+    + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
+    + ") -> (Tensor, Tensor)"
 )
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(lse, dtype=torch.float32)
-
-
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention_with_kvcache", _kernel, _key)
+_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, new_results)
 # No gradient, as in flash_attn.
 _LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("strobe::attention_with_kvcache", _fake, lib=_LIBRARY)
-_operator: Final = torch.ops.strobe.attention_with_kvcache.default
 
 
 # ------------------------------------------------------------------------------- flash_attn's own
@@ -310,10 +269,10 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     return torch.full((batch,), given, dtype=torch.int32, device=q.device)
 
 
-def rotary_start(arrays: dict[str, Any]) -> None:
+def rotary_start(options: dict[str, Any]) -> None:
     """flash_attn counts positions from the cache's first row, a left pad included."""
-    if arrays["leftpad"] is not None and arrays["rotary_cos"] is not None:
-        arrays["rotary_position"] = arrays["seqused_k"]
+    if options["leftpad"] is not None and options["rotary_cos"] is not None:
+        options["rotary_position"] = options["seqused_k"]
 
 
 def paged_varlen(
@@ -343,16 +302,19 @@ def paged_varlen(
     if seqused_k is None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
         seqused_k = cu_seqlens_k.diff()
-    arrays = {
+    options = {
         "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
         "seqused_k": seqused_k,
         "block_table": block_table,
         "leftpad": leftpad_k,
         "alibi_slopes": alibi_slopes,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": softcap,
     }
     names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
-    found: tuple[Tensor, Tensor] = call(
-        q, k, v, arrays, max_seqlen_q, softmax_scale, causal, window_size, softcap, names=names
-    )
+    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names)
     return found

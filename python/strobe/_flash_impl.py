@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from . import _blocks, _calls, _operators, _sdpa
+from ._blocks import Task
 from ._errors import Unsupported
-from ._masks import Blocks
 from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
@@ -70,73 +70,58 @@ def _activate() -> _Activation:
     return _Activation(library)
 
 
-def _blocks_of(request: Request) -> Blocks | None:
+def _task_of(request: Request) -> Task | None:
     """What Strobe computes; None if it declines. The same in forward and backward."""
-    verdict, blocks = _sdpa.judge_blocks(request)
+    verdict, task = _sdpa.judge_task(request)
     _calls.record(verdict, counted=False)  # a block has counted what came by it
-    return None if verdict.kind else blocks
+    return None if verdict.kind else task
 
 
-def _forward(request: Request, rng_state: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _forward(request: Request, task: Task) -> tuple[Tensor, Tensor]:
     # In query's layout, as PyTorch's kernels and their meta functions have it.
     query, value = request.query, request.value
     out = torch.empty_like(query)
     if out.stride(-1) != 1 or out.shape != (*query.shape[:3], value.shape[3]):
         out = query.new_empty((*query.shape[:3], value.shape[3]))
-    tensors, plain = request[:3], (request.dropout_p, request.scale)
-    _, lse = _blocks.forward(*tensors, rng_state, blocks, *plain, out=out)
+    _, lse = _blocks.forward(*request[:3], task, out=out)
     return out, lse
 
 
 def _backward(
-    request: Request, new: Callable[[Tensor], Tensor], rng_state: Any, blocks: Blocks, *others: Any
+    request: Request, new: Callable[[Tensor], Tensor], task: Task, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """new: makes a gradient's tensor. others: gradient of out, out, lse."""
     dout, out, lse = others
     query, key, value = tensors = request[:3]
     grads = (new(query), new(key), new(value))
-    plain = (request.dropout_p, request.scale)
-    return _blocks.backward(dout, *tensors, out, lse, rng_state, blocks, *plain, grads=grads)
+    return _blocks.backward(dout, *tensors, out, lse, task, grads)
 
 
-def _heads_inner(x: Tensor) -> Tensor:
-    """Memory for x laid out as (batch, seqlen, heads, head_dim)."""
-    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype)
-
-
-def _cpu_request(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Request:
-    """From the arguments of PyTorch's kernels for the CPU."""
-    return Request(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+def _cpu_request(query: Tensor, key: Tensor, value: Tensor, *plain: Any, **named: Any) -> Request:
+    """From the arguments of PyTorch's kernels for the CPU: plain are dropout_p and is_causal."""
+    given = dict(zip(("dropout_p", "is_causal"), plain, strict=False))
+    return Request(query, key, value, enable_gqa=True, **given, **named)
 
 
 def _cpu_forward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     """aten::_scaled_dot_product_flash_attention_for_cpu; PyTorch calls it without dropout only."""
     request = _cpu_request(*args, **options)
-    blocks = None if request.dropout_p > 0 else _blocks_of(request)
-    if blocks is None:
+    task = None if request.dropout_p > 0 else _task_of(request)
+    if task is None:
         return before.call_boxed(keyset, *args, **options)
-    out, lse = _forward(request, None, blocks)
+    out, lse = _forward(request, task)
     # The layout that PyTorch's compiler expects of this operator: heads innermost.
-    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, _blocks.heads_inner_copy(lse)
 
 
 def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
     dout, query, key, value, out, lse, *plain = args
     request = _cpu_request(query, key, value, *plain, **options)
-    blocks = None if request.dropout_p > 0 else _blocks_of(request)
-    if blocks is None:
+    task = None if request.dropout_p > 0 else _task_of(request)
+    if task is None:
         return before.call_boxed(keyset, *args, **options)
-    return _backward(request, _heads_inner, None, blocks, dout, out, lse)
+    return _backward(request, _blocks.heads_inner, task, dout, out, lse)
 
 
 def _cuda_forward(
@@ -153,14 +138,14 @@ def _cuda_forward(
 ) -> Any:
     """aten::_scaled_dot_product_flash_attention."""
     request = Request(query, key, value, None, dropout_p, is_causal, scale, True)
-    blocks = None if return_debug_mask else _blocks_of(request)
-    if blocks is None:
+    task = None if return_debug_mask else _task_of(request)
+    if task is None:
         plain = (dropout_p, is_causal, return_debug_mask)
         return before.call_boxed(keyset, query, key, value, *plain, scale=scale)
     rng_state = torch.zeros(2, dtype=torch.int64)
     if dropout_p > 0:
         rng_state = _operators.draw_dropout_state(device=query.device)
-    results = _forward(request, rng_state, blocks)
+    results = _forward(request, task._replace(rng_state=rng_state))
     longest = (query.shape[2], key.shape[2])
     seed, unused = rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64)
     return (*results, None, None, *longest, seed, unused, query.new_empty(0))
@@ -170,8 +155,9 @@ def _cuda_backward(before: Any, keyset: Any, *args: Any, scale: float | None = N
     """aten::_scaled_dot_product_flash_attention_backward."""
     dout, query, key, value, out, lse, *_, dropout_p, is_causal, seed, _ = args
     request = Request(query, key, value, None, dropout_p, is_causal, scale, True)
-    blocks = _blocks_of(request)
-    if blocks is None:
+    task = _task_of(request)
+    if task is None:
         return before.call_boxed(keyset, *args, scale=scale)
-    rng_state = seed.view(torch.int64) if dropout_p > 0 else None
-    return _backward(request, torch.empty_like, rng_state, blocks, dout, out, lse)
+    if dropout_p > 0:
+        task = task._replace(rng_state=seed.view(torch.int64))
+    return _backward(request, torch.empty_like, task, dout, out, lse)

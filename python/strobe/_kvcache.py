@@ -14,13 +14,7 @@ from ._arrays import Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._options import CacheOptions, documented_with_cache
-from ._problem import (
-    DTYPE_CODES,
-    Problem,
-    axes_of,
-    check_ndim,
-    take_offsets,
-)
+from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -44,21 +44,33 @@ _OPTIONS: Final = (
 )
 # And what most calls do without, with defaults, so that a call may end before.
 _MORE: Final = ", ".join(row.schema for row in _options.TAIL)
-_SCHEMAS: Final = {
-    # By keyword: PyTorch's compiler looks for a random operator's device there.
-    "dropout_state": "(*, Device device) -> Tensor",
-    "attention_forward": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
-    "attention_backward": (
-        "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor)"
-    ),
-    "attention_dropout_weights": f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    _tags = [torch.Tag.pt2_compliant_tag]
-    if _name == "dropout_state":
-        _tags.append(torch.Tag.nondeterministic_seeded)
-    _LIBRARY.define(_name + _schema, tags=tuple(_tags))
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Any,
+    fake: Any,
+    gradient: Any = None,
+    setup: Any = None,
+    *,
+    keys: tuple[str, ...] = ("CPU", "CUDA"),
+    tags: tuple[Any, ...] = (),
+) -> Any:
+    """Registers the operator torch.ops.strobe.<name>.
+
+    kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
+    torch.library.register_autograd has them.
+    """
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    for key in keys:
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(
+            f"strobe::{name}", gradient, setup_context=setup, lib=_LIBRARY
+        )
+    return getattr(torch.ops.strobe, name).default
 
 
 # ------------------------------------------------------------------ seeds and offsets of dropout
@@ -122,6 +134,13 @@ backward: Final = _core.operator_backward
 zeros_like: Final = torch.zeros_like
 
 
+def new_results(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse), not computed."""
+    lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse, dtype=torch.float32)
+
+
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -130,12 +149,7 @@ def _fake_forward(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != wanted:
             raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if cu_seqlens_q is None:
-        batch, seqlen_q, heads, _ = q.shape
-        return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    total_q, heads, _ = q.shape
-    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+    return new_results(q, k, v)
 
 
 def _fake_backward(
@@ -179,9 +193,13 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = gradients(attention_backward, ctx, dout, dlse)
-    return (*found, *(None for _ in ctx.options))
+def derivative_by(compute: Any) -> Any:
+    """The derivative of an operator with `setup`. compute: as for `gradients`."""
+
+    def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        return (*gradients(compute, ctx, dout, dlse), *(None for _ in ctx.options))
+
+    return derivative
 
 
 def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
@@ -252,11 +270,6 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """For a derivative that is refused."""
 
 
-def _transformed_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    found = gradients(_transformed_backward, ctx, dout, dlse)
-    return (*found, *(None for _ in ctx.options))
-
-
 def is_transformed() -> bool:
     """Whether torch.func's transforms (vmap, grad) are at work."""
     return torch._C._functorch.maybe_current_level() is not None
@@ -294,47 +307,43 @@ def _fake_dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 # ------------------------------------------------------------------------------------- registration
 
-dropout_state: Final = torch.ops.strobe.dropout_state.default
-attention_forward: Final = torch.ops.strobe.attention_forward.default
-attention_backward: Final = torch.ops.strobe.attention_backward.default
-attention_dropout_weights: Final = torch.ops.strobe.attention_dropout_weights.default
-_transformed_forward: Final = _transformed(attention_forward, setup, _transformed_gradients, 0)
+dropout_state: Final = define(
+    "dropout_state",
+    "(*, Device device) -> Tensor",  # by keyword, where PyTorch's compiler looks for the device
+    draw_dropout_state,
+    lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu"),
+    keys=("CompositeExplicitAutograd",),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+attention_backward: Final = define(
+    "attention_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor)",
+    backward,
+    _fake_backward,
+    refuse_double_backward,
+)
+attention_forward: Final = define(
+    "attention_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
+    forward,
+    _fake_forward,
+    derivative_by(attention_backward),
+    setup,
+)
+attention_dropout_weights: Final = define(
+    "attention_dropout_weights",
+    f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
+    dropout_weights,
+    _fake_dropout_weights,
+)
 _transformed_backward: Final = _transformed(
     attention_backward, _keep_nothing, refuse_double_backward, 2
 )
-
-
-def _register() -> None:
-    def name(operator: str) -> str:
-        return f"strobe::{operator}"
-
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl("attention_forward", forward, key)
-        _LIBRARY.impl("attention_backward", backward, key)
-        _LIBRARY.impl("attention_dropout_weights", dropout_weights, key)
-    _LIBRARY.impl("dropout_state", draw_dropout_state, "CompositeExplicitAutograd")
-
-    for operator, fake in (
-        ("attention_forward", _fake_forward),
-        ("attention_backward", _fake_backward),
-        ("attention_dropout_weights", _fake_dropout_weights),
-        ("dropout_state", lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu")),
-    ):
-        torch.library.register_fake(name(operator), fake, lib=_LIBRARY)
-
-    torch.library.register_autograd(
-        name("attention_forward"), _operator_gradients, setup_context=setup, lib=_LIBRARY
-    )
-    torch.library.register_autograd(
-        name("attention_backward"), refuse_double_backward, lib=_LIBRARY
-    )
-    if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
-        for operator, overload, query in (
-            ("attention_forward", attention_forward, 0),
-            ("attention_backward", attention_backward, 2),
-        ):
-            rule = vmap_over(overload, query)
-            torch.library.register_vmap(name(operator), rule, lib=_LIBRARY)
-
-
-_register()
+_transformed_forward: Final = _transformed(
+    attention_forward, setup, derivative_by(_transformed_backward), 0
+)
+if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
+    for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):
+        _rule = vmap_over(_operator, _query)
+        torch.library.register_vmap(_operator.name(), _rule, lib=_LIBRARY)

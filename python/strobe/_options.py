@@ -102,17 +102,14 @@ ROWS: Final[tuple[Option, ...]] = (
 # strobe_problem, <name> in the arguments of a launch.
 TAIL: Final = tuple(row for row in ROWS if row.operator_type)
 ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None)
+_CACHE_ARRAYS: Final = [
+    name
+    for name in CacheOptions.__annotations__
+    if name not in SharedOptions.__annotations__ and name != "rotary_interleaved"
+]
 CACHE_ROWS: Final = (
     *(row for row in ROWS if row.name in SharedOptions.__annotations__),
-    Option("block_table", None),
-    Option("cache_batch_idx", None),
-    Option("leftpad", None),
-    Option("k_new", None),
-    Option("v_new", None),
-    Option("cu_seqlens_k_new", None),
-    Option("rotary_cos", None),
-    Option("rotary_sin", None),
-    Option("rotary_position", None),
+    *(Option(name, None) for name in _CACHE_ARRAYS),
     Option("rotary_interleaved", False, flag),
 )
 _BY_NAME: Final = {row.name: row for row in ROWS}

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from . import _arrays, _blocks, _flash_attn, _masks, _operators, _questions
+from ._blocks import Task
 from ._calls import Verdict
 from ._errors import Error, InvalidArgument, Unsupported
 from ._masks import Block, Blocks
@@ -234,7 +235,9 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     return verdict, blocks
 
 
-def judge_blocks(request: Request, lower_right: bool = False) -> tuple[Verdict, Blocks]:
+def judge_task(
+    request: Request, rng_state: Tensor | None = None, lower_right: bool = False
+) -> tuple[Verdict, Task]:
     """`judge`, with one block for a call without a mask. lower_right: is_causal's alignment."""
     verdict, blocks = judge(request)
     if blocks is None:
@@ -244,7 +247,7 @@ def judge_blocks(request: Request, lower_right: bool = False) -> tuple[Verdict, 
         queries, keys = slice(0, seqlen_q), slice(0, seen)
         block = Block(slice(0, batch), queries, keys, causal or lower_right, window)
         blocks = Blocks((block,), hides_keys=seen < seqlen_k)
-    return verdict, blocks
+    return verdict, Task(blocks, rng_state, request.dropout_p, request.scale)
 
 
 # What a call with arguments that are none of scaled_dot_product_attention's raises on the way.
@@ -276,7 +279,7 @@ def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
         rng_state = None
         if dropout_p > 0:
             rng_state = _operators.dropout_state(device=query.device)
-        arguments = (query, key, value, rng_state, blocks, dropout_p, scale)
+        arguments = (query, key, value, Task(blocks, rng_state, dropout_p, scale))
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out: Tensor = _blocks.Masked.apply(*arguments)[0]
             return out

@@ -16,15 +16,15 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _blocks, _calls, _flash_attn, _operators, _sdpa
+from ._blocks import heads_inner, heads_inner_copy
 from ._calls import Verdict
 from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
 
-
-_SCHEMA: Final = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng_state, "
-    "float dropout_p, bool is_causal, bool lower_right, float? scale"
+_OPTIONS: Final = (
+    "Tensor? attn_mask, Tensor? rng_state, float dropout_p, bool is_causal, bool lower_right, "
+    "float? scale"
 )
 
 
@@ -52,19 +52,10 @@ def _unseen(kernel: Any) -> Any:
     return unseen
 
 
-def _request(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float | None,
-) -> tuple[Request, Tensor | None, bool]:
+def _request(*arguments: Any) -> tuple[Request, Tensor | None, bool]:
     """(request, rng_state, lower_right) of the operator's arguments."""
-    request = Request(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    *tensors, rng_state, dropout_p, is_causal, lower_right, scale = arguments
+    request = Request._make([*tensors, dropout_p, is_causal, scale, True])
     return request, rng_state, lower_right
 
 
@@ -79,22 +70,17 @@ def _drawing(rng_state: Tensor | None, x: Tensor) -> Iterator[None]:
         yield
 
 
-def _heads_inner(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @_unseen
 def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     request, rng_state, lower_right = _request(*arguments)
-    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
+    verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
     _calls.record(verdict)
     query = request.query
     if not verdict.kind:
-        plain = (request.dropout_p, request.scale)
-        return _blocks.forward(*request[:3], rng_state, blocks, *plain)
+        return _blocks.forward(*request[:3], task)
     with _drawing(rng_state, query):  # so that the backward pass can draw the same again
         out = _by_pytorch(request, lower_right)
-    return _heads_inner(out), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return heads_inner_copy(out), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_unseen
@@ -108,10 +94,9 @@ def _operator_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     request, rng_state, lower_right = _request(query, key, value, *options)
-    verdict, blocks = _sdpa.judge_blocks(request, lower_right)
+    verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
     if not verdict.kind:
-        plain = (request.dropout_p, request.scale)
-        return _blocks.backward(dout, query, key, value, out, lse, rng_state, blocks, *plain)
+        return _blocks.backward(dout, query, key, value, out, lse, task)
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
     # in again, and nothing else: autocast has been here.
     included = torch._C._dispatch_tls_local_include_set()
@@ -122,25 +107,18 @@ def _operator_backward(
         with _drawing(rng_state, query):
             again = _by_pytorch(Request._make([*leaves, *request[3:]]), lower_right)
         dq, dk, dv = torch.autograd.grad(again, leaves, dout)
-    return _heads_inner(dq), _heads_inner(dk), _heads_inner(dv)
-
-
-def _like(x: Tensor) -> Tensor:
-    """As `_forward` and `_backward` lay tensors out."""
-    batch, heads, seqlen, head_dim = x.shape
-    return x.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+    return heads_inner_copy(dq), heads_inner_copy(dk), heads_inner_copy(dv)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, seqlen_q, _ = query.shape
-    out = query.new_empty((batch, seqlen_q, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    out = heads_inner(query, value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+    return heads_inner(query), heads_inner(key), heads_inner(value)
 
 
 def _declined(kind: str) -> None:
@@ -148,39 +126,35 @@ def _declined(kind: str) -> None:
     _calls.record(Verdict(kind=kind))
 
 
-def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
-    def compute(dout: Tensor, _: None, *saved: Any) -> Any:
-        return torch.ops.strobe.scaled_dot_product_attention_backward.default(dout, *saved)
-
-    found = _operators.gradients(compute, ctx, dout, None)
-    return (*found, *(None for _ in ctx.options))
+def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
+    """Of query, key and value; those of lse are left out."""
+    return (None, None, None) if dout is None else _backward(dout, *saved)
 
 
-def _register() -> None:
-    library = _operators._LIBRARY
-    tags = (torch.Tag.pt2_compliant_tag,)
-    name = "scaled_dot_product_attention"
-    library.define(f"{name}({_SCHEMA}) -> (Tensor, Tensor)", tags=tags)
-    library.define(
-        f"{name}_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
-        f"Tensor lse, {_SCHEMA.removeprefix('Tensor query, Tensor key, Tensor value, ')}) -> "
-        "(Tensor, Tensor, Tensor)",
-        tags=tags,
-    )
-    for key in ("CPU", "CUDA"):
-        library.impl(name, _operator_forward, key)
-        library.impl(f"{name}_backward", _operator_backward, key)
-    torch.library.register_fake(f"strobe::{name}", _fake_forward, lib=library)
-    torch.library.register_fake(f"strobe::{name}_backward", _fake_backward, lib=library)
-    torch.library.register_autograd(
-        f"strobe::{name}", _gradients, setup_context=_operators.setup, lib=library
-    )
-    torch.library.register_autograd(
-        f"strobe::{name}_backward", _operators.refuse_double_backward, lib=library
-    )
-    library.define(f"{name}_declined(str kind) -> ()", tags=tags)
-    library.impl(f"{name}_declined", _declined, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"strobe::{name}_declined", lambda kind: None, lib=library)
+_NAME: Final = "scaled_dot_product_attention"
+_backward: Final = _operators.define(
+    f"{_NAME}_backward",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _operator_backward,
+    _fake_backward,
+    _operators.refuse_double_backward,
+)
+_forward: Final = _operators.define(
+    _NAME,
+    f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    _operator_forward,
+    _fake_forward,
+    _operators.derivative_by(_gradients),
+    _operators.setup,
+)
+_say_declined: Final = _operators.define(
+    f"{_NAME}_declined",
+    "(str kind) -> ()",
+    _declined,
+    lambda kind: None,
+    keys=("CompositeExplicitAutograd",),
+)
 
 
 def _register_effect() -> bool:
@@ -189,16 +163,13 @@ def _register_effect() -> bool:
         from torch._library.effects import EffectType
 
         torch.library._register_effectful_op(
-            "strobe::scaled_dot_product_attention_declined",
-            EffectType.ORDERED,
-            lib=_operators._LIBRARY,
+            _say_declined.name(), EffectType.ORDERED, lib=_operators._LIBRARY
         )
     except (ImportError, AttributeError, TypeError):  # pragma: no cover - an older PyTorch
         return False
     return True
 
 
-_register()
 REPORTS_FROM_COMPILED_CODE: Final = _register_effect()
 
 
@@ -218,16 +189,14 @@ def traced(*args: Any, **kwargs: Any) -> Tensor | None:
     mask = None if lower_right else attn_mask
     plain = (dropout_p, is_causal, lower_right, scale)
     out: Tensor
-    out, _ = torch.ops.strobe.scaled_dot_product_attention.default(
-        query, key, value, mask, rng_state, *plain
-    )
+    out, _ = _forward(query, key, value, mask, rng_state, *plain)
     return out
 
 
 def declined(kind: str) -> None:
     """Makes compiled code say that PyTorch computes a call."""
     if REPORTS_FROM_COMPILED_CODE:
-        torch.ops.strobe.scaled_dot_product_attention_declined.default(kind)
+        _say_declined(kind)
 
 
 def is_traced() -> bool:

@@ -323,7 +323,7 @@ def flash_attn_with_kvcache(
         graph is captured and where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such
         a sequence are then NaN.
     """
-    arrays = {
+    options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q),
         "block_table": block_table,
         "cache_batch_idx": cache_batch_idx,
@@ -333,19 +333,11 @@ def flash_attn_with_kvcache(
         "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin,
         "alibi_slopes": alibi_slopes,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved,
     }
-    _flash_cache.rotary_start(arrays)
-    return _flash_cache.call(
-        q,
-        k_cache,
-        v_cache,
-        arrays,
-        None,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        0,
-        rotary_interleaved,
-        return_softmax_lse,
-    )
+    _flash_cache.rotary_start(options)
+    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse)

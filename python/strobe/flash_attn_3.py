@@ -65,12 +65,9 @@ def flash_attn_func(
 
     Raises: as there.
     """
-    return _attend(
-        *(q, k, v, DENSE),
-        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
-        *((attention_chunk, None, None), return_attn_probs),
-        refused={"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale},
-    )
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -115,12 +112,13 @@ def flash_attn_varlen_func(
 
     Raises: as `flash_attn_func`.
     """
-    return _attend(
-        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
-        (0.0, softmax_scale, causal, window_size, softcap, None, deterministic),
-        *((attention_chunk, seqused_q, seqused_k), return_attn_probs),
-        refused={"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale},
-    )
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+    check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return _attend(q, k, v, lengths, options, attention_chunk, return_attn_probs, **used)
 
 
 def flash_attn_with_kvcache(
@@ -177,9 +175,9 @@ def flash_attn_with_kvcache(
 
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
     """
-    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    _refuse({**refused, "scheduler_metadata": scheduler_metadata})
-    arrays = {
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(scheduler_metadata=scheduler_metadata)
+    options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
         "cache_batch_idx": cache_batch_idx,
@@ -191,24 +189,18 @@ def flash_attn_with_kvcache(
         "rotary_sin": rotary_sin,
         "rotary_position": rotary_seqlens,
         "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q if cu_seqlens_q is not None else None,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved,
     }
+    if type(attention_chunk) is not int or attention_chunk != 0:  # a rare option, which costs time
+        options["attention_chunk"] = attention_chunk
     if rotary_seqlens is None:
-        _flash_cache.rotary_start(arrays)
-    return _flash_cache.call(
-        q,
-        k_cache,
-        v_cache,
-        arrays,
-        max_seqlen_q if cu_seqlens_q is not None else None,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        attention_chunk,
-        rotary_interleaved,
-        return_softmax_lse,
-        _NAMES,
-    )
+        _flash_cache.rotary_start(options)
+    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)
 
 
 def flash_attn_combine(
@@ -255,34 +247,24 @@ def _attend(
     v: Tensor,
     lengths: Lengths,
     options: Options,
-    more: tuple[Any, Any, Any],
-    return_attn_probs: bool,
-    refused: dict[str, Any],
+    attention_chunk: Any,
+    return_attn_probs: Any,
+    **used: Tensor | None,
 ) -> Result:
-    """What both functions without a cache do.
-
-    more: attention_chunk, seqused_q and seqused_k, for which flash_attn 2 has no arguments.
-    refused: arguments that have to be None.
-    """
-    _refuse(refused)
-    if lengths is not DENSE:
-        for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False):
-            check_tensor(name, x, ("batch + 1",))
-    attention_chunk = as_integer("attention_chunk", more[0])
-    named = {"seqused_q": more[1], "seqused_k": more[2]}
-    for name, x in named.items():
-        if x is not None:
-            check_tensor(name, x, ("batch",))
-    tail = (
-        ()
-        if attention_chunk == 0 and more[1] is more[2] is None
-        else _options.positional(attention_chunk=attention_chunk, **named)
-    )
+    """What both functions without a cache do. used: seqused_q and seqused_k, if there are any."""
+    attention_chunk = as_integer("attention_chunk", attention_chunk)
+    given = {name: x for name, x in used.items() if x is not None}
+    for name, x in given.items():
+        check_tensor(name, x, ("batch",))
+    tail: tuple[Any, ...] = ()
+    if attention_chunk != 0 or given:
+        tail = _options.positional(attention_chunk=attention_chunk, **given)
     found = call(q, k, v, lengths, options, return_attn_probs, "", tail)
     return found[:2] if isinstance(found, tuple) else found
 
 
-def _refuse(arguments: dict[str, Any]) -> None:
+def _refuse(**arguments: Any) -> None:
+    """Of arguments that have to be None."""
     for name, x in arguments.items():
         if x is not None:
             reason = _REASONS.get(

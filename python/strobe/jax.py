@@ -19,6 +19,7 @@ import numpy as np
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
 from ._errors import renamed, shown
 from ._options import ARRAYS
+from ._problem import DTYPE_CODES
 from ._values import flag, integer, pair, real, seed
 
 __all__ = ["attention"]
@@ -35,7 +36,6 @@ _TARGETS: Final = ("strobe_attention_forward", "strobe_attention_backward")
 for _index, _handler in enumerate(_core.xla_handlers()):
     register_ffi_target(_TARGETS[_index % 2], _handler, platform=("cpu", "CUDA")[_index // 2])
 
-_DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}  # strobe_dtype
 _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "causal": "is_causal",
     "window": "local_window_size",
@@ -68,11 +68,15 @@ def _workspace(
     """Bytes that a launch may need on a GPU of this machine. XLA is to give them as a result of the
     call, so that CUDA graphs can be made of it.
     """
+    q, k, v = shapes
+    names = ("batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_kv", "head_dim_v")
+    fields = dict(zip(names, (*q, k[1], k[2], v[3]), strict=True)) | dict(options)
+    fields |= {"direction": int(backward), "dtype": DTYPE_CODES[dtype], "device": 1}
     most = 0
     for device in range(len(info().cuda_devices)):
-        arguments: Any = (backward, _DTYPES[dtype], device, *shapes, dict(options))
         try:
-            most = max(most, _core.xla_workspace(*arguments))
+            made = _core.make_plan(fields | {"device_index": device})
+            most = max(most, _core.workspace_bytes(made))
         except Error:
             continue  # should there be a launch on that device, it says why it cannot be
     return most
@@ -317,15 +321,14 @@ def attention(
     batch, seqlen_q = tensors["q"].shape[:2]
     seqlen_k = tensors["k"].shape[1]
 
-    name = "local_window_size"
     window = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(window, int | np.integer):
         window = (int(window), int(window))
-    left, right = pair(name, window)
+    left, right = pair("local_window_size", window)
     options: dict[str, Any] = {
         "causal": int(flag("is_causal", is_causal)),
-        "window_left": integer(f"{name}[0]", left),
-        "window_right": integer(f"{name}[1]", right),
+        "window_left": left,
+        "window_right": right,
         "softcap": real("softcap", softcap),
         "dropout_p": real("dropout_p", dropout_p),
         "batch_invariant": int(flag("batch_invariant", batch_invariant)),
@@ -338,13 +341,10 @@ def attention(
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
         more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
-    lengths = (query_seq_lengths, key_value_seq_lengths, prefix)
-    names = ("query_seq_lengths", "key_value_seq_lengths", "prefix")
-    for field, name, given in zip(
-        ("seqused_q", "seqused_k", "prefix"), names, lengths, strict=True
-    ):
-        if given is not None:
-            more[field] = _array(name, given)
+    lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
+    for field, length in lengths.items():
+        if length is not None:
+            more[field] = _array(_NAMES.get(field, field), length)
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
     if placed or alibi_slopes is not None:

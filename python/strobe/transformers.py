@@ -170,10 +170,7 @@ class _Packing:
 
     rows: Tensor  # bool (batch, seqlen_q)
     keys: Tensor  # bool (batch, keys)
-    offsets_q: Tensor
-    offsets_k: Tensor
-    longest_q: int
-    longest_k: int
+    lengths: tuple[Tensor, Tensor, int, int]  # cu_seqlens and max_seqlen of queries and keys
     whole: bool  # all rows take part
     # Of each row of the batch the first key and the end, int32, if its keys lie side by side.
     bounds: tuple[Tensor, Tensor] | None
@@ -209,16 +206,9 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
     rows = own > 0
     offsets_q, longest_q = _offsets(_lengths(own))
     offsets_k, longest_k = _offsets(_lengths(numbers))
-    found = known[key] = _Packing(
-        rows,
-        numbers > 0,
-        offsets_q,
-        offsets_k,
-        longest_q,
-        longest_k,
-        bool(rows.all()),
-        _bounds(numbers),
-    )
+    lengths = (offsets_q, offsets_k, longest_q, longest_k)
+    found = _Packing(rows, numbers > 0, lengths, bool(rows.all()), _bounds(numbers))
+    known[key] = found
     return found
 
 
@@ -234,9 +224,10 @@ def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bo
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, causal: bool, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Attention of rows with padding or several sequences; (batch, seqlen, heads, head_dim)."""
+    causal = options["causal"]
     batch, seqlen_q = q.shape[:2]
     packing = _packing(numbers, seqlen_q, causal, options["window_size"] != (-1, -1))
     if causal and packing.whole and packing.bounds is not None and _is_decoding(q, k, v, options):
@@ -258,17 +249,38 @@ def _packed(
         q.flatten(0, 1) if packing.whole else q[packing.rows],
         k[packing.keys],
         v[packing.keys],
-        packing.offsets_q,
-        packing.offsets_k,
-        packing.longest_q,
-        packing.longest_k,
-        causal=causal,
+        *packing.lengths,
         **options,
     )
     if packing.whole:
         return found.unflatten(0, (batch, seqlen_q))
     out = found.new_zeros((batch, seqlen_q, *found.shape[1:]))
     return out.index_put((packing.rows,), found)
+
+
+def _refuse(others: dict[str, Any], *names: str) -> None:
+    """Refuses what a model may ask for, and what has no place here."""
+    for name in names:
+        if others.get(name) is not None:
+            raise Unsupported(
+                f'attn_implementation="{NAME}" has no {name}: load this model with '
+                'attn_implementation="eager"'
+            )
+
+
+def _options(
+    causal: bool, sliding_window: int | None, scaling: float | None, softcap: float | None
+) -> dict[str, Any]:
+    """Arguments of `strobe.flash_attn`'s functions. sliding_window counts the query itself."""
+    window = (-1, -1)
+    if sliding_window is not None:
+        window = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    return {
+        "softmax_scale": scaling,
+        "causal": causal,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+    }
 
 
 def attention(
@@ -292,12 +304,7 @@ def attention(
     Raises:
         Unsupported: the model wants something that the varlen functions have not.
     """
-    for name in ("s_aux", "position_bias", "cache"):
-        if others.get(name) is not None:
-            raise Unsupported(
-                f'attn_implementation="{NAME}" has no {name}: load this model with '
-                'attn_implementation="eager"'
-            )
+    _refuse(others, "s_aux", "position_bias", "cache")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise Unsupported(
             f'attn_implementation="{NAME}" with an attention_mask of shape '
@@ -310,15 +317,8 @@ def attention(
         dtype = get_target_dtype(query, module)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = module.is_causal if is_causal is None else is_causal
-    window = (-1, -1)
-    if sliding_window is not None:  # counts the query itself
-        window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    options: dict[str, Any] = {
-        "dropout_p": dropout,
-        "softmax_scale": scaling,
-        "window_size": window,
-        "softcap": softcap or 0.0,
-    }
+    options = _options(causal, sliding_window, scaling, softcap)
+    options["dropout_p"] = dropout
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if others.get("cu_seq_lens_q") is not None:  # a collator has packed the batch into one row
         out = flash_attn_varlen_func(
@@ -329,13 +329,12 @@ def attention(
             others["cu_seq_lens_k"].to(torch.int32),
             others["max_length_q"],
             others["max_length_k"],
-            causal=causal,
             **options,
         ).unflatten(0, q.shape[:2])
     elif attention_mask is not None:
-        out = _packed(q, k, v, attention_mask, causal, options)
+        out = _packed(q, k, v, attention_mask, options)
     else:
-        out = flash_attn_func(q, k, v, causal=causal, **options)
+        out = flash_attn_func(q, k, v, **options)
     return out, None
 
 
@@ -377,20 +376,11 @@ def paged_attention(
     Raises:
         Unsupported: the model has attention sinks.
     """
-    if others.get("s_aux") is not None:
-        raise Unsupported(
-            f'attn_implementation="{NAME}" has no s_aux: load this model with '
-            'attn_implementation="eager"'
-        )
+    _refuse(others, "s_aux")
     if isinstance(cu_seq_lens_k, dict):
         kind = "sliding_attention" if sliding_window else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
-    options: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "causal": True,
-        "window_size": (sliding_window - 1, 0) if sliding_window else (-1, -1),
-        "softcap": softcap or 0.0,
-    }
+    options = _options(True, sliding_window or None, scaling, softcap)
     q = query[0].transpose(0, 1)
     if block_table is None:
         k, v = cache.update(

@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import strobe
+from strobe import _core
 
 from cases import Array, Case, Inputs
 
@@ -199,6 +201,29 @@ def test_every_option() -> None:
     known = {RENAMED.get(x, x) for x in inspect.signature(strobe.attention).parameters}
     packed = {f"{x}_{y}" for x in ("cu_seqlens", "max_seqlen") for y in "qk"}
     assert known - packed - {"out", "return_lse", "dropout_offset"} <= ours
+
+
+def test_every_gpu_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine without one, where every answer is that no kernel takes it."""
+    inner, asked = _core.make_plan, []
+
+    def make_plan(fields: dict[str, Any]) -> Any:
+        if fields["device"] == 1:
+            asked.append(fields)
+        return inner(fields)  # a KeyError if there is no such field
+
+    two = SimpleNamespace(cuda_devices=(None, None))
+    monkeypatch.setattr(strobe.jax, "info", lambda: two)
+    monkeypatch.setattr(_core, "make_plan", make_plan)
+    q, (k, v) = tensors(3, 7, 4, 24)[0], tensors(3, 9, 2, 24)[:2]
+    options = {"is_causal": True, "softcap": 2.0, "key_value_seq_lengths": jnp.array([5, 9, 1])}
+    jax.grad(lambda q: attention(q, k, v, **options).sum())(q)
+    directions = {(fields["direction"], fields["device_index"]) for fields in asked}
+    assert directions == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    sizes = {"batch": 3, "seqlen_q": 7, "heads": 4, "head_dim": 24}
+    sizes |= {"seqlen_k": 9, "heads_kv": 2, "head_dim_v": 24, "has_seqused_k": 1, "causal": 1}
+    for fields in asked:
+        assert fields | sizes == fields
 
 
 def test_residual_and_no_batch() -> None:
