@@ -22,7 +22,7 @@ from strobe import _core
 import cases
 
 Calls = dict[str, Callable[[], Any]]
-SLOW = ("copied", "operator", "refused", "gradient")  # a twentieth of the calls
+SLOW = ("copied", "operator", "refused", "gradient")  # a twentieth of the calls, 500 at least
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -144,7 +144,7 @@ def keeps_nothing(make: Callable[[], tuple[list[Any], Calls]], most: int) -> Non
     watched, named = make()
     watched += [None, True, (-1, -1)]
     for name, call in named.items():
-        count = most // 20 if name in SLOW else most
+        count = max(most // 20, 500) if name in SLOW else most
 
         def calls(call: Callable[[], Any] = call, count: int = count) -> None:
             for _ in range(count):
