@@ -38,6 +38,9 @@ target_include_directories(strobe_python PRIVATE include src)
 target_include_directories(strobe_python SYSTEM PRIVATE ${Python_INCLUDE_DIRS})
 target_link_libraries(strobe_python PRIVATE strobe_flags ${CMAKE_DL_LIBS})
 set_target_properties(strobe_python PROPERTIES PREFIX "" OUTPUT_NAME _core SUFFIX .abi3.so)
+if(STROBE_SANITIZE)
+  set_target_properties(strobe_python PROPERTIES EXCLUDE_FROM_ALL ON)  # for scripts/asan_python.sh alone, which names it
+endif()
 if(NOT SKBUILD AND NOT STROBE_SANITIZE)
   # Into the package of the source tree, where Python finds it: the file is the same for every preset.
   set_target_properties(strobe_python PROPERTIES

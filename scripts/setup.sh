@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|wheel]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|wheel] [packages]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the examples
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
 #   plots matplotlib in build/venv
 #   wheel what the distributions are built and checked with, in build/wheel-venv
+# With the word `packages` it installs the Debian packages alone.
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,6 +62,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   echo "setup: Debian packages installed in $SECONDS s"
 fi
 
+[ "${2:-}" != packages ] || exit 0
+
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
   case $part in bench | plots | wheel) requirements=python/requirements-$part.txt ;; esac
@@ -84,9 +87,9 @@ if [ "$part" = test ] || [ "$part" = ci ]; then
   have=build/venv/$(basename "$requirements")
   if ! cat "$requirements" "$alone" | cmp -s - "$have"; then
     torch=$(sed -n '/^torch==/p' "$requirements")
-    install() { build/venv/bin/pip install -qq --retries 1 "$@"; }
+    install() { build/venv/bin/pip install -qq "$@"; }
     # shellcheck disable=SC2086 # options may be among the words, such as --index-url
-    if build/venv/bin/python -c "import torch" 2>/dev/null || install ${STROBE_TEST_TORCH:-$torch+cpu} >build/setup.log 2>&1
+    if build/venv/bin/python -c "import torch" 2>/dev/null || install --retries 1 ${STROBE_TEST_TORCH:-$torch+cpu} >build/setup.log 2>&1
     then
       echo "setup: installing the Python packages of $requirements into build/venv $why"
       install -r "$requirements"

@@ -9,9 +9,9 @@ import json
 import math
 import os
 import random
-import resource
 import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,20 +29,29 @@ def strobe(
     *args: str | Path, limit: int | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the tool. limit: bytes that it may write to a file."""
-
-    def lower_limit() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+    before = [] if limit is None else limited("FSIZE", limit)
     return subprocess.run(
-        [CLI, *map(str, args)],
+        [*before, CLI, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env={**os.environ, **env},
-        preexec_fn=lower_limit,
     )
+
+
+def limited(name: str, limit: int) -> list[str]:
+    """What stands before a command that shall run under a limit, one of those of `resource`.
+
+    A process of its own sets it: the tests' process may have threads (of JAX, if tests of it ran
+    before), and then no code of Python may run between fork and exec.
+    """
+    program = (
+        "import os, resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_{name}, ({limit}, {limit}))\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-S", "-c", program]
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:

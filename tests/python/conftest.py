@@ -26,9 +26,15 @@ if importlib.util.find_spec("strobe") is None:
         filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
     )
 
-# Reproducible, and no deadline for one example: the machine may be busy with another build.
+# Reproducible, and neither a deadline for one example nor a complaint that making it took long: the
+# machine may be busy with another build.
 hypothesis.settings.register_profile(
-    "strobe", deadline=None, derandomize=True, max_examples=25, database=None
+    "strobe",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("strobe")
 

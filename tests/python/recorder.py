@@ -62,7 +62,7 @@ def record(program: str, folder: Path) -> tuple[Any, list[tuple[Any, Any]]]:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert found.returncode == 0, found.stderr

@@ -293,7 +293,7 @@ else:
 assert not producer.ALIVE
 """
     subprocess.run(
-        [sys.executable, "-c", program], check=True, cwd=__file__.rpartition("/")[0], timeout=60
+        [sys.executable, "-c", program], check=True, cwd=__file__.rpartition("/")[0], timeout=600
     )
 
 

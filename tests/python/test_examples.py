@@ -33,7 +33,7 @@ def run(*words: str | Path, **environment: str) -> str:
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # tests run beside each other
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=6000,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -169,7 +169,7 @@ def test_generate_says_what_is_wrong(words: list[str | Path], message: str) -> N
     if not os.access(program, os.X_OK):
         pytest.skip(f"no {program}: STROBE_CLI names the tool, with the examples beside it")
     command = [str(word) for word in (program, *words)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.startswith("generate: ")

@@ -9,9 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,85 +17,18 @@ import pytest
 import strobe
 from strobe import _core
 
-import cases
 from producer import Producer
 
-CALLS = int(os.environ.get("STROBE_LEAK_CALLS", "20000"))  # of each kind; `make nightly`: more
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # which keeps what is freed for a while
+CALLS = os.environ.get("STROBE_LEAK_CALLS", "20000")  # of each kind; `make nightly`: more
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # which has a malloc of its own
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def refused(call: Callable[[], Any]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            call()
-        except strobe.Error:
-            return
-        raise AssertionError("not refused")
-
-    return run
-
-
-def numpy_calls() -> tuple[list[Any], dict[str, Callable[[], Any]]]:
-    rng = np.random.default_rng(1)
-    q, k, v = (cases.normal(rng, (1, 2, 1, 8)) for _ in range(3))
-    out, lse = strobe.attention(q, k, v, return_lse=True)
-    used = np.array([2], np.int32)
-    slopes = np.ones(1, np.float32)
-    three = (q.copy(), k.copy(), v.copy())
-    function: Any = strobe.attention
-    return [q, k, v, out, lse, used, slopes, *three], {
-        "forward": lambda: strobe.attention(q, k, v, return_lse=True),
-        "out": lambda: strobe.attention(q, k, v, out=out, alibi_slopes=slopes, seqused_k=used),
-        "backward": lambda: strobe.attention_backward(out, q, k, v, out, lse),
-        "grads": lambda: strobe.attention_backward(out, q, k, v, out, lse, grads=three),
-        "converted": lambda: function(q, k, v, window=[np.int64(1), 1], scale=1),
-        "no array": refused(lambda: function(q, [1], v)),
-        "wrong shape": refused(lambda: strobe.attention(q, k[:, :1], v)),
-        "wrong value": refused(lambda: strobe.attention(q, k, v, dropout_seed=-1)),
-    }
-
-
-def torch_calls() -> tuple[list[Any], dict[str, Callable[[], Any]]]:
-    torch = pytest.importorskip("torch")
-    from strobe.flash_attn import flash_attn_func
-
-    q, k, v = (torch.randn(1, 2, 1, 8) for _ in range(3))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    columns = torch.randn(1, 2, 8, 1).transpose(2, 3)
-    return (
-        [q, k, v, *leaves],
-        {
-            "forward": lambda: flash_attn_func(q, k, v, causal=True),
-            "copied": lambda: flash_attn_func(columns, k, v),
-            "gradient": lambda: torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves),
-            "operator": lambda: flash_attn_func(q, k, v, causal=1),  # type: ignore[arg-type]
-            "refused": refused(lambda: flash_attn_func(q, k[:, :1], v)),
-        },
-    )
-
-
-@pytest.mark.parametrize("library", [numpy_calls, torch_calls])
-def test_nothing_is_kept_of_a_call(library: Any) -> None:
-    watched, calls = library()
-    watched += [None, True, (-1, -1)]
-    for name, call in calls.items():
-        count = CALLS // 20 if name in ("copied", "operator", "refused", "gradient") else CALLS
-        for _ in range(count // 4):  # pools fill, caches too
-            call()
-        gc.collect()
-        before, memory = [sys.getrefcount(x) for x in watched], resident()
-        for _ in range(count):
-            call()
-        gc.collect()
-        after = [sys.getrefcount(x) for x in watched]
-        assert all(abs(a - b) < 20 for a, b in zip(after, before, strict=True)), (name, library)
-        # An object of 16 bytes kept by each call, or a page by any rate.
-        assert SANITIZED or resident() - memory < max(16 * count, 1 << 20), name
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax", "plans"])
+def test_nothing_is_kept_of_a_call(kind: str) -> None:
+    if kind in ("torch", "jax"):
+        pytest.importorskip(kind)
+    result = python("leaks.py", kind, CALLS, JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_nothing_is_kept_of_shared_tensors() -> None:
@@ -109,18 +40,6 @@ def test_nothing_is_kept_of_shared_tensors() -> None:
     gc.collect()
     assert q.exported == q.deleted == 1200
     assert q.destroyed == 0
-
-
-def test_bounded_plans_free_what_they_kept() -> None:
-    x = np.ones((1, 1200, 1, 8), np.float32)
-    for _ in range(2):
-        for n in range(1, 1200):
-            strobe.attention(x[:, :1], x[:, :n], x[:, :n])
-        memory = resident()
-    for n in range(1, 1200):
-        strobe.attention(x[:, :1], x[:, :n], x[:, :n])
-    assert SANITIZED or resident() - memory < 2 << 20
-    assert _core.kept()[0] == _core.CAPACITY
 
 
 DEVELOPERS = """
@@ -151,7 +70,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,  # a million calls take minutes
         cwd=Path(__file__).parent,
         env=os.environ | environment,
         check=False,

@@ -25,7 +25,7 @@ def test_no_argument_gets_past_the_door(first: int) -> None:
     fuzz = Path(__file__).with_name("fuzz.py")
     command = [sys.executable, "-X", "faulthandler", str(fuzz), str(SEED), str(first), str(count)]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired as error:
         lines = (error.stdout or b"").decode().splitlines()
         pytest.fail(f"no end: {lines[-1:]}")

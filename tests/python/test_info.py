@@ -30,7 +30,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, **environment},
         check=False,
     )

@@ -44,6 +44,13 @@ def sdpa(q, k, v):
     with strobe.torch.sdpa_kernel():
         torch.nn.functional.scaled_dot_product_attention(q, k, v)
 """
+ONE_HEAD = """
+y = x[:, :, :1]
+strobe.attention(y[:, :64], y[:, :64], y[:, :64])  # which makes the threads
+start = time.monotonic()
+strobe.attention(y, y, y)
+print(time.monotonic() - start, flush=True)
+"""
 SAY_WHEN = """
 def send(number, after):
     def wait_and_send():
@@ -57,14 +64,14 @@ def send(number, after):
 def run(program: str) -> tuple[int, str, str]:
     """Its exit status and what it wrote."""
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     return result.returncode, result.stdout, result.stderr
 
 
 def interrupt_each(prepare: str, calls: dict[str, str]) -> None:
     """One process for all: it takes seconds to import PyTorch."""
-    program = prepare + SAY_WHEN
+    program = prepare + SAY_WHEN + ONE_HEAD
     for name, call in calls.items():
         program += f"""
 send(signal.SIGINT, 0.5)
@@ -76,11 +83,13 @@ except KeyboardInterrupt:
 """
     status, output, errors = run(program + "os._exit(7)\n")
     assert (status, errors) == (7, "")
-    lines = output.splitlines()
+    one_head, *lines = output.splitlines()
     for sent, caught in zip(lines[::2], lines[1::2], strict=True):
         at, _, name = caught.partition(" ")
         took = float(at) - float(sent)
-        assert took < 2.0, name  # one is wanted; the machine may be at other work
+        # A fifth of what the shortest of these calls takes, on a machine as busy as this one is.
+        # Some tenths of a second are wanted.
+        assert took < 128 * float(one_head) / 5, name
 
 
 def test_control_c_ends_a_call() -> None:
@@ -136,7 +145,7 @@ worker.start()
 send(signal.SIGINT, 0.05)
 try:
     worker.join()
-    time.sleep(1)
+    time.sleep(60)  # to the signal
 except KeyboardInterrupt:
     while not done:
         time.sleep(0.01)

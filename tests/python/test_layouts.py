@@ -195,11 +195,13 @@ def test_calls_allocate_only_their_results(rng: np.random.Generator) -> None:
     inputs = Case(batch=1, seqlen_q=256, seqlen_k=4096, heads=4, heads_kv=4).make(rng)
     out = np.empty_like(inputs.dout)
     strobe.attention(inputs.q, inputs.k, inputs.v, out=out)
-    tracemalloc.start()
-    strobe.attention(inputs.q, inputs.k, inputs.v, out=out)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 16_384  # k alone has 2 MiB; NumPy reports its arrays to tracemalloc
+    peaks = []
+    for _ in range(5):  # another thread of this process may allocate meanwhile
+        tracemalloc.start()
+        strobe.attention(inputs.q, inputs.k, inputs.v, out=out)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert min(peaks) < 16_384  # k alone has 2 MiB; NumPy reports its arrays to tracemalloc
 
 
 def test_memory_maps_and_read_only_inputs(tmp_path: Any, rng: np.random.Generator) -> None:

@@ -53,7 +53,7 @@ def test_the_process_lives() -> None:
         cwd=__file__.rpartition("/")[0],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert found.returncode == 0, f"{found.stdout.splitlines()[-1:]}\n{found.stderr[-2000:]}"
 

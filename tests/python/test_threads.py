@@ -67,21 +67,26 @@ def test_errors_belong_to_their_thread() -> None:
 
 
 def test_the_interpreter_runs_on_during_a_call(rng: np.random.Generator) -> None:
-    x = cases.normal(rng, (1, 4096, 4, 64))
-    done = threading.Event()
+    def ticks_during_a_call(seqlen: int) -> int:
+        x = cases.normal(rng, (1, seqlen, 4, 64))
+        done = threading.Event()
 
-    def work() -> None:
-        strobe.attention(x, x, x, threads=1)
-        done.set()
+        def work() -> None:
+            strobe.attention(x, x, x, threads=1)
+            done.set()
 
-    worker = threading.Thread(target=work, daemon=True)
-    ticks = 0
-    worker.start()
-    while not done.is_set():
-        ticks += 1
-        time.sleep(0.001)
-    worker.join()
-    assert ticks > 10  # a call that held the GIL would let through one or two
+        worker = threading.Thread(target=work, daemon=True)
+        ticks = 0
+        worker.start()
+        while not done.is_set():
+            ticks += 1
+            time.sleep(0.001)
+        worker.join()
+        return ticks
+
+    # A call that held the GIL would let through one or two, however long it takes. On a busy
+    # machine a thread may sleep for a while.
+    assert any(ticks_during_a_call(seqlen) > 10 for seqlen in (2048, 4096, 8192, 16384))
 
 
 def _child(seqlen: int, threads: int, queue: Any) -> None:
@@ -103,12 +108,12 @@ def test_fork_after_use(threads: int) -> None:
         child.start()
     try:
         for _ in children:
-            found = queue.get(timeout=20)
+            found = queue.get(timeout=300)
             assert same(found[:2], wanted[:2])
             for a, b in zip(found[2:], wanted[2:], strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         for child in children:
-            child.join(20)
+            child.join(300)
             assert child.exitcode == 0
     finally:
         for child in children:
@@ -125,14 +130,14 @@ threading.Thread(target=work, daemon=True).start()
 time.sleep(0.2)
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -146,7 +151,7 @@ torch.randn(1 << 20).sigmoid().sum()  # PyTorch's OpenMP threads, which libstrob
 x = np.ones((1, 512, 4, 64), np.float32)
 child = os.fork()
 if child == 0:
-    signal.alarm(20)
+    signal.alarm(300)
     strobe.attention(x, x, x, threads=2)
     os._exit(0)
 print(os.waitpid(child, 0)[1])

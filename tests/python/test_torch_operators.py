@@ -468,7 +468,7 @@ def test_fsdp_of_two_processes(tmp_path: Path) -> None:
     ]
     try:
         for worker in workers:
-            output, _ = worker.communicate(timeout=120)
+            output, _ = worker.communicate(timeout=600)
             # Not the exit status: PyTorch's own threads now and then end a process with "terminate
             # called without an active exception" while it shuts down, after all that is tested.
             assert "gradients agree" in output, output

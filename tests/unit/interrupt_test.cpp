@@ -1,5 +1,6 @@
 // args.interrupt: a launch that its caller ends early.
-#include <chrono>
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -10,15 +11,13 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kLong = 3072;
-constexpr double kPatience = 1e9;  // theirs are no times
+// Seconds on two cores, and more than the library's first two questions take on any machine.
+#if defined(__SANITIZE_THREAD__)
+constexpr int64_t kLong = 2048, kWhole = 512;
+#elif defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kLong = 3072, kWhole = 1024;
 #else
-constexpr int64_t kLong = 16384;  // a second or so on two cores, and more
-// A tenth of a second to the question, and an item: generous, for a machine at other work.
-constexpr double kPatience = 5;
+constexpr int64_t kLong = 32768, kWhole = 6144;
 #endif
 constexpr int64_t kHeads = 4, kHeadDim = 64;
 
@@ -84,26 +83,32 @@ struct Tensors {
 constexpr strobe::Direction kDirections[] = {strobe::Direction::kForward,
                                              strobe::Direction::kBackward};
 
+// What is left undone says that the launch ended early: how long it took would depend on what else
+// the machine does.
 TEST(Interrupt, EndsALongLaunchAtTheNextItem) {
   Tensors t(kLong);
   for (const strobe::Direction direction : kDirections) {
+    std::vector<float>& result = direction == strobe::Direction::kForward ? t.out : t.dk;
     for (const int32_t threads : {1, 2, 5}) {
-      Asked asked;
-      asked.stop_at = 1;
-      const Clock::time_point start = Clock::now();
-      ASSERT_EQ(t.Run(direction, threads, &asked), strobe::Status::kInterrupted);
-      const std::chrono::duration<double> took = Clock::now() - start;
-      EXPECT_NE(strobe::last_error().find("incomplete"), std::string::npos);
-      EXPECT_STREQ(strobe::name(strobe::Status::kInterrupted), "STROBE_INTERRUPTED");
-      EXPECT_EQ(asked.times, 1) << "asked again after the answer";
-      EXPECT_FALSE(asked.elsewhere);
-      EXPECT_LT(took.count(), kPatience) << "threads " << threads;
+      for (const int stop_at : {1, 2}) {
+        std::fill(result.begin(), result.end(), std::nanf(""));
+        Asked asked;
+        asked.stop_at = stop_at;
+        ASSERT_EQ(t.Run(direction, threads, &asked), strobe::Status::kInterrupted);
+        EXPECT_NE(strobe::last_error().find("incomplete"), std::string::npos);
+        EXPECT_STREQ(strobe::name(strobe::Status::kInterrupted), "STROBE_INTERRUPTED");
+        EXPECT_EQ(asked.times, stop_at) << "asked again after the answer";
+        EXPECT_FALSE(asked.elsewhere);
+        EXPECT_TRUE(std::any_of(result.begin(), result.end(), [](float x) { return x != x; }))
+            << "everything was computed, threads " << threads;
+      }
     }
+    std::fill(result.begin(), result.end(), 0.f);  // the backward pass reads `out`
   }
 }
 
-TEST(Interrupt, ALaterAnswerAndNoneAtAll) {
-  Tensors t(kLong / 2);
+TEST(Interrupt, AnAnswerOfNoChangesNothing) {
+  Tensors t(kWhole);
   for (const strobe::Direction direction : kDirections) {
     ASSERT_EQ(t.Run(direction, 2, nullptr), strobe::Status::kOk);
     const std::vector<float> out = t.out, dq = t.dq;
@@ -112,20 +117,21 @@ TEST(Interrupt, ALaterAnswerAndNoneAtAll) {
     EXPECT_FALSE(asked.elsewhere);
     EXPECT_TRUE(out == t.out);
     EXPECT_TRUE(dq == t.dq);
-    if (asked.times < 2) continue;  // a fast machine
-    asked.stop_at = asked.times + 2;
-    ASSERT_EQ(t.Run(direction, 2, &asked), strobe::Status::kInterrupted);
-    EXPECT_EQ(asked.times, asked.stop_at);
   }
 }
 
+// A launch that takes less than a tenth of a second. A busy machine may hold one up, but not a
+// hundred in turn.
 TEST(Interrupt, AShortLaunchDoesNotAsk) {
   Tensors t(64);
   for (const strobe::Direction direction : kDirections) {
-    Asked asked;
-    asked.stop_at = 1;
-    EXPECT_EQ(t.Run(direction, 2, &asked), strobe::Status::kOk);
-    EXPECT_EQ(asked.times, 0);
+    bool asks = true;
+    for (int n = 0; n < 100 && asks; ++n) {
+      Asked asked;
+      EXPECT_EQ(t.Run(direction, 2, &asked), strobe::Status::kOk);
+      asks = asked.times > 0;
+    }
+    EXPECT_FALSE(asks);
   }
 }
 

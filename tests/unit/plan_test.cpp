@@ -256,7 +256,7 @@ TEST(Plan, ALaunchWithABoundFarAboveTheLengthsTakesNoTime) {
         b.cu_seqlens_q = b.cu_seqlens_k = cu.data();
         ASSERT_EQ(strobe_backward(&backward, &b), STROBE_OK) << strobe_last_error();
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-        EXPECT_LT(took.count(), 2.0);
+        EXPECT_LT(took.count(), 60.0);  // work in proportion to the bound would take hours
         // batch_invariant: nor do the bits depend on the bound.
         std::vector<float> all(out);
         for (const auto* more : {&dq, &dk, &dv}) all.insert(all.end(), more->begin(), more->end());

@@ -38,7 +38,11 @@
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int64_t kHeads = 4, kHeadDim = 64;
+// After which a scenario hangs; each takes a second at most where nothing else runs.
+constexpr std::chrono::seconds kPatience{300};
 
 struct Results {
   std::vector<float> out, dq, dk, dv;
@@ -149,11 +153,13 @@ void ForkedChildHasThreads() {
   MakeOpenMPPool(2);
   InAChild([] {
     std::atomic<bool> done{false};
-    int most = 0;
+    std::atomic<int> most{0};
     std::thread watch([&] {
-      for (; !done; usleep(50)) most = std::max(most, Threads());
+      for (; !done; usleep(50)) most = std::max(most.load(), Threads());
     });
-    for (int n = 0; n < 10; ++n) Solve(3);
+    // On a busy machine the one that counts may miss many calls.
+    const auto deadline = Clock::now() + kPatience / 2;
+    while (most <= 2 && Clock::now() < deadline) Solve(3);
     done = true;
     watch.join();
     Expect(most > 2, "more threads than the caller and the one that counts");
@@ -222,7 +228,7 @@ void ThreadsThatAreGoneAreMissed() {
   const Results one = Solve(1);
   Expect(Solve(6) == one && Threads() == 6, "six threads");
   MakeOpenMPPool(2);
-  for (int n = 0; n < 1000 && Threads() > 2; ++n) usleep(1000);
+  while (Threads() > 2) usleep(1000);  // libgomp has told them to end
   Expect(Threads() == 2, "two threads");
   LimitThreads(3);
   Expect(Solve(6) == one, "the same bits");
@@ -303,9 +309,8 @@ TEST_P(Process, RunsToItsEnd) {
   });
   int status = 0;
   pid_t ended = 0;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while ((ended = waitpid(child, &status, WNOHANG)) == 0 &&
-         std::chrono::steady_clock::now() < deadline) {
+  const auto deadline = Clock::now() + kPatience;
+  while ((ended = waitpid(child, &status, WNOHANG)) == 0 && Clock::now() < deadline) {
     usleep(2000);
   }
   kill(-child, SIGKILL);
