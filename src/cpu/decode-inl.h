@@ -82,6 +82,17 @@ static void decode_merge(const ForwardContext& c, const DecodeItem& item, const 
   }
 }
 
+/// Whether weights are rounded to bf16 before they are multiplied, as V is and as the results will
+/// be.
+static bool packs_weights(const AttentionProblem& p) {
+#if HWY_TARGET == HWY_AVX3
+  return p.dtype == STROBE_BFLOAT16 && p.out_dtype == STROBE_BFLOAT16 && has_fast_bf16_products();
+#else
+  (void)p;
+  return false;
+#endif
+}
+
 /// An item at work.
 template <typename T>
 struct Decode {
@@ -93,6 +104,8 @@ struct Decode {
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
   const bool packed = packs_queries(c.problem);
+  const bool packed_weights = packs_weights(c.problem);
+  const bool drops = drops_fetches();
 
   /// Whether Q stays in bf16. Queries that were turned are no bf16 numbers any more.
   static bool packs_queries(const AttentionProblem& p) {
@@ -214,6 +227,11 @@ struct Decode {
           k[i] = copy;
         }
         ahead.fetch(lines);
+        if (drops && j + kAgainKeys < keys.size()) {
+          for (int i = 0; i < kDecodeMicroKeys; ++i) {
+            fetch_again(k_rows[j + kAgainKeys + i] + h * bytes, dim * c.k.element_size);
+          }
+        }
         for (int64_t r = 0; r < rows; r += kDecodeMicroRows) {
           const int64_t at = h * rows + r;
           for_rows(
@@ -278,8 +296,26 @@ struct Decode {
         } else {
           weigh<false>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
         }
+#if HWY_TARGET == HWY_AVX3
+        if (packed_weights) pack_weights(row, count);
+#endif
       }
     }
+  }
+
+  template <int kRows, int kPairs>
+  STROBE_INLINE void weigh_columns(const float* weights, const std::byte* const* v, int64_t offset,
+                                   Range seen, float* out, Ahead& ahead, int64_t lines) const {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
+      if (packed_weights) {
+        return weigh_packed_values<kRows, kPairs>(weights, v, offset, seen, out, shape.dim_v, ahead,
+                                                  lines, lines > 0 && drops);
+      }
+    }
+#endif
+    weigh_values<kRows, kPairs, T>(weights, v, offset, seen, out, shape.dim_v, ahead, lines,
+                                   lines > 0 && drops);
   }
 
   void values(Range keys, const Partial& result, Ahead& ahead) const {
@@ -313,14 +349,13 @@ struct Decode {
               float* const out = result.out + at * shape.dim_v;
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
-                weigh_values<R::value, kDecodeMicroPairs, T>(
-                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
-                    shape.dim_v, ahead, r == 0 ? lines : 0);
+                weigh_columns<R::value, kDecodeMicroPairs>(
+                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e, ahead,
+                    r == 0 ? lines : 0);
               }
               for (; e < shape.dim_v; e += kPair) {
-                weigh_values<R::value, 1, T>(weights, v,
-                                             offset + e * static_cast<int64_t>(sizeof(T)), seen,
-                                             out + e, shape.dim_v, ahead, r == 0 ? lines : 0);
+                weigh_columns<R::value, 1>(weights, v, offset + e * static_cast<int64_t>(sizeof(T)),
+                                           seen, out + e, ahead, r == 0 ? lines : 0);
               }
             });
         r += some;
@@ -341,12 +376,11 @@ struct Decode {
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
     const int64_t opened = max64(1, kOpenBytes / (kDecodeKeys * max64(k_bytes, v_bytes)));
-    const bool opens = drops_fetches();
-    if (opens) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
+    if (drops) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
     find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);
     for (int64_t block = item.blocks.begin, n = 0; block < item.blocks.end; ++block, ++n) {
       const Range now = keys(block), then = keys(block + 1);
-      if (opens && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
+      if (drops && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
       const Partial result = node(tree.top());
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
@@ -388,10 +422,13 @@ static void decode_tree(const ForwardContext& c, const DecodeItem& item, float f
   });
 }
 
-/// out[0, n) = the row of O times `factor`, in the order of the dimensions.
-STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float* to) {
+/// to[0, n) = the row of O in the order of the dimensions.
+STROBE_SIMD void restore_row(const AttentionProblem& p, const float* from, int64_t n, float* to) {
+#if HWY_TARGET == HWY_AVX3
+  if (packs_weights(p)) return restore_packed_row(from, n, to);
+#endif
   for_dtype(
-      dtype, [&]<typename T>(T*) __attribute__((always_inline)) { restore_row<T>(from, n, to); });
+      p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) { restore_row<T>(from, n, to); });
 }
 
 /// Before the division a row of O may have overflowed although the mean that it becomes is finite.
@@ -413,7 +450,7 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
     const int64_t query = row / c.group();
     const RowView out = c.query_rows(c.out, sequence, head_kv * c.group() + row % c.group());
-    restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(c.problem, again.out + n * shape.dim_v, shape.dim_v, s.row);
     scale_row(s.row, shape.dim_v, power / again.sum[n]);
     load_rows(out, c.problem.out_dtype, {query, query + 1}, dim, was, shape.dim_v);
     for (int64_t e = 0; e < dim; e += kLanes) {
@@ -436,7 +473,7 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     const float sum = result.sum[n];
     float factor = 1 / sum;
     if (sum == 0) factor = empty ? 0 : __builtin_nanf("");
-    restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(c.problem, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
               s.row, factor);
     if (!c.lse) continue;

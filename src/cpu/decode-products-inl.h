@@ -118,20 +118,43 @@ STROBE_SIMD void store_sums(const VF (&v)[kDecodeMicroKeys], float* to) {
 struct Ahead {
   const std::byte* const* rows;
   int64_t count, bytes;  // of a row
-  int64_t row = 0, offset = 0;
+  int64_t row = 0;  // after the one that [at, end) is left of
+  const std::byte *at = nullptr, *end = nullptr;
 
   STROBE_INLINE int64_t lines() const { return count * ceil_div(bytes, 64); }
   STROBE_INLINE void fetch(int64_t lines) {
-    for (; lines > 0 && row < count; --lines) {
-      __builtin_prefetch(rows[row] + offset, 0, 2);
-      offset += 64;
-      if (offset >= bytes) {
-        offset = 0;
-        ++row;
+    for (; lines > 0; --lines) {
+      if (at >= end) {
+        if (row == count) return;
+        at = rows[row++];
+        end = at + bytes;
       }
+      __builtin_prefetch(at, 0, 2);
+      at += 64;
     }
   }
 };
+
+/// Keys that a line is fetched ahead once more on a CPU that drops fetches (drops_fetches). It also
+/// drops those that find too many others waiting for memory. A second fetch costs little where the
+/// line has come, and saves most of a wait where it has not.
+constexpr int64_t kAgainKeys = 16;
+
+STROBE_INLINE void fetch_again(const std::byte* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+/// For a product with V that is at key j: `bytes` of each of the kCount keys that are kAgainKeys
+/// further on; at the end of the keys, of the first ones, in the columns behind these.
+template <int kCount>
+STROBE_INLINE void fetch_values_again(const std::byte* const* v, int64_t offset, int64_t j,
+                                      Range keys, int64_t bytes) {
+  int64_t n = j + kAgainKeys;
+  if (n >= keys.end) {
+    n -= keys.size();
+    offset += bytes;
+  }
+  for (int i = 0; i < kCount; ++i) fetch_again(v[min64(n + i, keys.end - 1)] + offset, bytes);
+}
 
 /// The least size of a page, and the bytes of K (and of V) whose pages are opened together.
 constexpr int64_t kPageBytes = 4096, kOpenBytes = 128 * 1024;
@@ -213,7 +236,7 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 /// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
 template <int kRows, int kPairs, typename T>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
-                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines) {
+                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines, bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -221,6 +244,7 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const T* const row = reinterpret_cast<const T*>(v[j] + v_offset);
     ahead.fetch(lines);
+    if (again) fetch_values_again<1>(v, v_offset, j, keys, kPairs * kPair * sizeof(T));
     VF value[2 * kPairs];
     STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
       load_pair(row + e * kPair, value[2 * e], value[2 * e + 1]);
@@ -238,6 +262,69 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
     }
   }
 }
+
+#if HWY_TARGET == HWY_AVX3
+/// n weights (at most kDecodeKeys, rounded up to whole vectors of bf16) become bf16 in their place,
+/// two in each float.
+__attribute__((target("avx512bf16"))) static void pack_weights(float* weights, int64_t n) {
+  for (int64_t j = 0; j < n; j += kPair) {
+    const __m512 low = _mm512_load_ps(weights + j), high = _mm512_load_ps(weights + j + kLanes);
+    _mm512_store_si512(weights + j / 2,
+                       reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  }
+}
+
+/// weigh_values with weights that pack_weights made: the products of two keys are added in one
+/// step. Each quarter of a vector of 32 values gives four lanes of one sum and four of the next,
+/// which restore_packed_row undoes. A value that is smaller than the least normal number counts as
+/// 0.
+template <int kRows, int kPairs>
+__attribute__((target("avx512bf16"))) static void weigh_packed_values(
+    const float* weights, const std::byte* const* v, int64_t v_offset, Range keys, float* out,
+    int64_t dim_v, Ahead& ahead, int64_t lines, bool again) {
+  // In place of a key that the rows do not see, beside one that they do.
+  alignas(64) static constexpr std::byte kNothing[kPairs * 64] = {};
+  __m512 sum[kRows][2 * kPairs];
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = _mm512_setzero_ps();
+  }
+  Ahead next = ahead;
+  for (int64_t j = keys.begin / 2 * 2; j < keys.end; j += 2) {
+    const std::byte* const a = j >= keys.begin ? v[j] + v_offset : kNothing;
+    const std::byte* const b = j + 1 < keys.end ? v[j + 1] + v_offset : kNothing;
+    next.fetch(2 * lines);
+    if (again) fetch_values_again<2>(v, v_offset, max64(j, keys.begin), keys, 64 * kPairs);
+    __m512bh value[2 * kPairs];
+    STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
+      const __m512i x = _mm512_loadu_si512(a + 64 * e), y = _mm512_loadu_si512(b + 64 * e);
+      value[2 * e] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
+      value[2 * e + 1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(x, y));
+    }
+    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const auto w = reinterpret_cast<__m512bh>(_mm512_set1_ps(weights[r * kDecodeKeys + j / 2]));
+      STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+        sum[r][e] = _mm512_dpbf16_ps(sum[r][e], value[e], w);
+      }
+    }
+  }
+  ahead = next;
+  STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
+    STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
+      _mm512_store_ps(out + r * dim_v + e * kLanes, sum[r][e]);
+    }
+  }
+}
+
+/// A row of weigh_packed_values in the order of its dimensions.
+STROBE_SIMD void restore_packed_row(const float* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kPair) {
+    for (int64_t e = 0; e < kPair / 2; e += 4) {
+      __builtin_memcpy(to + i + 2 * e, from + i + e, 16);
+      __builtin_memcpy(to + i + 2 * e + 4, from + i + kLanes + e, 16);
+    }
+  }
+}
+#endif
 
 }  // namespace strobe::cpu::STROBE_ISA
 
