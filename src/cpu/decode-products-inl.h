@@ -118,7 +118,7 @@ STROBE_SIMD void store_sums(const VF (&v)[kDecodeMicroKeys], float* to) {
 struct Ahead {
   const std::byte* const* rows;
   int64_t count, bytes;  // of a row
-  int64_t row = 0;  // after the one that [at, end) is left of
+  int64_t row = 0;       // after the one that [at, end) is left of
   const std::byte *at = nullptr, *end = nullptr;
 
   STROBE_INLINE int64_t lines() const { return count * ceil_div(bytes, 64); }
@@ -236,7 +236,8 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 /// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
 template <int kRows, int kPairs, typename T>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
-                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines, bool again) {
+                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines,
+                         bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -269,8 +270,7 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
 __attribute__((target("avx512bf16"))) static void pack_weights(float* weights, int64_t n) {
   for (int64_t j = 0; j < n; j += kPair) {
     const __m512 low = _mm512_load_ps(weights + j), high = _mm512_load_ps(weights + j + kLanes);
-    _mm512_store_si512(weights + j / 2,
-                       reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    _mm512_store_si512(weights + j / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
   }
 }
 
