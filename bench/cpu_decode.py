@@ -7,7 +7,8 @@ pages of 16 rows in a random order.
 
 Two figures compare Strobe with the read. `of_read` is the least time of the read over the least time of Strobe. On a
 shared machine one turn of the read in a moment that no turn of Strobe had can spoil it. `of_read_paired` is the median,
-over all turns of Strobe, of the time of the read just before over the time of that turn.
+over all turns of Strobe, of the time of the read just before over the time of that turn. Where other work has the
+CPUs, the read's threads wait for each other longer than Strobe's, and that median flatters Strobe: both have to hold.
 """
 
 from __future__ import annotations
