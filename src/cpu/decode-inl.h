@@ -13,25 +13,6 @@ namespace strobe::cpu::STROBE_ISA {
 /// its lanes well enough.
 constexpr int64_t kDecodeFew = 8;
 
-/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
-template <int kRows>
-struct Rows {
-  static constexpr int value = kRows;
-};
-template <typename Body>
-STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
-  static_assert(kDecodeMicroRows == 4);
-  if (rows >= 4) {
-    body(Rows<4>());
-  } else if (rows == 3) {
-    body(Rows<3>());
-  } else if (rows == 2) {
-    body(Rows<2>());
-  } else {
-    body(Rows<1>());
-  }
-}
-
 struct DecodeScratch {
   float* q;                               // [key head][row][dim]
   float* weights;                         // [key head][row][kDecodeKeys]

@@ -35,6 +35,25 @@ template <>
 inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
 #endif
 
+/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+template <typename Body>
+STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
+  static_assert(kDecodeMicroRows == 4);
+  if (rows >= 4) {
+    body(Rows<4>());
+  } else if (rows == 3) {
+    body(Rows<3>());
+  } else if (rows == 2) {
+    body(Rows<2>());
+  } else {
+    body(Rows<1>());
+  }
+}
+
 /// kPair values as float32.
 template <typename T>
 STROBE_SIMD void load_pair(const T* p, VF& first, VF& second) {
