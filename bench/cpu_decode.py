@@ -3,7 +3,12 @@ many threads (bench/streaming_read.cpp) and beside PyTorch's scaled_dot_product_
 
 PyTorch gets its best of enable_gqa and of keys that were repeated for all heads before the clock starts. The layouts
 are "rows", [batch, seqlen, heads, head_dim] in memory, "heads", [batch, heads, seqlen, head_dim], and, for Strobe alone,
-pages of 16 rows in a random order. The least time of each counts: on a shared machine all others hold somebody else's.
+pages of 16 rows in a random order.
+
+Two figures compare Strobe with the read. `of_read` is the least time of the read over the least time of Strobe. On a
+shared machine one turn of the read in a moment that no turn of Strobe had can spoil it. `of_read_paired` is the median,
+over all turns of Strobe, of the time of the read just before over the time of that turn. Where other work has the
+CPUs, the read's threads wait for each other longer than Strobe's, and that median flatters Strobe: both have to hold.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from decode_calls import Decode, paged
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 SHAPES = ((16, 4096), (1, 32768))  # batch, keys
-GOALS = {"of_read": 0.85, "over_torch": 2.5}
+PAIRS = 32  # turns of the read and of Strobe in a round
+GOALS = {"of_read": 0.85, "of_read_paired": 0.85, "over_torch": 2.5}
 
 
 def reader() -> Callable[[Any, int], None]:
@@ -39,14 +45,15 @@ def reader() -> Callable[[Any, int], None]:
 
 def in_turns(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, list[float]]:
     """Seconds of each call, taken in turns: at least 4 rounds, more while `budget` lasts. In a round a peer has one
-    turn, Strobe and the read several, one after the other: where others use the machine too, quiet moments are rare."""
+    turn, the read and Strobe PAIRS, each read just before a turn of Strobe: where others use the machine too, quiet
+    moments are rare, and the peers' turns are what takes long."""
     for call in calls.values():
         call()
     few = [name for name in calls if not name.startswith("torch")]
-    turns = [*few * 8, *(name for name in calls if name not in few)]
+    turns = [*few * PAIRS, *(name for name in calls if name not in few)]
     times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
-    while len(times[few[0]]) < 4 * 8 or time.perf_counter() - begin < budget:
+    while len(times[few[0]]) < 4 * PAIRS or time.perf_counter() - begin < budget:
         for name, call in ((name, calls[name]) for name in turns):
             time.sleep(0.01)  # the threads of the library before, which spin for a while, fall asleep
             t = time.perf_counter()
@@ -77,8 +84,8 @@ def measure(dtype: str, batch: int, seqlen: int, layout: str, threads: int, budg
         memory = (k_pool, v_pool)
     else:
         launch = Decode(q, k, v, used, out, threads=threads)
-    calls["strobe"] = launch.run
     calls["read"] = lambda: [read(tensor, threads) for tensor in memory]
+    calls["strobe"] = launch.run
     peers = [x.transpose(1, 2) for x in (q, k, v)]
     if layout != "pages":
         repeated = [peers[0], *(x.repeat_interleave(HEADS // HEADS_KV, dim=1) for x in peers[1:])]
@@ -99,6 +106,7 @@ def measure(dtype: str, batch: int, seqlen: int, layout: str, threads: int, budg
         "best_seconds": best, "median_seconds": {name: statistics.median(t) for name, t in times.items()},
         "runs": len(times["strobe"]), "read_gbytes_per_second": size / best["read"] * 1e-9,
         "of_read": best["read"] / best["strobe"],
+        "of_read_paired": statistics.median(r / s for r, s in zip(times["read"], times["strobe"], strict=True)),
     }  # fmt: skip
     if layout != "pages":
         point["over_torch"] = min(best["torch_gqa"], best["torch_repeated"]) / best["strobe"]
@@ -108,14 +116,14 @@ def measure(dtype: str, batch: int, seqlen: int, layout: str, threads: int, budg
 def run(threads: int, budget: float) -> dict[str, Any]:
     points = []
     print(f"{'dtype':5} {'batch':>5} {'keys':>6} {'layout':6} {'MB':>5}   {'Strobe':>8} {'read':>8} {'gqa':>8} {'repeated':>8} ms"
-          f"   {'of read':>7} {'over PyTorch':>12}")  # fmt: skip
+          f"   {'of read':>7} {'paired':>7} {'over PyTorch':>12}")  # fmt: skip
     for dtype, (batch, seqlen), layout in itertools.product(("bf16", "fp32"), SHAPES, ("rows", "heads", "pages")):
         p = measure(dtype, batch, seqlen, layout, threads, budget)
         points.append(p)
         best = [p["best_seconds"].get(n) for n in ("strobe", "read", "torch_gqa", "torch_repeated")]
         cells = " ".join(f"{1e3 * t:8.2f}" if t else f"{'-':>8}" for t in best)
         print(f"{dtype:5} {batch:5} {seqlen:6} {layout:6} {p['bytes'] / 1e6:5.0f}   {cells}      {p['of_read']:7.2f} "
-              f"{p.get('over_torch', float('nan')):12.2f}", flush=True)  # fmt: skip
+              f"{p['of_read_paired']:7.2f} {p.get('over_torch', float('nan')):12.2f}", flush=True)  # fmt: skip
     worst = {name: min(p[name] for p in points if name in p and p["layout"] != "pages") for name in GOALS}
     for name, goal in GOALS.items():
         print(f"worst {name}: {worst[name]:.2f} (goal {goal})")

@@ -13,25 +13,6 @@ namespace strobe::cpu::STROBE_ISA {
 /// its lanes well enough.
 constexpr int64_t kDecodeFew = 8;
 
-/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
-template <int kRows>
-struct Rows {
-  static constexpr int value = kRows;
-};
-template <typename Body>
-STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
-  static_assert(kDecodeMicroRows == 4);
-  if (rows >= 4) {
-    body(Rows<4>());
-  } else if (rows == 3) {
-    body(Rows<3>());
-  } else if (rows == 2) {
-    body(Rows<2>());
-  } else {
-    body(Rows<1>());
-  }
-}
-
 struct DecodeScratch {
   float* q;                               // [key head][row][dim]
   float* weights;                         // [key head][row][kDecodeKeys]
@@ -93,6 +74,7 @@ struct Decode {
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
   const bool packed = packs_queries(c.problem);
+  const bool drops = drops_fetches();
 
   /// Whether Q stays in bf16. Queries that were turned are no bf16 numbers any more.
   static bool packs_queries(const AttentionProblem& p) {
@@ -220,6 +202,11 @@ struct Decode {
           k[i] = copy;
         }
         ahead.fetch(lines);
+        if (drops && j + kAgainKeys < keys.size()) {
+          for (int i = 0; i < kDecodeMicroKeys; ++i) {
+            fetch_again(k_rows[j + kAgainKeys + i] + h * bytes, dim * c.k.element_size);
+          }
+        }
         for (int64_t r = 0; r < rows; r += kDecodeMicroRows) {
           const int64_t at = h * rows + r;
           for_rows(
@@ -317,16 +304,17 @@ struct Decode {
             some, [&]<typename R>(R) __attribute__((always_inline)) {
               const float* const weights = s.weights + at * kDecodeKeys;
               float* const out = result.out + at * shape.dim_v;
+              const bool again = drops && r == 0 && lines > 0;
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
                 weigh_values<R::value, kDecodeMicroPairs, T>(
                     weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
-                    shape.dim_v, ahead, r == 0 ? lines : 0);
+                    shape.dim_v, ahead, r == 0 ? lines : 0, again);
               }
               for (; e < shape.dim_v; e += kPair) {
-                weigh_values<R::value, 1, T>(weights, v,
-                                             offset + e * static_cast<int64_t>(sizeof(T)), seen,
-                                             out + e, shape.dim_v, ahead, r == 0 ? lines : 0);
+                weigh_values<R::value, 1, T>(
+                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
+                    shape.dim_v, ahead, r == 0 ? lines : 0, again);
               }
             });
         r += some;
@@ -347,12 +335,11 @@ struct Decode {
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
     const int64_t opened = max64(1, kOpenBytes / (kDecodeKeys * max64(k_bytes, v_bytes)));
-    const bool opens = drops_fetches();
-    if (opens) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
+    if (drops) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
     find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);
     for (int64_t block = item.blocks.begin, n = 0; block < item.blocks.end; ++block, ++n) {
       const Range now = keys(block), then = keys(block + 1);
-      if (opens && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
+      if (drops && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
       const Partial result = node(tree.top());
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
@@ -394,7 +381,7 @@ static void decode_tree(const ForwardContext& c, const DecodeItem& item, float f
   });
 }
 
-/// out[0, n) = the row of O times `factor`, in the order of the dimensions.
+/// to[0, n) = the row of O in the order of the dimensions.
 STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float* to) {
   for_dtype(
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) { restore_row<T>(from, n, to); });

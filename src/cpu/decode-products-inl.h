@@ -35,6 +35,25 @@ template <>
 inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
 #endif
 
+/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+template <typename Body>
+STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
+  static_assert(kDecodeMicroRows == 4);
+  if (rows >= 4) {
+    body(Rows<4>());
+  } else if (rows == 3) {
+    body(Rows<3>());
+  } else if (rows == 2) {
+    body(Rows<2>());
+  } else {
+    body(Rows<1>());
+  }
+}
+
 /// kPair values as float32.
 template <typename T>
 STROBE_SIMD void load_pair(const T* p, VF& first, VF& second) {
@@ -118,20 +137,42 @@ STROBE_SIMD void store_sums(const VF (&v)[kDecodeMicroKeys], float* to) {
 struct Ahead {
   const std::byte* const* rows;
   int64_t count, bytes;  // of a row
-  int64_t row = 0, offset = 0;
+  int64_t row = 0;       // after the one that [at, end) is left of
+  const std::byte *at = nullptr, *end = nullptr;
 
   STROBE_INLINE int64_t lines() const { return count * ceil_div(bytes, 64); }
   STROBE_INLINE void fetch(int64_t lines) {
-    for (; lines > 0 && row < count; --lines) {
-      __builtin_prefetch(rows[row] + offset, 0, 2);
-      offset += 64;
-      if (offset >= bytes) {
-        offset = 0;
-        ++row;
+    for (; lines > 0; --lines) {
+      if (at >= end) {
+        if (row == count) return;
+        at = rows[row++];
+        end = at + bytes;
       }
+      __builtin_prefetch(at, 0, 2);
+      at += 64;
     }
   }
 };
+
+/// Keys that a line is fetched ahead once more on a CPU that drops fetches (drops_fetches). It also
+/// drops those that find too many others waiting for memory. A second fetch costs little where the
+/// line has come, and saves most of a wait where it has not.
+constexpr int64_t kAgainKeys = 16;
+
+STROBE_INLINE void fetch_again(const std::byte* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+/// For a product with V that is at key j: `bytes` of the key that is kAgainKeys further on; at the
+/// end of the keys, of one of the first, in the columns behind these.
+STROBE_INLINE void fetch_values_again(const std::byte* const* v, int64_t offset, int64_t j,
+                                      Range keys, int64_t bytes) {
+  int64_t n = j + kAgainKeys;
+  if (n >= keys.end) {
+    n -= keys.size();
+    offset += bytes;
+  }
+  fetch_again(v[min64(n, keys.end - 1)] + offset, bytes);
+}
 
 /// The least size of a page, and the bytes of K (and of V) whose pages are opened together.
 constexpr int64_t kPageBytes = 4096, kOpenBytes = 128 * 1024;
@@ -213,7 +254,8 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 /// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
 template <int kRows, int kPairs, typename T>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
-                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines) {
+                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines,
+                         bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -221,6 +263,7 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const T* const row = reinterpret_cast<const T*>(v[j] + v_offset);
     ahead.fetch(lines);
+    if (again) fetch_values_again(v, v_offset, j, keys, kPairs * kPair * sizeof(T));
     VF value[2 * kPairs];
     STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
       load_pair(row + e * kPair, value[2 * e], value[2 * e + 1]);

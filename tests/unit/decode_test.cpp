@@ -122,6 +122,38 @@ TEST(Decode, PlanSaysHowKeysAreSplit) {
   EXPECT_EQ(plan.threads, 2);
 }
 
+// Two queries see keys that begin and end one key apart. A NaN in a value that only one of them
+// sees reaches only that one.
+TEST(Decode, UnseenNeighboursReachNobody) {
+  for (const CpuKernel& kernel : Kernels()) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      for (const int64_t keys : {100, 101}) {
+        Case c = Base();
+        c.dtype = dtype;
+        c.seqlens_q = {2};
+        c.seqlens_k = {keys};
+        c.window_left = 20;
+        c.window_right = 0;
+        Fixture f(c);
+        kernel.RunIn(f);
+        // Query 0 sees the keys [keys - 22, keys - 1), query 1 [keys - 21, keys).
+        for (int64_t head = 0; head < c.heads_kv; ++head) {
+          f.v.Set(f.v.Index(0, keys - 1, head, 5), std::nanf(""));
+          f.v.Set(f.v.Index(0, keys - 22, head, 6), std::nanf(""));
+        }
+        ASSERT_EQ(f.Forward(), "") << kernel.name << ": " << ToString(c);
+        for (int64_t head = 0; head < c.heads; ++head) {
+          EXPECT_FALSE(std::isnan(f.out.Get(f.out.Index(0, 0, head, 5)))) << kernel.name;
+          EXPECT_TRUE(std::isnan(f.out.Get(f.out.Index(0, 1, head, 5)))) << kernel.name;
+          EXPECT_TRUE(std::isnan(f.out.Get(f.out.Index(0, 0, head, 6)))) << kernel.name;
+          EXPECT_FALSE(std::isnan(f.out.Get(f.out.Index(0, 1, head, 6)))) << kernel.name;
+        }
+        EXPECT_EQ(CompareForward(f), "") << kernel.name << ": " << ToString(c);
+      }
+    }
+  }
+}
+
 // What comes before and after in the batch, however long it is, changes no bit of a sequence.
 TEST(Decode, BatchChangesNoBit) {
   for (const CpuKernel& kernel : Kernels()) {
