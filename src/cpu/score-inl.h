@@ -21,7 +21,13 @@ struct Scorer {
     VF s = hn::Mul(product, set(rule.scale)), derivative = set(1);
     if (rule.softcap > 0) {
       // A division: 1 / softcap is infinite below 2.9e-39.
-      const VF tanh = hn::Tanh(f32, hn::Div(s, set(rule.softcap)));
+      const VF x = hn::Div(s, set(rule.softcap));
+      VF tanh = x;
+#if HWY_TARGET == HWY_SCALAR
+      // There Highway makes an integer of x, which nothing defines for a NaN.
+      if (hn::AllFalse(f32, hn::IsNaN(x)))
+#endif
+        tanh = hn::Tanh(f32, x);
       s = hn::Mul(tanh, set(rule.softcap));
       derivative = hn::NegMulAdd(tanh, tanh, set(1));
     }
