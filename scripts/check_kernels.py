@@ -125,6 +125,8 @@ def faults(k: Kernel) -> list[str]:
     found = []
     if k.stack > 0:
         found.append(f"{k.stack} bytes of stack, expected none: spills or arrays")
+    if k.name == "update":  # which multiplies nothing and reads each row once
+        return found
     groups = [n for n in k.product_groups if n]
     if k.arch == "sm_90a":
         if not groups:
