@@ -9,7 +9,7 @@ BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUM
 from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel, decode_kernel) of each architecture:
-  spills     none
+  spills     none; nor of the kernel before a decode kernel (update_kernel)
   products   HGMMA on sm_90a, HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
              ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
   copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
