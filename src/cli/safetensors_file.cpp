@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -64,37 +65,63 @@ Buffer ReadPart(int fd, uint64_t bytes, const std::string& path) {
   }
 }
 
-// A file that is removed unless it was renamed, also when the user interrupts the program. One at a
-// time.
+// A new file that is removed unless it was renamed, also when the user interrupts the program. One
+// at a time. `pattern` ends in XXXXXX, in whose place other letters come.
 class TemporaryFile {
  public:
-  explicit TemporaryFile(std::string path) : path_(std::move(path)) {
-    on_signal_ = path_.c_str();
+  explicit TemporaryFile(std::string pattern) : path_(std::move(pattern)) {
+    // Before there is a file, so that no signal finds one of which nobody knows: a signal that
+    // comes until it is known waits.
+    pending_ = 0;
     for (size_t i = 0; i < kSignals.size(); ++i) {
       sigaction(kSignals[i], nullptr, &before_[i]);
       if (before_[i].sa_handler == SIG_IGN) continue;  // nohup: the program is to go on
       struct sigaction remove = {};
-      remove.sa_handler = RemoveAndDie;
+      remove.sa_handler = OnSignal;
       sigaction(kSignals[i], &remove, nullptr);
     }
+    fd_ = mkostemp(path_.data(), O_CLOEXEC);
+    const int error = errno;
+    on_signal_ = fd_ < 0 ? "" : path_.c_str();
+    if (pending_ != 0) RemoveAndDie(pending_);
+    if (fd_ >= 0) return;
+    Restore();
+    errno = error;
+    ThrowErrno("write", path_);
   }
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
   ~TemporaryFile() {
     unlink(path_.c_str());  // fails after the rename, as it should
-    for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before_[i], nullptr);
+    Restore();
+    close(fd_);
   }
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] const std::string& path() const { return path_; }
 
  private:
   static constexpr std::array<int, 3> kSignals = {SIGHUP, SIGINT, SIGTERM};
+  // In any thread. Either it finds the path, or the constructor the signal, or both.
+  static void OnSignal(int signal) {
+    pending_ = signal;
+    if (on_signal_ != nullptr) RemoveAndDie(signal);
+  }
   static void RemoveAndDie(int signal) {
     unlink(on_signal_);
     std::signal(signal, SIG_DFL);
     std::raise(signal);
   }
+  void Restore() {
+    for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before_[i], nullptr);
+    on_signal_ = nullptr;
+  }
 
-  static inline const char* on_signal_ = nullptr;
+  static inline std::atomic<const char*> on_signal_ = nullptr;
+  static inline std::atomic<int> pending_ = 0;
+  static_assert(std::atomic<const char*>::is_always_lock_free &&
+                std::atomic<int>::is_always_lock_free);
   std::string path_;
+  int fd_ = -1;
   std::array<struct sigaction, kSignals.size()> before_ = {};
 };
 
@@ -250,10 +277,7 @@ void WriteSafetensors(const std::string& path, std::span<const TensorView> tenso
   const uint64_t header_bytes = text.size();
 
   const std::string target = Target(path).string();
-  std::string temporary = target + ".tmp-XXXXXX";
-  const File file(mkostemp(temporary.data(), O_CLOEXEC));
-  if (file.fd() < 0) ThrowErrno("write", temporary);
-  const TemporaryFile guard(temporary);
+  const TemporaryFile file(target + ".tmp-XXXXXX");
   SetMode(file.fd(), target, path);
 
   WriteAll(file.fd(), std::as_bytes(std::span(&header_bytes, 1)), path);
@@ -261,7 +285,7 @@ void WriteSafetensors(const std::string& path, std::span<const TensorView> tenso
   for (const TensorView& tensor : tensors) WriteAll(file.fd(), tensor.data, path);
   // A full disk may show only here, and the rename must not come before the data.
   if (fsync(file.fd()) != 0) ThrowErrno("write", path);
-  if (rename(temporary.c_str(), target.c_str()) != 0) ThrowErrno("write", path);
+  if (rename(file.path().c_str(), target.c_str()) != 0) ThrowErrno("write", path);
 }
 
 }  // namespace strobe::cli
