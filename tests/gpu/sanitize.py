@@ -129,8 +129,6 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
     files = {"paged": paged, "packed": packed, "odd": odd, "alone": alone}
     at = {name: str(problem.write(folder / f"{row.name}.{name}.safetensors")) for name, problem in files.items()}
     reads = [[at["alone"], "--window", "300", "0"], [at["alone"], "--batch-invariant"], [at["alone"], "--softcap", "20"]]
-    if row.width > 128:  # such kernels only read
-        return reads
     return [
         [at["paged"], "--causal"],
         [at["packed"], "--causal", "--softcap", "20", "--rotary-interleaved"],

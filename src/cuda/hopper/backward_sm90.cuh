@@ -27,12 +27,12 @@
 //                   is the turn of this block of keys)
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
-//                   has issued its products                 products; at width 128 only
+//                   has issued its products                 products; with two panels only
 //   end             (hardware, 3) the consumers are done    who reports additions to dQ, where
 //                                                           they have an order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
-//   k               [2][panel][128][64]; v alike, at width 128 [1]
+//   k               [2][panel][128][64]; v alike, with two panels [1]
 //   q, dout         [2][panel][tile_q][64]                  lse, delta [2][tile_q], in quad_order
 //   ds              [2][panel of queries][128][64]          blocks [2]: items; barriers
 //
@@ -44,8 +44,8 @@
 //   wait dP | dS = P (dP - delta), left in shared memory | issue dK += dS^T Q
 //   wait dQ, add it to the sum in global memory | wait dV, free dO | wait dK, free Q
 //
-// dQ of a step is made in the next one, so that no warpgroup waits for the other's dS: at width 64
-// in bf16 also across items, else between them.
+// dQ of a step is made in the next one, so that no warpgroup waits for the other's dS: where there
+// are registers for it also across items (kHasNextStep), else between them.
 //
 // A query that does not see a key has weight 0 there, and 0 * NaN = NaN: rows of dQ, dK and dV that
 // are not finite and have met a masked tile are computed again by the kernel that comes after, from

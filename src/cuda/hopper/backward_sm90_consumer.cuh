@@ -378,7 +378,8 @@ class BackwardConsumer {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-      sum_add(sum + 128 * j, x);
+      // (Of the second panel, at width 96, half are columns that nothing has.)
+      if (kWidth >= 64 + 8 * (j + 1) || column_block == 0) sum_add(sum + 128 * j, x);
     }
   }
   /// Whether the thread's row r of a sum has an infinity or a NaN.

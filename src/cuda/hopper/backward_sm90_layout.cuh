@@ -94,17 +94,18 @@ struct BackwardTraits {
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
-  static constexpr int kPanels = kWidth / 64;
+  // Tiles have whole panels of 64 columns: at width 96 half of the second one is no product's.
+  static constexpr int kPanels = (kWidth + 63) / 64, kTileWidth = 64 * kPanels;
   static constexpr int kStages = 2;  // of Q, dO and dS
-  // Of an item's keys: K is read until the first step of the next item has begun. At width 128 a
+  // Of an item's keys: K is read until the first step of the next item has begun. With two panels a
   // second V has no room; V is read for the last time early in an item's last step.
-  static constexpr int kItemStages = 2, kVStages = kWidth == 64 ? 2 : 1;
+  static constexpr int kItemStages = 2, kVStages = kPanels == 1 ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 
-  using KTile = SharedTile<kTileK, kWidth>;
-  using QTile = SharedTile<kTileQ, kWidth>;
+  using KTile = SharedTile<kTileK, kTileWidth>;
+  using QTile = SharedTile<kTileQ, kTileWidth>;
   using DsTile = SharedTile<kTileK, kTileQ>;  // [key][query]
 
   using Record = KeyRecord<kTileK>;
@@ -114,16 +115,16 @@ struct BackwardTraits {
 
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
   static constexpr bool kDqByColumns = kTileQ == 64;
-  static_assert(kTileK == 64 * kWarpgroups && kTileQ * kWidth == 64 * 64 * kWarpgroups);
+  static_assert(kTileK == 64 * kWarpgroups && kTileQ * kTileWidth == 64 * 64 * kWarpgroups);
   /// Whether the warpgroups issue their products in turn.
-  static constexpr bool kPingPong = kWidth == 128;
+  static constexpr bool kPingPong = kPanels == 2;
 
   /// Whether a thread block takes one item after the other. At width 128 fp16, whose products of P
   /// and dP are float32, is a register short of it: there a thread block has one item.
-  static constexpr bool kPersistent = kWidth == 64 || kBf16;
-  /// Whether an item's last dQ is made within the first step of the next one, or before that step:
-  /// at width 128, and with the float32 products of fp16, there are no registers for it.
-  static constexpr bool kHasNextStep = kWidth == 64 && kBf16;
+  static constexpr bool kPersistent = kWidth <= 96 || kBf16;
+  /// Whether an item's last dQ is made within the first step of the next one, or before that step,
+  /// where there are no registers for it: at width 128, and in fp16 for tiles of 128 queries.
+  static constexpr bool kHasNextStep = kWidth == 96 || (kWidth == 64 && kBf16);
 
   /// Whether the number that each step leaves for the next one is in shared memory, where that
   /// saves a spill.
