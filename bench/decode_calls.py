@@ -24,7 +24,8 @@ class Decode:
 
     def __init__(
         self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0,
-        new: tuple[Any, Any] = (None, None), rotary: tuple[Any, Any] = (None, None),
+        new: tuple[Any, Any] = (None, None), rotary: tuple[Any, Any] = (None, None), causal: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         import torch
 
@@ -34,6 +35,7 @@ class Decode:
         p.device_index = q.device.index or 0
         p.batch, p.seqlen_q, p.heads, p.head_dim = q.shape
         p.heads_kv, p.threads, p.has_seqused_k = k.shape[2], threads, 1
+        p.causal, p.batch_invariant = int(causal), int(batch_invariant)
         if table is None:
             p.cache, p.cache_batch, p.seqlen_k = 1, k.shape[0], k.shape[1]
         else:

@@ -9,7 +9,8 @@ Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAtt
 memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
 be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches.
 Everybody is timed alike. "fwd" and "bwd" are GPU time alone: each call is captured in a CUDA graph, and replays are
-timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included.
+timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included. "both" is forward and
+backward one after the other, from the two GPU times; of "best", the best forward with the best backward.
 The grid is the FlashAttention papers': 16k tokens, hidden size 2048. With --peers, "best" is the fastest of
 this run's peers and of this run's cuDNN times the ratio of the best known kernel to cuDNN at that point. FLOP: forward
 4 * seqlen^2 * head_dim * heads * batch, halved when causal; backward 2.5 times that.
@@ -25,6 +26,7 @@ import datetime
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -35,10 +37,10 @@ from typing import Any, NamedTuple
 
 import gpu_decode
 import gpu_features as features
+from gpu_problems import HIDDEN, TOKENS, Problem
 from gpu_timing import Calls, captured, capturing_stream, interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (77, 128, 197, 257, 384, 577, 1025, 1500)
 
 
@@ -96,7 +98,7 @@ def measure(shape: Shape, args: argparse.Namespace, flush: Any, *, slow_peers: b
         if seqlen <= 2048:
             peers["math"] = SDPBackend.MATH
     packages: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    problem = features.Problem("", head_dim, seqlen, causal, heads, heads, batch=batch)
+    problem = Problem("", head_dim, seqlen, causal, heads, heads, batch=batch)
     for version in (2, 3, 4):
         with contextlib.suppress(Exception):  # not installed, or it cannot: gpu_features says why
             made = {"q": q, "k": k, "v": v, "dout": dout}
@@ -146,7 +148,7 @@ def measure(shape: Shape, args: argparse.Namespace, flush: Any, *, slow_peers: b
 
 def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    directions = ("fwd", "bwd", "bwd_called")
+    directions = ("fwd", "bwd", "bwd_called", "both")
     for direction, peer in itertools.product(directions, ("fa2", "cudnn", "flash_attn4", "best")):
         ratios = [
             p[direction]["strobe"] / p[direction][peer]
@@ -157,6 +159,12 @@ def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
             result[f"{direction}_over_{peer}"] = {"geometric_mean": mean, "worst": min(ratios)}
             print(f"{direction} / {peer}: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
     return result
+
+
+def both_of(point: dict[str, Any]) -> dict[str, float]:
+    """TFLOP/s of forward and backward together, of everybody who has both."""
+    forward, backward = point["fwd"], point["bwd"]
+    return {n: (1 + 2.5) / (1 / forward[n] + 2.5 / backward[n]) for n in forward if n in backward}
 
 
 def run_shapes(
@@ -173,14 +181,16 @@ def run_shapes(
             point = measure(shape, args, flush, slow_peers=known is not None)
         row = (known or {}).get((shape.head_dim, int(shape.causal), shape.seqlen))
         cells = []
-        for direction in ("fwd", "bwd"):
+        for direction in ("fwd", "bwd", "bwd_called", "both"):
+            if direction == "both" and "bwd" in point:
+                point["both"] = both_of(point)
             if direction not in point:
                 continue
             speed = point[direction]
-            peers = [x for name, x in speed.items() if name != "strobe"]
-            if row:
+            peers = [x for name, x in speed.items() if name not in ("strobe", "best")]
+            if row and direction in ("fwd", "bwd"):  # the table has GPU time alone
                 peers.append(speed["cudnn"] * float(row[f"best_over_cudnn_{direction}"]))
-            if row or known is None:
+            if direction != "both" and (known is None or (row and direction != "bwd_called")):
                 speed["best"] = max(peers)
             cells.append(
                 f"{direction} {speed['strobe']:4.0f}"
@@ -202,6 +212,7 @@ def main() -> int:
     parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="no peers, in the sections of gpu_features.py")
     parser.add_argument("--sections", default=",".join(features.SECTIONS), help="of " + ", ".join(features.SECTIONS))
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so long")
     parser.add_argument("--peers", type=Path, help="CSV with best_over_cudnn_fwd and _bwd")
@@ -229,6 +240,7 @@ def main() -> int:
         "clocks": nvidia_smi("clocks.sm,clocks.mem,power.draw"),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
+        "cuda_arch": os.environ.get("STROBE_CUDA_ARCH", ""),  # what was forced
         "dtype": args.dtype,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -247,8 +259,8 @@ def main() -> int:
             print(f"out of time before section {section}")
             break
         try:
-            if section == "decode":
-                result[section] = gpu_decode.run(args, flush, end, time.monotonic)
+            if section in ("decode", "prefill"):
+                result[section] = gpu_decode.run(section, args, flush, end, time.monotonic)
             else:
                 result[section] = features.run(section, args, flush)
         except Exception as e:  # noqa: BLE001 - the other sections are to run too

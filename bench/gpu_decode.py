@@ -4,6 +4,12 @@ by its ratio to cuDNN in a table of another run.
     make gpu-bench ARGS="--sections decode --decode-peers ../shared/peers/h200_decode.csv"
 
 "appends": Strobe with a new key for each sequence, which is turned as the queries are, in the same launch.
+"invariant": Strobe with batch_invariant.
+
+The section "prefill" has 1,024 queries in place of a few, a piece of a long prompt, each seeing the keys up to its own,
+which are the last ones. "dense" is Strobe's forward on the same keys, contiguous, without a cache. FlashAttention-2 has
+the same mask; cuDNN's, in PyTorch, begins at the first key, so that it is timed without one ("cudnn_unmasked": 7 % more
+work at 8k keys, 1 % at 64k).
 
 K and V of so many layers that L2 holds none of them when its turn comes again are read in turn inside one CUDA graph;
 microseconds are of one layer's call, the median of the rounds, everybody in turns. Bytes: of the keys and values in use.
@@ -31,6 +37,7 @@ from gpu_timing import captured, capturing_stream, interleaved
 
 TABLE_COPY = 4.29e12  # bytes a second in the run of the table
 COLD_BYTES = 600e6  # between two reads of a layer
+NAMES = ("appends", "invariant", "dense", "fa2", "cudnn", "cudnn_unmasked", "fa3", "best")  # what stands beside Strobe
 
 
 class Row(NamedTuple):
@@ -42,6 +49,7 @@ class Row(NamedTuple):
     seqlen_q: int = 1
     page: int = 0
     ragged: bool = False
+    causal: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -54,6 +62,12 @@ class Row(NamedTuple):
     @property
     def bytes(self) -> int:
         return 2 * 2 * sum(self.lengths) * self.heads_kv * self.head_dim
+
+    @property
+    def flop(self) -> float:
+        n = self.seqlen_q
+        pairs = sum(n * k - (n * (n - 1) / 2 if self.causal else 0) for k in self.lengths)
+        return 4.0 * pairs * self.heads * self.head_dim
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,10 +85,20 @@ APPENDING = {
     *(Row(*shape) for shape in DENSE[:2]), Row(16, 4096, 32, 8, 128), Row(64, 8192, 32, 8, 128), RAGGED,
     Row(1, 1024, 32, 8, 128, page=16), Row(16, 4096, 32, 8, 128, page=16), Row(64, 8192, 32, 8, 128, page=16),
 }  # fmt: skip
+# Those that are also timed with batch_invariant ("invariant").
+INVARIANT = {
+    Row(*shape, 32, 8, 128, page=page)
+    for shape, page in itertools.product(((1, 8192), (16, 4096), (64, 8192)), (0, 16))
+}  # fmt: skip
 
 
-def rows() -> list[Row]:
-    """Those of the table, in its order."""
+def rows(section: str) -> list[Row]:
+    """Of "decode" those of the table, in its order, and one more."""
+    if section == "prefill":
+        return [
+            Row(batch, keys, 32, 8, 128, seqlen_q=1024, page=page, causal=True)
+            for batch, keys, page in itertools.product((1, 4), (8192, 32768, 65536), (16, 256))
+        ]
     paged_rows = [
         row._replace(page=page)
         for page, row in itertools.product(
@@ -85,7 +109,7 @@ def rows() -> list[Row]:
         Row(*shape, 32, 8, 128, seqlen_q=queries, page=page)
         for queries, shape, page in itertools.product((4, 16), ((1, 8192), (16, 4096), (64, 8192)), (0, 16))
     ]
-    return [*(Row(*shape) for shape in DENSE), RAGGED, *paged_rows, *several]
+    return [*(Row(*shape) for shape in DENSE), RAGGED, *paged_rows, *several, Row(1, 8192, 32, 8, 128, page=16)]
 
 
 def table(path: Path | None) -> dict[Row, dict[str, float]]:
@@ -127,19 +151,19 @@ class Layers:
             self.table = pools[0][0][1]
             self.pools = [(k[0], v[0]) for k, v in pools]
 
-    def strobe(self, appends: bool = False) -> tuple[Callable[[], None], str]:
+    def strobe(self, appends: bool = False, invariant: bool = False) -> tuple[Callable[[], None], str]:
         """appends: the last key of each sequence is new, and it and the queries are turned over their whole length."""
         import torch
 
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"causal": self.row.causal, "batch_invariant": invariant}
         used, out = self.used, self.out
         if appends:
             kind = {"device": "cuda", "dtype": torch.bfloat16}
             shape = (self.row.batch, 1, self.row.heads_kv, self.row.head_dim)
             tables = (self.row.seqlen_k + self.row.seqlen_q, self.row.head_dim // 2)
             used, out = self.used - 1, torch.empty_like(self.out)
-            more = {"new": tuple(torch.randn(shape, **kind) for _ in range(2)),
-                    "rotary": tuple(torch.randn(tables, **kind) for _ in range(2))}  # fmt: skip
+            more |= {"new": tuple(torch.randn(shape, **kind) for _ in range(2)),
+                     "rotary": tuple(torch.randn(tables, **kind) for _ in range(2))}  # fmt: skip
         launches = [Decode(self.q, k, v, used, out, self.table, **more) for k, v in self.pools]
 
         def run() -> None:
@@ -166,6 +190,32 @@ class Layers:
 
         return run
 
+    def whole(self) -> dict[str, tuple[Callable[[], Any], Any]]:
+        """Of a row of "prefill", who reads contiguous keys without a cache: the launches over all layers, and one over
+        the last of them."""
+        import strobe
+        import torch
+
+        row = self.row
+        views = [tuple(t[:, : row.seqlen_k] for t in pair) for pair in self.dense]
+        out = torch.empty_like(self.out)
+        fa2_op = torch.ops.aten._flash_attention_forward
+
+        def dense(k: Any, v: Any) -> Any:
+            return strobe.attention(self.q, k, v, causal=True, out=out)
+
+        def fa2(k: Any, v: Any) -> Any:
+            return fa2_op(self.q, k, v, None, None, row.seqlen_q, row.seqlen_k, 0.0, True, False)[0]
+
+        def over_all(call: Callable[[Any, Any], Any]) -> tuple[Callable[[], Any], Any]:
+            def run() -> None:
+                for k, v in views:
+                    call(k, v)
+
+            return run, lambda: call(*views[-1])
+
+        return {"dense": over_all(dense), "fa2": over_all(fa2)}
+
     def error(self) -> float:
         """Of Strobe's out against float32 attention over the last layer, which is what out holds after a run."""
         import torch
@@ -173,11 +223,15 @@ class Layers:
         k, v = self.dense[-1]
         worst = 0.0
         group = self.row.heads // self.row.heads_kv
+        picked = torch.linspace(0, self.row.seqlen_q - 1, min(self.row.seqlen_q, 48), device=self.q.device).long()
         for b, n in enumerate(self.row.lengths[:4]):
             keys, values = (t[b, :n].float().repeat_interleave(group, 1) for t in (k, v))
-            scores = torch.einsum("ihd,jhd->hij", self.q[b].float(), keys) / math.sqrt(self.row.head_dim)
+            scores = torch.einsum("ihd,jhd->hij", self.q[b, picked].float(), keys) / math.sqrt(self.row.head_dim)
+            if self.row.causal:
+                hidden = torch.arange(n, device=self.q.device) > (picked + n - self.row.seqlen_q)[:, None]
+                scores = scores.masked_fill(hidden, -math.inf)
             wanted = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
-            difference = (self.out[b].float() - wanted).abs().max().item()
+            difference = (self.out[b, picked].float() - wanted).abs().max().item()
             worst = math.inf if math.isnan(difference) else max(worst, difference)
         return worst
 
@@ -190,6 +244,14 @@ def copy_rate(rounds: int, flush: Any) -> float:
     target = torch.empty_like(source)
     seconds = interleaved({"copy": lambda: target.copy_(source)}, rounds, flush)["copy"]
     return 2 * source.numel() / seconds
+
+
+def agreeing(call: Callable[[], Any], once: Callable[[], Any], out: Any) -> Callable[[], Any]:
+    """call, if what it computes over the last layer is what out holds."""
+    difference = (once().float() - out.float()).abs().max().item()
+    if not difference < 0.03:
+        raise AssertionError(f"its out is off by {difference:g}")
+    return call
 
 
 def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
@@ -208,15 +270,25 @@ def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
     if row in APPENDING:
         calls["appends"], _ = layers.strobe(appends=True)
         calls["appends"]()
+    if row in INVARIANT:
+        calls["invariant"], point["invariant_kernel"] = layers.strobe(invariant=True)
+        calls["invariant"]()
     # With several queries a cache is read under a causal mask as well as without one: the time is that of reading.
-    if not row.ragged and not row.page:
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
-            try:
-                call = layers.peer(backend)
-                call()
-                calls[name] = call
-            except Exception as e:  # noqa: BLE001 - a peer that cannot must not end the bench
-                point["not_captured"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+    peers: dict[str, Callable[[], Callable[[], Any]]] = {}
+    if row.causal:
+        for name, (call, once) in layers.whole().items():
+            peers[name] = lambda call=call, once=once: agreeing(call, once, layers.out)
+        peers["cudnn_unmasked"] = lambda: layers.peer(SDPBackend.CUDNN_ATTENTION)
+    elif not row.ragged and not row.page:
+        peers["cudnn"] = lambda: layers.peer(SDPBackend.CUDNN_ATTENTION)
+        peers["fa2"] = lambda: layers.peer(SDPBackend.FLASH_ATTENTION)
+    for name, make in peers.items():
+        try:
+            call = make()
+            call()
+            calls[name] = call
+        except Exception as e:  # noqa: BLE001 - a peer that cannot must not end the bench
+            point["not_captured"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
     times = interleaved(captured(calls, point["not_captured"]), args.rounds, flush)
     point["us"] = {name: t / layers.count * 1e6 for name, t in times.items()}
     return point
@@ -232,25 +304,25 @@ def add_fa3(points: dict[Row, dict[str, Any]], known: dict[Row, dict[str, float]
             us["fa3"] = fa3 * ours / theirs
         elif fa3:
             us["fa3"] = fa3 * TABLE_COPY / copy
-        peers = [t for name, t in us.items() if name not in ("strobe", "appends", "best")]
+        peers = [us[name] for name in ("fa2", "cudnn", "fa3") if name in us]
         if peers:
             us["best"] = min(peers)
 
 
-def summary(points: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(section: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for peer in ("fa2", "cudnn", "fa3", "best"):
+    for peer in NAMES:
         ratios = [p["us"][peer] / p["us"]["strobe"] for p in points if peer in p["us"]]
         if not ratios:
             continue
         mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
         result[f"over_{peer}"] = {"geometric_mean": mean, "worst": min(ratios), "rows": len(ratios)}
-        print(f"decode / {peer}: geometric mean {mean:.3f}, worst {min(ratios):.3f}, {len(ratios)} rows")
+        print(f"{section} / {peer}: geometric mean {mean:.3f}, worst {min(ratios):.3f}, {len(ratios)} rows")
     return result
 
 
-def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[str, Any]:
-    """end: on the clock; no row begins after it."""
+def run(section: str, args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[str, Any]:
+    """section: decode or prefill. end: on the clock; no row begins after it."""
     import torch
 
     known = table(args.decode_peers)
@@ -258,7 +330,7 @@ def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[s
     print(f"copy {copy * 1e-12:.2f} TB/s, read and written")
     points: dict[Row, dict[str, Any]] = {}
     failed: dict[str, str] = {}
-    for row in rows():
+    for row in rows(section):
         if clock() > end:
             print(f"out of time before {row}")
             break
@@ -272,8 +344,9 @@ def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[s
         torch.cuda.empty_cache()
         add_fa3(points, known, copy)
         us = points[row]["us"]
-        cells = "".join(f"  {n} {us[n]:7.1f} ({us[n] / us['strobe']:.2f})" for n in ("appends", "fa2", "cudnn", "fa3", "best") if n in us)
-        print(f"{row.batch:4} x {row.seqlen_k:6} {row.heads:3}/{row.heads_kv:<2} {row.head_dim:3} q {row.seqlen_q:2} page {row.page:3}"
-              f"{' ragged' if row.ragged else '':7}  {us['strobe']:7.1f} us {row.bytes / us['strobe'] * 1e-6:5.2f} TB/s{cells}", flush=True)  # fmt: skip
+        speed = f"{row.flop / us['strobe'] * 1e-6:4.0f} TFLOP/s" if row.causal else f"{row.bytes / us['strobe'] * 1e-6:5.2f} TB/s"
+        cells = "".join(f"  {n} {us[n]:7.1f} ({us[n] / us['strobe']:.2f})" for n in NAMES if n in us)
+        print(f"{row.batch:4} x {row.seqlen_k:6} {row.heads:3}/{row.heads_kv:<2} {row.head_dim:3} q {row.seqlen_q:4} page {row.page:3}"
+              f"{' ragged' if row.ragged else '':7}  {us['strobe']:7.1f} us {speed}{cells}", flush=True)  # fmt: skip
     done = list(points.values())
-    return {"copy_tb_per_second": copy * 1e-12, "points": done, "failed": failed, "summary": summary(done)}
+    return {"copy_tb_per_second": copy * 1e-12, "points": done, "failed": failed, "summary": summary(section, done)}

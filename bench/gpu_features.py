@@ -1,86 +1,33 @@
-"""What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, the costs of
-determinism and of batch invariance, memory, host cost, the Hopper forward against the mma.sync one, kernel rows
-against each other, the paper's own story, and JAX. Each section gives points: a label, TFLOP/s by name, and what a peer
-that is missing said.
+"""What the grid of gpu_bench.py does not show: fp16, GQA, variable lengths, a window, odd head dims, a head_dim_v of its
+own ("mixed"), softcap, ALiBi and dropout ("scores"), the costs of determinism and of batch invariance, memory, host
+cost, the Hopper kernels against the mma.sync ones ("paths"), kernel rows against each other, the paper's own story, and
+JAX. Each section gives points: a label, TFLOP/s by name, and what a peer that is missing said.
 
-    make gpu-bench ARGS="--sections gqa,varlen,window,odd,deterministic,batch_invariant,paths,memory,host,rows,story,jax"
+    make gpu-bench ARGS="--sections gqa,varlen,window,odd,mixed,scores,deterministic,batch_invariant,paths"
+    make gpu-bench ARGS="--sections memory,host,rows,story,jax"
+
+A peer without a problem's softcap, ALiBi or dropout is not timed. "without" is Strobe without what the section is about.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from gpu_problems import Problem, problems, tensors, variants_of
 from gpu_timing import captured, capturing_stream, interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKENS, HIDDEN = 16384, 2048
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-
-
-class Problem(NamedTuple):
-    label: str
-    head_dim: int = 128
-    seqlen: int = 8192
-    causal: bool = True
-    heads: int = 16
-    heads_kv: int = 16
-    window: int = -1  # keys to the left
-    lengths: tuple[int, ...] = ()  # varlen
-    dtype: str = "bf16"
-    deterministic: bool = False
-    batch_invariant: bool = False
-    softcap: float = 0.0
-    alibi: bool = False
-    batch: int = 0  # 0: as many as make TOKENS
-
-    @property
-    def sequences(self) -> int:
-        """Of one length."""
-        return self.batch or max(1, TOKENS // self.seqlen)
-
-    @property
-    def pairs(self) -> float:
-        """Query-key pairs of one head that are computed."""
-        total = 0.0
-        for n in self.lengths or (self.seqlen,) * self.sequences:
-            if self.window >= 0:
-                w = min(self.window, n)
-                total += w * (w + 1) / 2 + (n - w) * (w + 1)
-            else:
-                total += n * n * (0.5 if self.causal else 1.0)
-        return total
-
-    @property
-    def flop(self) -> float:
-        return 4.0 * self.pairs * self.head_dim * self.heads
-
-
-def tensors(p: Problem) -> dict[str, Any]:
-    import torch
-
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[p.dtype]
-    torch.manual_seed(1)
-    rows = (sum(p.lengths),) if p.lengths else (p.sequences, p.seqlen)
-    made = {
-        name: torch.randn(*rows, heads, p.head_dim, device="cuda", dtype=kind)
-        for name, heads in (("q", p.heads), ("k", p.heads_kv), ("v", p.heads_kv), ("dout", p.heads))
-    }
-    if p.lengths:
-        ends = torch.tensor((0, *p.lengths)).cumsum(0)
-        made["cu"] = ends.to("cuda", torch.int32)
-    if p.alibi:
-        made["slopes"] = 2.0 ** -torch.linspace(1, 8, p.heads, device="cuda")
-    return made
 
 
 def strobe_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -88,6 +35,8 @@ def strobe_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Call
 
     options: dict[str, Any] = {"causal": p.causal, "batch_invariant": p.batch_invariant, "softcap": p.softcap}
     options["alibi_slopes"] = t.get("slopes")
+    if p.dropout_p:
+        options |= {"dropout_p": p.dropout_p, "dropout_seed": 1}
     if p.window >= 0:
         options["window"] = (p.window, 0)
     if p.lengths:
@@ -118,22 +67,44 @@ def fa2_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callabl
     q, k, v, dout = t["q"], t["k"], t["v"], t["dout"]
 
     def forward() -> Any:
-        return forward_op(q, k, v, cu, cu, longest, longest, 0.0, p.causal, False, **sides)
+        return forward_op(q, k, v, cu, cu, longest, longest, p.dropout_p, p.causal, False, **sides)
 
     out, lse, rng, unused, _ = forward()
 
     def backward() -> Any:
         return backward_op(
-            dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, p.causal, rng, unused, **sides
+            dout, q, k, v, out, lse, cu, cu, longest, longest, p.dropout_p, p.causal, rng, unused, **sides
         )
 
     return forward, backward
+
+
+def cudnn_calls(p: Problem, t: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """cuDNN by scaled_dot_product_attention, which knows neither windows nor lengths."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    if p.lengths or p.window >= 0 or p.softcap or p.alibi or p.deterministic:
+        raise NotImplementedError("lengths, a window, softcap, ALiBi or determinism")
+    options = {"is_causal": p.causal, "dropout_p": p.dropout_p, "enable_gqa": p.heads != p.heads_kv}
+    leaves = [t[n].transpose(1, 2).detach().requires_grad_() for n in "qkv"]
+
+    def forward() -> Any:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return sdpa(*(leaf.detach() for leaf in leaves), **options)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = sdpa(*leaves, **options)
+    return forward, lambda: torch.autograd.grad(out, leaves, t["dout"].transpose(1, 2), retain_graph=True)
 
 
 def flash_attn_calls(p: Problem, t: dict[str, Any], version: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The package flash_attn, version 2, 3 (flash_attn_interface) or 4 (flash_attn.cute), through autograd."""
     import torch
 
+    if version > 2 and (p.alibi or p.dropout_p):
+        raise NotImplementedError("ALiBi or dropout")
     if version == 2:
         import flash_attn as package
     elif version == 3:
@@ -145,6 +116,10 @@ def flash_attn_calls(p: Problem, t: dict[str, Any], version: int) -> tuple[Calla
     options: dict[str, Any] = {"causal": p.causal, "window_size": (left, right)}
     if version != 4:
         options["deterministic"] = p.deterministic
+    if p.softcap:
+        options["softcap"] = p.softcap
+    if version == 2:
+        options |= {"alibi_slopes": t.get("slopes"), "dropout_p": p.dropout_p}
 
     def call(*qkv: Any) -> Any:
         if p.lengths:
@@ -176,11 +151,14 @@ def point_of(
     makers = {
         "strobe": strobe_calls,
         "fa2": fa2_calls,
+        "cudnn": cudnn_calls,
         "flash_attn2": lambda p, t: flash_attn_calls(p, t, 2),
         "flash_attn3": lambda p, t: flash_attn_calls(p, t, 3),
         "flash_attn4": lambda p, t: flash_attn_calls(p, t, 4),
     }
     for name, make in makers.items():
+        if args.alone and name != "strobe":
+            continue
         try:
             forwards[name], backwards[name] = make(p, t)
             forwards[name]()
@@ -192,60 +170,12 @@ def point_of(
             point["missing"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
     for name, variant in (variants or {}).items():
         forwards[name], backwards[name] = strobe_calls(variant, tensors(variant))
-    for direction, calls, factor in (("fwd", forwards, 1.0), ("bwd", backwards, 2.5)):
+    for direction, calls, work in (("fwd", forwards, p.flop), ("bwd", backwards, p.backward_flop)):
         if direction == "bwd" and args.forward_only:
             continue
         times = interleaved(captured(calls, point["missing"]), args.rounds, flush)
-        point[direction] = {name: factor * p.flop / s * 1e-12 for name, s in times.items()}
+        point[direction] = {name: work / s * 1e-12 for name, s in times.items()}
     return point
-
-
-def packed_lengths() -> tuple[int, ...]:
-    """Log-uniform from 64 to 8k, as documents packed for training are."""
-    r = random.Random(7)
-    lengths: list[int] = []
-    while sum(lengths) < TOKENS:
-        lengths.append(min(int(64 * 128 ** r.random()), 8192))
-    return tuple(lengths)
-
-
-def problems(section: str) -> list[Problem]:
-    if section == "fp16":
-        return [Problem(f"fp16 {d} causal", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, dtype="fp16") for d in (64, 128, 256)]
-    if section == "gqa":
-        return [Problem(f"GQA 4:1 {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d // 4) for d in (64, 128)]
-    if section == "window":
-        return [Problem(f"window 1024 {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, window=1023) for d in (64, 128)]
-    if section == "odd":
-        return [Problem(f"head_dim {d}", d, seqlen=4096) for d in (40, 72, 80, 96, 112, 160, 192)]
-    if section == "deterministic":
-        return [Problem(f"deterministic {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, deterministic=True) for d in (64, 128)]
-    if section == "batch_invariant":
-        # Where the flag may choose another row or order: many tiles, few, and a group that is split.
-        shapes = [Problem(f"{d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128, 256)]
-        shapes += [Problem("64, 1k", 64, seqlen=1024, heads=32, heads_kv=32)]
-        shapes += [Problem("128, one short sequence", seqlen=512, batch=1)]
-        shapes += [Problem("128, GQA 8:1, one sequence", seqlen=2048, batch=1, heads=32, heads_kv=4)]
-        shapes += [Problem("128, packed", lengths=packed_lengths())]
-        return [p._replace(label=f"batch invariant {p.label}", batch_invariant=True) for p in shapes]
-    if section == "paths":
-        plain = Problem("plain")
-        return [
-            plain,
-            plain._replace(label="fp16", dtype="fp16"),
-            plain._replace(label="GQA 4:1", heads_kv=4),
-            plain._replace(label="packed", lengths=packed_lengths()),
-            plain._replace(label="window 1024", window=1023),
-            plain._replace(label="softcap", softcap=30.0),
-            plain._replace(label="ALiBi", alibi=True),
-            *(Problem(f"head_dim {d}", d, seqlen=4096) for d in (40, 64, 72, 80, 96, 112, 160, 192, 256)),
-            *(Problem(f"softcap {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, softcap=30.0) for d in (64, 256)),
-            *(Problem(f"ALiBi {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, alibi=True) for d in (64, 256)),
-        ]
-    if section == "varlen":
-        lengths = packed_lengths()
-        return [Problem(f"varlen {len(lengths)} sequences {d}", d, lengths=lengths, heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128)]
-    raise ValueError(section)
 
 
 def extra_bytes(run: Callable[[], Any]) -> int:
@@ -374,34 +304,22 @@ def rows(args: Any) -> list[dict[str, Any]]:
     return points
 
 
-def paths(args: Any, flush: Any) -> list[dict[str, Any]]:
-    """The forward by the kernel that the plan takes, and by the mma.sync one: the latter in a process of its own."""
-    speeds = []
-    for p in problems("paths"):
-        with capturing_stream():
-            replay = captured({"strobe": strobe_calls(p, tensors(p))[0]}, {})
-            speeds.append(p.flop / interleaved(replay, args.rounds, flush)["strobe"] * 1e-12)
-    points = [{"label": p.label, **p._asdict(), "fwd": {"strobe": x}} for p, x in zip(problems("paths"), speeds, strict=True)]
-    if os.environ.get("STROBE_CUDA_ARCH"):
-        return points
-    output = ROOT / "build" / "paths-sm80.json"
-    command = [sys.executable, str(ROOT / "bench" / "gpu_bench.py"), "--sections", "paths", "--rounds", str(args.rounds)]
-    command += ["--output", str(output)]
+def add_mma_sync(section: str, points: list[dict[str, Any]], args: Any) -> None:
+    """To each point, "sm80": Strobe by the mma.sync kernels, forced in a process of its own, and "over_sm80"."""
+    output = ROOT / "build" / f"{section}-sm80.json"
+    command = [sys.executable, str(ROOT / "bench" / "gpu_bench.py"), "--sections", section, "--rounds", str(args.rounds)]
+    command += ["--alone", "--output", str(output)]
+    if args.forward_only:
+        command.append("--forward-only")
     subprocess.run(command, env={**os.environ, "STROBE_CUDA_ARCH": "80"}, stdout=subprocess.DEVNULL, check=True)
-    for point, other in zip(points, json.loads(output.read_text())["paths"], strict=True):
-        point["fwd"]["sm80"] = other["fwd"]["strobe"]
-        point["over_sm80"] = point["fwd"]["strobe"] / point["fwd"]["sm80"]
-        print(f"{point['label']:<28} fwd {point['fwd']['strobe']:4.0f}  mma.sync {point['fwd']['sm80']:4.0f} ({point['over_sm80']:.2f})", flush=True)
-    return points
-
-
-# Of a problem: the same without what its section is about, timed in the same rounds.
-def variants_of(p: Problem) -> dict[str, Problem]:
-    if p.dtype == "fp16":
-        return {"bf16": p._replace(dtype="bf16")}
-    if p.deterministic or p.batch_invariant:
-        return {"without": p._replace(deterministic=False, batch_invariant=False)}
-    return {}
+    for point, other in zip(points, json.loads(output.read_text())[section], strict=True):
+        cells, point["over_sm80"] = [], {}
+        for direction in ("fwd", "bwd"):
+            if direction in point:
+                mine, point[direction]["sm80"] = point[direction]["strobe"], other[direction]["strobe"]
+                point["over_sm80"][direction] = mine / point[direction]["sm80"]
+                cells.append(f"{direction} {mine:4.0f}  mma.sync {point[direction]['sm80']:4.0f} ({point['over_sm80'][direction]:.2f})")
+        print(f"{point['label']:<28} " + "  |  ".join(cells), flush=True)
 
 
 def run(section: str, args: Any, flush: Any) -> Any:
@@ -415,12 +333,13 @@ def run(section: str, args: Any, flush: Any) -> Any:
         return story(args)
     if section == "jax":
         return jax(args)
-    if section == "paths":
-        return paths(args, flush)
     points = []
     for p in problems(section):
         with capturing_stream():
-            point = point_of(p, args, flush, variants_of(p))
+            if section == "paths":
+                point = point_of(p, argparse.Namespace(**{**vars(args), "alone": True}), flush)
+            else:
+                point = point_of(p, args, flush, {} if args.alone else variants_of(p))
         points.append(point)
         cells = []
         for direction in ("fwd", "bwd"):
@@ -431,10 +350,12 @@ def run(section: str, args: Any, flush: Any) -> Any:
                     + "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.3f})" for n, x in speed.items() if n != "strobe")
                 )
         print(f"{p.label:<28} " + "  |  ".join(cells), flush=True)
+    if section in ("paths", "scores") and not os.environ.get("STROBE_CUDA_ARCH"):
+        add_mma_sync(section, points, args)
     return points
 
 
 SECTIONS = (
-    "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "deterministic", "batch_invariant", "paths", "memory", "host", "rows", "story",
-    "decode", "jax",
+    "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "mixed", "scores", "deterministic", "batch_invariant", "paths",
+    "memory", "host", "rows", "story", "decode", "prefill", "jax",
 )  # fmt: skip

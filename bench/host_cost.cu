@@ -1,4 +1,6 @@
-// What a call costs on the host, beside the launch of an empty kernel: microseconds, medians.
+// What a call costs on the host, beside the launch of an empty kernel: microseconds, medians. A
+// dense problem, and decoding with a paged cache, a new key and rotary embedding: one launch at
+// head_dim 128, two at 256.
 //
 //     build/cuda/bin/host_cost
 #include <cuda.h>
@@ -66,6 +68,68 @@ double cost(const Call& call) {
   return times[kBatches / 2];
 }
 
+constexpr int kLayers = 8;
+
+// Decoding a token: the new key is appended to a page of 16 and turned, as the queries are.
+class DecodeStep {
+ public:
+  explicit DecodeStep(int64_t head_dim) {
+    constexpr int64_t kHeads = 8, kHeadsKv = 2, kPages = 64, kPageSize = 16;
+    strobe_problem_init(&problem_, sizeof problem_);
+    problem_.dtype = STROBE_BFLOAT16;
+    problem_.device = STROBE_CUDA;
+    problem_.batch = 1, problem_.heads = kHeads, problem_.heads_kv = kHeadsKv;
+    problem_.head_dim = head_dim, problem_.causal = 1;
+    problem_.seqlen_q = 1, problem_.seqlen_k = kPages * kPageSize;
+    problem_.cache = STROBE_CACHE_PAGED;
+    problem_.pages = kPages, problem_.page_size = kPageSize, problem_.pages_per_sequence = kPages;
+    problem_.has_seqused_k = 1;
+    problem_.append = STROBE_APPEND_DENSE, problem_.seqlen_new = 1;
+    problem_.rotary_dim = head_dim, problem_.rotary_rows = kPages * kPageSize;
+    plan_.struct_size = sizeof plan_;
+    failures_ += strobe_plan_make(&problem_, &plan_) != STROBE_OK;
+    args_.struct_size = sizeof args_;
+    const int64_t row = head_dim * 2;
+    pool_bytes_ = static_cast<size_t>(kPages * kPageSize * kHeadsKv * row);
+    k_ = static_cast<char*>(zeros(kLayers * pool_bytes_));
+    v_ = static_cast<char*>(zeros(kLayers * pool_bytes_));
+    args_.q = zeros(kHeads * row), args_.out = zeros(kHeads * row);
+    args_.k_new = zeros(kHeadsKv * row), args_.v_new = zeros(kHeadsKv * row);
+    args_.rotary_cos = zeros(kPages * kPageSize * row / 2);
+    args_.rotary_sin = zeros(kPages * kPageSize * row / 2);
+    // No key yet, and page 0 in each column.
+    args_.seqused_k = static_cast<int32_t*>(zeros(sizeof(int32_t)));
+    args_.block_table = static_cast<int32_t*>(zeros(kPages * sizeof(int32_t)));
+    args_.workspace_bytes = static_cast<size_t>(plan_.workspace_bytes);
+    args_.workspace = zeros(args_.workspace_bytes);
+  }
+
+  void make() { failures_ += strobe_plan_make(&problem_, &plan_) != STROBE_OK; }
+  // Like the layers of a model: each launch has another cache than the one before.
+  void launch() {
+    layer_ = (layer_ + 1) % kLayers;
+    args_.k = k_ + layer_ * pool_bytes_, args_.v = v_ + layer_ * pool_bytes_;
+    failures_ += strobe_forward(&plan_, &args_) != STROBE_OK;
+  }
+  const char* kernel() const { return plan_.kernel; }
+  int failures() const { return failures_; }
+
+ private:
+  // Freed with the process.
+  static void* zeros(size_t bytes) {
+    void* data = nullptr;
+    if (cudaMalloc(&data, bytes + 1) == cudaSuccess) cudaMemset(data, 0, bytes);
+    return data;
+  }
+
+  strobe_problem problem_;
+  strobe_plan plan_;
+  strobe_forward_args args_{};
+  size_t pool_bytes_ = 0, layer_ = 0;
+  char *k_ = nullptr, *v_ = nullptr;
+  int failures_ = 0;
+};
+
 }  // namespace
 
 int main() {
@@ -94,7 +158,7 @@ int main() {
   int layer = 0;
   const auto at_layer = [&](void* tensor) { return static_cast<char*>(tensor) + (layer << 16); };
   const auto launch = [&] {
-    layer = (layer + 1) % 8;
+    layer = (layer + 1) % kLayers;
     args.q = at_layer(q), args.k = at_layer(k), args.v = at_layer(v), args.out = at_layer(out);
     failures += strobe_forward(&plan, &args) != STROBE_OK;
   };
@@ -147,6 +211,22 @@ int main() {
   std::printf("empty launch, 384 threads, 200 KB of shared memory   %.2f us, %.2f by the driver\n",
               shaped, direct);
   std::printf("cudaPointerGetAttributes %.2f us\n", asked);
+  for (const int64_t head_dim : {128, 256}) {
+    DecodeStep step(head_dim);
+    step.launch();
+    const double step_planned = cost([&] { step.make(); });
+    double step_launched = cost([&] { step.launch(); });
+    for (int i = 0; i < 4; ++i) {
+      nothing = std::min(nothing, cost(bare));
+      step_launched = std::min(step_launched, cost([&] { step.launch(); }));
+    }
+    std::printf(
+        "decoding, head_dim %lld   plan %.2f us, launch %.2f us (%s): %.2f more than an empty "
+        "one\n",
+        static_cast<long long>(head_dim), step_planned, step_launched, step.kernel(),
+        step_launched - nothing);
+    failures += step.failures();
+  }
   if (failures > 0) std::printf("FAILED: %d calls, %s\n", failures, strobe_last_error());
   return failures > 0;
 }

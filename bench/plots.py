@@ -44,7 +44,7 @@ GPU_NAMES = {
     "best": "best of FlashAttention-2, 3, 4 and cuDNN",
     "strobe": "Strobe",
 }
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
 # Variants of bench/paper_story.cu: name and marker. Some lie on one another: hence the markers.
 STORY = {
     "standard": ("standard attention", "s"),
@@ -131,7 +131,8 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     for axes in panels[-1]:
         axes.set_xlabel("sequence length, and Strobe's speed over the fastest other")
     machine = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
-    figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}", fontsize=11)
+    forced = ", mma.sync kernels forced" if result.get("cuda_arch") == "80" else ""
+    figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}{forced}", fontsize=11)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     save(figure, path)

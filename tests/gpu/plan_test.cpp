@@ -7,6 +7,7 @@
 
 #include "cuda/host/dispatch.h"
 #include "cuda/host/fill_plan.h"
+#include "cuda/host/row_choice.h"
 #include "cuda/host/rows.h"
 
 namespace strobe::cuda {
@@ -265,19 +266,65 @@ TEST(CudaPlan, HoppersBackwardTakesPlainProblems) {
   }
 }
 
+// And why: the problem's own option, not a tensor's address or another accident.
 TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
-  for (const int64_t dim : {64, 256}) {
-    for (int which = 0; which < 4; ++which) {
+  const std::string draws = "dropout_p > 0, expected 0 (it draws no random numbers)";
+  const std::string softcap = "softcap > 0, expected 0 for the backward pass";
+  const std::string alibi = "alibi, expected none for the backward pass";
+  const std::string ordered =
+      "deterministic, expected false for the backward pass above head_dim 128";
+  const struct {
+    void (*change)(AttentionProblem&);
+    std::string reason, reason_of_wide;
+  } kinds[] = {
+      {[](AttentionProblem&) {}, "", ""},
+      {[](AttentionProblem& p) { p.softcap = 20.f; }, softcap, softcap},
+      {[](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_HEAD; }, alibi, alibi},
+      {[](AttentionProblem& p) { p.dropout_p = 0.1f; }, draws, draws},
+      {[](AttentionProblem& p) { p.deterministic = 1; }, "", ordered},
+  };
+  for (const int64_t dim : {64, 96, 128, 136, 192, 256}) {
+    for (const auto& kind : kinds) {
       AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
-      if (which == 0) p.softcap = 20.f;
-      if (which == 1) p.alibi = STROBE_ALIBI_PER_HEAD;
-      if (which == 2) p.dropout_p = 0.1f;
-      if (which == 3) p.deterministic = 1;
+      kind.change(p);
       Plan plan;
       const Status s = plan_for(p, device(90), plan);
       ASSERT_TRUE(s.ok()) << s.text();
-      const bool is_hoppers = which == 3 && dim <= 128;
-      EXPECT_STREQ(plan.kernel, is_hoppers ? "cuda_sm90" : "cuda_sm80") << which;
+      const std::string& wanted = dim > 128 ? kind.reason_of_wide : kind.reason;
+      EXPECT_STREQ(plan.kernel, wanted.empty() ? "cuda_sm90" : "cuda_sm80") << dim;
+      EXPECT_EQ(declines_on(90, plan.problem, device(90)), wanted) << dim;
+      EXPECT_EQ(declines_on(80, plan.problem, device(90)), "") << dim;
+    }
+  }
+}
+
+TEST(CudaPlan, WorkspaceOfTheBackwardGrowsNoFasterThanTheSequence) {
+  for (const int cc : {80, 90}) {
+    for (const int64_t dim : {64, 96, 128, 192, 256}) {
+      for (const int32_t deterministic : {0, 1}) {
+        for (const bool varlen : {false, true}) {
+          AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
+          p.deterministic = deterministic;
+          p.varlen = varlen;
+          size_t before = 0;
+          for (int64_t seqlen = 1024; seqlen <= 1 << 20; seqlen *= 2) {
+            p.seqlen_q = p.seqlen_k = seqlen;
+            if (varlen) p.total_q = p.total_k = p.batch * seqlen;
+            Plan plan;
+            const Status s = plan_for(p, device(cc), plan);
+            ASSERT_TRUE(s.ok()) << s.text();
+            if (before > 0) {
+              EXPECT_LE(plan.workspace_bytes, 2 * before + (1u << 20))
+                  << "device " << cc << ", head_dim " << dim << ", deterministic " << deterministic
+                  << ", varlen " << varlen << ", seqlen " << seqlen;
+            }
+            before = plan.workspace_bytes;
+          }
+          // dQ, and dK and dV of each query head, as floats, and as much again.
+          const int64_t values = p.batch * p.seqlen_q * 3 * p.heads * dim;
+          EXPECT_LE(before, static_cast<size_t>(2 * values) * sizeof(float)) << cc << " " << dim;
+        }
+      }
     }
   }
 }

@@ -91,8 +91,9 @@ def test_long(_: argparse.Namespace) -> str:
 
 
 def test_repeats(options: argparse.Namespace) -> str:
-    """1,000 forward runs, and deterministic backward ones, give the same bits; and so does any place in the batch."""
-    done = []
+    """1,000 forward runs, and deterministic backward ones, give the same bits; and so does any place in the batch. How far
+    100 runs of the default backward pass are from the first of them."""
+    done, spreads = [], []
     for dim, causal in ((64, True), (128, False), (256, True)):
         case = Case(batch=3, seqlen_q=777, seqlen_k=777, heads=8, heads_kv=2, head_dim=dim, causal=causal, deterministic=True)
         x = make_inputs(case, 0)
@@ -104,8 +105,7 @@ def test_repeats(options: argparse.Namespace) -> str:
         first: list[torch.Tensor] = []
         for n in range(options.repeats):
             forward.run()
-            if n % 4 == 0:
-                backward.run()
+            backward.run()
             results = [out, lse, *(grads.values())]
             if n == 0:
                 first = [t.clone() for t in results]
@@ -114,12 +114,32 @@ def test_repeats(options: argparse.Namespace) -> str:
             if out_of_time():
                 break
         done.append(n + 1)
+        spreads.append(f"head_dim {dim} {spread_of_default(case, {**x, 'out': out, 'dout': dout}, lse, min(100, options.repeats))}")
         alone = Case(**{**case.__dict__, "batch": 1})
         one = torch.empty(alone.shape("out"), dtype=case.dtype, device=DEV)
         for b in range(case.batch):
             Forward(alone, **{name: t[b : b + 1].contiguous() for name, t in x.items()}, out=one).run()
             assert torch.equal(one[0], out[b]), f"sequence {b} alone has other bits (head_dim {dim})"
-    return f"{done} runs"
+    return f"{done} runs; default backward: {', '.join(spreads)}"
+
+
+def spread_of_default(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, runs: int) -> str:
+    """The largest difference of a gradient to that of the first run, over the largest gradient."""
+    case = Case(**{**case.__dict__, "deterministic": False})
+    grads = {name: torch.empty(case.shape(name), dtype=case.dtype, device=DEV) for name in ("dq", "dk", "dv")}
+    backward = Backward(case, {**tensors, **grads}, lse)
+    first: dict[str, torch.Tensor] = {}
+    spread = dict.fromkeys(grads, 0.0)
+    for _ in range(runs):
+        for tensor in grads.values():
+            tensor.fill_(POISON)
+        backward.run()
+        first = first or {name: tensor.clone() for name, tensor in grads.items()}
+        for name, tensor in grads.items():
+            off = float((tensor.double() - first[name].double()).abs().max())
+            assert math.isfinite(off), f"{name}: not finite (head_dim {case.head_dim})"
+            spread[name] = max(spread[name], off / float(first[name].abs().max()))
+    return f"({runs} runs): " + " ".join(f"{n} {x:.2g}" if x else f"{n} same bits" for n, x in spread.items())
 
 
 def test_cpu(_: argparse.Namespace) -> str:

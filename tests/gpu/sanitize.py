@@ -5,7 +5,7 @@
     make gpu-sanitize ARGS="--tools racecheck --rows sm90"     one tool, rows with this in their name
 
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
-check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of two small problems. racecheck
+check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. racecheck
 follows an mbarrier's arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp
 arrives (src/cuda/ptx/barrier.h). One line a run.
 """
@@ -76,12 +76,14 @@ class Problem:
         return path
 
 
-def write_problem(path: Path, row: Row, seqlen_q: int, seqlen_k: int) -> None:
-    """Random q, k, v and dout, two query heads to a key head."""
+def write_problem(path: Path, row: Row, heads: int, heads_kv: int) -> str:
+    """Random q, k, v and dout: lengths that end inside a tile, two tiles at least, of keys four: blocks that are masked,
+    unmasked and left out."""
+    seqlen_q, seqlen_k = row.tile_q + 20, 3 * row.tile_k + 20
     problem = Problem(row, seqlen_q)
-    for name, seqlen, heads in (("q", seqlen_q, 2), ("k", seqlen_k, 1), ("v", seqlen_k, 1), ("dout", seqlen_q, 2)):
-        problem.add(name, [1, seqlen, heads, row.width])
-    problem.write(path)
+    for name, rows, number in (("q", seqlen_q, heads), ("k", seqlen_k, heads_kv), ("v", seqlen_k, heads_kv), ("dout", seqlen_q, heads)):
+        problem.add(name, [1, rows, number, row.width])
+    return str(problem.write(path))
 
 
 def cached_problems(folder: Path, row: Row) -> list[list[str]]:
@@ -144,28 +146,43 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), "--hostile", "--count", "40"])
         return found
+    binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
+
+    def run_of(heads: int, heads_kv: int) -> list[str]:
+        file = write_problem(folder / f"{row.name}.{heads_kv}.safetensors", row, heads, heads_kv)
+        return [binary, "run", file, "--device", "cuda", "--repeat", "1", f"--{row.direction}"]
+
+    many = []
+    if (row.arch, row.direction) == (90, "backward"):
+        # A block takes item after item, 128 keys of a key head each: more items than an H200 has multiprocessors, 132.
+        run = run_of(36, 36)
+        many = [[*run, "--causal"]]
+        if row.width <= 128:  # a kernel of its own
+            many.append([*run, "--causal", "--deterministic"])
     if tool != "racecheck":
-        return [[str(options.strobe), "check", "--device", "cuda", "--cases", str(options.cases)]]
-    small = folder / f"{row.name}.safetensors"
-    # Ends inside a tile, two tiles at least, blocks that are masked, unmasked and left out.
-    write_problem(small, row, row.tile_q + 20, 3 * row.tile_k + 20)
-    run = [str(options.strobe_racecheck), "run", str(small), "--device", "cuda", "--repeat", "1"]
-    run.append("--forward" if row.direction == "forward" else "--backward")
+        return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], *many]
+    run = run_of(2, 1)
     rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
     if row.arch == 80:
         rule += ["--deterministic"]
         if row.when != "plain":
             rule += ["--dropout", "0.2"]
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
-    if (row.arch, row.direction) == (90, "backward") and row.width <= 128:  # a kernel of its own
+    if len(many) > 1:
         runs.append([*run, "--causal", "--deterministic"])
-    return runs
+    return [*runs, *many]
+
+
+def is_asked_for(row: Row, part: str) -> bool:
+    """Without a part of a name: bf16, and fp16 where it is other code, as in the Hopper backward (dS in float32; at head
+    dimension 128 a thread block takes one item)."""
+    return part in row.name if part else row.dtype == "bf16" or row.name.startswith("backward_sm90")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over every kernel instance.")
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--rows", default="bf16", help="part of the rows' names; fp16's kernels are the same code")
+    parser.add_argument("--rows", default="", help="part of the rows' names; else those of bf16 and all of backward_sm90")
     parser.add_argument("--cases", type=int, default=1, help="of each of strobe check's features")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="runs at a time")
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
@@ -181,7 +198,7 @@ def main() -> int:
     if subprocess.run([options.strobe, "check", "--device", "cuda", "--cases", "1"], capture_output=True, check=False).returncode == 2:
         print("sanitize: skipped (no GPU)")
         return 0
-    runs = [(tool, row) for tool in options.tools.split(",") for row in ROWS if options.rows in row.name]
+    runs = [(tool, row) for tool in options.tools.split(",") for row in ROWS if is_asked_for(row, options.rows)]
     end, dirty, skipped = time.monotonic() + options.seconds, [], []
     folder = Path(tempfile.mkdtemp())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,6 +99,54 @@ def test_varlen(head_dim: int, device: str) -> None:
             for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), together, alone, strict=True):
                 mine = x[:, rows] if name == "lse" else x[rows]
                 assert torch.equal(mine, y), f"{name} of the sequence of {length}, {dtype}"
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("page_size", [0, 16, 256])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_cache(head_dim: int, page_size: int, queries: int, device: str) -> None:
+    """Alone, and at several positions of batches whose sizes decide elsewhere how keys are divided
+    among the threads or thread blocks.
+    """
+    for dtype in dtypes_of(device):
+        run = cached(head_dim, page_size, queries, dtype, device)
+        for b in (0, 2, 3):
+            out, lse = run([b])
+            others = [n for n in range(5) if n != b]
+            for batch in ([b, *others], [*others, b], [1, b], 16 * others + [b], 70 * [b]):
+                at = batch.index(b)
+                together, lses = run(batch)
+                what = f"of sequence {b} at {at} of {len(batch)}, {dtype}"
+                assert torch.equal(together[at], out[0]), f"out {what}"
+                assert torch.equal(lses[at], lse[0]), f"lse {what}"
+
+
+def cached(
+    head_dim: int, page_size: int, queries: int, dtype: Any, device: str
+) -> Callable[[list[int]], tuple[Any, Any]]:
+    """What computes out and lse of some of five sequences, of 7 to 3072 keys."""
+    most, used = 3072, torch.tensor((2900, 7, 3072, 1025, 513))
+    columns = most // page_size if page_size else 1
+    generator = torch.Generator().manual_seed(head_dim + page_size)
+    shape = (len(used) * columns, page_size or most, 2, head_dim)
+    k, v = (torch.randn(*shape, generator=generator).to(device, dtype) for _ in range(2))
+    q = torch.randn(len(used), queries, 8, head_dim, generator=generator).to(device, dtype)
+    pages = torch.randperm(shape[0], generator=generator).view(len(used), columns)
+
+    def run(members: list[int]) -> tuple[Any, Any]:
+        where = {"seqused_k": used[members]}
+        if page_size:
+            where["block_table"] = pages[members]
+        else:
+            where["cache_batch_idx"] = pages[members, 0]
+        numbers = {name: x.to(device, torch.int32) for name, x in where.items()}
+        out, lse = strobe.attention_with_kvcache(
+            q[members], k, v, **numbers, causal=True, batch_invariant=True, threads=16,
+            return_lse=True,
+        )  # fmt: skip
+        return out, lse
+
+    return run
 
 
 def test_the_plan_says_so() -> None:
