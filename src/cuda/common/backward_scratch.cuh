@@ -117,8 +117,8 @@ struct BackwardScratch {
                             // looked at, and those of items that do not exist never are
   uint32_t* dq_nonfinite;   // [heads, tiles], of such a kernel: some of the tile's dQ is not finite
   uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
-                            // unless deterministic, whether the first one has stored there, or,
-                            // of a sequence's first tile, whether dq is zero (items_zero)
+                            // unless deterministic, whether the first one has stored there,
+                            // or whether dq is zero there (items_zero)
   uint32_t items_zero;    // whether the main kernel's items set dq to zero, and not the pre kernel
   uint32_t descending;    // key heads (OrderedItems) whose key tiles add the last one first
   uint32_t* ticket;       // the next work item

@@ -3,10 +3,10 @@
 //
 // Zeros that the kernel before writes are written back to memory and read again where the sums of
 // all heads are larger than L2. Here the first key block of a sequence, which is drawn before its
-// others, sets those of its heads to zero while its thread block is still busy with the item
-// before. A flag says so, which others await before their first addition for a head: the consumers
-// know nothing of it, since they wait at ds.full. There is no deadlock: an item's zeros wait for
-// nothing but its record, and who waits for them was drawn later.
+// others, sets those of its heads to zero, tile by tile, beginning while its thread block is still
+// busy with the item before. A flag of each tile says so, which all key blocks await before they
+// add to it: the consumers know nothing of it, since they wait at ds.full. There is no deadlock: an
+// item's zeros wait for nothing but its record, and who waits for them was drawn later, or with it.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_ZEROS_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_ZEROS_CUH_
 
@@ -23,8 +23,8 @@ namespace strobe::cuda::sm90 {
 
 /// Whether items set the sums to zero: their bytes, all heads together and of one head.
 constexpr bool items_zero_sums(int64_t all, int64_t head) {
-  // Less than half of L2 stays there until it is added to; one warp takes 2 microseconds for 256
-  // KB, which a thread block has while it ends the item before.
+  // What is less than half of L2 stays there until it is added to. Of long sequences zeros are a
+  // small part of all that is done, and key blocks that begin far from the last tile would wait.
   return all >= int64_t{32} << 20 && head <= int64_t{512} << 10;
 }
 
@@ -55,17 +55,21 @@ class ZeroSums {
   }
 
  private:
-  /// The tiles of a sequence lie one after the other, in blocks of 16 queries.
+  /// The last tile first, as the items go through them. A tile's sum is blocks of 16 queries.
   __device__ __forceinline__ void clear(const typename Tr::Block& block, int32_t head, int lane) {
-    const int64_t tile = int64_t{head} * scratch_.tiles + block.scratch;
-    auto* sum = reinterpret_cast<float4*>(scratch_.dq + tile * (Tr::kTileQ * Tr::kWidth)) + lane;
 #pragma unroll 1
-    for (int32_t row = 0; row < block.seqlen_q; row += 16, sum += 4 * Tr::kWidth) {
+    for (int32_t i = (block.seqlen_q + Tr::kTileQ - 1) / Tr::kTileQ - 1; i >= 0; --i) {
+      const int64_t tile = int64_t{head} * scratch_.tiles + block.scratch + i;
+      auto* sum = reinterpret_cast<float4*>(scratch_.dq + tile * (Tr::kTileQ * Tr::kWidth)) + lane;
+      const int32_t rows = min(Tr::kTileQ, block.seqlen_q - i * Tr::kTileQ);
+#pragma unroll 1
+      for (int32_t row = 0; row < rows; row += 16, sum += 4 * Tr::kWidth) {
 #pragma unroll
-      for (int i = 0; i < Tr::kWidth / 8; ++i) sum[32 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int k = 0; k < Tr::kWidth / 8; ++k) sum[32 * k] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::store_release(scratch_.additions + tile, 1);
     }
-    __syncwarp();
-    if (lane == 0) ptx::store_release(scratch_.additions + tile, 1);
   }
 
   typename Tr::Shared& shared_;
@@ -84,8 +88,8 @@ class AwaitZeros : AdditionOrder<Tr> {
     this->for_each_step([&](const Block& block, const QueryStep& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
-      if (this->scratch_.items_zero && now.tile == QueryStep::first_tile(block)) {
-        const uint32_t* const flag = this->counter(block, {now.head, 0});
+      if (this->scratch_.items_zero) {
+        const uint32_t* const flag = this->counter(block, now);
         while (ptx::load_acquire(flag) == 0) {
         }
       }
