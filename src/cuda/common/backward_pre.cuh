@@ -72,7 +72,10 @@ __global__ void __launch_bounds__(kPreThreads)
                         int32_t counters) {
   ptx::let_next_kernel_begin();
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-  if (index == 0 && threadIdx.x == 0) *scratch.ticket = *scratch.any_nonfinite = 0;
+  if (index == 0 && threadIdx.x == 0) {
+    *scratch.ticket = scratch.first_ticket;
+    *scratch.any_nonfinite = 0;
+  }
   if constexpr (Form::kPreparesKeys) {
     if (index < scratch.key_blocks) Form::prepare_keys(p, scratch, static_cast<uint32_t>(index));
   }
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(kPreThreads)
     scratch.additions[at * counters + thread] = first;
   }
 
-  if constexpr (Form::kZeroSum) {
+  if (Form::kZeroSum && !scratch.items_zero) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
     // (backward_math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));

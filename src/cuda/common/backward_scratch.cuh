@@ -117,11 +117,14 @@ struct BackwardScratch {
                             // looked at, and those of items that do not exist never are
   uint32_t* dq_nonfinite;   // [heads, tiles], of such a kernel: some of the tile's dQ is not finite
   uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
-                            // unless deterministic, whether the first one has stored there
-  uint32_t descending;      // key heads (OrderedItems) whose key tiles add the last one first
-  uint32_t* ticket;         // the next work item
-  float *dk, *dv;           // [rows_k, heads_kv, parts, width]: where there are several parts
-  void* key_records;        // [key_blocks], of a Form that prepares them; at first null
+                            // unless deterministic, whether the first one has stored there,
+                            // or whether dq is zero there (items_zero)
+  uint32_t items_zero;    // whether the main kernel's items set dq to zero, and not the pre kernel
+  uint32_t descending;    // key heads (OrderedItems) whose key tiles add the last one first
+  uint32_t* ticket;       // the next work item
+  uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
+  float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts
+  void* key_records;      // [key_blocks], of a Form that prepares them; at first null
   uint32_t key_blocks;
   int32_t tile_k;  // keys of a work item
   uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)

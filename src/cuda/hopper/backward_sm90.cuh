@@ -10,8 +10,10 @@
 //   0         24         producer, one thread: takes an item and loads its record (KeyRecord), K
 //                        and V; then a tile of Q with its lse and of dO with its delta for each
 //                        step
-//   1 to 3    24         idle: a warpgroup gives its registers away as a whole. Where additions to
-//                        dQ have an order, two threads keep it (backward_sm90_turns.cuh)
+//   1, 2      24         see to it that dQ's sums are zero before anybody adds
+//                        (backward_sm90_zeros.cuh), or keep the order of the additions, where
+//                        they have one (backward_sm90_turns.cuh)
+//   3         24         idle: a warpgroup gives its registers away as a whole
 //   4 to 7    240        consumer warpgroup 0: keys 0 to 63 (backward_sm90_consumer.cuh)
 //   8 to 11   240        consumer warpgroup 1: keys 64 to 127
 //
@@ -23,8 +25,8 @@
 //   k .empty        dQ of the item's last step is made      producer
 //   q, dout .full   TMA has delivered the tile              consumers
 //   q, dout .empty  all eight consumer warps are done       producer
-//   ds.full         all eight have left their dS (and it    consumers, a step later
-//                   is the turn of this block of keys)
+//   ds.full         all eight have left their dS, and dQ's  consumers, a step later
+//                   sum is zero (or it is this block's turn)
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; with two panels only
@@ -62,6 +64,7 @@
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
+#include "cuda/hopper/backward_sm90_zeros.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/next_kernel.h"
@@ -101,7 +104,7 @@ class BackwardProducer {
   __device__ __forceinline__ void run() {
     // Where thread blocks wait for others, those must have begun: an item belongs to a thread block
     // that runs.
-    uint32_t index = Tr::kOrdered ? draw() : blockIdx.x;
+    uint32_t index = Tr::kOrdered || scratch_.items_zero ? draw() : blockIdx.x;
 #pragma unroll 1
     for (;; ++item_.count) {
       shared_.block_ring.empty[item_.stage()].wait(item_.free());
@@ -127,7 +130,7 @@ class BackwardProducer {
       if (!Tr::kPersistent) return;
       // Drawn when the last tiles of an item are under way, not earlier: the last items of all go
       // to whoever is free.
-      index = Tr::kOrdered ? draw() : gridDim.x + draw();
+      index = draw();
     }
   }
 
@@ -207,12 +210,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
     }
-    shared.block_ring.init(1, kOfAll + 2 * kOne);
+    shared.block_ring.init(1, kOfAll + 2);
     shared.k_ring.init(1, kOfAll);
     shared.v_ring.init(1, kOfAll);
     shared.q_ring.init(1, kOfAll + kOne);
     shared.dout_ring.init(1, kOfAll);
-    shared.ds_ring.init(kOfAll + kOne, kOfAll);
+    shared.ds_ring.init(kOfAll + 1, kOfAll);
     ptx::fence_barrier_init();
   }
   ptx::let_next_kernel_begin();
@@ -224,9 +227,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     // (The roles one beside the other: one after the other, ptxas spills a consumer's register.)
-    if (!Tr::kOrdered || warp == 0) {
+    if (warp == 0) {
       if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
-    } else if constexpr (Tr::kOrdered) {
+    } else if constexpr (!Tr::kOrdered) {
+      if (warp == 1) ZeroSums<Tr>(shared, scratch).run();
+      if (warp == 2 && ptx::thread_again() % 32 == 0) AwaitZeros<Tr>(shared, scratch).run();
+    } else {
       const bool first_lane = ptx::thread_again() % 32 == 0;
       if (warp == 1 && first_lane) KeepTurns<Tr>(shared, scratch).run();
       if (warp == 2) {

@@ -24,10 +24,21 @@ constexpr LaunchShape backward_shape() {
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
-/// Counters of a query tile: one, where additions to its dQ have an order.
-template <typename Problem>
+/// Whether the main kernel sets the sums of dQ to zero.
+template <BackwardConfig kConfig, typename Problem>
+bool items_zero(const Problem& p) {
+  const BackwardSizes sizes = sizes_of(p);
+  constexpr int64_t kRowBytes = int64_t{kConfig.width} * sizeof(float);
+  return !p.deterministic &&
+         items_zero_sums(
+             sizes.heads * scratch_tiles(sizes, kConfig.tile_q) * kConfig.tile_q * kRowBytes,
+             ceil_div(sizes.seqlen_q, kConfig.tile_q) * kConfig.tile_q * kRowBytes);
+}
+
+/// Counters of a query tile: one, where additions to its dQ have an order, or wait for zeros.
+template <BackwardConfig kConfig, typename Problem>
 int32_t counters_of(const Problem& p) {
-  return p.deterministic ? 1 : 0;
+  return p.deterministic || items_zero<kConfig>(p) ? 1 : 0;
 }
 
 template <BackwardConfig kConfig>
@@ -44,8 +55,14 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), counters_of(problem), nullptr);
+  carve<kConfig>(count, sizes_of(problem), counters_of<kConfig>(problem), nullptr);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
+}
+
+/// Thread blocks of the main kernel.
+template <typename Tr>
+uint32_t blocks_of(int64_t items, const LaunchTarget& target) {
+  return static_cast<uint32_t>(Tr::kPersistent ? min64(items, target.multiprocessors) : items);
 }
 
 /// The main kernel. items: of its own kind.
@@ -56,8 +73,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
   using Tr = BackwardTraitsOf<kConfig, kOrdered>;
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
-  const auto blocks =
-      static_cast<uint32_t>(Tr::kPersistent ? min64(count, target.multiprocessors) : count);
+  const uint32_t blocks = blocks_of<Tr>(count, target);
   void* args[] = {&p, &scratch, &order, &items, &maps};
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
@@ -77,7 +93,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   if (is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters_of(p), p.dq.data);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters_of<kConfig>(p), p.dq.data);
+  scratch.items_zero = items_zero<kConfig>(p) ? 1 : 0;
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // the order of the flags of what is not finite
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
@@ -95,10 +112,13 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
                          p.rule.later_see_more(), p.batch_invariant != 0);
   if (p.deterministic) scratch.descending = ordered.descending;
+  // Where thread blocks wait for others, all items are drawn.
+  if (!p.deterministic && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   return launch_stages<kConfig, Stages>(
-      p, scratch, order, items, kConfig.tile_k, counters_of(p), target, [&](BackwardMaps& maps) {
+      p, scratch, order, items, kConfig.tile_k, counters_of<kConfig>(p), target,
+      [&](BackwardMaps& maps) {
         return p.deterministic
                    ? launch_main<kConfig, true>(p, scratch, order, ordered, items, maps, target)
                    : launch_main<kConfig, false>(p, scratch, order, item_order, items, maps,

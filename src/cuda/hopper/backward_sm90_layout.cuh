@@ -24,9 +24,9 @@ namespace strobe::cuda::sm90 {
 template <int kTileK>
 struct alignas(16) KeyRecord {
   QueryVisits visits;
-  int64_t k_row;      // of the sequence's first key
-  int32_t seqlen_k;   // of the sequence; 0: there is no such block
-  int32_t key_begin;  // in the sequence
+  int64_t k_row;               // of the sequence's first key
+  int32_t seqlen_q, seqlen_k;  // of the sequence; seqlen_k 0: there is no such block
+  int32_t key_begin;           // in the sequence
   int32_t batch;
   uint32_t scratch;                 // the sequence's first scratch tile of head 0
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
@@ -47,6 +47,7 @@ struct alignas(16) KeyRecord {
     visits =
         first < seqlen ? QueryVisits::make(sequence.mask, keys, tile_q, kTileK) : QueryVisits{};
     k_row = sequence.k_row;
+    seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     seqlen_k = first < seqlen ? seqlen : 0;
     key_begin = first;
     batch = b;

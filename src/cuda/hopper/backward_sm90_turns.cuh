@@ -44,7 +44,7 @@ class AdditionOrder {
                                            const BackwardScratch& scratch)
       : shared_(shared), scratch_(scratch) {}
 
-  /// do_step(block, counter) for each step of all items.
+  /// do_step(block, now) for each step of all items.
   template <typename DoStep>
   __device__ __forceinline__ void for_each_step(const DoStep& do_step) {
 #pragma unroll 1
@@ -55,12 +55,17 @@ class AdditionOrder {
 #pragma unroll 1
       for (QueryStep now = QueryStep::first(block); block.has_steps() && !now.done(block);
            now.advance(block), ++at_.count) {
-        do_step(block, scratch_.additions + (static_cast<uint32_t>(now.head) * scratch_.tiles +
-                                             block.scratch + static_cast<uint32_t>(now.tile)));
+        do_step(block, now);
       }
       if (!Tr::kPersistent) return;
       shared_.block_ring.empty[item_.stage()].arrive();
     }
+  }
+
+  /// Of a query tile of a head.
+  __device__ __forceinline__ uint32_t* counter(const Block& block, const QueryStep& of) const {
+    return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
+                                 static_cast<uint32_t>(of.tile));
   }
 
   typename Tr::Shared& shared_;
@@ -77,10 +82,11 @@ class KeepTurns : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const uint32_t* counter) {
+    this->for_each_step([&](const Block& block, const QueryStep& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
       const uint32_t turn = block.turn();
+      const uint32_t* const counter = this->counter(block, now);
       while (ptx::load_acquire(counter) != turn) {
       }
       this->shared_.ds_ring.full[stage].arrive();
@@ -97,13 +103,13 @@ class ReportAdditions : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, uint32_t* counter) {
+    this->for_each_step([&](const Block& block, const QueryStep& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
       // The producer waits for this too, and with it everybody: no phase goes by unseen.
       this->shared_.q_ring.empty[stage].arrive();
       report();
-      counter_ = counter;
+      counter_ = this->counter(block, now);
       next_turn_ = block.next_turn();
     });
   }
