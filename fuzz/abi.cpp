@@ -13,15 +13,9 @@
 
 #include "input.h"
 #include "strobe/strobe.h"
+#include "tensor.h"
 
 namespace {
-
-void require_documented(strobe_status status) {
-  REQUIRE(status >= STROBE_OK &&
-          status <= STROBE_UNSUPPORTED);  // nothing here runs out of memory or breaks a device
-  REQUIRE(status == STROBE_OK || strobe_last_error()[0] != '\0');
-  REQUIRE(std::strncmp(strobe_status_name(status), "STROBE_", 7) == 0);
-}
 
 // A text function keeps within its buffer, ends in NUL and gives the same length for every
 // capacity.
@@ -31,21 +25,6 @@ void check_text(Fill fill, size_t capacity) {
   const std::unique_ptr<char[]> text(new char[capacity]);
   REQUIRE(fill(text.get(), capacity) == length);
   if (capacity > 0) REQUIRE(std::strlen(text.get()) == std::min(length, capacity - 1));
-}
-
-strobe_strides take_strides(Input& in, int64_t rows, int64_t heads, int64_t dim) {
-  switch (in.take<uint8_t>() % 8) {
-    case 0:  // heads before rows
-      return {heads * rows * dim, dim, rows * dim, 1};
-    case 1:  // padded
-      return {rows * heads * (dim + 3) + 5, heads * (dim + 3), dim + 3, 1};
-    case 2:  // small, of either sign, zero too
-      return {in.range(-600, 600), in.range(-600, 600), in.range(-600, 600), 1};
-    case 3:
-      return in.take<strobe_strides>();
-    default:
-      return {0, 0, 0, 0};
-  }
 }
 
 // A cache in place of k and v's own tensors, with all that comes with it.
@@ -138,45 +117,6 @@ strobe_problem small_problem(Input& in) {
   p.dv = take_strides(in, rows_k, heads_kv, dim_v);
   return p;
 }
-
-// One tensor of a launch, filled with a pattern.
-class Tensor {
- public:
-  Tensor(int64_t batch, int64_t rows, int64_t heads, int64_t dim, const strobe_strides& s,
-         int64_t element_size, uint8_t seed) {
-    if (batch == 0 || rows == 0) return;
-    int64_t low = 0, high = dim - 1;
-    for (const int64_t reach :
-         {(batch - 1) * s.batch, (rows - 1) * s.seqlen, (heads - 1) * s.head}) {
-      (reach < 0 ? low : high) += reach;
-    }
-    elements_ = high - low + 1;
-    if (elements_ > kMaxElements) return;
-    bytes_.resize(static_cast<size_t>(elements_ * element_size));
-    // Values of moderate size mostly; every byte pattern is a number of some dtype.
-    for (size_t i = 0; i < bytes_.size(); ++i) {
-      bytes_[i] = static_cast<uint8_t>(
-          (i % static_cast<size_t>(element_size) + 1 == static_cast<size_t>(element_size))
-              ? 0x3c + (i * 7 + seed) % 2 * 0x80
-              : i * 31 + seed);
-    }
-    bytes_.shrink_to_fit();
-    before_ = bytes_;
-    offset_ = -low * element_size;
-  }
-  bool fits() const { return elements_ <= kMaxElements; }
-  bool unchanged() const { return bytes_ == before_; }
-  void* get() { return bytes_.empty() ? nullptr : bytes_.data() + offset_; }
-  template <typename T>
-  T* as() {
-    return static_cast<T*>(get());
-  }
-
- private:
-  static constexpr int64_t kMaxElements = 1 << 20;
-  std::vector<uint8_t> bytes_, before_;
-  int64_t elements_ = 0, offset_ = 0;
-};
 
 std::vector<int32_t> take_lengths(Input& in, const strobe_problem& p, int64_t total,
                                   int64_t longest) {

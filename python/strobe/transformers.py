@@ -212,15 +212,23 @@ def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Pac
     return found
 
 
+# On a GPU a prompt of more queries is worth a copy of its keys: the kernels for keys in a cache are
+# for few queries.
+_FEW_QUERIES: Final = 16
+
+
 def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     """Whether a cache will do: no gradient, no dropout, no compiler, no autocast, rows that can be
-    read where they lie. On GPUs the way of all other calls is taken.
+    read where they lie; on a GPU few queries.
     """
-    if torch.is_autocast_enabled("cpu") or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+    suits = q.is_cpu or (q.is_cuda and q.shape[1] <= _FEW_QUERIES)
+    if not suits or not q.device == k.device == v.device:
+        return False
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return False
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compiled = torch.compiler.is_compiling()
-    return not (tracked or compiled or options["dropout_p"] > 0) and q.is_cpu and v.is_cpu
+    compiled, autocast = torch.compiler.is_compiling(), torch.is_autocast_enabled(q.device.type)
+    return not (tracked or compiled or autocast or options["dropout_p"] > 0)
 
 
 def _packed(

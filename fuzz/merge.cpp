@@ -1,0 +1,102 @@
+// Merging partial results under arbitrary input, by the rules of abi.cpp.
+#include <cstdint>
+#include <iterator>
+#include <limits>
+
+#include "input.h"
+#include "strobe/strobe.h"
+#include "tensor.h"
+
+namespace {
+
+// One number of a merge goes where no memory is: it has to be refused.
+void spoil_merge(Input& in, strobe_merge_args& a) {
+  int32_t* const words[] = {&a.device, &a.device_index, &a.out_dtype, &a.threads};
+  int64_t* const extents[] = {&a.parts, &a.batch, &a.seqlen_q, &a.heads, &a.head_dim_v};
+  switch (in.take<uint8_t>() % 16) {
+    case 0:
+      *words[in.take<uint8_t>() % std::size(words)] = in.flag() ? -1 : 1 << 20;
+      break;
+    case 1:
+      *extents[in.take<uint8_t>() % std::size(extents)] = in.take<int64_t>() | INT64_MIN;
+      break;
+    case 2:
+      a.struct_size = in.take<uint8_t>();
+      break;
+    case 3:
+      a.outs = nullptr;
+      break;
+    case 4:
+      a.lses = reinterpret_cast<const float*>(reinterpret_cast<uintptr_t>(a.lses) + 2);
+      break;
+    case 5:
+      a.out = nullptr;
+      break;
+    case 6: {  // refused where there is a second row
+      strobe_strides* const strides[] = {&a.outs_strides, &a.lses_strides, &a.out_strides,
+                                         &a.lse_strides};
+      strides[in.take<uint8_t>() % std::size(strides)]->seqlen = in.flag() ? INT64_MIN : INT64_MAX;
+      break;
+    }
+    case 7:  // where there is a second part
+      (in.flag() ? a.outs_part : a.lses_part) = in.flag() ? INT64_MIN : INT64_MAX;
+      break;
+    default:
+      break;
+  }
+}
+
+// Partial results of any strides and their merger, with parts and rows that hold no keys.
+void check_merge(Input& in) {
+  strobe_merge_args a = {};
+  a.struct_size = sizeof a;
+  a.out_dtype = static_cast<int32_t>(in.range(0, 2));
+  a.threads = static_cast<int32_t>(in.range(0, 2));
+  a.parts = in.range(0, 5), a.batch = in.range(0, 3);
+  a.seqlen_q = in.range(0, 9), a.heads = in.range(0, 3);
+  const int64_t rows = a.seqlen_q, heads = a.heads, dim = in.range(1, in.flag() ? 256 : 9);
+  a.head_dim_v = dim;
+  a.outs_strides = take_strides(in, rows, heads, dim);
+  a.lses_strides = take_strides(in, rows, heads, 1);
+  a.out_strides = take_strides(in, rows, heads, dim);
+  a.lse_strides = take_strides(in, rows, heads, 1);
+  a.outs_part = in.flag() ? in.range(-9000, 9000) : 0;
+  a.lses_part = in.flag() ? in.range(-900, 900) : 0;
+  // What zeros stand for.
+  const auto or_else = [](const strobe_strides& s, const strobe_strides& contiguous) {
+    return s.batch == 0 && s.seqlen == 0 && s.head == 0 && s.dim == 0 ? contiguous : s;
+  };
+  const strobe_strides values = {rows * heads * dim, heads * dim, dim, 1},
+                       numbers = {rows * heads, 1, rows, 1};
+  const int64_t count = a.batch * rows * heads;
+  Tensor outs(a.batch, rows, heads, dim, or_else(a.outs_strides, values), 4, 1, a.parts,
+              a.outs_part ? a.outs_part : count * dim);
+  Tensor lses(a.batch, rows, heads, 1, or_else(a.lses_strides, numbers), 4, 2, a.parts,
+              a.lses_part ? a.lses_part : count);
+  Tensor out(a.batch, rows, heads, dim, or_else(a.out_strides, values),
+             a.out_dtype == STROBE_FLOAT32 ? 4 : 2, 3);
+  Tensor lse(a.batch, rows, heads, 1, or_else(a.lse_strides, numbers), 4, 4);
+  for (const Tensor* t : {&outs, &lses, &out, &lse}) {
+    if (!t->fits()) return;
+  }
+  for (int64_t n = in.range(0, 40); n > 0 && lses.elements() > 0; --n) {
+    lses.put(in.range(0, lses.elements() - 1),
+             in.flag() ? -std::numeric_limits<float>::infinity() : in.take<float>());
+  }
+  a.outs = outs.as<float>(), a.lses = lses.as<float>();
+  a.out = out.get(), a.lse = in.flag() ? lse.as<float>() : nullptr;
+  spoil_merge(in, a);
+  const strobe_status status = strobe_merge(&a);
+  require_documented(status);
+  REQUIRE(outs.unchanged() && lses.unchanged());
+  REQUIRE(status == STROBE_OK || (out.unchanged() && lse.unchanged()));
+  REQUIRE(a.lse || lse.unchanged());
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input in(data, size);
+  check_merge(in);
+  return 0;
+}
