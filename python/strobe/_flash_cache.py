@@ -10,9 +10,18 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _core
-from ._arrays import cannot_be_read, check_readable
+from ._arrays import cannot_be_read
 from ._errors import Error, InvalidArgument, Unsupported, renamed
-from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
+from ._flash_attn import (
+    Result,
+    as_flag,
+    as_integer,
+    as_number,
+    check_tensor,
+    diagnose,
+    in_our_words,
+    taken,
+)
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._values import integer, pair
@@ -122,21 +131,13 @@ def call(
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     except Exception as error:
-        _diagnose({names.get(name, name): x for name, x in named.items()}, error)
-        raise cannot_be_read(names.get("k", "k"), k, error) from None
+        theirs = {names.get(name, name): x for name, x in named.items() if x is not None}
+        diagnose(theirs)
+        found = in_our_words(error, **theirs)
+        if found is error:
+            found = cannot_be_read(names.get("k", "k"), k, error)
+        raise found from None
     return found if return_lse else found[0]
-
-
-def _diagnose(named: dict[str, Any], error: Exception) -> None:
-    """Raises what can be said of a tensor that PyTorch itself could not read."""
-    for name, x in named.items():
-        try:
-            if x is not None:
-                check_readable(name, x)
-        except Error as found:
-            raise found from None
-        except Exception as found:
-            raise cannot_be_read(name, x, found) from None
 
 
 def _straight(name: str, x: Any, refused: Error) -> Any:
@@ -299,9 +300,10 @@ def paged_varlen(
             "block_table with q, k or v that requires a gradient: a paged cache has no backward "
             "pass, expected torch.no_grad() or tensors that require none"
         )
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     if seqused_k is None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-        seqused_k = cu_seqlens_k.diff()
+        seqused_k = taken("cu_seqlens_k", cu_seqlens_k, torch.diff)
     options = {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q,
