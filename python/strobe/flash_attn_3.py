@@ -16,8 +16,18 @@ from typing import Any
 import torch
 
 from . import _flash_cache, _options
-from ._errors import Unsupported
-from ._flash_attn import DENSE, Lengths, Options, Result, Tensor, as_integer, call, check_tensor
+from ._errors import Error, InvalidArgument, Unsupported, renamed
+from ._flash_attn import (
+    DENSE,
+    Lengths,
+    Options,
+    Result,
+    Tensor,
+    as_integer,
+    call,
+    check_tensor,
+    taken,
+)
 from ._merge import merge
 
 __all__ = [
@@ -220,8 +230,24 @@ def flash_attn_combine(
     Returns:
         (out, softmax_lse), softmax_lse (batch, seqlen_q, heads) as lse_partial has it.
     """
-    check_tensor("lse_partial", lse_partial, _LSE_AXES[: getattr(out_partial, "ndim", 5) - 1])
-    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out=out, out_dtype=out_dtype)
+    check_tensor("out_partial", out_partial, None)
+    if out_partial.ndim not in (4, 5):
+        raise InvalidArgument(
+            f"out_partial.ndim = {out_partial.ndim}, expected 5: (parts, batch, seqlen_q, heads, "
+            "head_dim_v) or 4: (parts, seqlen_q, heads, head_dim_v)"
+        )
+    check_tensor("lse_partial", lse_partial, None)
+    got, wanted = taken("lse_partial", lse_partial, lambda x: x.shape), out_partial.shape[:-1]
+    if got != wanted:
+        raise InvalidArgument(
+            f"lse_partial.shape = {tuple(got)}, expected {tuple(wanted)} (out_partial.shape[:-1])"
+        )
+    turned = taken("lse_partial", lse_partial, lambda x: x.transpose(-1, -2))
+    try:
+        merged, lse = merge(out_partial, turned, out=out, out_dtype=out_dtype)
+    except Error as error:
+        names = {"outs": "out_partial", "lses": "lse_partial"}
+        raise type(error)(renamed(str(error), names)) from None
     return merged, lse.transpose(-1, -2)
 
 
@@ -233,7 +259,6 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
     """
 
 
-_LSE_AXES = ("parts", "batch", "seqlen_q", "heads")
 _REASONS = {
     "qv": "a second product of queries with values is not supported",
     "scheduler_metadata": "kernels find their schedule in the launch: get_scheduler_metadata() "

@@ -400,6 +400,32 @@ def test_combine() -> None:
     torch.testing.assert_close(lse, wanted_lse.transpose(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out_partial": None}, "^out_partial is of type NoneType"),
+        ({"out_partial": torch.zeros(2, 3)}, r"^out_partial.ndim = 2, expected 5: \(parts, batch"),
+        ({"out_partial": torch.zeros(2, 1, 3, 4, 8).double()}, "^out_partial.dtype = float64, exp"),
+        (
+            {"out_partial": torch.zeros(2, 1, 3, 4, 300)},
+            r"^out_partial.shape\[4\] \(head_dim_v\) = 3",
+        ),
+        ({"lse_partial": np.zeros((2, 1, 3, 4))}, "^lse_partial is of type ndarray"),
+        (
+            {"lse_partial": torch.zeros(2, 1, 4, 3)},
+            r"^lse_partial.shape = \(2, 1, 4, 3\), expected",
+        ),
+        ({"lse_partial": torch.zeros(2, 1, 3, 4).half()}, "^lse_partial.dtype = float16, expected"),
+        ({"lse_partial": torch.nn.UninitializedParameter()}, r"^lse_partial \(UninitializedParameter\) cannot"),
+        ({"out": torch.zeros(1, 3, 4, 9)}, r"^out.shape\[3\] = 9, expected 8 .* of out_partial"),
+    ],
+)
+def test_what_combine_refuses(change: dict[str, Any], message: str) -> None:
+    given = {"out_partial": torch.zeros(2, 1, 3, 4, 8), "lse_partial": torch.zeros(2, 1, 3, 4)}
+    with pytest.raises(strobe.InvalidArgument, match=message):
+        flash_attn_3.flash_attn_combine(**given | change)
+
+
 def test_every_sequence_of_a_mixed_batch() -> None:
     """A chunk of a prompt, a decoded token and an empty sequence: appended, turned, in one call."""
     rng = np.random.default_rng(3)
