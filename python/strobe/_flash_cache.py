@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -69,6 +70,8 @@ NAMES: Final = {
     "scale": "softmax_scale",
     "window": "window_size",
 }
+# Those of _ARRAYS that `check_values` reads a number for each sequence from.
+_ONE_EACH: Final = ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position", "seqused_q")
 _SKIP: Final = "STROBE_SKIP_VALUE_CHECKS"
 
 
@@ -155,10 +158,8 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
     options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
-    window = options["window"] = options.pop("window_left"), options.pop("window_right")
-    if wants_value_checks(q):
-        moving = options["causal"] or window != (-1, -1) or options["attention_chunk"] > 0
-        check_values(q, k, options, moving)
+    options["window"] = options.pop("window_left"), options.pop("window_right")
+    check_options(q, k, options)
     if options["attention_chunk"] == 0:  # a rare option, which costs time
         del options["attention_chunk"]
     found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, None, True, False, options)
@@ -166,6 +167,18 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
 
 
 # ------------------------------------------------------------------------------------------- values
+
+
+def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
+    """`check_values` of a call's options, if it has to look at them. Of arguments that it cannot
+    make sense of the launch says what is wrong.
+    """
+    arrays = {name: options.get(name) for name in _ARRAYS}
+    if wants_value_checks(q) and isinstance(k, torch.Tensor):
+        window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
+        with suppress(AttributeError, IndexError, RuntimeError, TypeError):
+            moving = bool(options.get("causal")) or window != (-1, -1) or chunk > 0
+            check_values(q, k, arrays, moving)
 
 
 def wants_value_checks(q: Tensor) -> bool:
@@ -187,7 +200,7 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
     if any(
         x.shape != (batch,) or x.dtype != torch.int32 or x.device != q.device
         for name, x in arrays.items()
-        if x is not None and name in ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position")
+        if x is not None and name in _ONE_EACH
     ):
         return  # what is wrong with these the launch itself says
     if q.ndim not in (3, 4) or any(
@@ -211,6 +224,10 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
         ("seqused_k", used, zeros + capacity - added, suffix),
         ("leftpad", pad, used, " (the sequence's seqused_k)"),
     ]
+    queries = zeros + q.shape[1] if offsets is None else offsets.diff().long()
+    if arrays.get("seqused_q") is not None:
+        checks.append(("seqused_q", arrays["seqused_q"], queries, ""))
+        queries = arrays["seqused_q"].long()
     if arrays.get("cache_batch_idx") is not None:
         checks.append(("cache_batch_idx", arrays["cache_batch_idx"], zeros + entries - 1, ""))
     if table is not None and table.numel() > 0:
@@ -221,7 +238,6 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
     if arrays.get("rotary_cos") is not None:
         start = arrays.get("rotary_position")
         start = used - pad if start is None else start.long()
-        queries = zeros + q.shape[1] if offsets is None else offsets.diff().long()
         steps = torch.maximum(zeros + added, queries if moving else queries.clamp(max=1))
         most = zeros + arrays["rotary_cos"].shape[0] - steps
         start = torch.where(steps > 0, start, 0)

@@ -73,9 +73,15 @@ def attention_with_kvcache(
         out, or (out, lse), as `attention`. Without a gradient, which a cache has not.
 
     Raises:
-        As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
-        nothing is written. On a GPU it makes the rows of its sequence NaN.
+        As `attention`. A length, index or page out of range is an InvalidArgument, and nothing is
+        written. On a GPU the call waits for the device to see that, but not while a CUDA graph is
+        captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
+        sequence are NaN then.
     """
+    if getattr(q, "is_cuda", False) is True:  # only there has Python to look at values
+        from . import _flash_cache
+
+        _flash_cache.check_options(q, k, {**options})
     return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
 
 

@@ -6,7 +6,8 @@ CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
 Names, order, defaults and results are those of FlashAttention-3; what an argument means is said in
 `strobe.flash_attn` and below. num_splits, pack_gqa, sm_margin tune the original's kernels and
 change no result: Strobe's kernels decide for themselves. What this module cannot do is refused with
-the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv.
+the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv. There is no
+flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and qkv.unbind(-3) gives q, k and v.
 """
 
 from __future__ import annotations
@@ -251,7 +252,29 @@ def flash_attn_combine(
     return merged, lse.transpose(-1, -2)
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
     """FlashAttention-3 plans a launch ahead here; Strobe's kernels do it in the launch.
 
     Returns:
