@@ -221,9 +221,11 @@ PyObject* dropout_mask(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "LLLLdKKK", &batch, &heads, &seqlen_q, &seqlen_k, &probability,
                         &seed, &offset, &address))
     return nullptr;
+  PyThreadState* thread = PyEval_SaveThread();
   const strobe_status status =
       library.dropout_mask(batch, heads, seqlen_q, seqlen_k, static_cast<float>(probability), seed,
                            offset, reinterpret_cast<uint8_t*>(address));
+  PyEval_RestoreThread(thread);
   if (status != STROBE_OK) return raise_status(status), nullptr;
   Py_RETURN_NONE;
 }

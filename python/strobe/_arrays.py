@@ -216,6 +216,11 @@ def check_plain(name: str, x: Any) -> None:
 def check_readable(name: str, x: Any) -> None:
     """Refuses what has no elements in memory, or others there than it stands for."""
     check_plain(name, x)
+    check_memory(name, x)
+
+
+def check_memory(name: str, x: Any) -> None:
+    """Refuses what has no elements in memory."""
     try:
         # A storage that was freed, a fake or a wrapper's: its address is NULL.
         readable = x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size()
@@ -227,6 +232,8 @@ def check_readable(name: str, x: Any) -> None:
 
 def _kind(x: Any) -> str:
     torch = _torch()
+    if torch.nn.parameter.is_lazy(x):
+        return "parameter that was not initialised"
     if x._is_zerotensor():
         return "zero tensor of PyTorch's"
     if type(x).__name__ == "FakeTensor" or torch._is_functional_tensor(x):

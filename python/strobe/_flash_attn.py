@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -10,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from . import _core, _operators
-from ._arrays import cannot_be_read, check_dense, check_readable, introduce_torch
+from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._values import flag, integer, pair, real
 
@@ -68,7 +69,7 @@ def _introduce_watchers() -> None:
 _introduce_watchers()
 
 
-def _is_plain(q: Any, k: Any, v: Any) -> bool:
+def is_plain(q: Any, k: Any, v: Any) -> bool:
     """Whether these are tensors as they come and nobody but autograd watches."""
     return (
         all(type(x) is torch.Tensor for x in (q, k, v))
@@ -91,8 +92,8 @@ _PACKED_NAMES: Final = _NAMES | {
 }
 
 
-def _by_name(error: Error, packed: str) -> Error:
-    """`error` with the names that the caller knows. packed: see `call`."""
+def _by_name(error: Exception, packed: str) -> Exception:
+    """One of ours with the names that the caller knows. packed: see `call`."""
     text = renamed(str(error), _PACKED_NAMES if packed == "qkv" else _NAMES)
     name = re.split(r"\W", text, maxsplit=1)[0]
     if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
@@ -102,14 +103,19 @@ def _by_name(error: Error, packed: str) -> Error:
     return type(error)(text)
 
 
-def _refused(error: Exception, **named: Any) -> Error | None:
-    """For what PyTorch's dispatcher says where a class of tensors takes no part in an operator."""
+def in_our_words(error: Exception, **named: Any) -> Exception:
+    """What PyTorch's dispatcher says where a kind of tensors takes no part in an operator, in words
+    of ours; `error` itself if there is none.
+    """
     for name, x in named.items():
-        if isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter):
-            return Unsupported(
-                f"{name} is a {type(x).__name__:.60}, which does not take this: {first_line(error)}"
-            )
-    return None
+        if isinstance(x, torch.Tensor):
+            if x.is_quantized:
+                return Unsupported(f"{name}.dtype = {x.dtype}, which no kernel takes")
+            if type(x) not in (torch.Tensor, torch.nn.Parameter):
+                said = first_line(error)
+                kind = f"{type(x).__name__:.60}"
+                return Unsupported(f"{name} is a {kind}, which does not take this: {said}")
+    return error
 
 
 def check_tensor(name: str, x: Any, axes: tuple[str, ...] | None) -> None:
@@ -128,16 +134,37 @@ def check_tensor(name: str, x: Any, axes: tuple[str, ...] | None) -> None:
             )
 
 
-def unbound(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """The tensors that `x` was packed from."""
+def diagnose(named: dict[str, Any]) -> None:
+    """Raises what can be said of a tensor that PyTorch itself could not read."""
+    for name, x in named.items():
+        try:
+            if x is not None:
+                check_readable(name, x)
+        except Error as found:
+            raise found from None
+        except Exception as found:
+            raise cannot_be_read(name, x, found) from None
+
+
+def check_eager(named: dict[str, Any]) -> None:
+    """Refuses what has no memory, at which PyTorch's kernels would end the process. A tensor of a
+    transform, of a compiler or of a class with operators of its own may have it elsewhere.
+    """
+    if not _is_tracing() and not _operators.is_transformed():
+        for name, x in named.items():
+            if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not x.is_meta:
+                check_memory(name, x)
+
+
+def taken(name: str, x: Tensor, take: Callable[[Tensor], Any]) -> Any:
+    """take(x), with an error of ours: x may be freed, or of a class without operators."""
     try:
-        parts: tuple[Tensor, ...] = x.unbind(axis)
-    except Exception as error:  # freed, or of a class without operators
+        return take(x)
+    except Exception as error:
         if _is_tracing():
             raise
-        check_readable(name, x)
+        diagnose({name: x})
         raise cannot_be_read(name, x, error) from None
-    return parts
 
 
 def check_dropout(dropout_p: Any, softcap: Any) -> None:
@@ -157,15 +184,16 @@ def as_integer(name: str, value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         check_dense(name, value)
-        if value.numel() != 1 or value.is_floating_point():
+        try:
+            whole = value.numel() == 1 and not value.is_floating_point()
+            value = value.item() if whole else value
+        except Exception as error:
+            raise InvalidArgument(f"{name} cannot be read: {first_line(error)}") from None
+        if not whole:
             raise InvalidArgument(
                 f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
                 "expected an integer"
             )
-        try:
-            value = value.item()
-        except Exception as error:
-            raise InvalidArgument(f"{name} cannot be read: {first_line(error)}") from None
     return integer(name, value)
 
 
@@ -241,7 +269,7 @@ def call(
                 return found
         except InvalidArgument:
             pass  # below, a contiguous copy may help, and if not, the message is given
-    plain = not tracing and _is_plain(q, k, v)
+    plain = not tracing and is_plain(q, k, v)
     q, k, v, arguments = _checked(q, k, v, lengths, options, packed)
     arguments += more
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
@@ -253,10 +281,10 @@ def call(
         except Error as error:
             raise _by_name(error, packed) from None
         except (AssertionError, NotImplementedError, TypeError) as error:
-            refused = _refused(error, q=q, k=k, v=v, alibi_slopes=arguments[2])
-            if refused is None:
+            found = in_our_words(error, q=q, k=k, v=v, alibi_slopes=arguments[2])
+            if found is error:
                 raise
-            raise _by_name(refused, packed) from None
+            raise _by_name(found, packed) from None
     if not return_attn_probs:
         return out
     if arguments[3] is None:

@@ -5,14 +5,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from . import _core
-from ._arrays import cannot_be_read, check_readable
+from ._arrays import cannot_be_read
 from ._errors import Error, InvalidArgument, Unsupported, renamed
-from ._flash_attn import Result, as_flag, as_integer, as_number, check_tensor
+from ._flash_attn import (
+    Result,
+    as_flag,
+    as_integer,
+    as_number,
+    check_tensor,
+    diagnose,
+    in_our_words,
+    taken,
+)
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._values import integer, pair
@@ -60,6 +70,8 @@ NAMES: Final = {
     "scale": "softmax_scale",
     "window": "window_size",
 }
+# Those of _ARRAYS that `check_values` reads a number for each sequence from.
+_ONE_EACH: Final = ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position", "seqused_q")
 _SKIP: Final = "STROBE_SKIP_VALUE_CHECKS"
 
 
@@ -122,21 +134,13 @@ def call(
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     except Exception as error:
-        _diagnose({names.get(name, name): x for name, x in named.items()}, error)
-        raise cannot_be_read(names.get("k", "k"), k, error) from None
+        theirs = {names.get(name, name): x for name, x in named.items() if x is not None}
+        diagnose(theirs)
+        found = in_our_words(error, **theirs)
+        if found is error:
+            found = cannot_be_read(names.get("k", "k"), k, error)
+        raise found from None
     return found if return_lse else found[0]
-
-
-def _diagnose(named: dict[str, Any], error: Exception) -> None:
-    """Raises what can be said of a tensor that PyTorch itself could not read."""
-    for name, x in named.items():
-        try:
-            if x is not None:
-                check_readable(name, x)
-        except Error as found:
-            raise found from None
-        except Exception as found:
-            raise cannot_be_read(name, x, found) from None
 
 
 def _straight(name: str, x: Any, refused: Error) -> Any:
@@ -154,10 +158,8 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
     options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
-    window = options["window"] = options.pop("window_left"), options.pop("window_right")
-    if wants_value_checks(q):
-        moving = options["causal"] or window != (-1, -1) or options["attention_chunk"] > 0
-        check_values(q, k, options, moving)
+    options["window"] = options.pop("window_left"), options.pop("window_right")
+    check_options(q, k, options)
     if options["attention_chunk"] == 0:  # a rare option, which costs time
         del options["attention_chunk"]
     found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, None, True, False, options)
@@ -165,6 +167,18 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
 
 
 # ------------------------------------------------------------------------------------------- values
+
+
+def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
+    """`check_values` of a call's options, if it has to look at them. Of arguments that it cannot
+    make sense of the launch says what is wrong.
+    """
+    arrays = {name: options.get(name) for name in _ARRAYS}
+    if wants_value_checks(q) and isinstance(k, torch.Tensor):
+        window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
+        with suppress(AttributeError, IndexError, RuntimeError, TypeError):
+            moving = bool(options.get("causal")) or window != (-1, -1) or chunk > 0
+            check_values(q, k, arrays, moving)
 
 
 def wants_value_checks(q: Tensor) -> bool:
@@ -186,7 +200,7 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
     if any(
         x.shape != (batch,) or x.dtype != torch.int32 or x.device != q.device
         for name, x in arrays.items()
-        if x is not None and name in ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position")
+        if x is not None and name in _ONE_EACH
     ):
         return  # what is wrong with these the launch itself says
     if q.ndim not in (3, 4) or any(
@@ -210,6 +224,10 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
         ("seqused_k", used, zeros + capacity - added, suffix),
         ("leftpad", pad, used, " (the sequence's seqused_k)"),
     ]
+    queries = zeros + q.shape[1] if offsets is None else offsets.diff().long()
+    if arrays.get("seqused_q") is not None:
+        checks.append(("seqused_q", arrays["seqused_q"], queries, ""))
+        queries = arrays["seqused_q"].long()
     if arrays.get("cache_batch_idx") is not None:
         checks.append(("cache_batch_idx", arrays["cache_batch_idx"], zeros + entries - 1, ""))
     if table is not None and table.numel() > 0:
@@ -220,7 +238,6 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
     if arrays.get("rotary_cos") is not None:
         start = arrays.get("rotary_position")
         start = used - pad if start is None else start.long()
-        queries = zeros + q.shape[1] if offsets is None else offsets.diff().long()
         steps = torch.maximum(zeros + added, queries if moving else queries.clamp(max=1))
         most = zeros + arrays["rotary_cos"].shape[0] - steps
         start = torch.where(steps > 0, start, 0)
@@ -299,9 +316,10 @@ def paged_varlen(
             "block_table with q, k or v that requires a gradient: a paged cache has no backward "
             "pass, expected torch.no_grad() or tensors that require none"
         )
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     if seqused_k is None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-        seqused_k = cu_seqlens_k.diff()
+        seqused_k = taken("cu_seqlens_k", cu_seqlens_k, torch.diff)
     options = {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q,

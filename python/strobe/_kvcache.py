@@ -73,9 +73,15 @@ def attention_with_kvcache(
         out, or (out, lse), as `attention`. Without a gradient, which a cache has not.
 
     Raises:
-        As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
-        nothing is written. On a GPU it makes the rows of its sequence NaN.
+        As `attention`. A length, index or page out of range is an InvalidArgument, and nothing is
+        written. On a GPU the call waits for the device to see that, but not while a CUDA graph is
+        captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
+        sequence are NaN then.
     """
+    if getattr(q, "is_cuda", False) is True:  # only there has Python to look at values
+        from . import _flash_cache
+
+        _flash_cache.check_options(q, k, {**options})
     return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
 
 
@@ -94,10 +100,13 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _pl
     """What `_plans.make` gives, for a call with a cache."""
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
     q, packed = specs["q"], "cu_seqlens_q" in specs
+    if not packed and len(q.shape) == 3:
+        raise InvalidArgument("q.ndim = 3, expected 4 without cu_seqlens_q")
     check_ndim("q", q, axes_of("q", packed))
     problem = Problem.begin(specs, packed, options)
     fields, sizes = problem.fields, problem.sizes
-    out_dtype = "float32" if fields.pop("float_out") else q.dtype
+    float_out = fields.pop("float_out")
+    out_dtype = "float32" if float_out else q.dtype
     longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
     del fields["max_seqlen_k"]
     if packed:
@@ -120,7 +129,8 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _pl
     _take_rotary(problem, specs, interleaved)
     fields["out_dtype"] = DTYPE_CODES[out_dtype]
     if "out" in specs:
-        problem.take("out", specs["out"], "q and v", dtype=out_dtype)
+        why = "out_dtype" if float_out else "that of q"
+        problem.take("out", specs["out"], "q and v", dtype=out_dtype, why=why)
     # How long a launch takes is in the lengths, which a plan does not know: as if all were full.
     made = None if "out" in specs else out_dtype
     return _plans.launch_of(problem, {"out": made, "lse": "float32"})
@@ -140,7 +150,8 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     if sizes["page_size"] == 0:
         raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")
     name, axes = "block_table", ("batch", "pages_per_sequence")
-    problem.check(name, table, axes, "q", "int32", "numbers of pages")
+    of = "cu_seqlens_q" if problem.packed else "q"
+    problem.check(name, table, axes, of, "int32", "numbers of pages")
     rows, columns = table.shape
     hint = table.kind.contiguous_hint.format(name)
     for axis, least in ((1, 1), (0, columns)):

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import spec_of
-from ._errors import InvalidArgument, shown
+from ._errors import InvalidArgument, renamed, shown
 from ._plans import allocator
 from ._problem import DTYPE_CODES, Problem, axes_of
 
@@ -53,9 +53,9 @@ def merge(
         raise InvalidArgument(
             f"lses.ndim = {len(y.shape)}, expected outs.ndim - 1 = {len(x.shape) - 1}"
         )
-    problem = Problem({}, packed, x)
+    problem = Problem({}, packed, x, first="outs")
     partial = "partial results"
-    problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32")
+    problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32", partial)
     problem.check("lses", y, ("parts", *axes_of("lse", packed)), "outs", "float32", partial)
     for name, spec in (("outs", x), ("lses", y)):
         if spec.shape[0] > 1 and spec.strides[0] == 0:
@@ -74,7 +74,10 @@ def merge(
             )
         problem.take("out", z, "outs", dtype=z.dtype)
     lse = _made(allocator(problem.shape("lse"), "float32", x))
-    _core.merge(outs, lses, out, lse, threads)
+    try:
+        _core.merge(outs, lses, out, lse, threads)
+    except InvalidArgument as error:
+        raise InvalidArgument(renamed(str(error), problem.found)) from None
     return out, lse
 
 
@@ -91,7 +94,7 @@ def _stacked(name: str, parts: Any) -> Any:
         raise InvalidArgument(f"{name} is empty, expected at least one part")
     specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
     axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
-    problem = Problem({}, False, specs[0])
+    problem = Problem({}, False, specs[0], first=f"{name}[0]")
     kind = type(parts[0])
     for n, spec in enumerate(specs):
         if spec.kind is not specs[0].kind:

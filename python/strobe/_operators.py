@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _core, _options, _questions, _s_dmask
+from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
 from ._vmap import vmap_over
 
@@ -115,7 +116,10 @@ def seed_and_offset(rng_state: Tensor | None) -> tuple[int, int]:
             f"rng_state is {rng_state.dtype} {tuple(rng_state.shape)}, expected torch.int64 (2,): "
             "seed and offset"
         )
-    seed, offset = rng_state.tolist()
+    try:
+        seed, offset = rng_state.tolist()
+    except Exception as error:  # without memory, or of a class without operators
+        raise cannot_be_read("rng_state", rng_state, error) from None
     return seed & _UINT64, offset & _UINT64
 
 

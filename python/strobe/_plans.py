@@ -166,7 +166,7 @@ def plan_of(problem: Problem) -> Any:
         return _core.make_plan(problem.fields)
     except Error as error:
         text = renamed(str(error), _names(problem))
-        if isinstance(error, InvalidArgument) and "cache" not in problem.fields:
+        if isinstance(error, InvalidArgument):
             text += _other_layout(problem)
         raise type(error)(text) from None
 
@@ -182,6 +182,9 @@ def why_text(problem: Problem) -> str:
     return renamed(_core.why(problem.fields), _names(problem))
 
 
+_HEADS_FIRST: Final = ["batch", "heads", "seqlen"]
+
+
 def _other_layout(problem: Problem) -> str:
     """A guess, where heads contradict each other and would not with heads before rows."""
     named = problem.tensors
@@ -191,14 +194,18 @@ def _other_layout(problem: Problem) -> str:
         heads, heads_kv = (sizes[name][name not in swapped] for name in "qk")
         return bool(heads_kv > 0 and heads % heads_kv == 0)
 
-    if not divides(""):
-        for swapped in ("qkv", "kv", "q"):
-            if divides(swapped):
-                packed = problem.packed
-                axes = ["heads", "total"] if packed else ["batch", "heads", "seqlen"]
-                first = len(axes) - 2
-                arrays = [(name, named[name]) for name in swapped]
-                return in_other_layout(arrays, [*axes, "head_dim"], (first, first + 1))
+    pages = problem.fields.get("cache") == 2
+
+    def hint(names: str) -> str:
+        axes = ["pages", "heads", "page_size"] if pages and "k" in names else _HEADS_FIRST
+        axes = [*(["heads", "total"] if len(named[names[0]].shape) == 3 else axes), "head_dim"]
+        first = len(axes) - 3
+        return in_other_layout([(x, named[x]) for x in names], axes, (first, first + 1))
+
+    for swapped in ("qkv", "kv", "q") if not divides("") else ():
+        if divides(swapped):
+            apart = swapped == "qkv" and (pages or len(named["q"].shape) != len(named["k"].shape))
+            return "".join(map(hint, ("q", "kv") if apart else (swapped,)))
     return ""
 
 

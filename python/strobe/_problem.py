@@ -42,10 +42,11 @@ class Problem:
 
     fields: dict[str, Any]  # of strobe_problem
     packed: bool
-    q: Spec
+    q: Spec  # of whose dtype and place the others are
     sizes: dict[str, int] = field(default_factory=dict)  # of axes, by name
     found: dict[str, str] = field(default_factory=dict)  # where: "q.shape[0] (batch)"
     tensors: dict[str, Spec] = field(default_factory=dict)  # those with strides in the problem
+    first: str = "q"  # what the caller calls q
 
     @classmethod
     def begin(cls, specs: dict[str, Spec], packed: bool, options: dict[str, Any]) -> Problem:
@@ -67,13 +68,19 @@ class Problem:
         return tuple(self.sizes[axis] for axis in axes_of(name, self.packed))
 
     def take(
-        self, name: str, spec: Spec, like: str, axes: tuple[str, ...] = (), dtype: str = ""
+        self,
+        name: str,
+        spec: Spec,
+        like: str,
+        axes: tuple[str, ...] = (),
+        dtype: str = "",
+        why: str = "that of q",
     ) -> None:
         """Checks an array of any strides with a contiguous last dimension. like: what must have
-        the same sizes; dtype: another than that of q.
+        the same sizes; dtype: another than that of q; why: what its dtype follows from.
         """
         axes = axes or axes_of(name, self.packed)
-        self.check(name, spec, axes, like, dtype or self.q.dtype, "that of q")
+        self.check(name, spec, axes, like, dtype or self.q.dtype, why)
         axis = len(axes) - 1
         if spec.shape[axis] > 1 and spec.strides[axis] != 1 and 0 not in spec.shape:
             raise InvalidArgument(
@@ -107,7 +114,9 @@ class Problem:
         if spec.dtype != dtype:
             raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected {dtype} ({why})")
         if spec.place != self.q.place:
-            raise InvalidArgument(f"{name} is on {spec.place}, expected {self.q.place} as q")
+            raise InvalidArgument(
+                f"{name} is on {spec.place}, expected {self.q.place} as {self.first}"
+            )
         wanted = [self.sizes.get(axis, n) for axis, n in zip(axes, spec.shape, strict=True)]
         for axis, (got, want) in enumerate(zip(spec.shape, wanted, strict=True)):
             if got != want:

@@ -100,8 +100,9 @@ def why(
     A bad request raises nothing: the answer is the text of what is wrong with it.
 
     Without q, k and v: what became of this thread's latest scaled_dot_product_attention that
-    `strobe.torch` saw. The answer begins with "served" (by which kernel), "declined" (for which
-    reason PyTorch computed it) or "no call seen".
+    `strobe.torch` saw; calls outside its blocks, or which PyTorch keeps from its flash kernel after
+    `strobe.torch.register()`, leave that as it was. The answer begins with "served" (by which
+    kernel), "declined" (for which reason PyTorch computed it) or "no call seen".
 
     Args: as `plan`.
     """

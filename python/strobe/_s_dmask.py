@@ -35,12 +35,9 @@ def block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) 
         return 128
     if head_dim <= 64:
         return 64 if is_dropout else 128
-    if head_dim <= 96 or head_dim > 160:
+    if head_dim <= 96 or head_dim > 128:
         return 64
-    small_ampere = _is_small_ampere(device)
-    if head_dim > 128:
-        return 64 if small_ampere else 32
-    return 32 if is_dropout or (small_ampere and not is_causal) else 64
+    return 32 if is_dropout or (_is_small_ampere(device) and not is_causal) else 64
 
 
 def _is_small_ampere(device: Any) -> bool:

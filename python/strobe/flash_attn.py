@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from . import _flash_cache
 from ._errors import InvalidArgument
-from ._flash_attn import DENSE, Result, Tensor, call, check_tensor, unbound
+from ._flash_attn import DENSE, Result, Tensor, call, check_tensor, taken
 
 __all__ = [
     "flash_attn_func",
@@ -111,7 +111,7 @@ def flash_attn_qkvpacked_func(
     """
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     # Its derivative is one torch.stack; that of three slices, three sums.
-    q, k, v = unbound("qkv", qkv, 2)
+    q, k, v = taken("qkv", qkv, lambda x: x.unbind(2))
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
 
@@ -139,7 +139,7 @@ def flash_attn_kvpacked_func(
     Returns, Raises: as `flash_attn_func`.
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
-    k, v = unbound("kv", kv, 2)
+    k, v = taken("kv", kv, lambda x: x.unbind(2))
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "kv")
 
@@ -226,7 +226,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
-    q, k, v = unbound("qkv", qkv, 1)
+    q, k, v = taken("qkv", qkv, lambda x: x.unbind(1))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "qkv")
@@ -262,7 +262,7 @@ def flash_attn_varlen_kvpacked_func(
     check_tensor("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-    k, v = unbound("kv", kv, 1)
+    k, v = taken("kv", kv, lambda x: x.unbind(1))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "kv")

@@ -6,7 +6,8 @@ CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
 Names, order, defaults and results are those of FlashAttention-3; what an argument means is said in
 `strobe.flash_attn` and below. num_splits, pack_gqa, sm_margin tune the original's kernels and
 change no result: Strobe's kernels decide for themselves. What this module cannot do is refused with
-the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv.
+the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv. There is no
+flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and qkv.unbind(-3) gives q, k and v.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from typing import Any
 import torch
 
 from . import _flash_cache, _options
-from ._errors import Unsupported
-from ._flash_attn import DENSE, Lengths, Options, Result, Tensor, as_integer, call, check_tensor
+from ._errors import Error, InvalidArgument, Unsupported, renamed
+from ._flash_attn import (
+    DENSE,
+    Lengths,
+    Options,
+    Result,
+    Tensor,
+    as_integer,
+    call,
+    check_tensor,
+    taken,
+)
 from ._merge import merge
 
 __all__ = [
@@ -220,12 +231,50 @@ def flash_attn_combine(
     Returns:
         (out, softmax_lse), softmax_lse (batch, seqlen_q, heads) as lse_partial has it.
     """
-    check_tensor("lse_partial", lse_partial, _LSE_AXES[: getattr(out_partial, "ndim", 5) - 1])
-    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out=out, out_dtype=out_dtype)
+    check_tensor("out_partial", out_partial, None)
+    if out_partial.ndim not in (4, 5):
+        raise InvalidArgument(
+            f"out_partial.ndim = {out_partial.ndim}, expected 5: (parts, batch, seqlen_q, heads, "
+            "head_dim_v) or 4: (parts, seqlen_q, heads, head_dim_v)"
+        )
+    check_tensor("lse_partial", lse_partial, None)
+    got, wanted = taken("lse_partial", lse_partial, lambda x: x.shape), out_partial.shape[:-1]
+    if got != wanted:
+        raise InvalidArgument(
+            f"lse_partial.shape = {tuple(got)}, expected {tuple(wanted)} (out_partial.shape[:-1])"
+        )
+    turned = taken("lse_partial", lse_partial, lambda x: x.transpose(-1, -2))
+    try:
+        merged, lse = merge(out_partial, turned, out=out, out_dtype=out_dtype)
+    except Error as error:
+        names = {"outs": "out_partial", "lses": "lse_partial"}
+        raise type(error)(renamed(str(error), names)) from None
     return merged, lse.transpose(-1, -2)
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
     """FlashAttention-3 plans a launch ahead here; Strobe's kernels do it in the launch.
 
     Returns:
@@ -233,7 +282,6 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
     """
 
 
-_LSE_AXES = ("parts", "batch", "seqlen_q", "heads")
 _REASONS = {
     "qv": "a second product of queries with values is not supported",
     "scheduler_metadata": "kernels find their schedule in the launch: get_scheduler_metadata() "

@@ -8,8 +8,8 @@
     torch.nn.attention.activate_flash_attention_impl("strobe")
 
 Calls that Strobe does not take go to PyTorch's own kernels. `strobe.why()` says of the thread's
-latest call which kernel served it, why it was declined, or that none was seen; `strobe.torch.why`
-says why any call would be declined.
+latest call that Strobe saw which kernel served it or why it was declined, or that none was seen;
+`strobe.torch.why` says why any call would be declined.
 
 Tensors here are laid out as scaled_dot_product_attention has them: (batch, heads, seqlen,
 head_dim), of any strides. `strobe.flash_attn` has the functions in FlashAttention's layout.

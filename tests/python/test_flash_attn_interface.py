@@ -319,11 +319,19 @@ def test_refusals(interface: Any) -> None:
         ((q, k, v, 1.5, 0.2, True, -1, -1, 0.0, None, False), "dropout_p = 1.5"),
         ((q, k, v, 0.0, "x", True, -1, -1, 0.0, None, False), "softmax_scale = 'x'"),
         ((q, k, v, 0.0, float("nan"), True, -1, -1, 0.0, None, False), "softmax_scale = nan"),
-        ((q, k, v, 0.0, 0.2, False, -7, 2, 0.0, None, False), "window_size_left"),
+        ((q, k, v, 0.0, 0.2, False, -7, 2, 0.0, None, False), "window_size_left = -7"),
+        ((q, k, v, 0.0, 0.2, False, -1, 1.5, 0.0, None, False), "window_size_right = 1.5"),
+        (
+            (q, k, v, (), 0.2, False, -1, -1, 0.0, None, False),
+            r"dropout_p = \(\), expected a number",
+        ),
+        ((q, k, v, 0.0, 0.2, torch.ones(2), -1, -1, 0.0, None, False), "causal = <Tensor of"),
+        ((q, k, v, 0.0, 0.2, False, -1, -1, "x", None, False), "softcap = 'x'"),
+        ((q, k, v, 0.0, 0.2, False, -1, -1, 0.0, 1.0, False), "alibi_slopes is of type float"),
     ):
         with pytest.raises(strobe.InvalidArgument, match=f"^{text}"):
             forward(*arguments)
-    with pytest.raises(strobe.InvalidArgument, match=r"^out.shape = \(19, 2, 16\), expected"):
+    with pytest.raises(strobe.InvalidArgument, match=r"^out.ndim = 3, expected 4"):
         interface.flash_attn_gpu.fwd(
             *(q, k, v, q[0].clone(), None, 0.0, 0.2, True, -1, -1, 0.0, False, None)
         )
@@ -331,6 +339,31 @@ def test_refusals(interface: Any) -> None:
         interface.flash_attn_gpu.fwd(
             *(q, k, v, None, None, 0.1, 0.2, True, -1, -1, 0.0, False, torch.Generator())
         )
+
+
+def test_what_results_are_written_to(interface: Any) -> None:
+    (q, k, v, dout), _ = inputs(False)
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    options = (0.0, 0.2, True, -1, -1, 0.0, None, False)
+    out, lse, _, _ = interface._flash_attn_forward(q, k, v, *options)
+    dq = torch.full_like(q, 7.0)
+    for dk, text in (
+        (k.double(), r"dk.dtype = torch.float64, expected torch.float32 as q and k"),
+        (k[:1].clone(), r"dk.shape = \(1, 19, 2, 16\), expected \(2, 19, 2, 16\)"),
+        (k.to("meta"), "dk.device = meta, expected cpu"),
+        (torch.zeros(19, 2, 16).expand(k.shape), "dk cannot be written"),
+    ):
+        with pytest.raises(strobe.InvalidArgument, match=f"^{text}"):
+            interface._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, None, *options)
+        assert (dq == 7).all() or "written" in text
+    # The negative bit is PyTorch's to resolve.
+    negative, dq = (torch._neg_view(x) for x in (q, torch.empty_like(q)))
+    found = interface._flash_attn_forward(negative, k, v, *options)
+    assert_equal(found[:2], interface._flash_attn_forward(-q, k, v, *options)[:2])
+    plain = torch.empty_like(q)
+    for given, target in ((q, plain), (torch._neg_view(-q), dq)):
+        interface._flash_attn_backward(dout, given, k, v, out, lse, target, None, None, *options)
+    assert torch.equal(dq, plain)
 
 
 def test_helpers(interface: Any) -> None:

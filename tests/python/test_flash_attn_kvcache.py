@@ -29,6 +29,8 @@ NAMES = {
     "scale": "softmax_scale",
     "window": "window_size",
 }
+# Arrays whose values a launch looks at.
+NUMBERS = ("seqused_k", "leftpad", "cache_batch_idx", "block_table", "seqused_q")
 NAMES_3 = NAMES | {"block_table": "page_table", "rotary_position": "rotary_seqlens"}
 
 
@@ -203,12 +205,10 @@ def test_values_are_checked_on_a_gpu_as_on_the_cpu() -> None:
     """`check_values` reads any device; on the CPU the words of the library are its measure."""
     found = 0
     for seed in range(300):
-        arrays = draw(seed, three=True)
         rng = np.random.default_rng(seed)
+        arrays = kvcache_cases.draw(rng).make(rng)
         given = arrays.arguments
-        name = rng.choice(
-            [n for n in ("seqused_k", "leftpad", "cache_batch_idx", "block_table") if n in given]
-        )
+        name = rng.choice([n for n in NUMBERS if n in given])
         at = tuple(rng.integers(0, n) for n in given[name].shape)
         given[name][at] = rng.choice([-1, -9, 2**30, 9, 41])
         if name == "leftpad" and given[name][at] > 0 and rng.random() < 0.5:
@@ -233,7 +233,7 @@ def test_values_are_checked_on_a_gpu_as_on_the_cpu() -> None:
         elif words[0] != words[1]:  # several are wrong: each names one of them
             assert all(words), (seed, words)
             assert {word.partition("[")[0] for word in words} <= {
-                "seqused_k", "leftpad", "block_table", "cache_batch_idx", "rotary_position",
+                *NUMBERS, "rotary_position",
             }, (seed, words)  # fmt: skip
         found += bool(words[0])
     assert 100 < found < 300
@@ -253,6 +253,44 @@ def test_when_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = False
     monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "1")
     assert not _flash_cache.wants_value_checks(OnGpu())
+
+
+def test_strobes_own_function_checks_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):  # type: ignore[misc,name-defined]
+        is_cuda = True
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.delenv("STROBE_SKIP_VALUE_CHECKS", raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(_flash_cache, "check_values", lambda *given: seen.append(given))
+    given = simple()
+    q = given["q"].as_subclass(OnGpu)
+    k, v, used = given["k_cache"], given["v_cache"], torch.tensor([1, 2], dtype=torch.int32)
+    call = strobe.attention_with_kvcache
+    for option, moving in (({}, False), ({"causal": True}, True), ({"window": (3, 0)}, True)):
+        call(q, k, v, seqused_k=used, **option)
+        found = seen.pop()
+        assert found[0] is q
+        assert found[1] is k
+        assert found[2]["seqused_k"] is used
+        assert found[3] is moving
+    call(given["q"], k, v, seqused_k=used)
+    capturing[0] = True
+    call(q, k, v, seqused_k=used)
+    capturing[0] = False
+    monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "1")
+    call(q, k, v, seqused_k=used)
+    assert not seen
+    # What it cannot read, the launch refuses; what it can, it refuses itself.
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for wrong in (3, None, used.numpy()[:1], used.float(), used[None]):
+        with pytest.raises(strobe.InvalidArgument, match=r"^(seqused_k|leftpad)"):
+            call(q, k, v, seqused_k=wrong, leftpad=wrong if wrong is not None else -used)
+    monkeypatch.setattr(_core, "kvcache", None)
+    with pytest.raises(strobe.InvalidArgument, match=r"^seqused_k\[1\] = 99, expected 0 to 40 \("):
+        call(q, k, v, seqused_k=torch.tensor([1, 99], dtype=torch.int32))
 
 
 def test_compiled_and_fake() -> None:
@@ -329,6 +367,13 @@ def test_signatures_are_flash_attention_3s() -> None:
             "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False"
         ),
         "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+            "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
+            "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
+            "causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, "
+            "num_splits=0, pack_gqa=None, sm_margin=0"
+        ),
     }.items():
         parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
         found = ", ".join(
@@ -398,6 +443,35 @@ def test_combine() -> None:
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, wanted_lse.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out_partial": None}, "^out_partial is of type NoneType"),
+        ({"out_partial": torch.zeros(2, 3)}, r"^out_partial.ndim = 2, expected 5: \(parts, batch"),
+        ({"out_partial": torch.zeros(2, 1, 3, 4, 8).double()}, "^out_partial.dtype = float64, exp"),
+        (
+            {"out_partial": torch.zeros(2, 1, 3, 4, 300)},
+            r"^out_partial.shape\[4\] \(head_dim_v\) = 3",
+        ),
+        ({"lse_partial": np.zeros((2, 1, 3, 4))}, "^lse_partial is of type ndarray"),
+        (
+            {"lse_partial": torch.zeros(2, 1, 4, 3)},
+            r"^lse_partial.shape = \(2, 1, 4, 3\), expected",
+        ),
+        ({"lse_partial": torch.zeros(2, 1, 3, 4).half()}, "^lse_partial.dtype = float16, expected"),
+        (
+            {"lse_partial": torch.nn.UninitializedParameter()},
+            r"^lse_partial \(UninitializedParameter\) cannot",
+        ),
+        ({"out": torch.zeros(1, 3, 4, 9)}, r"^out.shape\[3\] = 9, expected 8 .* of out_partial"),
+    ],
+)
+def test_what_combine_refuses(change: dict[str, Any], message: str) -> None:
+    given = {"out_partial": torch.zeros(2, 1, 3, 4, 8), "lse_partial": torch.zeros(2, 1, 3, 4)}
+    with pytest.raises(strobe.InvalidArgument, match=message):
+        flash_attn_3.flash_attn_combine(**given | change)
 
 
 def test_every_sequence_of_a_mixed_batch() -> None:

@@ -156,6 +156,27 @@ except KeyboardInterrupt:
     assert (status, errors) == (7, "")
 
 
+def test_other_threads_go_on_beside_a_mask() -> None:
+    """It takes seconds, of which a thread that only counts gets its share."""
+    program = f"""{PREPARE}
+ticks = []
+def tick():
+    while True:
+        ticks.append(time.monotonic())
+        time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+time.sleep(0.05)
+start = time.monotonic()
+strobe.dropout_mask(1, 1, 1 << 13, 1 << 13, dropout_p=0.5)
+end = time.monotonic()
+inside = [x for x in ticks if start < x < end]
+assert max(b - a for a, b in zip([start, *inside], [*inside, end])) < (end - start) / 2, len(inside)
+os._exit(7)
+"""
+    status, _, errors = run(program)
+    assert (status, errors) == (7, "")
+
+
 def test_tensors_are_freed() -> None:
     """The exception's traceback does not hold the call's arrays once it is gone."""
     program = f"""{PREPARE}{SAY_WHEN}

@@ -282,6 +282,11 @@ def test_merge_of_rows_without_keys(rng: np.random.Generator) -> None:
         ({"outs": np.zeros((2, 3), np.float32)}, r"outs.ndim = 2, expected 5"),
         ({"outs": []}, "outs is empty"),
         ({"outs": 3}, "outs is of type int"),
+        ({"outs": np.zeros((3, 2, 6, 4, 16))}, r"outs.dtype = float64, expected float32 \(partial"),
+        (
+            {"outs": np.zeros((3, 2, 6, 4, 300), np.float32)},
+            r"outs.shape\[4\] \(head_dim_v\) = 300",
+        ),
         ({"lses": np.zeros((3, 2, 4, 5), np.float32)}, r"lses.shape\[3\] = 5, expected 6"),
         ({"lses": np.zeros((3, 2, 4, 6))}, r"lses.dtype = float64, expected float32 \(partial"),
         ({"out": np.zeros((2, 6, 4, 9), np.float32)}, r"out.shape\[3\] = 9, expected 16"),

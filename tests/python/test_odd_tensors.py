@@ -26,7 +26,7 @@ from strobe.flash_attn import (  # noqa: E402
 ODD = """
 import sys, torch, strobe
 from strobe.flash_attn import flash_attn_func
-from fuzz import TENSORS
+from odd import TENSORS
 q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
 kinds = ["nested", "jagged", "coo", "mkldnn", "freed", "freed slice", "fake", "fake slice"]
 for kind in kinds:
@@ -47,9 +47,73 @@ for kind in kinds:
 """
 
 
-def test_the_process_lives() -> None:
+# The functions beneath flash_attn's, where PyTorch's own kernels read and write as well.
+LOWER = """
+import inspect, sys, torch, strobe
+import shim
+sys.path.insert(0, str(shim.SOURCE))
+from flash_attn import flash_attn_interface as interface
+from odd import TENSORS
+gpu = interface.flash_attn_gpu
+kinds = ["freed", "freed slice", "fake", "wrapper", "functional", "uninitialised", "meta", "list"]
+q, k, v, dout = torch.randn(4, 2, 5, 4, 16)
+flat = {x: y.flatten(0, 1) for x, y in (("q", q), ("k", k), ("v", v), ("dout", dout))}
+offsets = torch.tensor([0, 5, 10], dtype=torch.int32)
+lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
+pages = {"k": k, "v": v, "block_table": torch.zeros(2, 1, dtype=torch.int32)}
+number = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True, "softcap": 0.0}
+number |= {"window_size_left": -1, "window_size_right": -1}
+dense = {"q": q, "k": k, "v": v, "dout": dout}
+def complete(function, given):
+    # What is demanded besides, and what forward gave.
+    rows = given["q"]
+    axes = (4, 10) if rows.ndim == 3 else (2, 4, 5)
+    given = {"out": torch.empty_like(rows), "softmax_lse": torch.zeros(axes), **number, **given}
+    given |= {f"d{x}": torch.full_like(given[x], 7.0) for x in "qkv"}
+    given |= {"k_cache": k, "v_cache": v, "num_splits": 0}
+    given["alibi_slopes"] = torch.ones(4)
+    given["rng_state"] = torch.tensor([3, 4]) if given["dropout_p"] else None
+    demanded = inspect.signature(function).parameters
+    if "k_cache" in demanded:
+        given |= {"k": None, "v": None, "cache_seqlens": torch.ones_like(offsets[1:])}
+    return {x: given.get(x, False if "bool" in str(p.annotation) else None)
+            for x, p in demanded.items()}
+calls = [(interface._flash_attn_forward, dense), (interface._flash_attn_backward, dense),
+         (interface._flash_attn_varlen_forward, flat | lengths),
+         (interface._flash_attn_varlen_backward, flat | lengths),
+         (gpu.fwd, dense), (gpu.bwd, dense), (gpu.bwd, dense | {"dropout_p": 0.5}),
+         (gpu.varlen_fwd, flat | lengths), (gpu.varlen_fwd, flat | lengths | pages),
+         (gpu.varlen_bwd, flat | lengths), (gpu.fwd_kvcache, dense)]
+for function, given in calls:
+    right = complete(function, given)
+    function(**right)
+    for name, value in right.items():
+        x = value if isinstance(value, torch.Tensor) else torch.ones(1)
+        unread = ["zero_tensors", "num_splits"]
+        if "block_table" in given:
+            unread += ["max_seqlen_k", "return_softmax"]
+        if value is None or name in unread:
+            continue
+        for kind in kinds:
+            odd = TENSORS[kind](None, x)
+            print(function.__name__, name, kind, flush=True)
+            targets = [y for x, y in right.items() if x in ("dq", "dk", "dv") and x != name]
+            for target in targets:
+                target.fill_(7.0)
+            try:
+                function(**right | {name: odd})
+            except strobe.Error as error:
+                assert name in str(error), error
+                assert all((y == 7.0).all() for y in targets), "written"
+            else:
+                assert kind in ("meta", "list") or (x is not value and kind == "functional")
+"""
+
+
+@pytest.mark.parametrize("program", [ODD, LOWER])
+def test_the_process_lives(program: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ODD],
+        [sys.executable, "-W", "ignore", "-c", program],
         cwd=__file__.rpartition("/")[0],
         capture_output=True,
         text=True,

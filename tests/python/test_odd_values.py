@@ -106,6 +106,41 @@ def test_the_other_layout_is_guessed(given: dict[str, Any], text: str) -> None:
         strobe.attention(*(np.ones(given[name], F) for name in "qkv"))
 
 
+@pytest.mark.parametrize(
+    ("q", "cache", "more", "text"),
+    [
+        (
+            (2, 8, 1, 16),
+            (2, 8, 120, 16),
+            {},
+            "; if q, k and v are (batch, heads, seqlen, head_dim), pass q.swapaxes(1, 2), k.swapa",
+        ),
+        ((2, 1, 8, 16), (2, 8, 120, 16), {}, "; if k and v are (batch, heads, seqlen, head_dim)"),
+        ((2, 8, 1, 16), (2, 120, 8, 16), {}, "; if q is (batch, heads, seqlen, head_dim), pass"),
+        (
+            (2, 8, 1, 16),
+            (2, 8, 120, 16),
+            {"block_table": np.zeros((2, 1), np.int32)},
+            (
+                "; if q is (batch, heads, seqlen, head_dim), pass q.swapaxes(1, 2); if k and v are "
+                "(pages, heads, page_size, head_dim), pass k.swapaxes(1, 2), v.swapaxes(1, 2)"
+            ),
+        ),
+        (
+            (8, 2, 16),
+            (2, 8, 120, 16),
+            {"cu_seqlens_q": np.array([0, 1, 2], np.int32), "max_seqlen_q": 1},
+            "; if q is (heads, total, head_dim), pass q.swapaxes(0, 1); if k and v are (batch, hea",
+        ),
+    ],
+)
+def test_the_other_layout_of_a_cache_is_guessed(
+    q: tuple[int, ...], cache: tuple[int, ...], more: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(strobe.InvalidArgument, match=re.escape(text)):
+        strobe.attention_with_kvcache(np.ones(q, F), *[np.ones(cache, F)] * 2, **more)
+
+
 def test_the_other_layout_is_not_guessed_where_it_helps_nothing() -> None:
     with pytest.raises(strobe.InvalidArgument) as caught:
         strobe.attention(**arrays(q=np.ones((2, 7, 5, 8), F)))

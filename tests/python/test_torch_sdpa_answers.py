@@ -203,7 +203,10 @@ def test_three_answers() -> None:
         assert strobe.why().startswith("no call seen: ")  # nothing of the block before
         scaled_dot_product_attention(Q[0], Q[0], Q[0])
         assert strobe.why().startswith("declined: ")
-    assert strobe.why().startswith("declined: ")
+    declined = strobe.why()
+    assert declined.startswith("declined: ")
+    scaled_dot_product_attention(Q, Q, Q)  # which Strobe does not see
+    assert strobe.why() == declined
 
 
 def test_attention_weights_are_never_seen() -> None:

@@ -12,6 +12,8 @@ import torch
 
 import strobe
 from strobe import _operators
+from strobe._flash_attn import as_flag, as_integer
+from strobe._values import pair
 
 from . import _flash_attn_gpu as gpu
 
@@ -32,11 +34,14 @@ def _forward(
     return_softmax: bool,
 ) -> Any:
     """What each forward does. lengths: cu_seqlens and max_seqlen of q and k; None: dense."""
-    options = (dropout_p, softmax_scale, causal, *window_size, softcap)
+    window = pair("window_size", window_size, as_integer)
+    options = gpu.checked_options(dropout_p, softmax_scale, causal, *window, softcap)
     lengths = gpu.DENSE if lengths is None else gpu.checked_lengths(*lengths)
+    return_softmax = as_flag("return_softmax", return_softmax)
+    deterministic = as_flag("deterministic", deterministic)
     found = gpu.forward(*tensors, None, lengths, options, alibi_slopes, return_softmax, None)
     out, lse, weights, rng_state = found
-    state = rng_state if dropout_p > 0 else None
+    state = rng_state if options[0] > 0 else None
     ctx.save_for_backward(*tensors, out, lse, *lengths[:2], alibi_slopes, state)
     ctx.options = (*lengths[2:], *options, deterministic)
     ctx.set_materialize_grads(False)

@@ -6,14 +6,14 @@ parallelism call these or the ones right above them. On the CPU too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
 import strobe
 from strobe import _flash_attn, _flash_cache, _operators, _options, _s_dmask
-from strobe._errors import renamed
+from strobe._arrays import check_memory
+from strobe._errors import first_line, renamed
 from strobe.flash_attn import flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -23,8 +23,11 @@ Lengths: TypeAlias = tuple[Tensor | None, Tensor | None, int | None, int | None]
 # dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
 Options: TypeAlias = tuple[float, float | None, bool, int, int, float]
 
+# Arguments that must be tensors.
+_NEEDED = frozenset({"dout", "q", "k", "v", "v_cache", "out", "softmax_lse"})
 DENSE: Lengths = (None, None, None, None)
 _NAMES = {
+    "lse": "softmax_lse",
     "scale": "softmax_scale",
     "window": "(window_size_left, window_size_right)",
     "window[0]": "window_size_left",
@@ -53,7 +56,9 @@ def fwd(
         [out, softmax_lse, S_dmask, rng_state]: out is the argument, if one was given; S_dmask is
         empty without return_softmax and dropout. rng_state: int64 (2,), in the CPU's memory.
     """
-    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = checked_options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     return forward(q, k, v, out, DENSE, options, alibi_slopes, return_softmax, gen)
 
 
@@ -87,12 +92,16 @@ def varlen_fwd(
     leftpad_k, int32 (batch,), skips the first rows of each sequence. Without dropout.
     zero_tensors changes nothing: all of out and softmax_lse is written.
     """
+    options = checked_options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     if block_table is not None:
-        if dropout_p != 0 or gen is not None:
+        if options[0] != 0 or gen is not None:
             raise strobe.InvalidArgument(
-                f"dropout_p = {dropout_p!r} with block_table, expected 0 and no gen"
+                f"dropout_p = {options[0]!r} with block_table, expected 0 and no gen"
             )
-        window = (window_size_left, window_size_right)
+        _, softmax_scale, causal, *window, softcap = options
+        _check_tensors({"q": q, "v": v}, {"out": (out, "q", "v")})
         with torch.no_grad():
             found, lse = _flash_cache.paged_varlen(
                 *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale),
@@ -103,7 +112,6 @@ def varlen_fwd(
     if leftpad_k is not None:
         raise strobe.Unsupported("leftpad_k without block_table is not supported")
     lengths = checked_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     return forward(q, k, v, out, lengths, options, alibi_slopes, return_softmax, gen, seqused_k)
 
 
@@ -135,7 +143,9 @@ def bwd(
         (batch, heads, seqlen_q rounded up to a multiple of 128), each row's sum of dout * out,
         times 1 - dropout_p; zeros behind seqlen_q.
     """
-    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = checked_options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     results = _backward(
         (dout, q, k, v, out, softmax_lse),
         (dq, dk, dv),
@@ -145,7 +155,7 @@ def bwd(
         deterministic,
         rng_state,
     )
-    delta = _delta(dout, out, dropout_p).permute(0, 2, 1)  # (batch, heads, seqlen_q)
+    delta = _delta(dout, out, options[0]).permute(0, 2, 1)  # (batch, heads, seqlen_q)
     seqlen_q = delta.shape[-1]
     more = _s_dmask.round_multiple(seqlen_q, 128) - seqlen_q
     return [*results, torch.nn.functional.pad(delta, (0, more))]
@@ -183,7 +193,9 @@ def varlen_bwd(
         As `bwd`, but softmax_d is (heads, total_q + 128 * batch), where the rows of sequence b
         begin at cu_seqlens_q[b] + 128 * b. zero_tensors changes nothing.
     """
-    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = checked_options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     results = _backward(
         (dout, q, k, v, out, softmax_lse),
         (dq, dk, dv),
@@ -193,7 +205,7 @@ def varlen_bwd(
         deterministic,
         rng_state,
     )
-    delta = _delta(dout, out, dropout_p)  # (total_q, heads)
+    delta = _delta(dout, out, options[0])  # (total_q, heads)
     (total_q, heads), batch = delta.shape, cu_seqlens_q.shape[0] - 1
     row = torch.arange(total_q, device=q.device)
     sequence = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
@@ -229,10 +241,12 @@ def fwd_kvcache(
     Returns:
         [out, softmax_lse]: out is the argument, if one was given.
     """
+    _check_tensors({"q": q, "v_cache": v_cache}, {"out": (out, "q", "v_cache")})
+    window = _window(window_size_left, window_size_right)
     found, lse = flash_attn_with_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table, softmax_scale, causal),
-        *((window_size_left, window_size_right), softcap, rotary_interleaved, alibi_slopes),
+        *(window, softcap, rotary_interleaved, alibi_slopes),
         return_softmax_lse=True,
     )
     return [_write("out", out, found), lse]
@@ -252,12 +266,6 @@ def checked_lengths(
     return cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
 
 
-def _check(tensors: dict[str, Tensor], lengths: Lengths) -> None:
-    rows = ("batch", "seqlen") if lengths[0] is None else ("total",)
-    for name, x in tensors.items():
-        _flash_attn.check_tensor(name, x, (*rows, "heads", "head_dim"))
-
-
 def _arguments(
     lengths: Lengths,
     options: Options,
@@ -271,24 +279,70 @@ def _arguments(
     return (*tensors, max_seqlen_q, max_seqlen_k, *options, deterministic)
 
 
-def _checked_options(options: Options) -> Options:
-    dropout_p, softmax_scale, causal, left, right, softcap = options
+def _window(*sides: Any) -> tuple[Any, Any]:
+    left, right = (
+        _flash_attn.as_integer(f"window_size_{name}", side)
+        for name, side in zip(("left", "right"), sides, strict=True)
+    )
+    for name, side in (("left", left), ("right", right)):
+        if side < -1:
+            raise strobe.InvalidArgument(f"window_size_{name} = {side}, expected at least -1")
+    return left, right
+
+
+def checked_options(
+    dropout_p: Any, softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any
+) -> Options:
+    """The arguments as Python's own numbers: what else they may be ends elsewhere."""
+    dropout_p = _flash_attn.as_number("dropout_p", dropout_p)
+    softcap = _flash_attn.as_number("softcap", softcap)
     if dropout_p != 0:
         _flash_attn.check_dropout(dropout_p, softcap)
     if softmax_scale is not None:
         softmax_scale = _flash_attn.as_number("softmax_scale", softmax_scale)
-    return dropout_p, softmax_scale, causal, left, right, softcap
+    causal = _flash_attn.as_flag("causal", causal)
+    return dropout_p, softmax_scale, causal, *_window(left, right), softcap
+
+
+def _check_tensors(
+    given: dict[str, Any], targets: dict[str, tuple[Any, str, str]], lengths: Lengths | None = None
+) -> None:
+    """Refuses what can neither be read nor take results, before anything is computed.
+
+    given: tensors by name, and None. lengths: those of q, k, v and their like, which have these
+    axes then. targets: what is written to, with the names of the tensors that have its rows and its
+    last axis.
+    """
+    rows = ("batch", "seqlen") if lengths is None or lengths[0] is None else ("total",)
+    every = given | {name: target for name, (target, _, _) in targets.items() if target is not None}
+    for name, x in every.items():
+        if x is not None or name in _NEEDED:
+            shaped = lengths is not None and name in _NEEDED and name != "softmax_lse"
+            _flash_attn.check_tensor(name, x, (*rows, "heads", "head_dim") if shaped else None)
+    _flash_attn.check_eager({name: x for name, x in every.items() if x is not None})
+    q = given["q"]
+    plain = not torch.compiler.is_dynamo_compiling() and _flash_attn.is_plain(q, q, q)
+    for name, (target, *like) in targets.items():
+        if target is None:
+            continue
+        shape = (*given[like[0]].shape[:-1], *given[like[1]].shape[-1:])
+        for what, wanted in (("shape", shape), ("dtype", q.dtype), ("device", q.device)):
+            got = tuple(target.shape) if what == "shape" else getattr(target, what)
+            if got != wanted:
+                names = " and ".join(dict.fromkeys(("q", *like)))
+                raise strobe.InvalidArgument(f"{name}.{what} = {got}, expected {wanted} as {names}")
+        if plain:  # the results are in memory, so a fake tensor cannot take them
+            check_memory(name, target)
 
 
 def _write(name: str, target: Tensor | None, found: Tensor) -> Tensor:
     """`found`, or `target` with its numbers."""
     if target is None:
         return found
-    if target.shape != found.shape:
-        raise strobe.InvalidArgument(
-            f"{name}.shape = {tuple(target.shape)}, expected {tuple(found.shape)}"
-        )
-    return target.copy_(found)
+    try:
+        return target.copy_(found)
+    except Exception as error:  # elements that are one and the same, or no operators
+        raise strobe.InvalidArgument(f"{name} cannot be written: {first_line(error)}") from None
 
 
 def forward(
@@ -309,8 +363,10 @@ def forward(
             "gen: a generator of one's own is not supported, expected None, which is PyTorch's "
             "default generator of q's device"
         )
-    _check({"q": q, "k": k, "v": v}, lengths)
-    options = _checked_options(options)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
+    given |= {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    _check_tensors(given, {"out": (out, "q", "v")}, lengths)
+    return_softmax = _flash_attn.as_flag("return_softmax", return_softmax)
     dropout = options[0] > 0
     if dropout:
         state = rng_state = _operators.dropout_state(device=q.device)
@@ -321,7 +377,7 @@ def forward(
     if more and return_softmax and dropout:
         raise strobe.Unsupported("return_softmax with seqused_k and dropout_p > 0")
     with torch.no_grad():
-        found, lse = _call(_operators.attention_forward, q, k, v, *arguments, *more)
+        found, lse = _call(_FORWARD, given, (q, k, v, *arguments, *more))
         if return_softmax and dropout:
             weights = _operators.attention_dropout_weights(q, k, *arguments)
         else:
@@ -339,8 +395,12 @@ def _backward(
     rng_state: Tensor | None,
 ) -> list[Tensor]:
     dout, q, k, v, out, lse = tensors
-    _check({"dout": dout, "q": q, "k": k, "v": v, "out": out}, lengths)
-    options = _checked_options(options)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    given |= {"cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
+    given |= {"alibi_slopes": alibi_slopes, "rng_state": rng_state}
+    targets = {f"d{x}": (target, x, x) for x, target in zip("qkv", results, strict=True)}
+    _check_tensors(given, targets, lengths)
+    deterministic = _flash_attn.as_flag("deterministic", deterministic)
     state = rng_state if options[0] > 0 else None
     if options[0] > 0 and state is None:
         raise strobe.InvalidArgument(
@@ -348,7 +408,7 @@ def _backward(
         )
     arguments = _arguments(lengths, options, alibi_slopes, state, deterministic)
     with torch.no_grad():
-        gradients = _call(_operators.attention_backward, dout, None, q, k, v, out, lse, *arguments)
+        gradients = _call(_BACKWARD, given, (dout, None, q, k, v, out, lse, *arguments))
         return [
             _write(name, target, found)
             for name, target, found in zip(("dq", "dk", "dv"), results, gradients, strict=True)
@@ -361,9 +421,20 @@ def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
         return (dout.float() * out.float()).sum(-1) * (1 - dropout_p)
 
 
-def _call(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """`operator`, whose errors name arguments as these functions do."""
+# An operator, and its kernel, for where nobody watches.
+_FORWARD = (_operators.attention_forward, _operators.forward)
+_BACKWARD = (_operators.attention_backward, _operators.backward)
+
+
+def _call(ways: tuple[Any, Any], given: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+    """An operator, whose errors name arguments as these functions do. given: see _check_tensors."""
+    tracing = torch.compiler.is_dynamo_compiling()
     try:
-        return operator(*arguments)
-    except strobe.InvalidArgument as error:
-        raise strobe.InvalidArgument(renamed(str(error), _NAMES)) from None
+        direct = not tracing and _flash_attn.is_plain(*(given[name] for name in "qkv"))
+        return ways[direct](*arguments)
+    except strobe.Error as error:
+        raise type(error)(renamed(str(error), _NAMES)) from None
+    except (AssertionError, NotImplementedError, TypeError) as error:
+        if tracing:
+            raise
+        raise _flash_attn.in_our_words(error, **given) from None
