@@ -20,6 +20,11 @@ struct Tensor {
   std::byte* data;
   int64_t batch_stride, row_stride, head_stride;  // in elements
   int64_t element_size;
+
+  /// Where a head's row begins.
+  STROBE_INLINE std::byte* element(int64_t batch, int64_t row, int64_t head) const {
+    return data + (batch * batch_stride + row * row_stride + head * head_stride) * element_size;
+  }
 };
 
 /// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
@@ -78,15 +83,14 @@ struct Context {
  private:
   STROBE_INLINE static RowView cached_rows(const Tensor& t, const KeyRows& keys, int64_t head) {
     if (!t.data) return {nullptr, 0};
-    std::byte* const begin = t.data + head * t.head_stride * t.element_size;
+    std::byte* const begin = t.element(0, 0, head);
     const int64_t entry = t.batch_stride * t.element_size, row = t.row_stride * t.element_size;
     if (keys.pages) return {begin, row, entry, keys};
     return {begin + keys.place(0).offset(entry, row), row};
   }
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
     if (!t.data) return {nullptr, 0};  // a tensor without values: nothing of it is read
-    const int64_t at = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
-    return {t.data + at * t.element_size, t.row_stride * t.element_size};
+    return {t.element(batch, row, head), t.row_stride * t.element_size};
   }
 };
 

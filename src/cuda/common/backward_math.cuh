@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
   static_assert(kN % 4 == 0);
   const bool aligned = view.aligned();  // then eight columns are there, or none of them
   column += 8 * (lane % 4);
-  char* to = view.data + row * view.stride_bytes + 2 * column;
+  char* to = view.row(row) + 2 * column;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
     uint32_t w[2][kN / 4][4];  // upper row, lower row

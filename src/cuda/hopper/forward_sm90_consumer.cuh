@@ -454,8 +454,7 @@ class Consumer {
           make_uint4(w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
-    return static_cast<T*>(p_.out.data) + tile.batch * p_.out.batch_stride +
-           int64_t{tile.map_q + row} * p_.out.row_stride + tile.head * p_.out.head_stride;
+    return static_cast<T*>(p_.out.data) + p_.out.element(tile.batch, tile.map_q + row, tile.head);
   }
 
   /// 0 and -inf: no row of the warpgroup sees a key.
