@@ -175,6 +175,33 @@ __device__ __forceinline__ void store_part_sums(float* to, int64_t stride, int64
   }
 }
 
+/// Whose dK and dV a work item has: keys of a sequence, for a part of the query heads of a group.
+struct KeysOfPart {
+  int32_t batch, head_kv, part;
+  uint32_t parts;  // of a group
+  int64_t k_row;   // of the sequence
+  int32_t seqlen;
+};
+/// Writes rows of dK or dV, times scale: to the caller's tensor, or, where a group has several
+/// parts, as float32 to the part's sums. key, column: of this lane's first value.
+template <typename T, int kWidth, int kM, int kN>
+__device__ __forceinline__ void store_keys(const BackwardParams& p, const KeysOfPart& of,
+                                           int32_t key, int column, int lane,
+                                           const float (&x)[kM][kN][4], float scale,
+                                           const Tensor& tensor, int32_t dim, float* parts_sum) {
+  if (of.parts > 1) {
+    const int64_t first = (p.cu_k ? of.k_row : int64_t{of.batch} * p.seqlen_k) + key;
+    const int64_t stride = int64_t{p.heads_kv} * of.parts * 2 * kWidth;
+    store_part_sums(parts_sum + first * stride +
+                        (int64_t{of.head_kv} * of.parts + of.part) * 2 * kWidth + column +
+                        2 * (lane % 4),
+                    stride, of.seqlen - key, x, scale);
+  } else {
+    store_accumulators<T>(rows_view(tensor, of.batch, of.k_row, of.head_kv, of.seqlen, dim), key,
+                          column, x, scale, lane);
+  }
+}
+
 /// Four 8 x 8 blocks of packed pairs to shared memory, the transport of ldmatrix backwards;
 /// address: the lane's, as ldmatrix would take it for the 16 x 16 block (tile.cuh's
 /// fragment_offset).
