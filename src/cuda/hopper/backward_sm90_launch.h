@@ -1,4 +1,5 @@
-// Launches the backward pass on Hopper: backward_pre.cuh, backward_sm90.cuh, backward_post.cuh.
+// Launches the backward pass on Hopper: the kernel of backward_sm90.cuh between the others that its
+// head lists.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_LAUNCH_H_
 
