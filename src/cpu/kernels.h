@@ -120,6 +120,14 @@ struct BackwardContext : Context {
   uint32_t* turn;  // [heads, turn_tiles]: key blocks that have added to the query tile's dQ; see
                    // turnstile.h
   int64_t turn_tiles;  // query tiles of all sequences together
+
+  /// For the scores of `block` queries at a time as the forward pass computes them.
+  STROBE_INLINE ForwardContext forward(int64_t block) const {
+    ForwardContext f{};
+    static_cast<Context&>(f) = *this;
+    f.block_q = block;
+    return f;
+  }
 };
 
 /// Keys [k_begin, k_end) of one key head, with all query heads of its group; all of them are in
@@ -183,8 +191,7 @@ struct InstructionSet {
 
   /// Writes out and lse of the item's queries.
   void (*forward_block)(const ForwardContext& context, const ForwardItem& item, std::byte* scratch);
-  /// Writes delta of the item's queries, and zeros to the dq of query tiles that no key block
-  /// visits.
+  /// Writes delta of the item's queries.
   void (*backward_delta)(const BackwardContext& context, const ForwardItem& item,
                          std::byte* scratch);
   /// Writes dk and dv of the item's keys and adds to the dQ of the queries that see them. The item
