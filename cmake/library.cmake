@@ -27,6 +27,14 @@ add_library(strobe_objects OBJECT ${sources})
 # Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.
 set(STROBE_CPU_ISAS ALL CACHE STRING
     "Instruction sets to build kernels for: ALL, NATIVE (those that this machine can run), or a list, e.g. portable;avx2")
+# In the CPU back end alone, so that the rest need not be compiled for each defect; and in all of it, for launch.cpp and
+# decode_items.cpp divide the work by the mask that the kernels apply.
+if(STROBE_BREAK_KERNEL)
+  string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
+  file(GLOB cpu CONFIGURE_DEPENDS src/cpu/*.cpp)
+  set_source_files_properties(${cpu} PROPERTIES COMPILE_DEFINITIONS STROBE_BREAK_KERNEL_${defect}=1)
+endif()
+
 set(isas "${STROBE_CPU_ISAS}")
 if(isas STREQUAL NATIVE AND EXISTS /proc/cpuinfo)
   file(STRINGS /proc/cpuinfo cpu LIMIT_COUNT 1 REGEX "^(flags|Features)")
@@ -54,10 +62,6 @@ function(strobe_isa name file)
     string(TOUPPER ${name} upper)
     target_compile_definitions(strobe_objects PRIVATE STROBE_HAVE_${upper}=1)
     set_property(TARGET strobe_objects APPEND PROPERTY STROBE_ISAS ${name})
-    if(STROBE_BREAK_KERNEL)  # in the kernels alone, so that the rest need not be compiled for each defect
-      string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
-      set_source_files_properties(${found} PROPERTIES COMPILE_DEFINITIONS STROBE_BREAK_KERNEL_${defect}=1)
-    endif()
   endif()
 endfunction()
 

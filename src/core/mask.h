@@ -1,5 +1,7 @@
-// The mask: which keys a query sees. The only file that knows; CPU, CUDA, forward and backward all
-// ask here.
+// The mask: which keys a query sees, and bounds on their number. All kernels, schedulers and
+// choices of a kernel, on the CPU and on CUDA, ask here; validate.cpp alone looks at the rule
+// besides, to refuse what cannot be together. (The command line's reference.cpp knows the mask,
+// too: it is there to check this file.)
 //
 // Every mask in Strobe lets a query see one interval of keys, and the ends of that interval never
 // move back from one query to the next. That is what makes the ranges below exact, and what a new
@@ -60,6 +62,29 @@ struct MaskRule {
   /// their work, and the last ones have most of it.
   STROBE_INLINE constexpr bool later_see_more() const {
     return causal || (window_right >= 0 && window_left < 0 && attention_chunk == 0);
+  }
+  /// The most keys that the queries of a run see together, of `length` keys; and the most queries
+  /// that see some key of a run of keys, of `length` queries. run: rows of the run, at least 1. A
+  /// bound for all offsets, and exact for a run of 1. (A prefix is for rules alone for which this
+  /// is `length`.)
+  STROBE_INLINE constexpr int64_t most_seen(int64_t run, int64_t length) const {
+    const int64_t left = window_left, right = causal ? 0 : window_right;
+    int64_t most = length;
+    if (0 <= left && left < length && 0 <= right && right < length) {
+      most = run + left + right < most ? run + left + right : most;
+    }
+    if (0 < attention_chunk && attention_chunk < length) {
+      const int64_t chunks = (run + attention_chunk - 2) / attention_chunk + 1;  // that a run meets
+      if (chunks <= length / attention_chunk && chunks * attention_chunk < most) {
+        most = chunks * attention_chunk;
+      }
+    }
+    return most;
+  }
+  /// Keys that a query sees on average, to within a half, of as many keys as there are queries, as
+  /// far as causality decides that; windows and chunks do not count.
+  STROBE_INLINE constexpr int64_t keys_to_diagonal(int64_t keys) const {
+    return causal ? (keys + 1) / 2 : keys;
   }
   /// Whether a query may see `keys` keys up to its own position, as far as there are so many.
   STROBE_INLINE constexpr bool reaches_back(int64_t keys) const {

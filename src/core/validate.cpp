@@ -6,6 +6,7 @@
 
 #include "core/checks.h"
 #include "core/options.h"
+#include "core/pointers.h"
 #include "core/problem.h"
 #include "core/validate_cache.h"
 #include "core/workspace.h"
@@ -178,7 +179,6 @@ Status check_workspace(const void* workspace, size_t got, size_t wanted) {
 // An array of one number a sequence, `wanted` by the problem.
 Status check_numbers(const AttentionProblem& p, const OptionArray& array, const int32_t* values,
                      int32_t wanted, const int32_t* cu_q, const int32_t* cu_k) {
-  STROBE_RETURN_IF_ERROR(check_pointer(array.name, values, wanted != 0, 4));
   if (!wanted || p.device != STROBE_CPU) return {};
   const auto rows = [](const int32_t* cu, int64_t dense, int64_t b) {
     return cu ? int64_t{cu[b + 1]} - cu[b] : dense;
@@ -194,21 +194,13 @@ Status check_numbers(const AttentionProblem& p, const OptionArray& array, const 
   return {};
 }
 
-// The arguments that both directions have.
+// What all launches have in common: pointers, lengths, workspace.
 template <typename Args>
-Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
-  const int64_t align = element_size(p.dtype), align_kv = element_size(p.kv_dtype);
-  const bool some_q = rows_q(p) > 0, some_k = rows_k(p) > 0;
-  const bool varlen_k = p.varlen && !p.cache;  // lengths of keys in a cache are in seqused_k
-  STROBE_RETURN_IF_ERROR(check_pointer("q", a.q, some_q, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("k", a.k, some_k, align_kv));
-  STROBE_RETURN_IF_ERROR(check_pointer("v", a.v, some_k, align_kv));
-  STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some_q, element_size(p.out_dtype)));
-  STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, false, 4));
-  STROBE_RETURN_IF_ERROR(
-      check_pointer("alibi_slopes", a.alibi_slopes, p.alibi != STROBE_ALIBI_NONE, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, p.varlen, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, varlen_k, 4));
+Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
+  const bool varlen_k = p.varlen && !p.cache;
+  STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
+    return check_pointer(x.name, x.pointer, x.needed, x.alignment);
+  }));
   if (p.varlen && p.device == STROBE_CPU) {
     STROBE_RETURN_IF_ERROR(
         check_cumulative("cu_seqlens_q", "q", a.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q));
@@ -230,20 +222,11 @@ Status check_common(const AttentionProblem& p, size_t workspace_bytes, const Arg
 }  // namespace
 
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const ForwardArgs& a) {
-  STROBE_RETURN_IF_ERROR(check_common(p, workspace_bytes, a));
-  return p.cache ? check_cache_args(p, a) : Status();
+  STROBE_RETURN_IF_ERROR(check_launch(p, workspace_bytes, a));
+  return p.cache && p.device == STROBE_CPU ? check_cache_numbers(p, a) : Status();
 }
-
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const BackwardArgs& a) {
-  const int64_t align = element_size(p.dtype);
-  const bool some_q = rows_q(p) > 0, some_k = rows_k(p) > 0;
-  STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, some_q, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("dout", a.dout, some_q, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("dlse", a.dlse, some_q && p.has_dlse, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("dq", a.dq, some_q, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("dk", a.dk, some_k, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("dv", a.dv, some_k, align));
-  return check_common(p, workspace_bytes, a);
+  return check_launch(p, workspace_bytes, a);
 }
 
 std::string to_string(const AttentionProblem& p) {

@@ -209,25 +209,8 @@ Status check_positions(const AttentionProblem& p, const ForwardArgs& a) {
 
 }  // namespace
 
-Status check_cache_args(const AttentionProblem& p, const ForwardArgs& a) {
-  const int64_t align = element_size(p.kv_dtype);
-  const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
-  const bool some_new = p.append && (packed ? p.total_new > 0 : p.seqlen_new > 0) && p.seqlen_k > 0;
-  STROBE_RETURN_IF_ERROR(
-      check_pointer("block_table", a.block_table, paged && p.pages_per_sequence > 0, 4));
-  STROBE_RETURN_IF_ERROR(
-      check_pointer("cache_batch_idx", a.cache_batch_idx, p.has_cache_batch_idx, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("leftpad", a.leftpad, p.has_leftpad, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("k_new", a.k_new, some_new, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("v_new", a.v_new, some_new, align));
-  STROBE_RETURN_IF_ERROR(check_pointer("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, 4));
-  const bool turned = p.rotary_dim > 0 && p.rotary_rows > 0;
-  STROBE_RETURN_IF_ERROR(check_pointer("rotary_cos", a.rotary_cos, turned, element_size(p.dtype)));
-  STROBE_RETURN_IF_ERROR(check_pointer("rotary_sin", a.rotary_sin, turned, element_size(p.dtype)));
-  STROBE_RETURN_IF_ERROR(
-      check_pointer("rotary_position", a.rotary_position, p.has_rotary_position, 4));
-  if (p.device != STROBE_CPU) return {};
-  if (packed) {
+Status check_cache_numbers(const AttentionProblem& p, const ForwardArgs& a) {
+  if (p.append == STROBE_APPEND_PACKED) {
     STROBE_RETURN_IF_ERROR(check_cumulative("cu_seqlens_k_new", "new", a.cu_seqlens_k_new, p.batch,
                                             p.total_new, p.seqlen_new));
   }

@@ -13,9 +13,8 @@ namespace strobe {
 /// defaults.
 Status check_cache(const AttentionProblem& problem);
 
-/// Checks launch arguments that passed the checks of every forward launch. On the CPU this checks
-/// the values of the arrays too.
-Status check_cache_args(const AttentionProblem& problem, const ForwardArgs& args);
+/// Checks the values of the arrays of a launch on the CPU, whose pointers passed their checks.
+Status check_cache_numbers(const AttentionProblem& problem, const ForwardArgs& args);
 
 /// What to_string says of it: "" without a cache.
 std::string cache_text(const AttentionProblem& problem);

@@ -1,5 +1,6 @@
-// Which blocks of keys a tile of queries visits, and which blocks of queries a tile of keys: all
-// kernels and schedulers ask here, and decide nothing of it themselves.
+// Which blocks of keys a tile of queries visits, and which blocks of queries a tile of keys. All
+// kernels and schedulers ask here; what has to be known before there are sequences, such as the
+// most that a tile may visit, MaskRule says (mask.h).
 #ifndef STROBE_CORE_VISITS_H_
 #define STROBE_CORE_VISITS_H_
 

@@ -14,17 +14,10 @@ static Tiles backward_tiles(const AttentionProblem& p) {
   return {kBackwardTileQ, kStrip, block};
 }
 
-STROBE_AMX ForwardContext forward_of(const BackwardContext& c) {
-  ForwardContext f{};
-  static_cast<Context&>(f) = c;
-  f.block_q = kForwardTileQ;
-  return f;
-}
-
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena, row_sums;
   carve_backward(arena, context);
-  carve_forward(row_sums, forward_of(context));
+  carve_forward(row_sums, context.forward(kForwardTileQ));
   return arena.used() > row_sums.used() ? arena.used() : row_sums.used();
 }
 
@@ -52,7 +45,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     const Range tile{q, min64(q + kForwardTileQ, item.q_end)};
     if (!any_large(c.lse + at + tile.begin, tile.size())) continue;
     Arena arena(scratch);
-    const ForwardContext context = forward_of(c);
+    const ForwardContext context = c.forward(kForwardTileQ);
     const Forward f{context,
                     sequence,
                     {item.batch, item.head, tile.begin, tile.end},
@@ -78,7 +71,6 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const Range queries{item.q_begin, item.q_end};
   const Rows out(c.query_rows(c.out, sequence, item.head), queries, p.head_dim_v);
   const Rows dout(c.query_rows(c.dout, sequence, item.head), queries, p.head_dim_v);
-  const RowView dq = c.query_rows(c.dq, sequence, item.head);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
   for (int64_t r = 0; r < queries.size(); ++r) {
     __m512 sum = _mm512_setzero_ps();
@@ -91,13 +83,6 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
     }
     const int64_t row = at + item.q_begin + r;
     c.delta[row] = _mm512_reduce_add_ps(sum) - (c.dlse ? c.dlse[row] : 0);
-  }
-  for (int64_t q = item.q_begin; q < item.q_end; q += kBackwardTileQ) {
-    const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
-    if (!sequence.mask.kv_range(tile).empty()) continue;
-    for (int64_t r = tile.begin; r < tile.end; ++r) {
-      __builtin_memset(dq.row(r), 0, static_cast<size_t>(p.head_dim) * sizeof(Bf16));
-    }
   }
 }
 

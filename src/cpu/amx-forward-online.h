@@ -32,16 +32,10 @@ STROBE_AMX void online_scores(const Forward& f, const Unit& u) {
       tile_load<5>(q + (n + d) * kTileBf16);
       tile_load<6>(k + d * kTileBf16);
       tile_load<7>(k + (n + d) * kTileBf16);
-      tile_multiply<0, 4, 6>();
-      tile_multiply<1, 4, 7>();
-      tile_multiply<2, 5, 6>();
-      tile_multiply<3, 5, 7>();
+      multiply_quad();
     }
     float* const s = f.s.s + g * kForwardTileQ * kGroup;
-    tile_store<0>(s, kGroup * 4);
-    tile_store<1>(s + kTile, kGroup * 4);
-    tile_store<2>(s + kTile * kGroup, kGroup * 4);
-    tile_store<3>(s + kTile * kGroup + kTile, kGroup * 4);
+    store_quad({s, kTile, kTile * kGroup}, kGroup * 4);
   }
 }
 
@@ -66,23 +60,14 @@ STROBE_AMX void online_output(const Forward& f, const Unit& u) {
       tile_load<5>(p + kTileBf16);
       tile_load<6>(v);
       tile_load<7>(v + kTileBf16);
-      tile_multiply<0, 4, 6>();
-      tile_multiply<1, 4, 7>();
-      tile_multiply<2, 5, 6>();
-      tile_multiply<3, 5, 7>();
+      multiply_quad();
       if (!split) continue;
       const Bf16* const low = online_weights_at(f, true) + g * 2 * kTileBf16;
       tile_load<4>(low);
       tile_load<5>(low + kTileBf16);
-      tile_multiply<0, 4, 6>();
-      tile_multiply<1, 4, 7>();
-      tile_multiply<2, 5, 6>();
-      tile_multiply<3, 5, 7>();
+      multiply_quad();
     }
-    tile_store<0>(o);
-    tile_store<1>(o + kTileFloat);
-    tile_store<2>(o + 2 * kTileFloat);
-    tile_store<3>(o + 3 * kTileFloat);
+    store_quad({o, kTileFloat, 2 * kTileFloat}, 64);
   }
 }
 

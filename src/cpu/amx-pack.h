@@ -51,25 +51,20 @@ struct Rows {
 
 STROBE_AMX int64_t padded_dim(int64_t dim) { return round_up(dim, kPair); }
 
+/// Tiles of the rows; kTransposed: of 16 x 16 pairs of values each, rows as columns.
+template <bool kTransposed = false>
 STROBE_AMX void pack_rows(const Rows& rows, int64_t padded_rows, Bf16* to) {
   for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
     for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
       __m512i x[16];
       rows.block(strip, d, x);
+      if constexpr (kTransposed) transpose(x);
       STROBE_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kPair, x[i]);
     }
   }
 }
-
 static void pack_transposed(const Rows& rows, int64_t padded_rows, Bf16* to) {
-  for (int64_t strip = 0; strip < padded_rows; strip += kTile) {
-    for (int64_t d = 0; d < rows.dim; d += kPair, to += kTileBf16) {
-      __m512i x[16];
-      rows.block(strip, d, x);
-      transpose(x);
-      STROBE_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kPair, x[i]);
-    }
-  }
+  pack_rows<true>(rows, padded_rows, to);
 }
 
 /// Whether any of 32 values is an infinity or a NaN.

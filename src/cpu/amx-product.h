@@ -16,6 +16,20 @@ struct Quad {
   STROBE_INLINE T* at(int i) const { return tile + i % 2 * right + i / 2 * down; }
 };
 
+STROBE_AMX void store_quad(const Quad<float>& to, int64_t row_bytes) {
+  tile_store<0>(to.at(0), row_bytes);
+  tile_store<1>(to.at(1), row_bytes);
+  tile_store<2>(to.at(2), row_bytes);
+  tile_store<3>(to.at(3), row_bytes);
+}
+/// Tiles 0 to 3 += A B: A in tiles 4 (above) and 5, B in tiles 6 (left) and 7.
+STROBE_AMX void multiply_quad() {
+  tile_multiply<0, 4, 6>();
+  tile_multiply<1, 4, 7>();
+  tile_multiply<2, 5, 6>();
+  tile_multiply<3, 5, 7>();
+}
+
 /// out [32][32] = in + A [32][32 steps] B [32 steps][32]. A tile of A or B stands `step` after the
 /// last, and the other row (A) or column (B) of tiles `other` after the first; in elements.
 struct Product {
@@ -54,10 +68,7 @@ class Products {
 
   /// Stores the last product's result.
   STROBE_INLINE void flush() {
-    tile_store<0>(unwritten_.at(0), out_row_bytes_);
-    tile_store<1>(unwritten_.at(1), out_row_bytes_);
-    tile_store<2>(unwritten_.at(2), out_row_bytes_);
-    tile_store<3>(unwritten_.at(3), out_row_bytes_);
+    store_quad(unwritten_, out_row_bytes_);
     unwritten_ = {spare_, 0, 0};
     out_row_bytes_ = 64;
   }

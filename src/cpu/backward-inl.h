@@ -80,7 +80,6 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const int64_t at = c.lse_index(sequence, item.head);
   const RowView out_rows = c.query_rows(c.out, sequence, item.head);
   const RowView dout_rows = c.query_rows(c.dout, sequence, item.head);
-  const RowView dq_rows = c.query_rows(c.dq, sequence, item.head);
   find_row_sums(c, item, scratch);
   const hn::ScalableTag<double> f64;
   const hn::Rebind<float, decltype(f64)> half;
@@ -110,14 +109,6 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
               static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
         }
       });
-  HWY_ALIGN float zeros[256 + kLanes] = {};
-  for (int64_t q = item.q_begin; q < item.q_end; q += kBackwardTileQ) {
-    const Range tile{q, min64(q + kBackwardTileQ, item.q_end)};
-    if (!sequence.mask.kv_range(tile).empty()) continue;
-    for (int64_t r = tile.begin; r < tile.end; ++r) {
-      store_row(dq_rows, p.dtype, r, p.head_dim, zeros, 1);
-    }
-  }
 }
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P

@@ -44,9 +44,7 @@ static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
   HWY_ALIGN float values[256 + kLanes];
   for (int64_t head = 0; head < p.heads_kv; ++head) {
     const auto row = [&](const Tensor& t, int64_t key) {
-      const int64_t at = s.new_entry * t.batch_stride +
-                         (s.new_row + key - s.new_begin) * t.row_stride + head * t.head_stride;
-      return t.data + at * t.element_size;
+      return t.element(s.new_entry, s.new_row + key - s.new_begin, head);
     };
     const RowView k = c.key_rows(c.k, s, head), v = c.key_rows(c.v, s, head);
     for (int64_t key = keys.begin; key < keys.end; ++key) {

@@ -20,6 +20,11 @@ struct Tensor {
   std::byte* data;
   int64_t batch_stride, row_stride, head_stride;  // in elements
   int64_t element_size;
+
+  /// Where a head's row begins.
+  STROBE_INLINE std::byte* element(int64_t batch, int64_t row, int64_t head) const {
+    return data + (batch * batch_stride + row * row_stride + head * head_stride) * element_size;
+  }
 };
 
 /// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
@@ -78,15 +83,14 @@ struct Context {
  private:
   STROBE_INLINE static RowView cached_rows(const Tensor& t, const KeyRows& keys, int64_t head) {
     if (!t.data) return {nullptr, 0};
-    std::byte* const begin = t.data + head * t.head_stride * t.element_size;
+    std::byte* const begin = t.element(0, 0, head);
     const int64_t entry = t.batch_stride * t.element_size, row = t.row_stride * t.element_size;
     if (keys.pages) return {begin, row, entry, keys};
     return {begin + keys.place(0).offset(entry, row), row};
   }
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
     if (!t.data) return {nullptr, 0};  // a tensor without values: nothing of it is read
-    const int64_t at = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
-    return {t.data + at * t.element_size, t.row_stride * t.element_size};
+    return {t.element(batch, row, head), t.row_stride * t.element_size};
   }
 };
 
@@ -116,6 +120,14 @@ struct BackwardContext : Context {
   uint32_t* turn;  // [heads, turn_tiles]: key blocks that have added to the query tile's dQ; see
                    // turnstile.h
   int64_t turn_tiles;  // query tiles of all sequences together
+
+  /// For the scores of `block` queries at a time as the forward pass computes them.
+  STROBE_INLINE ForwardContext forward(int64_t block) const {
+    ForwardContext f{};
+    static_cast<Context&>(f) = *this;
+    f.block_q = block;
+    return f;
+  }
 };
 
 /// Keys [k_begin, k_end) of one key head, with all query heads of its group; all of them are in
@@ -179,8 +191,7 @@ struct InstructionSet {
 
   /// Writes out and lse of the item's queries.
   void (*forward_block)(const ForwardContext& context, const ForwardItem& item, std::byte* scratch);
-  /// Writes delta of the item's queries, and zeros to the dq of query tiles that no key block
-  /// visits.
+  /// Writes delta of the item's queries.
   void (*backward_delta)(const BackwardContext& context, const ForwardItem& item,
                          std::byte* scratch);
   /// Writes dk and dv of the item's keys and adds to the dQ of the queries that see them. The item

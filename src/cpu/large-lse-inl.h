@@ -34,14 +34,9 @@ STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreRule& ru
           1 / c.row_sum[lse_at]};
 }
 
-STROBE_SIMD ForwardContext forward_of(const BackwardContext& c) {
-  ForwardContext f{};
-  static_cast<Context&>(f) = c;
-  f.block_q = kForwardTileQ;
-  return f;
+static size_t row_sums_scratch(const BackwardContext& c) {
+  return forward_scratch(c.forward(kForwardTileQ));
 }
-
-static size_t row_sums_scratch(const BackwardContext& c) { return forward_scratch(forward_of(c)); }
 
 /// Fills row_max and row_sum of the item's queries, for each tile in which some row needs them.
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
@@ -56,7 +51,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     if (!any) continue;
 
     Arena arena(scratch);
-    const ForwardContext forward = forward_of(c);
+    const ForwardContext forward = c.forward(kForwardTileQ);
     const ForwardScratch s = carve_forward(arena, forward);
     ForwardTile& tile = s.tiles[0];
     start_tile(forward, sequence, item, q, s.rows, tile);

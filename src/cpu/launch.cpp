@@ -223,8 +223,8 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
   }
 }
 
-// dq of queries, dk and dv of keys that are not in use.
-void fill_unused_queries(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
+// dq of queries that are not in use or see no key; dk and dv of keys that are not in use.
+void clear_dq(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
   if (queries.empty()) return;
   fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
 }
@@ -410,8 +410,8 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   std::byte* const scratch_base = workspace.data() + arena.used();
   const size_t scratch = (plan.workspace_bytes - arena.used()) / static_cast<size_t>(plan.threads);
 
-  // Rows of delta that an item makes: whole query tiles, because backward_delta also zeroes the dq
-  // of the tiles that no key block visits.
+  // Rows of delta that an item makes: whole query tiles, for the dq of those that no key block
+  // visits is cleared here.
   const int64_t delta_rows = round_up(256, plan.tile_q);
   const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
@@ -423,12 +423,14 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
       for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
         *turn_of(context, batch, head, q) = 0;
+        const Range tile{q, min64(q + plan.tile_q, queries.used.end)};
+        if (s.mask.kv_range(tile).empty()) clear_dq(context, s, head, tile);
       }
       if (!queries.used.empty()) {
         isa.backward_delta(context, {batch, head, begin, queries.used.end},
                            scratch_base + static_cast<size_t>(thread) * scratch);
       }
-      fill_unused_queries(context, s, head, queries.unused);
+      clear_dq(context, s, head, queries.unused);
     });
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());

@@ -5,10 +5,10 @@
 #include <string>
 #include <utility>
 
-#include "cuda/host/dispatch.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/row_choice.h"
 #include "cuda/host/rows.h"
+#include "plan_for.h"
 
 namespace strobe::cuda {
 namespace {

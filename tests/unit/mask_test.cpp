@@ -2,8 +2,10 @@
 // written out here.
 #include "core/mask.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 
 #include "core/visits.h"
@@ -201,6 +203,56 @@ TEST(Visits, CoverWhatTheMaskAllows) {
       }
     }
   });
+}
+
+// The bounds that are known before there are sequences hold for all of them, whatever the offset.
+TEST(MaskRule, BoundsWhatARunSees) {
+  ForAllMasks([](const Setting& s, const Mask& m) {
+    for (const int64_t run : kTiles) {
+      const int64_t most_k = Rule(s).most_seen(run, m.seqlen_k);
+      const int64_t most_q = Rule(s).most_seen(run, m.seqlen_q);
+      ASSERT_LE(most_k, m.seqlen_k);
+      for (int64_t begin = 0; begin + run <= m.seqlen_q; ++begin) {
+        ASSERT_LE(m.kv_range({begin, begin + run}).size(), most_k) << "of queries from " << begin;
+      }
+      for (int64_t begin = 0; begin + run <= m.seqlen_k; ++begin) {
+        ASSERT_LE(m.q_range({begin, begin + run}).size(), most_q) << "of keys from " << begin;
+      }
+    }
+  });
+}
+
+// They are no larger than they have to be: some query sees as many, where there is room for that.
+TEST(MaskRule, BoundsOfOneQueryAreExact) {
+  const auto check = [](const Setting& s) {
+    constexpr int64_t kLength = 300;
+    const Mask m = Mask::make(Rule(s), kLength, kLength);
+    int64_t most = 0;
+    for (int64_t i = 0; i < kLength; ++i) most = std::max(most, m.row(i).size());
+    ASSERT_EQ(Rule(s).most_seen(1, kLength), most)
+        << "causal " << s.causal << ", window (" << s.left << ", " << s.right << "), chunk "
+        << s.chunk;
+  };
+  for (const Setting& s : kSettings) check(s);
+  for (const Setting& s : kMoreSettings) {
+    if (s.prefix == 0) check(s);
+  }
+  // A run may meet one chunk more than it has the length of.
+  EXPECT_EQ(Rule({false, -1, -1, 8}).most_seen(2, kHuge), 16);
+  EXPECT_EQ(Rule({false, -1, -1, 8}).most_seen(9, kHuge), 16);
+  EXPECT_EQ(Rule({false, -1, -1, 8}).most_seen(10, kHuge), 24);
+  EXPECT_EQ(Rule({false, kHuge, kHuge, kHuge}).most_seen(1, 100), 100);
+}
+
+TEST(MaskRule, SaysHowManyKeysLieBeforeTheDiagonal) {
+  for (const bool causal : {false, true}) {
+    for (int64_t n = 1; n <= 40; ++n) {
+      const Mask m = Mask::make(Rule({causal, -1, -1}), n, n);
+      int64_t seen = 0;
+      for (int64_t i = 0; i < n; ++i) seen += m.row(i).size();
+      EXPECT_LE(std::abs(2 * Rule({causal, -1, -1}).keys_to_diagonal(n) * n - 2 * seen), n) << n;
+    }
+  }
 }
 
 TEST(Mask, EmptyTilesSeeNothingAndAskForNothing) {

@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_accumulators(const RowsView& view, int32_t
   static_assert(kN % 4 == 0);
   const bool aligned = view.aligned();  // then eight columns are there, or none of them
   column += 8 * (lane % 4);
-  char* to = view.data + row * view.stride_bytes + 2 * column;
+  char* to = view.row(row) + 2 * column;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
     uint32_t w[2][kN / 4][4];  // upper row, lower row
@@ -172,6 +172,33 @@ __device__ __forceinline__ void store_part_sums(float* to, int64_t stride, int64
       *reinterpret_cast<float2*>(to + 8 * r * stride + 8 * n) =
           make_float2(y[0] * scale, y[1] * scale);
     }
+  }
+}
+
+/// Whose dK and dV a work item has: keys of a sequence, for a part of the query heads of a group.
+struct KeysOfPart {
+  int32_t batch, head_kv, part;
+  uint32_t parts;  // of a group
+  int64_t k_row;   // of the sequence
+  int32_t seqlen;
+};
+/// Writes rows of dK or dV, times scale: to the caller's tensor, or, where a group has several
+/// parts, as float32 to the part's sums. key, column: of this lane's first value.
+template <typename T, int kWidth, int kM, int kN>
+__device__ __forceinline__ void store_keys(const BackwardParams& p, const KeysOfPart& of,
+                                           int32_t key, int column, int lane,
+                                           const float (&x)[kM][kN][4], float scale,
+                                           const Tensor& tensor, int32_t dim, float* parts_sum) {
+  if (of.parts > 1) {
+    const int64_t first = (p.cu_k ? of.k_row : int64_t{of.batch} * p.seqlen_k) + key;
+    const int64_t stride = int64_t{p.heads_kv} * of.parts * 2 * kWidth;
+    store_part_sums(parts_sum + first * stride +
+                        (int64_t{of.head_kv} * of.parts + of.part) * 2 * kWidth + column +
+                        2 * (lane % 4),
+                    stride, of.seqlen - key, x, scale);
+  } else {
+    store_accumulators<T>(rows_view(tensor, of.batch, of.k_row, of.head_kv, of.seqlen, dim), key,
+                          column, x, scale, lane);
   }
 }
 

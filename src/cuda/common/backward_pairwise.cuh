@@ -29,8 +29,7 @@ struct SeenPairs {
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ __forceinline__ T* row(const Tensor& t, int64_t row, int32_t head_of) const {
-    return static_cast<T*>(t.data) + batch * t.batch_stride + row * t.row_stride +
-           head_of * t.head_stride;
+    return static_cast<T*>(t.data) + t.element(batch, row, head_of);
   }
   __device__ __forceinline__ T* query_row(const Tensor& t, int64_t query) const {
     return row(t, sequence.q_row + query, head);

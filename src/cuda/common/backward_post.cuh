@@ -170,8 +170,7 @@ __global__ void __launch_bounds__(kPostThreads)
       }
     }
     const RowsView to = rows_view(tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim);
-    store_eight(reinterpret_cast<T*>(to.data + row * to.stride_bytes) + 8 * chunk, columns,
-                to.aligned(), x);
+    store_eight(reinterpret_cast<T*>(to.row(row)) + 8 * chunk, columns, to.aligned(), x);
   };
   sum_of(scratch.dk, p.dk, p.head_dim);
   sum_of(scratch.dv, p.dv, p.head_dim_v);

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kPreThreads)
   const int lane = thread % kLanes, column = 8 * lane, first = thread / kLanes;
   const int64_t lse_at = sequence.lse_row + tile.head * p.lse_head_stride + tile.begin;
   const auto values = [&](const RowsView& view, int r) {
-    return reinterpret_cast<const T*>(view.data + (tile.begin + r) * view.stride_bytes) + column;
+    return reinterpret_cast<const T*>(view.row(tile.begin + r)) + column;
   };
   const auto zeros = make_uint4(0, 0, 0, 0);
   bool nonfinite = false;

@@ -17,7 +17,9 @@ struct RowsView {
   int64_t stride_bytes;
   int32_t rows;  // those past it read as zeros and are not written
   int32_t dim;   // columns past it likewise
-  /// Where row j begins. This and `from` are all that knows where rows are.
+  /// Where row j begins. A head's rows lie where Tensor::element says and apart as `row` and `from`
+  /// say. Two copies, for which registers and instructions count, walk by strides of their own:
+  /// decode/key_copies.cuh (the cache's rows) and mma_sync/backward_copies.cuh.
   __device__ __forceinline__ char* row(int64_t j) const { return data + j * stride_bytes; }
   /// Rows j, j + step, ..., one after the other.
   struct Walk {
@@ -37,9 +39,8 @@ struct RowsView {
 
 __device__ __forceinline__ RowsView rows_view(const Tensor& t, int32_t batch, int64_t row,
                                               int32_t head, int64_t rows, int32_t dim) {
-  const int64_t offset = batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
-  return {static_cast<char*>(t.data) + 2 * offset, 2 * t.row_stride, static_cast<int32_t>(rows),
-          dim};
+  return {static_cast<char*>(t.data) + 2 * t.element(batch, row, head), 2 * t.row_stride,
+          static_cast<int32_t>(rows), dim};
 }
 
 /// Copies rows [row, row + kRows) of `from` into the tile at the shared address `to`. 16-byte

@@ -16,6 +16,11 @@ namespace strobe::cuda {
 struct Tensor {
   void* data;
   int64_t batch_stride, row_stride, head_stride;
+
+  /// Elements from `data` to where a head's row begins.
+  STROBE_INLINE constexpr int64_t element(int64_t batch, int64_t row, int64_t head) const {
+    return batch * batch_stride + row * row_stride + head * head_stride;
+  }
 };
 
 struct CommonParams : Sequences {

@@ -140,8 +140,7 @@ __device__ __forceinline__ NewKeys new_keys_of(const DecodeUpdateParams& p, cons
                                                int32_t head_kv) {
   const auto row = [&](const Tensor& t) {
     return static_cast<const char*>(t.data) +
-           2 * (s.new_entry * t.batch_stride + (s.new_row - s.new_begin) * t.row_stride +
-                head_kv * t.head_stride);
+           2 * t.element(s.new_entry, s.new_row - s.new_begin, head_kv);
   };
   return {row(p.k_new), row(p.v_new), static_cast<int32_t>(s.new_begin),
           static_cast<int32_t>(s.rotary_start - s.new_begin)};
@@ -184,12 +183,11 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
     if (!place.there) continue;
     const NewKeys fresh = new_keys_of(p, s, head);
     const auto to = [&](const Tensor& t) {
-      return static_cast<char*>(t.data) +
-             2 * (place.offset(t.batch_stride, t.row_stride) + head * t.head_stride);
+      return static_cast<char*>(t.data) + 2 * t.element(place.entry, place.row, head);
     };
     uint32_t word[4];
     if (column < p.head_dim) {
-      const char* const from = fresh.k + 2 * key * p.k_new.row_stride;
+      const char* const from = fresh.k + 2 * p.k_new.element(0, key, 0);
       if (column < c.rotary_dim) {
         turn_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
                                       p.head_dim - column);
@@ -199,7 +197,7 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
       store_words(to(p.k), column, p.head_dim, !kElements, word);
     }
     if (column < p.head_dim_v) {
-      const char* const from = fresh.v + 2 * key * p.v_new.row_stride;
+      const char* const from = fresh.v + 2 * p.v_new.element(0, key, 0);
       read_chunk<kElements>(word, from + 2 * column, p.head_dim_v - column);
       store_words(to(p.v), column, p.head_dim_v, !kElements, word);
     }

@@ -54,8 +54,7 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
     if (row < tile.count && column < p.head_dim) {
       const auto packed = static_cast<uint32_t>(tile.first + row);
       const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
-      const char* const from =
-          piece.q + 2 * (query * p.q.row_stride + head * p.q.head_stride + column);
+      const char* const from = piece.q + 2 * (p.q.element(0, query, head) + column);
       if constexpr (kUpdates<Params>) {
         // Out of range, the position is of no use, and the row becomes NaN.
         if (column < p.cache.rotary_dim && piece.in_range) {

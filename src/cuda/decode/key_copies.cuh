@@ -181,8 +181,8 @@ class KeyCopies {
         put_nan(at);
         continue;
       }
-      const char* const k = fresh.k + int64_t{key} * (2 * p.k_new.row_stride);
-      const char* const v = fresh.v + int64_t{key} * (2 * p.v_new.row_stride);
+      const char* const k = fresh.k + 2 * p.k_new.element(0, key, 0);
+      const char* const v = fresh.v + 2 * p.v_new.element(0, key, 0);
       if (column < p.cache.rotary_dim) {
         uint32_t word[4];
         turn_chunk<typename Shape::T>(word, p, k, fresh.position + key, column, k_columns);

@@ -105,12 +105,10 @@ class ShareWalk {
     const int32_t first = tile * (1 << d.rule.tile_shift),
                   count = min(rows - first, 1 << d.rule.tile_shift);
     x.tile = {place_.batch, head_kv * p.group, first, count};
-    const auto at = [&](const Tensor& t, int64_t row, int32_t of_head) {
-      return sequence.batch * t.batch_stride + row * t.row_stride + of_head * t.head_stride;
-    };
-    x.q = static_cast<const char*>(p.q.data) + 2 * at(p.q, sequence.q_row, x.tile.head);
+    x.q = static_cast<const char*>(p.q.data) +
+          2 * p.q.element(sequence.batch, sequence.q_row, x.tile.head);
     x.out = static_cast<char*>(p.out.data) +
-            (p.float_out ? 4 : 2) * at(p.out, sequence.q_row, x.tile.head);
+            (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row, x.tile.head);
     x.lse = sequence.lse_row + x.tile.head * p.lse_head_stride;
     x.rotary_start = static_cast<int32_t>(sequence.rotary_start);
     x.in_range = sequence.in_range;
@@ -125,8 +123,8 @@ class ShareWalk {
     x.end = static_cast<int32_t>(keys.end);
     x.key = (s.first + place_.unit) << d.rule.unit_shift;
     x.rows = sequence.keys;
-    x.k = static_cast<const char*>(p.k.data) + 2 * head_kv * p.k.head_stride;
-    x.v = static_cast<const char*>(p.v.data) + 2 * head_kv * p.v.head_stride;
+    x.k = static_cast<const char*>(p.k.data) + 2 * p.k.element(0, 0, head_kv);
+    x.v = static_cast<const char*>(p.v.data) + 2 * p.v.element(0, 0, head_kv);
     x.counter = (column_ * p.cache.batch + place_.batch) * d.most_spans() + place_.span;
     const int32_t slots = column_ * d.slots_of_column(p.cache.batch);
     if (chunked) {

@@ -71,9 +71,7 @@ __device__ __forceinline__ void write_columns(float* to, const float (&x)[kColum
 __device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& sequence,
                                          int32_t head, int32_t query) {
   return static_cast<char*>(p.out.data) +
-         (p.float_out ? 4 : 2) *
-             (sequence.batch * p.out.batch_stride + (sequence.q_row + query) * p.out.row_stride +
-              head * p.out.head_stride);
+         (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
 }
 
 /// A row key by key. Not inlined: it is rare, and long.
@@ -84,11 +82,10 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
   const auto at = [&](const Tensor& t, int64_t key) -> const T* {
     const KeyRows::Place place = sequence.keys.place(key);
     if (!place.there) return nullptr;
-    return static_cast<const T*>(t.data) + place.offset(t.batch_stride, t.row_stride) +
-           head / p.group * t.head_stride;
+    return static_cast<const T*>(t.data) + t.element(place.entry, place.row, head / p.group);
   };
-  const T* const q = static_cast<const T*>(p.q.data) + sequence.batch * p.q.batch_stride +
-                     (sequence.q_row + query) * p.q.row_stride + head * p.q.head_stride;
+  const T* const q =
+      static_cast<const T*>(p.q.data) + p.q.element(sequence.batch, sequence.q_row + query, head);
   char* const to = out_row(p, sequence, head, query);
   const auto write = [&](int d, float x) {
     if (p.float_out) {
@@ -100,7 +97,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
   if constexpr (kUpdates<Params>) {
     const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
-      return reinterpret_cast<const T*>(rows + 2 * key * t.row_stride);
+      return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));
     };
     // A new key without a page is none either.
     const auto key_at = [&](int64_t key) -> TurnedRow<T> {
@@ -138,8 +135,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   RowResult result = finish_row(some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) p.lse[piece.lse + head * p.lse_head_stride + query] = result.lse;
-  char* const out =
-      piece.out + (p.float_out ? 4 : 2) * (query * p.out.row_stride + head * p.out.head_stride);
+  char* const out = piece.out + (p.float_out ? 4 : 2) * p.out.element(0, query, head);
   const int column = kColumns * lane;
   const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
   float x[kColumns], zero = 0.f;

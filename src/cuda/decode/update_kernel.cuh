@@ -34,9 +34,7 @@ __device__ __forceinline__ void turn_queries(const DecodeUpdateParams& p, const 
     const int64_t query = c.cu_q ? row - s.q_row : row - int64_t{b} * c.seqlen_q;
     if (query < 0 || query >= s.mask.seqlen_q || column >= p.head_dim) continue;
     const auto row_of = [&](const Tensor& t) {
-      return static_cast<char*>(t.data) +
-             2 * (s.batch * t.batch_stride + (s.q_row + query) * t.row_stride +
-                  head * t.head_stride);
+      return static_cast<char*>(t.data) + 2 * t.element(s.batch, s.q_row + query, head);
     };
     uint32_t word[4];
     // Out of range, the position is of no use, and the row becomes NaN.

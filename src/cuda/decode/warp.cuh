@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/rows.cuh"
@@ -88,15 +89,10 @@ struct DecodeWarp {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float subtract = reference_of(reference[h]);
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s[n][2 * h + i];
-          x = exp2_fast(kRule ? x - subtract : fmaf(x, scale, -subtract));
-          sum[h] += x;
-        }
-      }
+      for_row(s, h, [&](int, float& x) {
+        x = exp2_fast(kRule ? x - subtract : fmaf(x, scale, -subtract));
+        sum[h] += x;
+      });
     }
     multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
   }
@@ -163,13 +159,9 @@ struct DecodeWarp {
         const float2 of_row = rule_rows[8 * h];
         own.slope_log2 = of_row.x;
         const Score::Row row = own.row(of_row.y, column);
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            s[n][2 * h + i] =
-                row.template value<decltype(cap)::value, true>(s[n][2 * h + i], 8 * n + i);
-        }
+        for_row(s, h, [&](int key, float& x) {
+          x = row.template value<decltype(cap)::value, true>(x, key);
+        });
       }
     };
     const Cap cap = score.cap();
@@ -184,12 +176,10 @@ struct DecodeWarp {
 
   __device__ __forceinline__ void hide(Scores& s, int32_t column) const {
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int32_t key = column + 8 * n + i % 2;
-        s[n][i] = key >= limits[i / 2].x && key < limits[i / 2].y ? s[n][i] : -infinity();
-      }
+    for (int h = 0; h < 2; ++h) {
+      for_row(s, h, [&](int key, float& x) {
+        x = column + key >= limits[h].x && column + key < limits[h].y ? x : -infinity();
+      });
     }
   }
 

@@ -38,8 +38,8 @@
 //   q, dout         [2][panel][tile_q][64]                  lse, delta [2][tile_q], in quad_order
 //   ds              [2][panel of queries][128][64]          blocks [2]: items; barriers
 //
-// One step of a warpgroup, for query tile i. Nothing is under way at its begin or end, where all
-// branches are: ptxas would serialise wgmma across them.
+// One step of a warpgroup, for query tile i. All branches are between two steps, and no wgmma is in
+// flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
 //   wait Q(i), dO(i), ping-pong | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
 //   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass ping-pong
@@ -49,11 +49,14 @@
 // dQ of a step is made in the next one, so that no warpgroup waits for the other's dS: where there
 // are registers for it also across items (kHasNextStep), else between them.
 //
-// A query that does not see a key has weight 0 there, and 0 * NaN = NaN: rows of dQ, dK and dV that
-// are not finite and have met a masked tile are computed again by the kernel that comes after, from
-// the pairs that the mask allows (backward_pairwise.cuh).
+// A query that does not see a key has weight 0 there, and 0 * NaN = NaN: this kernel marks the rows
+// of dK and dV that are not finite and have met a masked tile.
 //
-// Two more kernels: backward_pre.cuh before, backward_post.cuh after (host/backward_stages.h).
+// Other kernels of the launch, in their order (host/backward_stages.h): before this one
+// backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns
+// the sum of dQ into dQ, backward_pairwise.cuh computes marked rows again, and those of dQ that are
+// not finite, from the pairs that the mask allows, and where a group has parts their dK and dV are
+// added (backward_post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 

@@ -139,19 +139,10 @@ class BackwardConsumer {
 
     const auto put = [&](const float(&sum)[kWidth / 2], float scale, const Tensor& tensor,
                          int32_t dim, float* parts_sum) {
-      const auto& blocks = reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum);
-      if (order.parts > 1) {
-        const int64_t first = (p_.cu_k ? block.k_row : int64_t{block.batch} * p_.seqlen_k) + key;
-        const int64_t stride = int64_t{p_.heads_kv} * order.parts * 2 * kWidth;
-        store_part_sums(parts_sum + first * stride +
-                            (int64_t{block.head_kv} * order.parts + block.part) * 2 * kWidth +
-                            2 * (lane % 4),
-                        stride, seqlen - key, blocks, scale);
-      } else {
-        store_accumulators<T>(
-            rows_view(tensor, block.batch, block.k_row, block.head_kv, seqlen, dim), key, 0, blocks,
-            scale, lane);
-      }
+      store_keys<T, kWidth>(
+          p_, {block.batch, block.head_kv, block.part, order.parts, block.k_row, seqlen}, key, 0,
+          lane, reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum), scale, tensor, dim,
+          parts_sum);
     };
     put(dv_, 1.f / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
     put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
@@ -357,17 +348,7 @@ class BackwardConsumer {
     }
   }
   __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {
-    // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
-    const uint32_t rows = ptx::shared_address(shared_.ds[stage]) +
-                          static_cast<uint32_t>(Tr::DsTile::block_offset(key_row(), 0) +
-                                                Tr::DsTile::fragment_offset(lane(), 0));
-#pragma unroll
-    for (int j = 0; j < kTileQ / 16; ++j) {
-      const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
-      ptx::stmatrix((rows ^ static_cast<uint32_t>(32 * (j % 4))) +
-                        static_cast<uint32_t>(j / 4 * Tr::DsTile::kPanelBytes),
-                    block);
-    }
+    store_rows<typename Tr::DsTile>(ptx::shared_address(shared_.ds[stage]), key_row(), lane(), ds);
   }
   /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
   __device__ __forceinline__ void add_dq(const float (&dq)[32]) {
@@ -381,16 +362,6 @@ class BackwardConsumer {
       // (Of the second panel, at width 96, half are columns that nothing has.)
       if (kWidth >= 64 + 8 * (j + 1) || column_block == 0) sum_add(sum + 128 * j, x);
     }
-  }
-  /// Whether the thread's row r of a sum has an infinity or a NaN.
-  __device__ __forceinline__ static bool not_finite(const float (&sum)[kWidth / 2], int r) {
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < kWidth / 8; ++i) {
-      found |=
-          !(fabsf(sum[4 * i + 2 * r]) < infinity() && fabsf(sum[4 * i + 2 * r + 1]) < infinity());
-    }
-    return found;
   }
 
   typename Tr::Shared& shared_;

@@ -1,4 +1,5 @@
-// Launches the backward pass on Hopper: backward_pre.cuh, backward_sm90.cuh, backward_post.cuh.
+// Launches the backward pass on Hopper: the kernel of backward_sm90.cuh between the others that its
+// head lists.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_LAUNCH_H_
 
@@ -80,11 +81,8 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
 
 /// Query tiles that a key block visits, at most.
 inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
-  const int64_t tiles = ceil_div(p.seqlen_q, tile_q), left = p.rule.window_left,
-                right = p.rule.causal ? 0 : p.rule.window_right;
-  if (left < 0 || right < 0) return tiles;
-  return min64(tiles,
-               ceil_div(min64(left, p.seqlen_q) + min64(right, p.seqlen_q) + tile_k, tile_q) + 1);
+  return min64(ceil_div(p.seqlen_q, tile_q),
+               ceil_div(p.rule.most_seen(tile_k, p.seqlen_q), tile_q) + 1);
 }
 
 template <BackwardConfig kConfig>

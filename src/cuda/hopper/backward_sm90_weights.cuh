@@ -10,6 +10,7 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/packed.h"
+#include "cuda/ptx/stmatrix.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -69,6 +70,35 @@ __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) ds[i] = times_weights<T>(weights[i], x[2 * i], x[2 * i + 1]);
+}
+
+/// The warp's 16 rows of packed pairs, from `row` on, to a tile in shared memory.
+template <typename Tile, int kCount>
+__device__ __forceinline__ void store_rows(uint32_t tile, int row, int lane,
+                                           const uint32_t (&pairs)[kCount]) {
+  // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+  const uint32_t rows =
+      tile + static_cast<uint32_t>(Tile::block_offset(row, 0) + Tile::fragment_offset(lane, 0));
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const uint32_t block[4] = {pairs[4 * j], pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]};
+    ptx::stmatrix((rows ^ static_cast<uint32_t>(32 * (j % 4))) +
+                      static_cast<uint32_t>(j / 4 * Tile::kPanelBytes),
+                  block);
+  }
+}
+
+/// Whether one of the thread's two rows of a sum, as fragment.cuh counts them, has an infinity or a
+/// NaN.
+template <int kCount>
+__device__ __forceinline__ bool not_finite(const float (&sum)[kCount], int half) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    found |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
+               fabsf(sum[4 * i + 2 * half + 1]) < infinity());
+  }
+  return found;
 }
 
 }  // namespace strobe::cuda::sm90

@@ -139,13 +139,8 @@ struct Warpgroup {
     bool found = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bool of_row = false;
-#pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
-        of_row |= !(fabsf(sum[4 * i + 2 * half]) < infinity() &&
-                    fabsf(sum[4 * i + 2 * half + 1]) < infinity());
-      }
-      found |= of_row && block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
+      found |= sm90::not_finite(sum, half) &&
+               block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
     }
     return __any_sync(0xffffffffu, found && !block.visits.all_full());
   }
@@ -155,20 +150,10 @@ struct Warpgroup {
                                         float scale, const Tensor& tensor, int32_t dim,
                                         float* parts_sum, const BackwardOrder& order) const {
     const BackwardItem& item = block.item;
-    const int32_t seqlen = block.seqlen_k;
-    const int32_t key = block.key_begin + 16 * warp() + lane() / 4;
-    const auto& blocks = reinterpret_cast<const float(&)[1][kCount / 4][4]>(sum);
-    if (order.parts > 1) {
-      const int64_t first = (p.cu_k ? block.k_row : int64_t{item.batch} * p.seqlen_k) + key;
-      const int64_t stride = int64_t{p.heads_kv} * order.parts * 2 * Tr::kWidth;
-      store_part_sums(parts_sum + first * stride +
-                          (int64_t{item.head_kv} * order.parts + item.part) * 2 * Tr::kWidth +
-                          2 * (lane() % 4),
-                      stride, seqlen - key, blocks, scale);
-    } else {
-      store_accumulators<T>(rows_view(tensor, item.batch, block.k_row, item.head_kv, seqlen, dim),
-                            key, 0, blocks, scale, lane());
-    }
+    store_keys<T, Tr::kWidth>(
+        p, {item.batch, item.head_kv, item.part, order.parts, block.k_row, block.seqlen_k},
+        block.key_begin + 16 * warp() + lane() / 4, 0, lane(),
+        reinterpret_cast<const float(&)[1][kCount / 4][4]>(sum), scale, tensor, dim, parts_sum);
   }
 };
 
@@ -341,14 +326,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     using Tile = typename Tr::DsTile;
     const int warp = Base::warp(), lane = Base::lane();
     const uint32_t tile = ptx::shared_address(shared.ds[stage][0]);
-    // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
-    const uint32_t rows = tile + static_cast<uint32_t>(Tile::block_offset(16 * warp, 0) +
-                                                       Tile::fragment_offset(lane, 0));
-#pragma unroll
-    for (int j = 0; j < kQueries / 16; ++j) {
-      const uint32_t block[4] = {ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]};
-      ptx::stmatrix(rows ^ static_cast<uint32_t>(32 * j), block);
-    }
+    sm90::store_rows<Tile>(tile, 16 * warp, lane, ds);
     ptx::fence_proxy_async();
     __syncwarp();
     ptx::Barrier& full = shared.ds_ring.full[stage];

@@ -1,5 +1,5 @@
-// Launches the backward pass on Hopper for wide heads: backward_pre.cuh, backward_sm90_wide.cuh,
-// backward_post.cuh.
+// Launches the backward pass on Hopper for wide heads: the kernel of backward_sm90_wide.cuh between
+// the others that the head of backward_sm90.cuh lists.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_LAUNCH_H_
 

@@ -30,8 +30,8 @@
 //   o              [W][panel][64][64]               up to width 128; else O goes out of registers
 //   tiles, barriers
 //
-// One step of a warpgroup, for block j. Nothing is under way at its begin or end, where all
-// branches are: ptxas would serialise wgmma across them.
+// One step of a warpgroup, for block j. All branches are between two steps, and no wgmma is in
+// flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
 //   wait K(j), V(j-1), ping-pong | issue S = Q K(j)^T | issue O += P V(j-1) | pass ping-pong
 //   wait S | softmax of S | wait O, free V(j-1) | free K(j) | P = S

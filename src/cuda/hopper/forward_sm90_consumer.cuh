@@ -4,6 +4,7 @@
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 
 #include "cuda/common/forward_pairwise.cuh"
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/quad.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
@@ -281,11 +282,9 @@ class Consumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const Score::Row row = rule_.row(position_[r], first_key + first_column());
-#pragma unroll
-          for (int i = 0; i < kScores; ++i) {
-            score(r, i) =
-                row.template value<cap.value, slopes.value>(score(r, i), i / 2 * 8 + i % 2);
-          }
+          for_row(s_, r, [&](int key, float& x) {
+            x = row.template value<decltype(cap)::value, decltype(slopes)::value>(x, key);
+          });
         }
       });
     }
@@ -336,11 +335,10 @@ class Consumer {
   /// -inf comes to a kFast block with the reference -inf: infinite weights, and redo.
   __device__ __forceinline__ float take_weights(int r, float scale, float reference) {
     float sum[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      score(r, i) = exp2_fast(__fmaf_rn(score(r, i), scale, -reference));
-      sum[i % 2] += score(r, i);
-    }
+    for_row(s_, r, [&](int key, float& x) {
+      x = exp2_fast(__fmaf_rn(x, scale, -reference));
+      sum[key % 2] += x;
+    });
     return sum[0] + sum[1];
   }
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -454,8 +452,7 @@ class Consumer {
           make_uint4(w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
-    return static_cast<T*>(p_.out.data) + tile.batch * p_.out.batch_stride +
-           int64_t{tile.map_q + row} * p_.out.row_stride + tile.head * p_.out.head_stride;
+    return static_cast<T*>(p_.out.data) + p_.out.element(tile.batch, tile.map_q + row, tile.head);
   }
 
   /// 0 and -inf: no row of the warpgroup sees a key.

@@ -206,14 +206,13 @@ __device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
             ptx::tma_store_wait_read();
           }
         } else {
-          T* const out = static_cast<T*>(p.out.data) + tile.map_batch * p.out.batch_stride +
-                         int64_t{tile.map_q + w * kWarpgroupRows} * p.out.row_stride +
-                         tile.head * p.out.head_stride + begin * 64;
+          T* const out = static_cast<T*>(p.out.data) + begin * 64 +
+                         p.out.element(tile.map_batch, tile.map_q + w * kWarpgroupRows, tile.head);
 #pragma unroll 1
           for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
             const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;
             if (begin * 64 + column < p.head_dim_v)
-              *reinterpret_cast<uint4*>(out + row * p.out.row_stride + column) =
+              *reinterpret_cast<uint4*>(out + p.out.element(0, row, 0) + column) =
                   *reinterpret_cast<const uint4*>(shared.o[w] + OTile::offset(row, column));
           }
         }

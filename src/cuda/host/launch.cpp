@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "core/pointers.h"
 #include "core/workspace.h"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
@@ -19,69 +20,11 @@ namespace strobe::cuda {
 namespace {
 
 template <typename Args>
-Status check_common_pointers(const AttentionProblem& p, const Args& a) {
-  const int device = p.device_index;
-  STROBE_RETURN_IF_ERROR(check_device_pointer("q", a.q, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("k", a.k, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("v", a.v, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, device));
-  if (p.varlen) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_q", a.cu_seqlens_q, device));
-  }
-  if (p.varlen && !p.cache) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_k", a.cu_seqlens_k, device));
-  }
-  if (p.alibi) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("alibi_slopes", a.alibi_slopes, device));
-  }
-  if (p.has_seqused_q) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("seqused_q", a.seqused_q, device));
-  }
-  if (p.has_seqused_k) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("seqused_k", a.seqused_k, device));
-  }
-  if (p.has_q_position) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("q_position", a.q_position, device));
-  }
-  if (p.has_prefix) STROBE_RETURN_IF_ERROR(check_device_pointer("prefix", a.prefix, device));
-  return check_device_pointer("workspace", a.workspace, device);
-}
-
-Status check_pointers(const AttentionProblem& p, const ForwardArgs& a) {
-  const int device = p.device_index;
-  if (p.cache == STROBE_CACHE_PAGED) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("block_table", a.block_table, device));
-  }
-  if (p.has_cache_batch_idx) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("cache_batch_idx", a.cache_batch_idx, device));
-  }
-  if (p.has_leftpad) STROBE_RETURN_IF_ERROR(check_device_pointer("leftpad", a.leftpad, device));
-  if (p.append) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("k_new", a.k_new, device));
-    STROBE_RETURN_IF_ERROR(check_device_pointer("v_new", a.v_new, device));
-  }
-  if (p.append == STROBE_APPEND_PACKED) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("cu_seqlens_k_new", a.cu_seqlens_k_new, device));
-  }
-  if (p.rotary_dim > 0) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_cos", a.rotary_cos, device));
-    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_sin", a.rotary_sin, device));
-  }
-  if (p.has_rotary_position) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer("rotary_position", a.rotary_position, device));
-  }
-  return check_common_pointers(p, a);
-}
-
-Status check_pointers(const AttentionProblem& p, const BackwardArgs& a) {
-  const int device = p.device_index;
-  STROBE_RETURN_IF_ERROR(check_device_pointer("dout", a.dout, device));
-  if (p.has_dlse) STROBE_RETURN_IF_ERROR(check_device_pointer("dlse", a.dlse, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("dq", a.dq, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("dk", a.dk, device));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("dv", a.dv, device));
-  return check_common_pointers(p, a);
+Status check_pointers(const AttentionProblem& p, const Args& a) {
+  STROBE_RETURN_IF_ERROR(first_wrong(p, a, [&](const LaunchPointer& x) {
+    return x.used ? check_device_pointer(x.name, x.pointer, p.device_index) : Status();
+  }));
+  return check_device_pointer("workspace", a.workspace, p.device_index);
 }
 
 bool aligned_for_tma(const void* q, const void* k, const void* v, const void* rows_of_q) {
@@ -114,11 +57,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
   if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
-  const auto& devices = machine().devices;
-  if (static_cast<size_t>(p.device_index) >= devices.size()) {
-    return {STROBE_INVALID_ARGUMENT,
-            format("device_index = %d, expected below %zu", p.device_index, devices.size())};
-  }
+  STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
   if constexpr (!std::is_same_v<Row, DecodeRow>) {
@@ -158,7 +97,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     Arena arena(workspace);
     row->carve(arena, p, params);
   }
-  const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = row->launch(params, target);
   if (error == cudaSuccess && has_unused_rows(params)) {

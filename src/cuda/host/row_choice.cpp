@@ -16,7 +16,7 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
   // decide, which are its size and, where lengths vary, the longest.
   const auto keys_up_to = [&](int64_t most) {
-    return !(p.batch_invariant && p.varlen) && p.seqlen_k <= (p.causal ? 2 * most : most);
+    return !(p.batch_invariant && p.varlen) && MaskRule::of(p).keys_to_diagonal(p.seqlen_k) <= most;
   };
   switch (when) {
     case When::kPlain:
@@ -151,17 +151,6 @@ std::string cache_declines(const AttentionProblem& p, const DeviceProperties& de
   return {};
 }
 
-// The keys that the mask shows a query at most.
-int64_t visible_keys(const AttentionProblem& p) {
-  int64_t keys = p.seqlen_k;
-  if (p.has_prefix) return keys;
-  const int64_t left = p.window_left, right = p.causal ? 0 : p.window_right;
-  const bool has_window = 0 <= left && left < keys && 0 <= right && right < keys;
-  if (has_window) keys = min64(keys, left + right + 1);
-  if (p.attention_chunk > 0) keys = min64(keys, p.attention_chunk);
-  return keys;
-}
-
 // Whether keys are worth dividing: a tile holds all queries that share a key head, and dividing is
 // the faster way by what an H200 took for 1 to 64 sequences of 512 to 16k keys. A thread block of
 // the other kernels takes a query head of a sequence and reads 128 keys of head_dim 128 in a
@@ -170,9 +159,9 @@ int64_t visible_keys(const AttentionProblem& p) {
 bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) {
   constexpr int64_t kMostRows = 16, kFewestKeys = 512;
   constexpr double kKeysOfBlock = 128, kBytes = 4e6, kMore = 6;  // in a microsecond; microseconds
-  if (p.seqlen_q * (p.heads / p.heads_kv) > kMostRows || visible_keys(p) < kFewestKeys)
-    return false;
-  const auto keys = static_cast<double>(visible_keys(p));
+  const int64_t visible = MaskRule::of(p).most_seen(1, p.seqlen_k);
+  if (p.seqlen_q * (p.heads / p.heads_kv) > kMostRows || visible < kFewestKeys) return false;
+  const auto keys = static_cast<double>(visible);
   const auto values = static_cast<double>(p.head_dim + p.head_dim_v);
   const auto batch = static_cast<double>(p.batch);
   const double blocks = batch * static_cast<double>(p.heads) / device.multiprocessors;

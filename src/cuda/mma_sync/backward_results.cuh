@@ -107,28 +107,19 @@ __device__ __forceinline__ void add_dq(const Thread& t, const float (&dq)[2][kPa
   }
 }
 
-/// Writes dK or dV: to the caller's rows, or as float32 to those of the item's part of the heads.
+/// Writes dK or dV of the item.
 template <typename Thread, int kM, int kSumN>
 __device__ __forceinline__ void store_keys(const Thread& t, const float (&sum)[kM][kSumN][4],
                                            float scale, const Tensor& tensor, int32_t dim,
                                            float* parts_sum, int32_t parts) {
-  constexpr int kWidth = Thread::kConfig.width;
-  const BackwardParams& p = t.p;
   const typename Thread::Place me = t.fresh_place();
   const ItemRecord& b = t.record(t.item());
-  const int lane = me.lane(), column = me.column();
-  const int32_t first = b.key_begin + me.key_row() + lane / 4;
-  const int64_t seqlen = b.mask.seqlen_k;
-  if (parts > 1) {
-    const int64_t keys = p.cu_k ? b.k_row : int64_t{b.batch} * p.seqlen_k;
-    const int64_t stride = int64_t{p.heads_kv} * parts * 2 * kWidth;
-    float* const to = parts_sum + (keys + first) * stride +
-                      (b.head_kv * parts + b.part) * 2 * kWidth + column + 2 * (lane % 4);
-    store_part_sums(to, stride, seqlen - first, sum, scale);
-    return;
-  }
-  store_accumulators<typename Thread::T>(
-      rows_view(tensor, b.batch, b.k_row, b.head_kv, seqlen, dim), first, column, sum, scale, lane);
+  cuda::store_keys<typename Thread::T, Thread::kConfig.width>(
+      t.p,
+      {b.batch, b.head_kv, b.part, static_cast<uint32_t>(parts), b.k_row,
+       static_cast<int32_t>(b.mask.seqlen_k)},
+      b.key_begin + me.key_row() + me.lane() / 4, me.column(), me.lane(), sum, scale, tensor, dim,
+      parts_sum);
 }
 
 }  // namespace strobe::cuda::sm80

@@ -11,6 +11,7 @@
 
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/dropout.cuh"
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_copies.cuh"
@@ -82,17 +83,15 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
       for (int d = 0; d < kBlock; ++d) {
         const int n = n0 + d;
         if (kHave == 1) lse[0] = ptx::load_shared_pair(lse_at + 32 * n);
-        float shared_value[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& w = x[m][n][i];
+        float shared_value[2][2];
+        for_block(x[m][n], [&](int h, int column, float& w) {
           const float2 references = lse[n % kHave];
-          const float reference = i % 2 ? references.y : references.x;
+          const float reference = column ? references.y : references.x;
           float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
           if constexpr (kGeneral) {
             const Score::ValueAndDerivative s =
                 Score::Row{score, distance}.template value_and_derivative<kPrecise>(
-                    w, 16 * m + i / 2 * 8 - 8 * n - i % 2);
+                    w, 16 * m + 8 * h - 8 * n - column);
             slope = s.derivative;
             w = s.value - reference;
           } else {
@@ -101,25 +100,25 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           // No weight is above 1, however coarse lse is.
           w = exp2_fast(min_or_nan(w, kWeightShift));
           if constexpr (kMasked) {
-            if (!seen(i / 2, 8 * n + 2 * (lane % 4) + i % 2)) w = 0.f;
+            if (!seen(h, 8 * n + 2 * (lane % 4) + column)) w = 0.f;
           }
-          shared_value[i] = w;
+          shared_value[h][column] = w;
           if constexpr (kGeneral) {
-            shared_value[i] *= slope;
+            shared_value[h][column] *= slope;
             if (p.dropout.enabled()) {
-              const uint32_t bits = word[i / 2][d];
-              if (!(i % 2 ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
+              const uint32_t bits = word[h][d];
+              if (!(column ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
                 w *= 0.f;  // NaN stays
-                shared_value[i] = -shared_value[i];
+                shared_value[h][column] = -shared_value[h][column];
               }
             }
           }
-        }
+        });
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int r = n % 2 * 2 + h;
           weight[m][n / 2][r] = ptx::pack<typename Thread::T>(x[m][n][2 * h], x[m][n][2 * h + 1]);
-          packed[r] = ptx::pack<__half>(shared_value[2 * h], shared_value[2 * h + 1]);
+          packed[r] = ptx::pack<__half>(shared_value[h][0], shared_value[h][1]);
         }
         if (n % 2 == 1) {
           ptx::store_shared_words(exchange + static_cast<uint32_t>(512 * (m * (kN / 2) + n / 2)),

@@ -9,6 +9,7 @@
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/quad.cuh"
@@ -258,14 +259,9 @@ struct Warp {
 #endif
           const Score::Row row =
               score.row(position + 16 * m + lane / 4 + 8 * h, key0 + 2 * (lane % 4));
-#pragma unroll
-          for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float& x = s[m][n][2 * h + i];
-              x = row.template value<cap.value, slopes.value>(x, 8 * n + i);
-            }
-          }
+          for_row(s[m], h, [&](int column, float& x) {
+            x = row.template value<decltype(cap)::value, decltype(slopes)::value>(x, column);
+          });
         }
       }
     });
@@ -308,14 +304,9 @@ struct Warp {
       for (int h = 0; h < 2; ++h) {
         if (!all) {
           const int2 limit = limits_from(key0, m, h);
-#pragma unroll
-          for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float& x = s[m][n][2 * h + i];
-              x = 8 * n + i >= limit.x && 8 * n + i < limit.y ? x : -infinity();
-            }
-          }
+          for_row(s[m], h, [&](int column, float& x) {
+            x = column >= limit.x && column < limit.y ? x : -infinity();
+          });
         }
         max[m][h] = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
 #pragma unroll
@@ -376,18 +367,13 @@ struct Warp {
         if constexpr (kRule == Rule::kMasked) limit = limits_from(key0, m, h);
         const float subtract =
             kRule == Rule::kOnline ? reference_of(reference[m][h]) : reference[m][h];
-#pragma unroll
-        for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = s[m][n][2 * h + i];
-            x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
-            if constexpr (kRule == Rule::kMasked) {
-              x = 8 * n + i >= limit.x && 8 * n + i < limit.y ? x : 0.f;
-            }
-            sum[m][h] += x;
+        for_row(s[m], h, [&](int column, float& x) {
+          x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
+          if constexpr (kRule == Rule::kMasked) {
+            x = column >= limit.x && column < limit.y ? x : 0.f;
           }
-        }
+          sum[m][h] += x;
+        });
       }
     }
     if constexpr (kGeneral) {
