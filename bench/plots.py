@@ -3,6 +3,7 @@
     make plots                       docs/figures/<result>_<direction>.{svg,png}
                                      docs/figures/<result>_paper_story.{svg,png}, where it was measured
                                      docs/figures/<result>_memory.{svg,png}, likewise
+                                     docs/figures/gpt_training.{svg,png}
 
 Speed against sequence length, one panel for each head dimension, mask and dtype, as the papers on
 FlashAttention draw it. The background is left transparent and all ink is of middle brightness, so
@@ -195,6 +196,26 @@ def draw_memory(result: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def draw_training(result: dict[str, Any], path: Path) -> None:
+    """Training of GPT models: grouped bars, one group for each model and context."""
+    rows = [row for row in result["rows"] if row.get("tflops")]
+    groups = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    names = list(dict.fromkeys(row["attention"] for row in rows))
+    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    width = 0.8 / len(names)
+    for n, name in enumerate(names):
+        speed = {(row["model"], row["context"]): row["tflops"] for row in rows if row["attention"] == name}
+        places = [i + (n - (len(names) - 1) / 2) * width for i in range(len(groups))]
+        heights = [speed.get(group, 0.0) for group in groups]
+        color = COLORS["standard attention" if name == "standard" else name]
+        axes.bar(places, heights, width * 0.92, label=name, color=color)
+    axes.set_xticks(range(len(groups)), [f"{model}, {length(context)} tokens" for model, context in groups])
+    axes.set_ylabel("TFLOP/s of the model")
+    figure.suptitle(f"Training of GPT models, bf16, {result['device']}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    save(figure, path)
+
+
 def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".svg"), transparent=True, metadata={"Date": None})
@@ -231,6 +252,8 @@ def main() -> None:
                 draw(result, direction, args.output / f"{path.stem}_{direction}")
         if result.get("memory"):
             draw_memory(result, args.output / f"{path.stem}_memory")
+        if "attention" in result.get("rows", [{}])[0]:
+            draw_training(result, args.output / path.stem)
         # A section of gpu_bench.py's result, or what paper_story --json wrote.
         story = result.get("story", result)
         if any(point["head_dim"] == 128 for point in story.get("points", [])):
