@@ -6,9 +6,9 @@
 #include <string>
 
 #include "cache_fixture.h"
-#include "cuda/host/dispatch.h"
 #include "cuda/host/launch.h"
 #include "emulated_device.h"
+#include "gpu/plan_for.h"
 #include "guarded.h"
 
 namespace strobe_test {

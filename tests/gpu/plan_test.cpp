@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "cuda/host/dispatch.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/rows.h"
+#include "plan_for.h"
 
 namespace strobe::cuda {
 namespace {

@@ -12,7 +12,7 @@
 #include <sstream>
 #include <string>
 
-#include "cuda/host/dispatch.h"
+#include "plan_for.h"
 
 namespace {
 

@@ -171,9 +171,8 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
       const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
       const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
       if (rows > 0) {
-        const cudaError_t error = update_handle<Shape>(elements || new_elements)
-                                      .launch(blocks, Shape::kThreads, args, target);
-        if (error != cudaSuccess) return error;
+        STROBE_RETURN_IF_CUDA_ERROR(update_handle<Shape>(elements || new_elements)
+                                        .launch(blocks, Shape::kThreads, args, target));
       }
       if (turned.data) {
         of_turned = p;

@@ -21,20 +21,17 @@ inline bool is_declined(const BackwardParams& p) {
 /// The maps of this thread's last launch, with what differs. A box of K or V has key_rows rows.
 template <BackwardConfig kConfig>
 cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows, BackwardMaps& maps) {
-  thread_local KeptTensorMap kept[4];
-  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
-                            int64_t heads, uint32_t box_rows) {
-    return kept[i].make(map, t.data,
-                        {dim, rows, heads, p.cu_q ? 1 : p.batch, t.batch_stride, t.row_stride,
-                         t.head_stride, kConfig.dtype, box_rows});
+  thread_local KeptTensorMap q, k, v, dout;
+  using Rows = KeptTensorMap::Rows;
+  const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
+                        int64_t dim) {
+    return kept.make(map, p, t, of, dim, kConfig.dtype,
+                     of == Rows::kKeys ? key_rows : static_cast<uint32_t>(kConfig.tile_q));
   };
-  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kConfig.tile_q);
-  if (error != cudaSuccess) return error;
-  error = make_map(1, maps.k, p.k, p.head_dim, p.total_k, p.heads_kv, key_rows);
-  if (error != cudaSuccess) return error;
-  error = make_map(2, maps.v, p.v, p.head_dim_v, p.total_k, p.heads_kv, key_rows);
-  if (error != cudaSuccess) return error;
-  return make_map(3, maps.dout, p.dout, p.head_dim_v, p.total_q, p.heads, kConfig.tile_q);
+  STROBE_RETURN_IF_CUDA_ERROR(make(q, maps.q, p.q, Rows::kQueries, p.head_dim));
+  STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, p.k, Rows::kKeys, p.head_dim));
+  STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, p.v, Rows::kKeys, p.head_dim_v));
+  return make(dout, maps.dout, p.dout, Rows::kQueries, p.head_dim_v);
 }
 
 /// Pre, the main kernel where it has items, post. counters: of each query tile.
@@ -43,18 +40,14 @@ template <BackwardConfig kConfig, typename Stages, typename LaunchMain>
 cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                           int64_t items, uint32_t key_rows, int32_t counters,
                           const LaunchTarget& target, const LaunchMain& launch_main) {
-  cudaError_t error = cudaSuccess;
   thread_local BackwardMaps maps;
   // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
   if (items > 0 && p.total_q > 0) {
-    error = make_maps<kConfig>(p, key_rows, maps);
-    if (error != cudaSuccess) return error;
+    STROBE_RETURN_IF_CUDA_ERROR(make_maps<kConfig>(p, key_rows, maps));
   }
-  error = Stages::launch_pre(p, scratch, counters, target);
-  if (error != cudaSuccess) return error;
+  STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, counters, target));
   if (items > 0) {
-    error = launch_main(maps);
-    if (error != cudaSuccess) return error;
+    STROBE_RETURN_IF_CUDA_ERROR(launch_main(maps));
   }
   return Stages::launch_post(p, scratch, order, target);
 }

@@ -51,10 +51,10 @@
 // of dK and dV that are not finite and have met a masked tile.
 //
 // Other kernels of the launch, in their order (host/backward_stages.h): before this one
-// backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns the
-// sum of dQ into dQ, backward_pairwise.cuh computes marked rows again, and those of dQ that are not
-// finite, from the pairs that the mask allows, and where a group has parts their dK and dV are added
-// (backward_post.cuh).
+// backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns
+// the sum of dQ into dQ, backward_pairwise.cuh computes marked rows again, and those of dQ that are
+// not finite, from the pairs that the mask allows, and where a group has parts their dK and dV are
+// added (backward_post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 

@@ -46,9 +46,9 @@
 //                    block's half of dQ
 //   blocks, limits   [2]: what an item is; queries that see each of its keys
 //
-// One step for a query tile i. All branches are between two steps of a warpgroup, and no wgmma of it
-// is in flight there: ptxas would serialise a wgmma that is in flight across a branch. Meanwhile the
-// other warpgroups, which are up to two steps apart, keep the tensor cores busy.
+// One step for a query tile i. All branches are between two steps of a warpgroup, and no wgmma of
+// it is in flight there: ptxas would serialise a wgmma that is in flight across a branch. Meanwhile
+// the other warpgroups, which are up to two steps apart, keep the tensor cores busy.
 //
 //   weights     wait Q(i) | S^T = K Q^T | P = exp2(S - lse); free Q(i); leave P for the gradients
 //               wait dO(i) | dV += P^T dO | free dO(i)

@@ -57,26 +57,20 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
 
   // Of this thread's last launch.
   thread_local TensorMaps maps;
-  thread_local KeptTensorMap kept[4];
-  const int64_t batch = p.cu_q ? 1 : p.batch;
-  const auto make_map = [&](int i, CUtensorMap& map, const Tensor& t, int64_t dim, int64_t rows,
-                            int64_t heads, uint32_t box_rows) {
-    return kept[i].make(map, t.data,
-                        {dim, rows, heads, batch, t.batch_stride, t.row_stride, t.head_stride,
-                         kConfig.dtype, box_rows});
+  thread_local KeptTensorMap q, k, v, out;
+  using Rows = KeptTensorMap::Rows;
+  const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
+                        int64_t dim) {
+    return kept.make(map, p, t, of, dim, kConfig.dtype,
+                     static_cast<uint32_t>(of == Rows::kKeys ? kConfig.tile_k : kWarpgroupRows));
   };
-  cudaError_t error = make_map(0, maps.q, p.q, p.head_dim, p.total_q, p.heads, kWarpgroupRows);
-  if (error != cudaSuccess) return error;
+  STROBE_RETURN_IF_CUDA_ERROR(make(q, maps.q, p.q, Rows::kQueries, p.head_dim));
   // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
   const bool keys = p.total_k > 0;
-  const Tensor &k = keys ? p.k : p.q, &v = keys ? p.v : p.q;
-  error = make_map(1, maps.k, k, p.head_dim, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
-  error = make_map(2, maps.v, v, p.head_dim_v, p.total_k, p.heads_kv, kConfig.tile_k);
-  if (error != cudaSuccess) return error;
+  STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, keys ? p.k : p.q, Rows::kKeys, p.head_dim));
+  STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, keys ? p.v : p.q, Rows::kKeys, p.head_dim_v));
   if constexpr (TraitsOf<kConfig>::kStagesO) {
-    error = make_map(3, maps.out, p.out, p.head_dim_v, p.total_q, p.heads, kWarpgroupRows);
-    if (error != cudaSuccess) return error;
+    STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v));
   }
 
   // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order

@@ -42,16 +42,15 @@ struct BackwardStages {
       void* args[] = {&p, &scratch, &items};
       static KernelHandle kernel(
           reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
-      cudaError_t error =
-          kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks);
-      if (error != cudaSuccess) return error;
+      STROBE_RETURN_IF_CUDA_ERROR(
+          kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks));
       if constexpr (!Form::kAsks) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
         static KernelHandle pairwise(
             reinterpret_cast<const void*>(&backward_pairwise_kernel<T, kTileQ, kWidth, kTileK>));
         const auto blocks = static_cast<unsigned>(min64(items, 2 * target.multiprocessors));
-        error = pairwise.launch(dim3(blocks), kPostThreads, pairwise_args, target, true);
-        if (error != cudaSuccess) return error;
+        STROBE_RETURN_IF_CUDA_ERROR(
+            pairwise.launch(dim3(blocks), kPostThreads, pairwise_args, target, true));
       }
     }
     if (order.parts <= 1 || order.items <= 0) return cudaSuccess;

@@ -17,9 +17,6 @@ std::span<const DeviceProperties> devices();
 /// Why there are none; "" when there are.
 const char* no_devices_reason();
 
-/// The plan that the CUDA kernels would make on such a device, whatever this machine has.
-Status plan_for(const AttentionProblem& problem, const DeviceProperties& device, Plan& plan);
-
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_HOST_DISPATCH_H_

@@ -61,13 +61,11 @@ class KernelHandle {
   cudaError_t prepare(uint64_t bit) {
     constexpr uint32_t kWithoutLeave = 48 << 10;
     if (shared_bytes_ > kWithoutLeave) {
-      const cudaError_t error = cudaFuncSetAttribute(
-          function_, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes_));
-      if (error != cudaSuccess) return error;
+      STROBE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+          function_, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes_)));
     }
     cudaKernel_t kernel{};  // of no device: the driver takes it as the function of the current one
-    const cudaError_t error = cudaGetKernel(&kernel, function_);
-    if (error != cudaSuccess) return error;
+    STROBE_RETURN_IF_CUDA_ERROR(cudaGetKernel(&kernel, function_));
     handle_.store(reinterpret_cast<CUfunction>(kernel), std::memory_order_relaxed);
     devices_.fetch_or(bit, std::memory_order_release);
     return cudaSuccess;

@@ -57,11 +57,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
   if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
-  const auto& devices = machine().devices;
-  if (static_cast<size_t>(p.device_index) >= devices.size()) {
-    return {STROBE_INVALID_ARGUMENT,
-            format("device_index = %d, expected below %zu", p.device_index, devices.size())};
-  }
+  STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
   if constexpr (!std::is_same_v<Row, DecodeRow>) {
@@ -101,7 +97,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     Arena arena(workspace);
     row->carve(arena, p, params);
   }
-  const DeviceProperties& device = devices[static_cast<size_t>(p.device_index)];
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = row->launch(params, target);
   if (error == cudaSuccess && has_unused_rows(params)) {

@@ -6,6 +6,11 @@
 
 #include <cstdint>
 
+#define STROBE_RETURN_IF_CUDA_ERROR(expression)                                  \
+  do {                                                                           \
+    if (cudaError_t error_ = (expression); error_ != cudaSuccess) return error_; \
+  } while (0)
+
 namespace strobe::cuda {
 
 /// The dispatcher has asked the driver already; launchers need not.

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "core/status.h"
+
 namespace strobe::cuda {
 
 /// What a plan needs to know of a device: plain data, so that tests plan for devices that are not
@@ -29,6 +31,15 @@ struct Machine {
 
 /// Looked up at the first call. Never fails: with no driver there are no devices.
 const Machine& machine();
+
+/// Whether this machine has the device.
+inline Status check_device(int64_t device_index) {
+  const size_t count = machine().devices.size();
+  if (static_cast<size_t>(device_index) < count) return {};
+  return {STROBE_INVALID_ARGUMENT,
+          format("device_index = %lld, expected below the number of CUDA devices, %zu",
+                 static_cast<long long>(device_index), count)};
+}
 
 }  // namespace strobe::cuda
 

@@ -68,12 +68,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 }  // namespace
 
 Status merge(const MergeArgs& a) {
-  const auto& devices = machine().devices;
-  if (static_cast<size_t>(a.device_index) >= devices.size()) {
-    return {STROBE_INVALID_ARGUMENT,
-            format("device_index = %d, expected below the number of CUDA devices, %zu",
-                   a.device_index, devices.size())};
-  }
+  STROBE_RETURN_IF_ERROR(check_device(a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("outs", a.outs, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("lses", a.lses, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
@@ -82,7 +77,7 @@ Status merge(const MergeArgs& a) {
   if (rows == 0) return {};
   const DeviceGuard guard(a.device_index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
-  const DeviceProperties& device = devices[static_cast<size_t>(a.device_index)];
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(a.device_index)];
   const LaunchTarget target{static_cast<cudaStream_t>(a.stream), a.device_index,
                             device.multiprocessors, device.shared_bytes};
   static KernelHandle kernel(reinterpret_cast<const void*>(&merge_kernel));

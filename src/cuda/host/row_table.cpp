@@ -8,9 +8,6 @@ namespace strobe::cuda {
 #define STROBE_decode_ROW(name, when) extern const DecodeRow name;
 #define STROBE_backward_ROW(name, when) extern const BackwardRow name;
 #include "cuda_rows.inc"
-#undef STROBE_decode_ROW
-#undef STROBE_forward_ROW
-#undef STROBE_backward_ROW
 
 namespace {
 
@@ -18,29 +15,18 @@ constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = 
                few_queries = When::kFewQueries, runs = When::kRuns;
 
 // The null entry at the end keeps an array from being empty.
-#define STROBE_decode_ROW(name, when)
-#define STROBE_backward_ROW(name, when)
 #define STROBE_forward_ROW(name, when) {&name, #name, when},
 constexpr Entry<ForwardRow> kForward[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
-#undef STROBE_forward_ROW
-#undef STROBE_backward_ROW
-#define STROBE_forward_ROW(name, when)
 #define STROBE_backward_ROW(name, when) {&name, #name, when},
 constexpr Entry<BackwardRow> kBackward[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
-#undef STROBE_decode_ROW
-#undef STROBE_backward_ROW
-#define STROBE_backward_ROW(name, when)
 #define STROBE_decode_ROW(name, when) {&name, #name, when},
 constexpr Entry<DecodeRow> kDecode[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
-#undef STROBE_forward_ROW
-#undef STROBE_decode_ROW
-#undef STROBE_backward_ROW
 
 }  // namespace
 

@@ -9,7 +9,9 @@
 #include <cstdint>
 
 #include "cuda/common/element.h"
+#include "cuda/common/params.h"
 #include "cuda/host/driver_function.h"
+#include "cuda/host/launch_target.h"
 
 namespace strobe::cuda {
 
@@ -75,8 +77,7 @@ class KeptTensorMap {
   cudaError_t make(CUtensorMap& map, void* data, const TensorShape& shape) {
     if (!data_ || shape != shape_) {
       data_ = nullptr;
-      const cudaError_t error = make_tensor_map(map, data, shape);
-      if (error != cudaSuccess) return error;
+      STROBE_RETURN_IF_CUDA_ERROR(make_tensor_map(map, data, shape));
     } else if (data != data_) {
       static const auto replace =
           driver_function<decltype(&cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
@@ -86,6 +87,16 @@ class KeptTensorMap {
     data_ = data;
     shape_ = shape;
     return cudaSuccess;
+  }
+  /// Of a tensor of a launch, with the rows and heads of its keys or of its queries.
+  enum class Rows { kQueries, kKeys };
+  cudaError_t make(CUtensorMap& map, const CommonParams& p, const Tensor& t, Rows of, int64_t dim,
+                   int32_t dtype, uint32_t box_rows) {
+    const bool keys = of == Rows::kKeys;
+    return make(
+        map, t.data,
+        {dim, keys ? p.total_k : p.total_q, keys ? p.heads_kv : p.heads, p.cu_q ? 1 : p.batch,
+         t.batch_stride, t.row_stride, t.head_stride, dtype, box_rows});
   }
 
  private:

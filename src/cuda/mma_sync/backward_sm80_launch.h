@@ -61,23 +61,20 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
   using Stages = BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, ExchangeForm>;
-  cudaError_t error = Stages::launch_pre(p, scratch, Shape::kHalfWarps, target);
-  if (error != cudaSuccess) return error;
+  STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
 
   if (order.items > 0) {
     const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
+    cudaError_t error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
     if (general) {
-      if constexpr (Shape::kHasGeneral) {
+      if constexpr (Shape::kHasGeneral)
         error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
-      } else {
-        error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
-      }
     } else if (p.deterministic) {
       error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
     } else {
       error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
     }
-    if (error != cudaSuccess) return error;
+    STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   return Stages::launch_post(p, scratch, order, target);
 }
