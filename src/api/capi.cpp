@@ -72,9 +72,13 @@ Status check_size(const char* name, size_t got, size_t wanted) {
              name, got, wanted)};
 }
 
-Status checked(const strobe_problem* problem) {
-  if (!problem) return null_argument("problem");
-  return check_size("problem.struct_size", problem->struct_size, sizeof *problem);
+// A caller's struct, by the name of the argument.
+template <typename T>
+Status checked(const char* name, const T* given) {
+  if (!given) return null_argument(name);
+  if (given->struct_size == sizeof *given) return {};  // without a string: every launch comes by
+  return check_size((std::string(name) + ".struct_size").c_str(), given->struct_size,
+                    sizeof *given);
 }
 
 size_t copy_text(const std::string& text, char* out, size_t capacity) noexcept {
@@ -105,8 +109,7 @@ size_t guarded_text(const Body& body, char* out, size_t capacity) noexcept {
 
 // The kernel that made the plan. A plan is the caller's memory: do not trust its index.
 Status find_kernel(const Plan* plan, const Kernel** kernel) {
-  if (!plan) return null_argument("plan");
-  STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+  STROBE_RETURN_IF_ERROR(checked("plan", plan));
   const std::span<const Kernel> table = kernel_table();
   const auto index = static_cast<size_t>(plan->kernel_index);
   if (index >= table.size() || plan->kernel != table[index].name) {
@@ -186,9 +189,8 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
 
 strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    STROBE_RETURN_IF_ERROR(checked(problem));
-    if (!plan) return null_argument("plan");
-    STROBE_RETURN_IF_ERROR(check_size("plan.struct_size", plan->struct_size, sizeof *plan));
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
+    STROBE_RETURN_IF_ERROR(checked("plan", plan));
     return make_plan(*problem, *plan);
   });
 }
@@ -205,7 +207,7 @@ size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) ST
 
 strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    STROBE_RETURN_IF_ERROR(checked(problem));
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
     Plan plan;
     return make_plan(*problem, plan);
   });
@@ -214,7 +216,7 @@ strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT {
 size_t strobe_why(const strobe_problem* problem, char* text, size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
-        if (Status s = checked(problem); !s.ok()) return refused(s) + "\n";
+        if (Status s = checked("problem", problem); !s.ok()) return refused(s) + "\n";
         return why(*problem);
       },
       text, capacity);
@@ -232,8 +234,7 @@ strobe_status strobe_backward(const strobe_plan* plan,
 
 strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    if (!args) return null_argument("args");
-    STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
+    STROBE_RETURN_IF_ERROR(checked("args", args));
     MergeArgs checked_args = *args;
     STROBE_RETURN_IF_ERROR(check_merge(checked_args));
     if (checked_args.device == STROBE_CUDA) {
@@ -321,7 +322,7 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
                               size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
-        if (Status s = checked(problem); !s.ok()) return refused(s);
+        if (Status s = checked("problem", problem); !s.ok()) return refused(s);
         if (Status s = check_problem(*problem); !s.ok()) return refused(s);
         const auto table = kernel_table();
         if (static_cast<size_t>(index) >= table.size()) return "no kernel has this index";
@@ -338,9 +339,7 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
 
 strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    if (!machine) return null_argument("machine");
-    STROBE_RETURN_IF_ERROR(
-        check_size("machine.struct_size", machine->struct_size, sizeof *machine));
+    STROBE_RETURN_IF_ERROR(checked("machine", machine));
     strobe_machine m{};
     m.struct_size = sizeof m;
     copy_name(m.cpu_name, cpu_features().name);
@@ -368,8 +367,7 @@ strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
 
 strobe_status strobe_cuda_device_info(int32_t index, strobe_cuda_device* device) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    if (!device) return null_argument("device");
-    STROBE_RETURN_IF_ERROR(check_size("device.struct_size", device->struct_size, sizeof *device));
+    STROBE_RETURN_IF_ERROR(checked("device", device));
     size_t count = 0;
 #if STROBE_HAVE_CUDA
     count = cuda::devices().size();

@@ -270,23 +270,12 @@ void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& c
   const int64_t bytes = rows * p.heads_kv * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
   const int64_t pieces = ceil_div(p.seqlen_new, kAppendKeys);
   const int64_t most = p.threads > 0 ? p.threads : default_threads();
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int) {
-    for (;;) {
-      const int64_t n = next.fetch_add(1, std::memory_order_relaxed);
-      if (n >= p.batch * pieces) return;
-      const CachedSequence s = context.sequences.sequence(n / pieces);
-      const int64_t begin = s.new_begin + n % pieces * kAppendKeys;
-      const Range keys{begin, min64(begin + kAppendKeys, s.mask.seqlen_k)};
-      if (!keys.empty()) isa.append(context, s.batch, keys);
-    }
-  };
-  const int64_t threads = min64(most, 1 + bytes / kAppendBytesPerThread);
-  if (threads == 1) {
-    work(0);
-  } else {
-    parallel(static_cast<int>(threads), work);
-  }
+  share_out(p.batch * pieces, min64(most, 1 + bytes / kAppendBytesPerThread), [&](int64_t n) {
+    const CachedSequence s = context.sequences.sequence(n / pieces);
+    const int64_t begin = s.new_begin + n % pieces * kAppendKeys;
+    const Range keys{begin, min64(begin + kAppendKeys, s.mask.seqlen_k)};
+    if (!keys.empty()) isa.append(context, s.batch, keys);
+  });
 }
 
 Status no_memory(size_t bytes) {

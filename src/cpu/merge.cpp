@@ -1,6 +1,5 @@
 #include "cpu/merge.h"
 
-#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -61,15 +60,12 @@ Status merge(const MergeArgs& a) {
   const int64_t most = a.threads > 0 ? a.threads : default_threads();
   // The last one is made for every machine, and converts to every dtype; AMX's knows bf16 alone.
   const auto from_float = instruction_sets().back()->from_float;
-  std::atomic<int64_t> next{0};
-  parallel(static_cast<int>(min64(most, 1 + values / kValuesPerThread)), [&](int) {
-    for (;;) {
-      const int64_t begin = next.fetch_add(kRowsAtOnce, std::memory_order_relaxed);
-      if (begin >= rows) return;
-      for (int64_t row = begin; row < min64(begin + kRowsAtOnce, rows); ++row) {
-        merge_row(a, row / a.heads / a.seqlen_q, row / a.heads % a.seqlen_q, row % a.heads,
-                  from_float);
-      }
+  const int64_t threads = min64(most, 1 + values / kValuesPerThread);
+  share_out(ceil_div(rows, kRowsAtOnce), threads, [&](int64_t n) {
+    const int64_t begin = n * kRowsAtOnce;
+    for (int64_t row = begin; row < min64(begin + kRowsAtOnce, rows); ++row) {
+      merge_row(a, row / a.heads / a.seqlen_q, row / a.heads % a.seqlen_q, row % a.heads,
+                from_float);
     }
   });
   return {};

@@ -2,6 +2,9 @@
 #ifndef STROBE_CPU_TEAM_H_
 #define STROBE_CPU_TEAM_H_
 
+#include <atomic>
+#include <cstdint>
+
 namespace strobe::cpu {
 
 /// OpenMP's number of threads (OMP_NUM_THREADS).
@@ -17,6 +20,19 @@ template <typename Work>
 void parallel(int threads, Work work) {
   run_team(
       threads, [](void* data, int thread) { (*static_cast<Work*>(data))(thread); }, &work);
+}
+
+/// Calls work(i) for each i of [0, count), each in one of `threads` threads at most.
+template <typename Work>
+void share_out(int64_t count, int64_t threads, const Work& work) {
+  std::atomic<int64_t> next{0};
+  parallel(static_cast<int>(threads), [&](int) {
+    for (;;) {
+      const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count) return;
+      work(i);
+    }
+  });
 }
 
 }  // namespace strobe::cpu

@@ -17,6 +17,12 @@
 namespace strobe::cuda {
 namespace {
 
+// Row and column within a 16 x 16 A fragment of half `half` of a lane's register r.
+constexpr int operand_a_row(int lane, int r) { return lane / 4 + 8 * (r % 2); }
+constexpr int operand_a_column(int lane, int r, int half) {
+  return 2 * (lane % 4) + half + 8 * (r / 2);
+}
+
 // Every (row, 16-byte chunk) of a tile has a place of its own, and the places fill the tile.
 template <int kRows, int kWidth>
 void check_places() {

@@ -61,12 +61,6 @@ STROBE_INLINE constexpr int accumulator_column(int lane, int i) { return 2 * (la
 // what the A fragment of k-step k needs, in this order: a[0] = pack(c0[0], c0[1]), a[1] =
 // pack(c0[2], c0[3]), a[2] = pack(c1[0], c1[1]), a[3] = pack(c1[2], c1[3]).
 
-/// Row and column within a 16 x 16 A fragment of half `half` of a lane's register r.
-STROBE_INLINE constexpr int operand_a_row(int lane, int r) { return lane / 4 + 8 * (r % 2); }
-STROBE_INLINE constexpr int operand_a_column(int lane, int r, int half) {
-  return 2 * (lane % 4) + half + 8 * (r / 2);
-}
-
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_COMMON_TILE_CUH_

@@ -74,16 +74,22 @@ template size_t workspace_of(const AttentionProblem&, const BackwardRow&, const 
 
 namespace {
 
+// The row of this index, which a plan is for from then on.
 template <typename Row>
-void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
-  const AttentionProblem& p = plan.problem;
-  const int index = find_row<Row>(arch, p, device, nullptr);
+const Row& take_row(Plan& plan, int index) {
   const Row& row = *row_table<Row>()[static_cast<size_t>(index)].row;
   plan.reserved[kRowSlot] = index;
   plan.tile_q = row.config.tile_q;
   plan.tile_k = row.config.tile_k;
   plan.block_threads = row.shape.threads;
   plan.shared_bytes = row.shape.shared_bytes;
+  return row;
+}
+
+template <typename Row>
+void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
+  const AttentionProblem& p = plan.problem;
+  const Row& row = take_row<Row>(plan, find_row<Row>(arch, p, device, nullptr));
   if (p.direction == STROBE_FORWARD) {
     plan.block_q = row.config.tile_q;
     plan.work_items = p.batch * p.heads * ceil_div(p.seqlen_q, plan.block_q);
@@ -101,14 +107,8 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
 
 void fill_decode(Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const int index = find_decode_row(p, device, nullptr);
-  const DecodeRow& row = *row_table<DecodeRow>()[static_cast<size_t>(index)].row;
-  plan.reserved[kRowSlot] = index;
+  const DecodeRow& row = take_row<DecodeRow>(plan, find_decode_row(p, device, nullptr));
   plan.reserved[kDecodesSlot] = 1;
-  plan.tile_q = row.config.tile_q;
-  plan.tile_k = row.config.tile_k;
-  plan.block_threads = row.shape.threads;
-  plan.shared_bytes = row.shape.shared_bytes;
   DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
   const DecodeGrid grid = row.carve(params, device.multiprocessors, device.shared_bytes);
