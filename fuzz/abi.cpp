@@ -381,13 +381,25 @@ void check_dropout_mask(Input& in) {
   if (!small && bytes > 0 && bytes <= 0x1p58) return;
   std::vector<uint8_t> mask(small ? static_cast<size_t>(bytes) : 0, 9);
   mask.shrink_to_fit();
-  const strobe_status status =
-      strobe_dropout_mask(extents[0], extents[1], extents[2], extents[3], in.take<float>(),
-                          in.take<uint64_t>(), in.take<uint64_t>(), mask.data());
+  const auto p = in.take<float>();
+  const auto seed = in.take<uint64_t>(), offset = in.take<uint64_t>();
+  const strobe_status status = strobe_dropout_mask(extents[0], extents[1], extents[2], extents[3],
+                                                   p, seed, offset, mask.data());
   require_documented(status);
   REQUIRE(status == STROBE_OK ? small
                               : std::count(mask.begin(), mask.end(), 9) ==
                                     static_cast<std::ptrdiff_t>(mask.size()));
+  if (status != STROBE_OK) return;
+  // A part that may be anything too: what there is of it, or an error.
+  const auto all = static_cast<int64_t>(mask.size());
+  const int64_t first = in.range(-1, 99), count = in.flag() ? in.range(-1, 99) : in.take<int64_t>();
+  const bool within = first >= 0 && first <= all && count >= 0 && count <= all - first;
+  std::vector<uint8_t> part(within ? static_cast<size_t>(count) : 0, 9);
+  part.shrink_to_fit();
+  REQUIRE(strobe_dropout_mask_part(extents[0], extents[1], extents[2], extents[3], p, seed, offset,
+                                   first, count,
+                                   part.data()) == (within ? STROBE_OK : STROBE_INVALID_ARGUMENT));
+  REQUIRE(std::equal(part.begin(), part.end(), mask.begin() + (within ? first : 0)));
 }
 
 }  // namespace

@@ -375,6 +375,13 @@ STROBE_API strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64
                                              int64_t seqlen_k, float dropout_p, uint64_t seed,
                                              uint64_t offset, uint8_t* mask) STROBE_NOEXCEPT;
 
+/* A part of that mask, for callers that want to be heard in between: bytes first to
+ * first + count - 1 of it, written to mask[0] to mask[count - 1]. */
+STROBE_API strobe_status strobe_dropout_mask_part(int64_t batch, int64_t heads, int64_t seqlen_q,
+                                                  int64_t seqlen_k, float dropout_p, uint64_t seed,
+                                                  uint64_t offset, int64_t first, int64_t count,
+                                                  uint8_t* mask) STROBE_NOEXCEPT;
+
 /* Text of the calling thread's latest failure, at most 400 bytes (a longer one ends in "...");
  * "" when there was none. Valid until the thread's next failing call. */
 STROBE_API const char* strobe_last_error(void) STROBE_NOEXCEPT;

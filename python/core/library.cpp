@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -221,12 +222,19 @@ PyObject* dropout_mask(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "LLLLdKKK", &batch, &heads, &seqlen_q, &seqlen_k, &probability,
                         &seed, &offset, &address))
     return nullptr;
-  PyThreadState* thread = PyEval_SaveThread();
-  const strobe_status status =
-      library.dropout_mask(batch, heads, seqlen_q, seqlen_k, static_cast<float>(probability), seed,
-                           offset, reinterpret_cast<uint8_t*>(address));
-  PyEval_RestoreThread(thread);
-  if (status != STROBE_OK) return raise_status(status), nullptr;
+  // The sizes are those of an array in memory. Between two parts, each of some hundredths of a
+  // second, handlers of signals run (on the main thread).
+  constexpr long long kPart = 1 << 22;
+  const auto bytes = static_cast<long long>(1ULL * batch * heads * seqlen_q * seqlen_k);
+  for (long long first = 0; first == 0 || first < bytes; first += kPart) {
+    PyThreadState* thread = PyEval_SaveThread();
+    const strobe_status status = library.dropout_mask_part(
+        batch, heads, seqlen_q, seqlen_k, static_cast<float>(probability), seed, offset, first,
+        std::min(kPart, bytes - first), reinterpret_cast<uint8_t*>(address) + first);
+    PyEval_RestoreThread(thread);
+    if (status != STROBE_OK) return raise_status(status), nullptr;
+    if (PyErr_CheckSignals() != 0) return nullptr;
+  }
   Py_RETURN_NONE;
 }
 

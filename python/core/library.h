@@ -15,7 +15,7 @@ namespace strobe_python {
   X(forward)                       \
   X(backward)                      \
   X(merge)                         \
-  X(dropout_mask)                  \
+  X(dropout_mask_part)             \
   X(last_error) X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info)
 
 struct Library {

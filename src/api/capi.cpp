@@ -165,6 +165,34 @@ Status check_mask_size(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t s
   return {};
 }
 
+// bytes: of the whole mask.
+Status check_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, float dropout_p,
+                  int64_t* bytes) {
+  STROBE_RETURN_IF_ERROR(check_mask_size(batch, heads, seqlen_q, seqlen_k));
+  AttentionProblem p;
+  strobe_problem_init(&p, sizeof p);
+  p.batch = batch;
+  p.heads = heads;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  p.head_dim = 1;
+  p.dropout_p = dropout_p;
+  STROBE_RETURN_IF_ERROR(check_problem(p));
+  *bytes = batch * heads * seqlen_q * seqlen_k;
+  return {};
+}
+
+void write_mask(const Dropout& dropout, int64_t seqlen_q, int64_t seqlen_k, int64_t first,
+                int64_t count, uint8_t* mask) {
+  int64_t row = first / seqlen_k, j = first % seqlen_k;
+  for (const uint8_t* end = mask + count; mask != end; ++row, j = 0) {
+    const auto bh = static_cast<uint32_t>(row / seqlen_q),
+               i = static_cast<uint32_t>(row % seqlen_q);
+    for (; j < seqlen_k && mask != end; ++j)
+      *mask++ = dropout.keep(bh, i, static_cast<uint32_t>(j));
+  }
+}
+
 }  // namespace
 
 }  // namespace strobe
@@ -252,27 +280,33 @@ strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q
                                   float dropout_p, uint64_t seed, uint64_t offset,
                                   uint8_t* mask) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    STROBE_RETURN_IF_ERROR(check_mask_size(batch, heads, seqlen_q, seqlen_k));
-    AttentionProblem p;
-    strobe_problem_init(&p, sizeof p);
-    p.batch = batch;
-    p.heads = heads;
-    p.seqlen_q = seqlen_q;
-    p.seqlen_k = seqlen_k;
-    p.head_dim = 1;
-    p.dropout_p = dropout_p;
-    STROBE_RETURN_IF_ERROR(check_problem(p));
-    if (seqlen_q == 0 || seqlen_k == 0) return {};
+    int64_t bytes;
+    STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
+    if (bytes == 0) return {};
     if (!mask) return null_argument("mask");
-    const Dropout dropout = Dropout::make(dropout_p, seed, offset);
-    for (int64_t bh = 0; bh < batch * heads; ++bh) {
-      for (int64_t i = 0; i < seqlen_q; ++i) {
-        for (int64_t j = 0; j < seqlen_k; ++j) {
-          *mask++ = dropout.keep(static_cast<uint32_t>(bh), static_cast<uint32_t>(i),
-                                 static_cast<uint32_t>(j));
-        }
-      }
+    write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, 0, bytes, mask);
+    return {};
+  });
+}
+
+strobe_status strobe_dropout_mask_part(int64_t batch, int64_t heads, int64_t seqlen_q,
+                                       int64_t seqlen_k, float dropout_p, uint64_t seed,
+                                       uint64_t offset, int64_t first, int64_t count,
+                                       uint8_t* mask) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    int64_t bytes;
+    STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
+    if (first < 0 || first > bytes) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("first = %" PRId64 ", expected 0 to %" PRId64, first, bytes)};
     }
+    if (count < 0 || count > bytes - first) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("count = %" PRId64 ", expected 0 to %" PRId64, count, bytes - first)};
+    }
+    if (count == 0) return {};
+    if (!mask) return null_argument("mask");
+    write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, first, count, mask);
     return {};
   });
 }

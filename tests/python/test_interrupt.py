@@ -12,6 +12,7 @@ CALLS = {
     "attention": "strobe.attention(x, x, x)",
     "attention_backward": "strobe.attention_backward(x, x, x, x, out, lse)",
     "out": "strobe.attention(x, x, x, out=out, return_lse=True, causal=True, threads=1)",
+    "dropout_mask": "strobe.dropout_mask(1, 1, 1 << 15, 1 << 16, dropout_p=0.5)",
 }
 TORCH_CALLS = {
     "flash_attn_func": "flash_attn_func(t, t, t)",

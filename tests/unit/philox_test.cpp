@@ -38,6 +38,24 @@ std::vector<uint8_t> Mask(int64_t batch, int64_t heads, int64_t nq, int64_t nk, 
   return mask;
 }
 
+TEST(DropoutMask, PartsAreThoseOfTheWhole) {
+  const std::vector<uint8_t> whole = Mask(2, 3, 5, 7, 0.5f, 42, 7);
+  const auto bytes = static_cast<int64_t>(whole.size());
+  for (int64_t first = 0; first < bytes; ++first) {
+    for (int64_t count = 0; count <= bytes - first; ++count) {
+      std::vector<uint8_t> part(whole.size() + 2, 77);
+      ASSERT_EQ(strobe_dropout_mask_part(2, 3, 5, 7, 0.5f, 42, 7, first, count, &part[1]),
+                STROBE_OK);
+      for (int64_t n = 0; n < bytes + 2; ++n) {
+        const bool within = n >= 1 && n <= count;
+        ASSERT_EQ(part[static_cast<size_t>(n)],
+                  within ? whole[static_cast<size_t>(first + n - 1)] : 77)
+            << first << ' ' << count << ' ' << n;
+      }
+    }
+  }
+}
+
 TEST(DropoutMask, KeepsTheRightShare) {
   for (const float p : {0.0f, 1e-6f, 0.01f, 0.1f, 0.5f, 0.9f, 0.999f, 0.9999999f}) {
     const std::vector<uint8_t> mask = Mask(2, 3, 300, 500, p, 42, 7);

@@ -604,7 +604,19 @@ TEST(Validation, DropoutMaskChecksItsArguments) {
     ExpectWords(strobe_last_error(),
                 {"batch * heads * seqlen_q * seqlen_k = 32768 * 32768 * 2147483647 * ", "2^58"});
   }
+  const auto part = [&](int64_t first, int64_t count, uint8_t* to) {
+    return strobe_dropout_mask_part(1, 1, 2, 2, 0.5f, 0, 0, first, count, to);
+  };
+  EXPECT_EQ(part(5, 0, mask), STROBE_INVALID_ARGUMENT);
+  ExpectWords(strobe_last_error(), {"first = 5, expected 0 to 4"});
+  EXPECT_EQ(part(-1, 1, mask), STROBE_INVALID_ARGUMENT);
+  EXPECT_EQ(part(3, 2, mask), STROBE_INVALID_ARGUMENT);
+  ExpectWords(strobe_last_error(), {"count = 2, expected 0 to 1"});
+  EXPECT_EQ(part(1, INT64_MAX, mask), STROBE_INVALID_ARGUMENT);
+  EXPECT_EQ(part(1, -1, mask), STROBE_INVALID_ARGUMENT);
+  EXPECT_EQ(part(1, 1, nullptr), STROBE_INVALID_ARGUMENT);
   for (const uint8_t x : mask) EXPECT_EQ(x, 9);
+  EXPECT_EQ(part(4, 0, nullptr), STROBE_OK);
   EXPECT_EQ(strobe_dropout_mask(1, 1, 0, 2, 0.5f, 0, 0, nullptr), STROBE_OK);
 }
 
