@@ -297,6 +297,7 @@ def test_persistent(_: argparse.Namespace) -> str:
         {"lengths_q": 3 * lengths_q, "lengths_k": 3 * lengths_k, "heads": 24, "heads_kv": 12},
         {"batch": 16, "seqlen_q": 400, "seqlen_k": 150, "heads": 16, "has_dlse": True},  # rows that see no key
         {"batch": 24, "seqlen_q": 300, "seqlen_k": 280, "heads": 32, "heads_kv": 16},  # sums of dQ larger than L2
+        {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads": 160, "heads_kv": 2, "window": (100, 30)},  # and parts
     ]
     dims, dtypes = (56, 64, 88, 96, 128, 192, 256), (torch.bfloat16, torch.float16)
     if DEV == "cpu":  # the test itself

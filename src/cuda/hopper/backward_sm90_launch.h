@@ -92,7 +92,6 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters_of<kConfig>(p), p.dq.data);
-  scratch.items_zero = items_zero<kConfig>(p) ? 1 : 0;
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // the order of the flags of what is not finite
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
@@ -110,6 +109,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
                          p.rule.later_see_more(), p.batch_invariant != 0);
   if (p.deterministic) scratch.descending = ordered.descending;
+  scratch.items_zero = items > 0 && items_zero<kConfig>(p) ? 1 : 0;
   // Where thread blocks wait for others, all items are drawn.
   if (!p.deterministic && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =

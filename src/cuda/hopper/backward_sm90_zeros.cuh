@@ -5,8 +5,9 @@
 // all heads are larger than L2. Here the first key block of a sequence, which is drawn before its
 // others, sets those of its heads to zero, tile by tile, beginning while its thread block is still
 // busy with the item before. A flag of each tile says so, which all key blocks await before they
-// add to it: the consumers know nothing of it, since they wait at ds.full. There is no deadlock: an
-// item's zeros wait for nothing but its record, and who waits for them was drawn later, or with it.
+// add to it: the consumers know nothing of it, since they wait at ds.full. There is no deadlock:
+// an item waits for zeros of none that was drawn after it, so the first of those that are not done
+// goes on.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_ZEROS_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_ZEROS_CUH_
 
