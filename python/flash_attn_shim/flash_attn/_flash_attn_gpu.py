@@ -293,7 +293,7 @@ def _window(*sides: Any) -> tuple[Any, Any]:
 def checked_options(
     dropout_p: Any, softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any
 ) -> Options:
-    """The arguments as Python's own numbers: what else they may be ends elsewhere."""
+    """The arguments as Python's numbers: PyTorch would end the process at freed tensors."""
     dropout_p = _flash_attn.as_number("dropout_p", dropout_p)
     softcap = _flash_attn.as_number("softcap", softcap)
     if dropout_p != 0:
@@ -309,9 +309,9 @@ def _check_tensors(
 ) -> None:
     """Refuses what can neither be read nor take results, before anything is computed.
 
-    given: tensors by name, and None. lengths: those of q, k, v and their like, which have these
-    axes then. targets: what is written to, with the names of the tensors that have its rows and its
-    last axis.
+    given: by name, tensors and None. lengths: say whether q, k, v and their like are packed; None:
+    their axes are checked elsewhere. targets: what is written to, with the names of the tensors
+    that have its rows and its last axis.
     """
     rows = ("batch", "seqlen") if lengths is None or lengths[0] is None else ("total",)
     every = given | {name: target for name, (target, _, _) in targets.items() if target is not None}
