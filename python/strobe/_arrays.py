@@ -98,7 +98,7 @@ def _torch() -> Any:
     return sys.modules["torch"]
 
 
-def _is_tensor(array: Any) -> bool:
+def is_tensor(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
@@ -126,7 +126,7 @@ def classify(name: str, array: Any) -> int:
         )
     if isinstance(array, np.ndarray):
         return 0 if type(array) is np.ndarray else 1
-    if _is_tensor(array):
+    if is_tensor(array):
         introduce_torch()
         return 2 if type(array) is _torch().Tensor else 3
     if isinstance(array, ArraySpec):
@@ -159,7 +159,7 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
             f"{name} is an ArraySpec, which has no data: it is for strobe.plan and strobe.why only"
         )
     try:
-        if _is_tensor(array):
+        if is_tensor(array):
             check_readable(name, array)
             spec_of(name, array)
     except Error as found:
@@ -171,7 +171,7 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
 
 def check_writable(name: str, array: Any) -> None:
     """Refuses what must not be written to; what is no tensor is known to be read-only."""
-    if not _is_tensor(array):
+    if not is_tensor(array):
         raise InvalidArgument(f"{name} is read-only, expected a writable array")
     if array.requires_grad and _torch().is_grad_enabled():
         raise InvalidArgument(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
+from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS
 from ._problem import DTYPE_CODES
@@ -211,7 +212,11 @@ _attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=Tru
 
 def _array(name: str, value: Any) -> Any:
     try:
+        if is_tensor(value):  # JAX reads PyTorch's, even at the address of a storage that was freed
+            check_readable(name, value)
         return jnp.asarray(value)
+    except Error:
+        raise
     except Exception:
         raise InvalidArgument(f"{name} = {shown(value)}, expected an array") from None
 

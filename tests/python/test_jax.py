@@ -375,3 +375,24 @@ def run(program: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+FREED = """
+import torch, strobe, strobe.jax
+q = torch.ones(1, 4, 2, 8)
+for x in (torch.ones(2, 4, 2, 8), torch.ones(2, dtype=torch.int32), torch.ones(2)):
+    part = x[1:]
+    x.untyped_storage().resize_(0)
+    for name in ("q", "k", "v", "q_position", "alibi_slopes", "prefix", "query_seq_lengths"):
+        try:
+            strobe.jax.attention(**{"q": q, "k": q, "v": q, "is_causal": True, name: part})
+        except strobe.InvalidArgument as error:
+            assert str(error).startswith(f"{name} is a tensor whose storage was freed"), error
+        else:
+            raise AssertionError(name)
+"""
+
+
+def test_a_tensor_of_pytorchs_without_memory() -> None:
+    pytest.importorskip("torch")
+    run(FREED)
