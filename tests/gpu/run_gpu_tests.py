@@ -269,7 +269,8 @@ def test_hidden(_: argparse.Namespace) -> str:
         queries = [i for i in range(300) if not low <= i <= high]
         for n, rows in (("dq", queries), ("dk", keys), ("dv", keys)):
             got, expected = dirty[n][:, rows].double(), clean[n][:, rows].double()
-            error = float(torch.nan_to_num((got - expected).abs(), nan=math.inf).max())
+            # Rows of a tile that has met a NaN are summed in another order: a unit of bfloat16 is up to 0.8 % of a value.
+            error = float(torch.nan_to_num((got - expected).abs() / expected.abs().clamp(min=1), nan=math.inf).max())
             assert error <= 0.03, f"{value} in {name} of {case}: {n} is off by {error} where it is not seen"
         # The other way: what is wrong must show in the rows that see it, each of them, in the poisoned head.
         keys, queries = [row], [row]
