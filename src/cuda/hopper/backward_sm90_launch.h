@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/common/backward_order.cuh"
@@ -25,7 +26,15 @@ constexpr LaunchShape backward_shape() {
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
-/// Whether the main kernel sets the sums of dQ to zero.
+/// Whether the main kernel sets sums of dQ to zero: their bytes, all heads together and of one
+/// head.
+constexpr bool items_zero_sums(int64_t all, int64_t head) {
+  // What is less than half of L2 stays there until it is added to. Of long sequences zeros are a
+  // small part of all that is done, and key blocks that begin far from the last tile would wait.
+  return all >= int64_t{32} << 20 && head <= int64_t{512} << 10;
+}
+
+/// The same of a problem, or of a launch's params.
 template <BackwardConfig kConfig, typename Problem>
 bool items_zero(const Problem& p) {
   const BackwardSizes sizes = sizes_of(p);

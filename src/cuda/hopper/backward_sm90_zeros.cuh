@@ -13,7 +13,6 @@
 
 #include <cstdint>
 
-#include "core/arithmetic.h"
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
@@ -21,13 +20,6 @@
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm90 {
-
-/// Whether items set the sums to zero: their bytes, all heads together and of one head.
-constexpr bool items_zero_sums(int64_t all, int64_t head) {
-  // What is less than half of L2 stays there until it is added to. Of long sequences zeros are a
-  // small part of all that is done, and key blocks that begin far from the last tile would wait.
-  return all >= int64_t{32} << 20 && head <= int64_t{512} << 10;
-}
 
 /// One warp.
 template <typename Tr>
