@@ -100,7 +100,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   if (is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters_of<kConfig>(p), p.dq.data);
+  const int32_t counters = counters_of<kConfig>(p);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters, p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // the order of the flags of what is not finite
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
@@ -118,14 +119,13 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
                          p.rule.later_see_more(), p.batch_invariant != 0);
   if (p.deterministic) scratch.descending = ordered.descending;
-  scratch.items_zero = items > 0 && items_zero<kConfig>(p) ? 1 : 0;
+  scratch.items_zero = items > 0 && counters > 0 && !p.deterministic ? 1 : 0;
   // Where thread blocks wait for others, all items are drawn.
   if (!p.deterministic && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   return launch_stages<kConfig, Stages>(
-      p, scratch, order, items, kConfig.tile_k, counters_of<kConfig>(p), target,
-      [&](BackwardMaps& maps) {
+      p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
         return p.deterministic
                    ? launch_main<kConfig, true>(p, scratch, order, ordered, items, maps, target)
                    : launch_main<kConfig, false>(p, scratch, order, item_order, items, maps,
