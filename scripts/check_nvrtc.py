@@ -47,7 +47,7 @@ namespace strobe::cuda {
 __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, DecodeUpdateParams>;
 }
 """,
-    "decode/update_kernel.cuh": """
+    "cache/update_kernel.cuh": """
 #include "cuda/decode/layout.h"
 namespace strobe::cuda {
 __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 16, 2, 2>, true>;
@@ -56,7 +56,8 @@ __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 1
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};
-__device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false>;
+__device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false, ForwardParams>;
+__device__ auto* const cached = &forward_kernel<TraitsOf<kC>, true, false, DecodeParams>;
 }
 """,
     "hopper/backward_sm90.cuh": """

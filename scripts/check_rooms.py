@@ -19,8 +19,9 @@ ROOMS = {
     "cuda/ptx": ["cuda/ptx"],
     "cuda/common": ["core", "cuda/common", "cuda/ptx"],
     "cuda/mma_sync": ["core", "cuda/common", "cuda/ptx", "cuda/mma_sync"],
-    "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/hopper"],
-    "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/decode"],
+    "cuda/cache": ["core", "cuda/common", "cuda/ptx", "cuda/cache"],
+    "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/hopper"],
+    "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode"],
     "cuda/host": ["core", "cuda/common", "cuda/host"],
     "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of a row's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],

@@ -43,8 +43,7 @@ struct KeyRows {
   /// A row's place: the entry or page, and the row within it.
   struct Place {
     int64_t entry, row;
-    /// Whether there is such an entry: the number of a page may be anything. What is not there is
-    /// neither read nor written.
+    /// Whether there is such an entry. What is not there is neither read nor written.
     bool there;
 
     /// Elements from the begin of the tensor. Strides in elements.
@@ -57,7 +56,11 @@ struct KeyRows {
     if (!pages) return {entry, row, true};
     const int32_t column = page_size.quotient(static_cast<int32_t>(row));
     const int32_t page = pages[column];
-    return {page, row - int64_t{column} * page_size.divisor, 0 <= page && page < pool};
+    return {page, row - int64_t{column} * page_size.divisor, has(page)};
+  }
+  /// Whether there is an entry, or page, of this number: the table may hold anything.
+  STROBE_INLINE constexpr bool has(int64_t number) const {
+    return !pages || (0 <= number && number < pool);
   }
   /// The end of the run of keys from `key` on that lie one row stride apart: `end` at most.
   STROBE_INLINE constexpr int64_t run_end(int64_t key, int64_t end) const {
@@ -106,8 +109,7 @@ struct CachedSequences : Sequences {
     }
     int64_t used = used_k ? used_k[b] : seqlen_k;  // with the left pad, as the caller counts
     if (cuts_lengths) used = cut(used, 0, seqlen_k);
-    s.keys = {entries ? entries[b] : b, table ? table + b * table_stride : nullptr, page_size, pool,
-              leftpad ? leftpad[b] : 0};
+    s.keys = rows_at(b, entries ? entries[b] : b, leftpad ? leftpad[b] : 0);
     s.new_begin = used - s.keys.first;
     s.rotary_start = rotary_position ? rotary_position[b] : s.new_begin;
     // Of more queries than the plan knows of, the first ones: its workspace has room for no others.
@@ -121,6 +123,11 @@ struct CachedSequences : Sequences {
     s.mask = mask_of(b, length_q, s.new_begin + count);
     s.rows_k = s.mask.seqlen_k;
     return s;
+  }
+
+  /// The rows of sequence b, whose entry and first row are known.
+  STROBE_INLINE constexpr KeyRows rows_at(int64_t b, int64_t entry, int64_t first) const {
+    return {entry, table ? table + b * table_stride : nullptr, page_size, pool, first};
   }
 
   /// The same sequences, of which it is known that there are no chunks: what divides by them is not

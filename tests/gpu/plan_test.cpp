@@ -177,6 +177,66 @@ TEST(CudaPlan, NewKeysAndRotaryEmbeddingAreTaken) {
   }
 }
 
+// A prompt, or a chunk of one, goes through tiles of queries on Hopper, and nowhere else.
+TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
+  const auto kernel_of = [](const AttentionProblem& p, int cc) {
+    Plan plan;
+    const Status s = plan_for(p, device(cc), plan);
+    EXPECT_TRUE(s.ok()) << s.text();
+    EXPECT_GT(plan.workspace_bytes, 0U);
+    return std::string(plan.kernel);
+  };
+  const auto prompt = [](int64_t head_dim) {
+    AttentionProblem p = paged_problem(STROBE_BFLOAT16, head_dim);
+    p.seqlen_q = 512, p.seqlen_k = 1000;
+    return p;
+  };
+  for (const int64_t dim : {40, 64, 80, 128, 192, 256}) {
+    EXPECT_EQ(kernel_of(prompt(dim), 90), "cuda_sm90") << dim;
+    EXPECT_EQ(kernel_of(prompt(dim), 80), "cuda_sm80") << dim;
+    AttentionProblem updates = prompt(dim);
+    updates.append = STROBE_APPEND_DENSE, updates.seqlen_new = 512;
+    updates.rotary_dim = 32, updates.rotary_rows = 2048;
+    EXPECT_EQ(kernel_of(updates, 90), "cuda_sm90") << dim;
+  }
+  const std::pair<const char*, void (*)(AttentionProblem&)> others[] = {
+      {"few queries", [](AttentionProblem& p) { p.seqlen_q = 16; }},
+      {"page_size = 12, expected a multiple of 8",
+       [](AttentionProblem& p) { p.page_size = 12, p.pages_per_sequence = 90; }},
+      {"leftpad with pages", [](AttentionProblem& p) { p.has_leftpad = 1; }},
+      {"out_dtype = fp32", [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
+      {"head_dim_v = 60", [](AttentionProblem& p) { p.head_dim_v = 60; }},
+      // 31 sequences with one query each, and one with 481.
+      {"few queries",
+       [](AttentionProblem& p) { p.varlen = 1, p.batch = 32, p.total_q = 512, p.seqlen_q = 481; }},
+      // Which of packed sequences is the longest, the batch decides.
+      {"few queries",
+       [](AttentionProblem& p) { p.varlen = p.batch_invariant = 1, p.total_q = 1024; }}};
+  for (const auto& [why, change] : others) {
+    AttentionProblem p = prompt(128);
+    change(p);
+    EXPECT_EQ(kernel_of(p, 90), "cuda_sm80") << why;
+    resolve_defaults(p);
+    const std::string reason = declines_on(90, p, device(90));
+    EXPECT_NE(reason.find(why), std::string::npos) << reason;
+  }
+}
+
+// With batch_invariant the choice is the same in every batch.
+TEST(CudaPlan, TheBatchDoesNotDecideWhereItMustNot) {
+  for (const int64_t queries : {1, 16, 17, 32, 33, 64, 65, 128, 300}) {
+    std::string kernels_of[2];
+    for (const int64_t batch : {1, 64}) {
+      AttentionProblem p = paged_problem(STROBE_BFLOAT16, 128);
+      p.seqlen_q = queries, p.batch = batch, p.pages = 64 * batch, p.batch_invariant = 1;
+      Plan plan;
+      ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+      kernels_of[batch > 1] = plan.kernel;
+    }
+    EXPECT_EQ(kernels_of[0], kernels_of[1]) << queries << " queries";
+  }
+}
+
 // Wide kernels need room for the turned queries: for each once, packed or dense.
 TEST(CudaPlan, TurnedQueriesHaveTheSizeOfTheQueries) {
   for (const bool packed : {false, true}) {

@@ -140,13 +140,13 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
 
 
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
+    binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
     if row.direction == "decode":
-        run = [str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
+        run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), "--hostile", "--count", "40"])
         return found
-    binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
 
     def run_of(heads: int, heads_kv: int) -> list[str]:
         file = write_problem(folder / f"{row.name}.{heads_kv}.safetensors", row, heads, heads_kv)

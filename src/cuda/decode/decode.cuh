@@ -27,7 +27,7 @@
 
 #include <cstdint>
 
-#include "cuda/decode/cache_update.cuh"
+#include "cuda/cache/cache_update.cuh"
 #include "cuda/decode/key_copies.cuh"
 #include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"

@@ -7,10 +7,10 @@
 
 #include "core/arithmetic.h"
 #include "core/workspace.h"
+#include "cuda/cache/update_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/decode/decode.cuh"
-#include "cuda/decode/update_kernel.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/host/rows.h"
@@ -70,23 +70,6 @@ void carve(Arena& arena, const DecodeParams& p, Division& d) {
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
-/// Rows of Q, of all heads.
-inline int64_t query_rows(const DecodeParams& p) {
-  return (p.packed_q ? 1 : p.cache.batch) * p.total_q * p.heads_kv * p.group;
-}
-
-/// The queries after the rotary embedding, where a kernel of its own turns them; else no data.
-template <DecodeConfig kConfig>
-Tensor carve_queries(Arena& arena, const DecodeParams& p) {
-  Tensor t{};
-  if (!turns_before(kConfig, p.cache.rotary_dim)) return t;
-  t.head_stride = round_up(p.head_dim, 8);
-  t.row_stride = t.head_stride * p.heads_kv * p.group;
-  t.batch_stride = p.packed_q ? 0 : t.row_stride * p.total_q;
-  t.data = arena.take<uint16_t>(query_rows(p) * t.head_stride);
-  return t;
-}
-
 template <DecodeConfig kConfig>
 DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
@@ -98,7 +81,7 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   if (spans >= kMost / max64(units, max64(1, d.rule.most_chunks))) return {blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
-  carve_queries<kConfig>(arena, p);
+  if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
   return {blocks, static_cast<int64_t>(arena.used())};
 }
 
@@ -118,15 +101,6 @@ KernelHandle& decode_handle(bool rule, bool elements) {
   return kernels[elements ? 2 : rule];
 }
 
-/// What runs first where decode_handle's kernels neither append nor turn.
-template <typename Shape>
-KernelHandle& update_handle(bool elements) {
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
-      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
-  return kernels[elements];
-}
-
 template <DecodeConfig kConfig>
 cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target) {
   using Shape = DecodeShapeOf<kConfig>;
@@ -142,43 +116,21 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   constexpr uint64_t kNonceBits = 64 - kCountBits;
   d.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15u &
             ((uint64_t{1} << kNonceBits) - 1);
-  const auto in_units = [](const Tensor& t, int32_t dim) {
-    const auto address = reinterpret_cast<uintptr_t>(t.data);
-    return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
-  };
   const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
                         !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
   const bool rule =
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || c.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
-  const bool appends = c.rows_new > 0;
-  const bool new_elements =
-      appends && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
   const DecodeParams* reads_alone = &p;
   [[maybe_unused]] DecodeParams of_turned;
-  if (appends || c.rotary_dim > 0) {
-    if constexpr (kConfig.width <= kWidestUpdate) {
+  if (updates(p)) {
+    if constexpr (!updates_before(kConfig)) {
       void* args[] = {const_cast<DecodeUpdateParams*>(&p), &d};
-      return decode_handle<Shape, DecodeUpdateParams>(rule, elements || new_elements)
+      return decode_handle<Shape, DecodeUpdateParams>(rule, elements || new_elements(p))
           .launch(grid, Shape::kThreads, args, target);
     } else {
-      Tensor turned = carve_queries<kConfig>(arena, p);
-      void* args[] = {const_cast<DecodeUpdateParams*>(&p), &turned};
-      const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
-      const int64_t rows = max64(new_rows * p.heads_kv, turned.data ? query_rows(p) : 0);
-      constexpr int64_t kBlocksEach =
-          16;  // of a multiprocessor: this kernel waits for memory alone
-      const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
-      const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
-      if (rows > 0) {
-        STROBE_RETURN_IF_CUDA_ERROR(update_handle<Shape>(elements || new_elements)
-                                        .launch(blocks, Shape::kThreads, args, target));
-      }
-      if (turned.data) {
-        of_turned = p;
-        of_turned.q = turned;
-        reads_alone = &of_turned;
-      }
+      STROBE_RETURN_IF_CUDA_ERROR(update_before<Shape>(arena, p, target, of_turned));
+      reads_alone = &of_turned;
     }
   }
   void* args[] = {const_cast<DecodeParams*>(reads_alone), &d};

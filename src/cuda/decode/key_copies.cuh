@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/decode/cache_update.cuh"
+#include "cuda/cache/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_access.h"

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/cache/cache_update.cuh"
 #include "cuda/decode/place.cuh"
 
 namespace strobe::cuda {
@@ -11,13 +12,6 @@ namespace strobe::cuda {
 /// The rows of a tile. head: the first query head of the key head's; first: of the packed rows.
 struct TileRows {
   int32_t batch, head, first, count;
-};
-
-/// Where a piece's new keys are: key j, from `begin` on, at k + j rows.
-struct NewKeys {
-  const char *k, *v;
-  int32_t begin;
-  int32_t position;  // in the rotary tables: that of key j is position + j
 };
 
 /// What a share holds of a span, with all that copies, products and merging need to know of it: one

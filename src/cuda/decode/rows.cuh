@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "cuda/cache/cached_row.cuh"
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
-#include "cuda/decode/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/mma.h"
 
@@ -64,58 +64,6 @@ __device__ __forceinline__ void write_columns(float* to, const float (&x)[kColum
 #pragma unroll
     for (int i = 0; i < kColumns; i += 4)
       __stcg(reinterpret_cast<float4*>(to + i), make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
-  }
-}
-
-/// Where a query's row of out begins.
-__device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& sequence,
-                                         int32_t head, int32_t query) {
-  return static_cast<char*>(p.out.data) +
-         (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
-}
-
-/// A row key by key. Not inlined: it is rare, and long.
-template <typename T, typename Params>
-__device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch, int32_t head,
-                                                 int32_t query) {
-  const CachedSequence sequence = p.cached(batch);
-  const auto at = [&](const Tensor& t, int64_t key) -> const T* {
-    const KeyRows::Place place = sequence.keys.place(key);
-    if (!place.there) return nullptr;
-    return static_cast<const T*>(t.data) + t.element(place.entry, place.row, head / p.group);
-  };
-  const T* const q =
-      static_cast<const T*>(p.q.data) + p.q.element(sequence.batch, sequence.q_row + query, head);
-  char* const to = out_row(p, sequence, head, query);
-  const auto write = [&](int d, float x) {
-    if (p.float_out) {
-      reinterpret_cast<float*>(to)[d] = x;
-    } else {
-      reinterpret_cast<T*>(to)[d] = static_cast<T>(x);
-    }
-  };
-  if constexpr (kUpdates<Params>) {
-    const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
-    const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
-      return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));
-    };
-    // A new key without a page is none either.
-    const auto key_at = [&](int64_t key) -> TurnedRow<T> {
-      const T* const cached = at(p.k, key);
-      if (key < fresh.begin || !cached) return {cached, {&p, -1}};
-      return {new_row(fresh.k, p.k_new, key), Rotation<T>::at(p, fresh.position + key)};
-    };
-    const auto value_at = [&](int64_t key) {
-      const T* const cached = at(p.v, key);
-      return key < fresh.begin || !cached ? cached : new_row(fresh.v, p.v_new, key);
-    };
-    const TurnedRow<T> turned{
-        q, Rotation<T>::at(p, p.cache.query_rotation(sequence.rotary_start, query))};
-    pairwise_row_of<T, false>(p, sequence, head, query, turned, key_at, value_at, write);
-  } else {
-    pairwise_row_of<T, false>(
-        p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
-        [&](int64_t key) { return at(p.v, key); }, write);
   }
 }
 

@@ -5,7 +5,8 @@
 // warpgroups, against all keys that they see, tile_k at a time, last block first.
 //
 //   warps         registers  role (0 to 3: forward_sm90_producer.cuh; others: _consumer.cuh)
-//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
+//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V; where
+//                            they lie in a cache, each lane a part of a block (cached_keys.cuh)
 //   1             32 (W=3)   Q: loads each warpgroup's 64 rows
 //   2                        scheduler: takes the next tile, works out who needs which blocks
 //   3                        O: stores what the consumers leave in shared memory
@@ -52,6 +53,7 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 
+#include "cuda/cache/cached_row.cuh"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
@@ -62,8 +64,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Prepares the barriers. One thread.
-template <typename Tr>
+/// Prepares the barriers. One thread. kLoader: threads of warp 0.
+template <typename Tr, uint32_t kLoader>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
                         const Stagger& stagger) {
   constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
@@ -75,24 +77,27 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
   shared.k_ring.init(1, kWarps * kOfWarp);
   shared.v_ring.init(1, kWarps * kOfWarp);
-  // Warps 0 and 1 are one thread each.
-  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2);
+  // Warp 1 is one thread.
+  constexpr uint32_t kLoads = kLoader == 1 ? 1 : kOfWarp;
+  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoads + 1);
   shared.request.init(1);
   shared.suspects = -1;
   ptx::fence_barrier_init();
 }
 
-/// kRule: scores have more to them than a positive scale. kWhole: Sequences::is_whole().
-template <typename Tr, bool kRule, bool kWhole>
+/// kRule: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
+/// ForwardParams, or DecodeParams where the keys lie in a cache.
+template <typename Tr, bool kRule, bool kWhole, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TensorMaps maps,
+    forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
                    const __grid_constant__ TileOrder order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
+  constexpr uint32_t kLoader = kCached<Params> ? 32 : 1;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if constexpr (!Tr::kEarlyTile) {
-    if (threadIdx.x == 0) prepare<Tr>(shared, maps, order.stagger);
+    if (threadIdx.x == 0) prepare<Tr, kLoader>(shared, maps, order.stagger);
     __syncthreads();
   }
 
@@ -102,9 +107,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
-    if (Tr::kEarlyTile && warp == 0 && one_thread) prepare<Tr>(shared, maps, order.stagger);
+    if (Tr::kEarlyTile && warp == 0 && one_thread)
+      prepare<Tr, kLoader>(shared, maps, order.stagger);
     if (warp != 2) wait_for_barriers<Tr>();  // the scheduler waits itself
-    if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+    if (warp == 0 && (kLoader > 1 || one_thread)) load_kv<Tr>(shared, p, maps);
     if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
     if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
@@ -113,13 +119,18 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr>();
-    Consumer<Tr, kRule, kWhole>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kRule, kWhole, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Not `warp`, which would have been spilled for this.
-      pairwise_rows<typename Tr::T, false, kWhole>(p, tile, static_cast<int>(threadIdx.x / 32) - 4,
-                                                   kWarps, Tr::kWarpgroups * kWarpgroupRows);
+      const int own = static_cast<int>(threadIdx.x / 32) - 4;
+      constexpr int kRows = Tr::kWarpgroups * kWarpgroupRows;
+      if constexpr (kCached<Params>) {
+        pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
+      } else {
+        pairwise_rows<typename Tr::T, false, kWhole>(p, tile, own, kWarps, kRows);
+      }
       i = tile.next;
     }
   }

@@ -27,12 +27,11 @@ enum class Kind {
   kFast      // unmasked, against the reference that there is
 };
 
-/// A consumer warpgroup. kRule: scores have more to them than a positive scale. kWhole: sequences
-/// are whole.
-template <typename Tr, bool kRule, bool kWhole>
+/// A consumer warpgroup. kRule, kWhole, Params: the kernel's.
+template <typename Tr, bool kRule, bool kWhole, typename Params>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const ForwardParams& p,
+  __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p,
                                       int warpgroup)
       : shared_(shared), p_(p), warpgroup_(warpgroup) {}
 
@@ -200,7 +199,8 @@ class Consumer {
     pending_ = true;
     if constexpr (!kWhole) {
       used_v_ = kTileK;
-      if (masked && p_.used_k) used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
+      // A cache has rows past the last key.
+      if (masked && (kCached<Params> || p_.used_k)) used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
     }
 #pragma unroll
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
@@ -455,20 +455,25 @@ class Consumer {
     return static_cast<T*>(p_.out.data) + p_.out.element(tile.batch, tile.map_q + row, tile.head);
   }
 
-  /// 0 and -inf: no row of the warpgroup sees a key.
+  /// 0 and -inf: no row of the warpgroup sees a key; NaN where a cached sequence's numbers are out
+  /// of range.
   __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       if (row(r) >= tile.rows) return;
-      if (p_.lse && lane() % 4 == 0) p_.lse[tile.lse_row + row(r)] = -infinity();
+      const bool in_range = !kCached<Params> || tile.entry >= 0;
+      const uint32_t value = in_range ? 0u : 0x7fff7fffu;
+      if (p_.lse && lane() % 4 == 0)
+        p_.lse[tile.lse_row + row(r)] = in_range ? -infinity() : __int_as_float(0x7fffffff);
 #pragma unroll 1
       for (int column = 8 * (lane() % 4); column < p_.head_dim_v; column += 32)
-        *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
+            make_uint4(value, value, value, value);
     }
   }
 
   typename Tr::Shared& shared_;
-  const ForwardParams& p_;
+  const Params& p_;
   const int warpgroup_;
   RingPosition<Tr::kTileSlots> slot_;
   RingPosition<Tr::kStages> at_;  // of the next block; a pending one is the one before

@@ -23,29 +23,29 @@ constexpr LaunchShape forward_shape() {
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
+/// Takes room for a Workspace of so many tiles.
+inline std::byte* take_workspace(Arena& arena, int64_t tiles) {
+  return arena.take<std::byte>(static_cast<int64_t>(offsetof(Workspace, suspects)) +
+                               tiles * static_cast<int64_t>(sizeof(SuspectTile)));
+}
+
 template <ForwardConfig kConfig>
 void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& params) {
   const int64_t tiles = p.varlen ? p.total_q / kConfig.tile_q + p.batch
                                  : ceil_div(p.seqlen_q, kConfig.tile_q) * p.batch;
-  params.workspace =
-      arena.take<std::byte>(static_cast<int64_t>(offsetof(Workspace, suspects)) +
-                            tiles * p.heads * static_cast<int64_t>(sizeof(SuspectTile)));
+  params.workspace = take_workspace(arena, tiles * p.heads);
 }
 
+/// The order of a launch's tiles, and how they are handed out.
 template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
-  constexpr auto kShape = forward_shape<kConfig>();
+TileOrder tile_order(const ForwardParams& p, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
   TileOrder order{
       StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), false, 0, nullptr, {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
     order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
   }
-  if (order.tiles.items == 0) return cudaSuccess;
-  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
-  if (order.tiles.items > INT32_MAX / 2)
-    return cudaErrorInvalidValue;  // tiles are counted in 32 bits
-  constexpr int kFixedTiles = 4;   // of a thread block
+  constexpr int kFixedTiles = 4;  // of a thread block
   order.fixed = !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
@@ -54,6 +54,25 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   order.stagger = Stagger::make(p, order.tiles.items, target.multiprocessors,
                                 2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes,
                                 kConfig.tile_q);
+  return order;
+}
+
+/// Tiles are counted in 32 bits.
+inline bool too_many(const TileOrder& order) { return order.tiles.items > INT32_MAX / 2; }
+
+/// Softcap and ALiBi change scores one by one; a scale that is not positive turns their order round.
+inline bool has_rule(const ForwardParams& p) {
+  return p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
+}
+
+template <ForwardConfig kConfig>
+cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
+  constexpr auto kShape = forward_shape<kConfig>();
+  using Tr = TraitsOf<kConfig>;
+  TileOrder order = tile_order<kConfig>(p, target);
+  if (order.tiles.items == 0) return cudaSuccess;
+  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
+  if (too_many(order)) return cudaErrorInvalidValue;
 
   // Of this thread's last launch.
   thread_local TensorMaps maps;
@@ -73,21 +92,18 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
     STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v));
   }
 
-  // Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
-  // round.
-  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
   // Most launches have neither that nor more than whole sequences. Their kernel is a sixth shorter,
   // which counts where sequences are short: a launch reads its code from memory.
   static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true>),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true, ForwardParams>),
                    kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false>),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, ForwardParams>),
                    kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false>),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, ForwardParams>),
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[rule           ? 2
+  return kernels[has_rule(p)    ? 2
                  : p.is_whole() ? 0
                                 : 1]
       .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);

@@ -4,10 +4,12 @@
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_LAYOUT_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
+#include "cuda/common/key_boxes.h"
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
@@ -37,6 +39,7 @@ struct Tile {
   int32_t head, head_kv;
   int32_t first, rows;              // queries [first, first + rows) of the sequence
   int32_t map_batch, map_q, map_k;  // coordinates of query `first` and of key 0 in the tensor maps
+  int32_t entry;                    // of a cache: there `map_k` are the rows before key 0
   int32_t number, suspect;          // suspect: it is on the list of those that are not finite
   int64_t lse_row;                  // of query `first`
 };
@@ -100,6 +103,27 @@ using TraitsOf = Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps>
 struct TensorMaps {
   CUtensorMap q, k, v, out;
 };
+/// Of keys in a cache.
+struct CachedTensorMaps : TensorMaps {
+  KeyBoxes boxes;
+};
+
+/// Whether a kernel with these parameters finds its keys in a cache.
+template <typename Params>
+inline constexpr bool kCached = std::is_base_of_v<DecodeParams, Params>;
+template <typename Params>
+using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps, TensorMaps>;
+
+/// What tells the sequences of a launch apart. kWhole: of whole sequences.
+template <bool kWhole, typename Params>
+__device__ __forceinline__ decltype(auto) sequences_of(const Params& p) {
+  if constexpr (kCached<Params>) {
+    static_assert(!kWhole);
+    return (p.cache);
+  } else {
+    return p.template known<kWhole>();
+  }
+}
 
 /// Of a launch, in global memory. Needs no preparation.
 struct Workspace {

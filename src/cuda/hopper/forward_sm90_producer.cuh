@@ -2,8 +2,11 @@
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 
+#include <type_traits>
+
 #include "core/visits.h"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/cached_keys.cuh"
 #include "cuda/hopper/scheduler.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"
@@ -16,26 +19,27 @@ namespace strobe::cuda::sm90 {
 /// kEarlyTile the kernel has waited before.
 template <typename Tr>
 __device__ __forceinline__ void wait_for_barriers() {
-  if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<Tr::kThreads>(0);
+  // Barriers 1 to 1 + W have other uses.
+  if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<2 + Tr::kWarpgroups, Tr::kThreads>();
 }
 
 /// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
 /// begins before there are barriers, and hands over the first tile when there are.
-template <typename Tr, bool kWhole>
-__device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
-                         const TileOrder& order) {
+template <typename Tr, bool kWhole, typename Params>
+__device__ void schedule(typename Tr::Shared& shared, const Params& p, const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  const Sequences& sequences = p.known<kWhole>();
-  TileScheduler<kTileQ, kWhole> scheduler(order, sequences);
+  const auto& sequences = sequences_of<kWhole>(p);
+  TileScheduler<kTileQ, kWhole, std::remove_cvref_t<decltype(sequences)>> scheduler(order,
+                                                                                   sequences);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
     const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    const Sequence sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
-    const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).known<kWhole>();
+    const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).template known<kWhole>();
     const int rows = mask.seqlen_q;
     if (lane == 0) {
       tile.mask = mask;
@@ -47,7 +51,13 @@ __device__ void schedule(typename Tr::Shared& shared, const ForwardParams& p,
       tile.first = place.begin;
       tile.map_batch = p.cu_q ? 0 : place.batch;
       tile.map_q = static_cast<int>(sequence.q_row) + place.begin;
-      tile.map_k = static_cast<int>(sequence.k_row);
+      if constexpr (kCached<Params>) {
+        // A sequence whose numbers are out of range has no keys, and its queries become NaN.
+        tile.entry = sequence.in_range ? static_cast<int>(sequence.keys.entry) : -1;
+        tile.map_k = static_cast<int>(sequence.keys.first);
+      } else {
+        tile.map_k = static_cast<int>(sequence.k_row);
+      }
       tile.number = scheduler.number();
       tile.suspect = 0;
       tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
@@ -109,39 +119,64 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
   }
 }
 
-/// K and V, by one thread: K one block ahead of V, also from tile to tile.
-template <typename Tr>
-__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+/// K and V: K one block ahead of V, also from tile to tile. By one thread; by a whole warp where the
+/// keys lie in a cache, whose pages are looked up one block ahead.
+template <typename Tr, typename Params>
+__device__ void load_kv(typename Tr::Shared& shared, [[maybe_unused]] const Params& p,
+                        const MapsOf<Params>& maps) {
+  using KTile = typename Tr::KTile;
   struct Place {
     int row, head, batch;
     uint32_t idle;  // consumer warps that do not need the block
+    LaneBox box;
   };
-  const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
-                       uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
-                       const Place& place) {
+  const auto lane = [] { return kCached<Params> ? static_cast<int>(ptx::thread_again() % 32) : 0; };
+  [[maybe_unused]] KeyRows keys{};
+  const auto load = [&](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
+                        uint8_t(*tiles)[KTile::kBytes], const CUtensorMap& map, const Place& place,
+                        [[maybe_unused]] uint32_t lost) {
     ring.empty[at.stage()].wait(at.free());
-    ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
-    for (int panel = 0; panel < Tr::kPanels; ++panel) {
-      ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
-                    ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
+    if constexpr (kCached<Params>) {
+      load_boxes<KTile>(tiles[at.stage()], map, ring.full[at.stage()], maps.boxes, keys, place.box,
+                        place.head, lost);
+    } else {
+      ring.full[at.stage()].arrive_expect(KTile::kBytes);
+      for (int panel = 0; panel < Tr::kPanels; ++panel) {
+        ptx::tma_load(tiles[at.stage()] + panel * KTile::kPanelBytes, map, ring.full[at.stage()],
+                      ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
+      }
     }
     // For those who will not come by. Here, because here the phase is known to be theirs.
-    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
+    if (place.idle > 0 && lane() == 0)
+      ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
     ++at.count;
   };
   RingPosition<Tr::kStages> k_at, v_at;
-  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
+  Place before{-1, 0, 0, 0, {}};  // the block whose V has still to be loaded
   const auto load_v = [&] {
-    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
+    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before, 0);
     before.row = -1;
   };
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    Place place{0, tile.head_kv, tile.map_batch, 0};
+    Place place{0, tile.head_kv, kCached<Params> ? 0 : tile.map_batch, 0, {}};
     // The scheduler gets as much time for the next tile as four steps take: two in which this warp
     // runs ahead, two to find the tile.
     const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
+    [[maybe_unused]] LaneBox next{};
+    [[maybe_unused]] const auto find = [&](int n) {
+      if constexpr (kCached<Params>) {
+        const int32_t end = tile.mask.seqlen_k;
+        return LaneBox::find(maps.boxes, keys, n * Tr::kTileK, Tr::kTileK, end);
+      } else {
+        return LaneBox{};
+      }
+    };
+    if constexpr (kCached<Params>) {
+      keys = p.cache.rows_at(tile.batch, tile.entry, tile.map_k);
+      if (tile.loaded) next = find(tile.block_end - 1);
+    }
     for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
-      if (n == request) shared.request.arrive();
+      if (n == request && lane() == 0) shared.request.arrive();
       // Consumers now finish the tile before: without its last V they would wait for ever.
       if (!tile.loaded) {
         load_v();
@@ -150,10 +185,16 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
       place.row = tile.map_k + n * Tr::kTileK;
       place.idle = 0;
       for (const Blocks& part : tile.part) place.idle += n < part.begin || n >= part.end ? 4 : 0;
-      load(shared.k_ring, k_at, shared.k, maps.k, place);
+      if constexpr (kCached<Params>) {
+        place.box = next;
+        if (n > tile.block_begin) next = find(n - 1);
+      }
+      // A key without a page is NaN to the queries that see it.
+      load(shared.k_ring, k_at, shared.k, maps.k, place, 0x7fff7fff);
       load_v();
       before = place;
     }
+    if constexpr (kCached<Params>) __syncwarp();  // all lanes have read the tile
   });
   load_v();
 }

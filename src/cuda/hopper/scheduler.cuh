@@ -38,7 +38,7 @@ struct TileOrder {
 
 /// The tiles of one thread block, kTileQ queries each; to be run by one warp. kMayBeFixed: else
 /// TileOrder::fixed is not looked at.
-template <int kTileQ, bool kMayBeFixed>
+template <int kTileQ, bool kMayBeFixed, typename Sequences>
 class TileScheduler {
  public:
   __device__ TileScheduler(const TileOrder& order, const Sequences& params)

@@ -63,6 +63,7 @@ const Row* row_for_unaligned(const Plan& plan) {
 }
 template const ForwardRow* row_for_unaligned<ForwardRow>(const Plan&);
 template const BackwardRow* row_for_unaligned<BackwardRow>(const Plan&);
+template const DecodeRow* row_for_unaligned<DecodeRow>(const Plan&);
 
 template <typename Row>
 size_t workspace_of(const AttentionProblem& p, const Row& row, const Row* other) {
@@ -105,25 +106,38 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
-void fill_decode(Plan& plan, const DeviceProperties& device) {
+void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const DecodeRow& row = take_row<DecodeRow>(plan, find_decode_row(p, device, nullptr));
+  const DecodeRow& row = take_row<DecodeRow>(plan, find_decode_row(arch, p, device, nullptr));
   plan.reserved[kDecodesSlot] = 1;
   DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
-  const DecodeGrid grid = row.carve(params, device.multiprocessors, device.shared_bytes);
+  const auto grid_of = [&](const DecodeRow& r) {
+    return r.carve(params, device.multiprocessors, device.shared_bytes);
+  };
+  const DecodeGrid grid = grid_of(row);
   plan.block_q = row.config.tile_q;
   plan.work_items = grid.blocks;
   plan.grid[0] = static_cast<int32_t>(grid.blocks);
   plan.grid[1] = plan.grid[2] = 1;
-  plan.workspace_bytes = static_cast<size_t>(grid.workspace_bytes);
+  int64_t bytes = grid.workspace_bytes;
+  if (arch == 90) {
+    const int other = find_decode_row(80, p, device, nullptr);
+    const int64_t other_bytes =
+        other < 0 ? -1 : grid_of(*row_table<DecodeRow>()[static_cast<size_t>(other)].row).workspace_bytes;
+    if (other_bytes >= 0) {
+      plan.reserved[kUnalignedRowSlot] = other + 1;
+      bytes = max64(bytes, other_bytes);
+    }
+  }
+  plan.workspace_bytes = static_cast<size_t>(bytes);
 }
 
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
   if (plan.problem.cache || decodes_without_cache(plan.problem, device)) {
-    fill_decode(plan, device);
+    fill_decode(arch, plan, device);
   } else if (plan.problem.direction == STROBE_FORWARD) {
     fill_row<ForwardRow>(arch, plan, device);
   } else {

@@ -60,14 +60,12 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  if constexpr (!std::is_same_v<Row, DecodeRow>) {
-    if (arch == 90 && !aligned_for_tma(args)) {
-      row = row_for_unaligned<Row>(plan);
-      if (!row) {
-        return {STROBE_INVALID_ARGUMENT,
-                format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
-                       args.v)};
-      }
+  if (arch == 90 && !aligned_for_tma(args)) {
+    row = row_for_unaligned<Row>(plan);
+    if (!row) {
+      return {STROBE_INVALID_ARGUMENT,
+              format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
+                     args.v)};
     }
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));

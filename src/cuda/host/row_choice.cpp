@@ -3,6 +3,7 @@
 #include <string_view>
 #include <utility>
 
+#include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/row_table.h"
@@ -91,7 +92,7 @@ template int find_row<ForwardRow>(int, const AttentionProblem&, const DeviceProp
 template int find_row<BackwardRow>(int, const AttentionProblem&, const DeviceProperties&,
                                    std::string*);
 
-int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
+int find_decode_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
                     std::string* reason) {
   const auto rows = row_table<DecodeRow>();
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
@@ -114,7 +115,8 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
   int64_t widest = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
     const DecodeConfig& c = rows[i].row->config;
-    if (c.dtype != p.dtype || rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
+    if (c.arch != arch || c.dtype != p.dtype) continue;
+    if (rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(rows[i].name)) return static_cast<int>(i);
@@ -136,10 +138,10 @@ int find_decode_row(const AttentionProblem& p, const DeviceProperties& device,
 
 namespace {
 
-// Why the kernels for keys in a cache decline: such a problem, or one that goes the same way.
+// Why the kernels that divide keys decline: a problem with a cache, or one that goes the same way.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const int index = find_decode_row(p, device, &reason);
+  const int index = find_decode_row(80, p, device, &reason);
   if (index < 0) return reason;
   DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
@@ -171,6 +173,35 @@ bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) 
   return divided < whole;
 }
 
+// Whether a thread block for each 128 queries of a head reads a cache faster than the kernels that
+// divide keys, by what an H200 took for heads of 128. One of those has 64 rows, queries times the
+// heads that share a key head, of which a multiprocessor multiplies 128 keys in 2.9 microseconds;
+// the divided keys keep all multiprocessors at work. A block of 128 queries takes 1.4 microseconds
+// for 128 keys, has one head's queries, and where there are few blocks, many multiprocessors are
+// idle.
+bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device) {
+  constexpr int64_t kTileRows = 64, kTileQueries = 128;
+  constexpr double kDividedTime = 2.9, kWholeTime = 1.4;
+  const int64_t group = p.heads / p.heads_kv;
+  if (p.seqlen_q * group <= kTileRows) return false;  // a tile holds all: keys are read once
+  // Tiles of a sequence by themselves: no batch decides.
+  if (p.batch_invariant) {
+    if (p.varlen) return false;
+    return kWholeTime * static_cast<double>(ceil_div(p.seqlen_q, kTileQueries) * group) <
+           kDividedTime * static_cast<double>(ceil_div(p.seqlen_q * group, kTileRows));
+  }
+  // Of all sequences together. Packed ones end with a tile that is not full.
+  const auto tiles = [&](int64_t rows, int64_t size) {
+    const int64_t most = p.batch * ceil_div(rows * p.seqlen_q, size);
+    return p.varlen ? min64(most, rows * p.total_q / size + p.batch) : most;
+  };
+  const auto blocks = static_cast<double>(p.heads_kv * tiles(group, kTileRows));
+  const double divided = kDividedTime * blocks / device.multiprocessors;
+  const auto waves = ceil_div(p.heads * tiles(1, kTileQueries), device.multiprocessors);
+  const double whole = kWholeTime * static_cast<double>(waves);
+  return whole < divided;
+}
+
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
@@ -197,23 +228,26 @@ std::string tma_declines(const AttentionProblem& p) {
                   static_cast<long long>(p.head_dim_v));
   }
   const int64_t rows_of_map_q = p.varlen ? p.total_q : p.seqlen_q;
-  const int64_t rows_of_map_k = p.varlen ? p.total_k : p.seqlen_k;
+  const int64_t rows_of_map_k = kv_rows(p);
   // With batch_invariant a batch of one must go where a larger one goes.
-  const int64_t batch = p.varlen ? 1 : p.batch_invariant ? 2 : p.batch;
+  const auto entries = [&](int64_t n) { return p.batch_invariant && n == 1 ? 2 : n; };
+  const int64_t batch = p.varlen ? 1 : entries(p.batch);
+  const int64_t batch_k = p.varlen && !p.cache ? 1 : entries(kv_entries(p));
   const struct {
     const char* name;
     const Strides& strides;
-    int64_t rows, heads;
-  } tensors[] = {{"q", p.q, rows_of_map_q, p.heads},
-                 {"k", p.k, rows_of_map_k, p.heads_kv},
-                 {"v", p.v, rows_of_map_k, p.heads_kv},
-                 // The backward pass reads dout by TMA, and writes nothing by it.
-                 {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads}};
+    int64_t rows, heads, batch;
+  } tensors[] = {
+      {"q", p.q, rows_of_map_q, p.heads, batch},
+      {"k", p.k, rows_of_map_k, p.heads_kv, batch_k},
+      {"v", p.v, rows_of_map_k, p.heads_kv, batch_k},
+      // The backward pass reads dout by TMA, and writes nothing by it.
+      {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads, batch}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;
       int64_t stride, length;
-    } dims[] = {{"batch", t.strides.batch, batch},
+    } dims[] = {{"batch", t.strides.batch, t.batch},
                 {"seqlen", t.strides.seqlen, t.rows},
                 {"head", t.strides.head, t.heads}};
     for (const auto& dim : dims) {
@@ -230,12 +264,39 @@ std::string tma_declines(const AttentionProblem& p) {
 
 }  // namespace
 
+namespace {
+
+// Why the kernels that read a cache by TMA decline.
+std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProperties& device) {
+  std::string reason;
+  const int index = find_decode_row(90, p, device, &reason);
+  if (index < 0) return reason;
+  const auto& row = row_table<DecodeRow>()[static_cast<size_t>(index)];
+  if (!is_forced(row.name) && !has_many_queries(p, device)) {
+    return "few queries: cuda_sm80 has the kernels that divide their keys";
+  }
+  if (reason = tma_declines(p); !reason.empty()) return reason;
+  if (p.out_dtype != p.dtype) {
+    return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
+                  dtype_name(p.dtype));
+  }
+  if (p.cache != STROBE_CACHE_PAGED) return {};
+  if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
+  if (KeyBoxes::make(row.row->config.tile_k, p.page_size).rows == 0) {
+    return format("page_size = %lld, expected a multiple of 8 (TMA reads boxes of eight rows)",
+                  static_cast<long long>(p.page_size));
+  }
+  return {};
+}
+
+}  // namespace
+
 bool decodes_without_cache(const AttentionProblem& p, const DeviceProperties& device) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The batch decides; and lengths in use count from the begin of a packed sequence.
   if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
   const std::string& forced = machine().forced_row;
-  const bool asked_for = forced.find("decode_") != std::string::npos;
+  const bool asked_for = forced.find("decode_sm80_") != std::string::npos;
   if (!asked_for && (!forced.empty() || !has_few_queries(p, device))) return false;
   return cache_declines(p, device).empty();
 }
@@ -255,18 +316,15 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
                     static_cast<long long>(kLongestSequence));
     }
   }
-  if (p.cache) {
-    if (arch == 90) return "cache: cuda_sm80 has the kernels for keys in a cache";
-    return cache_declines(p, device);
-  }
+  const bool other_row = arch == 90 && machine().forced_row.find("_sm80_") != std::string::npos;
+  if (other_row && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
+  if (p.cache) return arch == 90 ? cached_prompt_declines(p, device) : cache_declines(p, device);
   if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
   if (decodes_without_cache(p, device)) {
     return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
   }
   if (arch == 90) {
-    if (machine().forced_row.find("_sm80_") != std::string::npos) {
-      return "STROBE_CUDA_ROW asks for another kernel";
-    }
+    if (other_row) return "STROBE_CUDA_ROW asks for another kernel";
     if (std::string reason = tma_declines(p); !reason.empty()) return reason;
   }
   std::string reason;

@@ -19,7 +19,7 @@ int find_row(int arch, const AttentionProblem& problem, const DeviceProperties& 
 bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperties& device);
 
 /// The same as find_row for keys in a cache, and for problems that go the same way.
-int find_decode_row(const AttentionProblem& problem, const DeviceProperties& device,
+int find_decode_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
                     std::string* reason);
 
 /// Empty when a row of this architecture takes the (resolved) problem on such a device, else why

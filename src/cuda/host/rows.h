@@ -26,13 +26,16 @@ struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
 };
 
-/// The widest of the kernels for keys in a cache that take new keys and rotary embedding
-/// themselves: beyond, O leaves them no registers, and a kernel of its own does that before
-/// (update_kernel.cuh).
+/// The widest of the mma.sync kernels for keys in a cache that take new keys and rotary embedding
+/// themselves: beyond, O leaves them no registers.
 inline constexpr int32_t kWidestUpdate = 128;
+/// Whether a kernel of its own does that before the one that attends (update_kernel.cuh).
+constexpr bool updates_before(const DecodeConfig& c) {
+  return c.arch == 90 || c.width > kWidestUpdate;
+}
 /// Whether that kernel leaves turned queries in the workspace for the other one.
 constexpr bool turns_before(const DecodeConfig& c, int64_t rotary_dim) {
-  return c.width > kWidestUpdate && rotary_dim > 0;
+  return updates_before(c) && rotary_dim > 0;
 }
 
 /// For keys in a cache.

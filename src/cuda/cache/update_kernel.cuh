@@ -1,14 +1,14 @@
-// What runs before the decode kernel where that one has no registers left for appending and turning
-// (kWidestUpdate): new keys and values go to the cache, and turned queries to the workspace. The
-// decode kernel then reads both from memory, as if nothing had been new.
-#ifndef STROBE_CUDA_DECODE_UPDATE_KERNEL_CUH_
-#define STROBE_CUDA_DECODE_UPDATE_KERNEL_CUH_
+// What runs before a kernel that does not append and turn itself (updates_before in host/rows.h): new
+// keys and values go to the cache, and turned queries to the workspace. The other kernel then reads
+// both from memory, as if nothing had been new.
+#ifndef STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
+#define STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 
 #include <cstdint>
 
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/decode/cache_update.cuh"
+#include "cuda/cache/cache_update.cuh"
 
 namespace strobe::cuda {
 
@@ -60,4 +60,4 @@ __global__ void __launch_bounds__(Shape::kThreads)
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_DECODE_UPDATE_KERNEL_CUH_
+#endif  // STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_

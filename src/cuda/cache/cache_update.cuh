@@ -1,21 +1,27 @@
 // What a launch does to the cache besides reading it, and to rows on their way into products: new
 // keys and values, and the rotary embedding.
 //
-// Up to kWidestUpdate no thread block reads what another one writes (beyond, update_kernel.cuh goes
-// before): whoever attends to a new key takes it from k_new
-// and turns it itself, by the same arithmetic as whoever writes it to the cache, so that the bits
-// are the same. The rows of the cache that new keys go to are read by nobody.
-#ifndef STROBE_CUDA_DECODE_CACHE_UPDATE_CUH_
-#define STROBE_CUDA_DECODE_CACHE_UPDATE_CUH_
+// Either a kernel of its own goes before (update_kernel.cuh), or no thread block reads what another
+// one writes: whoever attends to a new key takes it from k_new and turns it itself, by the same
+// arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the cache
+// that new keys go to are then read by nobody.
+#ifndef STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
+#define STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/decode/pieces.cuh"
 
 namespace strobe::cuda {
+
+/// Where the new keys of a sequence are: key j, from `begin` on, at k + j rows.
+struct NewKeys {
+  const char *k, *v;
+  int32_t begin;
+  int32_t position;  // in the rotary tables: that of key j is position + j
+};
 
 /// Whether a kernel with these parameters appends and turns. One that does not is compiled without
 /// all of this.
@@ -206,4 +212,4 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_DECODE_CACHE_UPDATE_CUH_
+#endif  // STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_

@@ -1,0 +1,71 @@
+// Launches update_kernel.cuh.
+#ifndef STROBE_CUDA_CACHE_UPDATE_LAUNCH_H_
+#define STROBE_CUDA_CACHE_UPDATE_LAUNCH_H_
+
+#include <cstdint>
+
+#include "core/arithmetic.h"
+#include "core/workspace.h"
+#include "cuda/cache/update_kernel.cuh"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+
+namespace strobe::cuda {
+
+/// Whether rows of the tensor are made of whole 16-byte units.
+inline bool in_units(const Tensor& t, int32_t dim) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
+}
+/// Whether there are new keys whose rows are not.
+inline bool new_elements(const DecodeUpdateParams& p) {
+  return p.cache.rows_new > 0 && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
+}
+/// Whether the launch does anything to the cache besides reading it, or to queries.
+inline bool updates(const DecodeUpdateParams& p) {
+  return p.cache.rows_new > 0 || p.cache.rotary_dim > 0;
+}
+
+/// Rows of Q, of all heads.
+inline int64_t query_rows(const DecodeParams& p) {
+  return (p.packed_q ? 1 : p.cache.batch) * p.total_q * p.heads_kv * p.group;
+}
+
+/// Takes room for the queries after the rotary embedding.
+inline Tensor carve_queries(Arena& arena, const DecodeParams& p) {
+  Tensor t{};
+  t.head_stride = round_up(p.head_dim, 8);
+  t.row_stride = t.head_stride * p.heads_kv * p.group;
+  t.batch_stride = p.packed_q ? 0 : t.row_stride * p.total_q;
+  t.data = arena.take<uint16_t>(query_rows(p) * t.head_stride);
+  return t;
+}
+
+/// Appends and turns, before the kernel that attends; `attends` are that one's parameters. arena: at
+/// the room for queries, if any are turned. Shape: type, warps and threads of this kernel.
+template <typename Shape>
+cudaError_t update_before(Arena& arena, const DecodeUpdateParams& p, const LaunchTarget& target,
+                          DecodeParams& attends) {
+  const CachedSequences& c = p.cache;
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
+      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
+  const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
+                        !in_units(p.v, p.head_dim_v) || new_elements(p);
+  Tensor turned{};
+  if (c.rotary_dim > 0) turned = carve_queries(arena, p);
+  const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+  const int64_t rows = max64(new_rows * p.heads_kv, turned.data ? query_rows(p) : 0);
+  constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: this kernel waits for memory alone
+  const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
+  const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
+  attends = p;
+  if (rows == 0) return cudaSuccess;
+  if (turned.data) attends.q = turned;
+  void* args[] = {const_cast<DecodeUpdateParams*>(&p), &turned};
+  return kernels[elements].launch(blocks, Shape::kThreads, args, target);
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_CACHE_UPDATE_LAUNCH_H_

@@ -1,0 +1,98 @@
+// Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries.
+#ifndef STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+#define STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+
+#include <cstdint>
+
+#include "core/arithmetic.h"
+#include "core/workspace.h"
+#include "cuda/cache/update_launch.h"
+#include "cuda/common/config.h"
+#include "cuda/hopper/forward_sm90.cuh"
+#include "cuda/hopper/forward_sm90_launch.h"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/launch_target.h"
+#include "cuda/host/rows.h"
+#include "cuda/host/tensor_map.h"
+
+namespace strobe::cuda::sm90 {
+
+template <DecodeConfig kConfig>
+constexpr LaunchShape decode_shape() {
+  return forward_shape<kConfig>();
+}
+
+/// Whatever numbers of queries cu_seqlens_q holds, no sequence has more than the plan knows of.
+template <DecodeConfig kConfig>
+int64_t most_tiles(const DecodeParams& p) {
+  return int64_t{p.batch} * p.heads * ceil_div(p.seqlen_q, kConfig.tile_q);
+}
+
+template <DecodeConfig kConfig>
+DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
+  Arena arena;
+  const int64_t tiles = most_tiles<kConfig>(p);
+  take_workspace(arena, tiles);
+  if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
+  return {min64(tiles, multiprocessors), static_cast<int64_t>(arena.used())};
+}
+
+/// What update_kernel.cuh asks for.
+template <DecodeConfig kConfig>
+struct UpdateShape {
+  using T = Element<kConfig.dtype>;
+  static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
+};
+
+template <DecodeConfig kConfig>
+cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target) {
+  constexpr auto kShape = decode_shape<kConfig>();
+  using Tr = TraitsOf<kConfig>;
+  Arena arena(p.workspace);
+  take_workspace(arena, most_tiles<kConfig>(p));
+  DecodeParams attends = p;
+  if (updates(p)) {
+    STROBE_RETURN_IF_CUDA_ERROR(update_before<UpdateShape<kConfig>>(arena, p, target, attends));
+  }
+  TileOrder order = tile_order<kConfig>(attends, target);
+  if (order.tiles.items == 0) return cudaSuccess;
+  if (too_many(order)) return cudaErrorInvalidValue;
+  order.fixed = false;  // a sequence's length is known to the device alone
+
+  // Of this thread's last launch.
+  thread_local CachedTensorMaps maps;
+  thread_local KeptTensorMap q, k, v, out;
+  using Rows = KeptTensorMap::Rows;
+  constexpr auto kRows = static_cast<uint32_t>(kWarpgroupRows);
+  STROBE_RETURN_IF_CUDA_ERROR(
+      q.make(maps.q, attends, attends.q, Rows::kQueries, p.head_dim, kConfig.dtype, kRows));
+  const CachedSequences& c = p.cache;
+  maps.boxes = KeyBoxes::make(kConfig.tile_k, c.table ? c.page_size.divisor : 0);
+  const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, int64_t dim) {
+    // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+    return kept.make(map, t.data ? t.data : p.q.data,
+                     {dim, c.table ? c.page_size.divisor : c.seqlen_k, p.heads_kv,
+                      c.table ? c.pool : c.cache_batch, t.batch_stride, t.row_stride,
+                      t.head_stride, kConfig.dtype, static_cast<uint32_t>(maps.boxes.rows)});
+  };
+  STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, p.k, p.head_dim));
+  STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, p.v, p.head_dim_v));
+  if constexpr (Tr::kStagesO) {
+    STROBE_RETURN_IF_CUDA_ERROR(
+        out.make(maps.out, attends, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows));
+  }
+
+  static KernelHandle kernels[] = {
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, DecodeParams>),
+                   kShape.shared_bytes),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, DecodeParams>),
+                   kShape.shared_bytes)};
+  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
+  void* args[] = {&attends, &maps, &order};
+  return kernels[has_rule(p)].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args,
+                                     target);
+}
+
+}  // namespace strobe::cuda::sm90
+
+#endif  // STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
