@@ -97,6 +97,9 @@ struct CachedSequences : Sequences {
   int32_t rotary_dim, rotary_rows;
   bool rotary_interleaved;
   bool cuts_lengths;  // used_k out of range is cut, as without a cache
+  // Queries in use of the sequences that this kernel attends for: those that have fewer or more are
+  // another one's of the same launch, and have none here.
+  int32_t least_q, most_q;
 
   STROBE_INLINE constexpr CachedSequence sequence(int64_t b) const {
     CachedSequence s{};
@@ -120,7 +123,8 @@ struct CachedSequences : Sequences {
     if (!s.in_range) {
       s.keys.entry = s.keys.first = s.new_begin = s.rotary_start = count = 0;
     }
-    s.mask = mask_of(b, length_q, s.new_begin + count);
+    const bool own = least_q <= length_q && length_q <= most_q;
+    s.mask = mask_of(b, own ? length_q : 0, s.new_begin + count);
     s.rows_k = s.mask.seqlen_k;
     return s;
   }

@@ -107,6 +107,7 @@ STROBE_INLINE constexpr CachedSequences cached_sequences_of(const AttentionProbl
   s.rotary_dim = static_cast<int32_t>(p.rotary_dim);
   s.rotary_rows = static_cast<int32_t>(p.rotary_rows);
   s.rotary_interleaved = p.rotary_interleaved != 0;
+  s.most_q = INT32_MAX;
   return s;
 }
 

@@ -110,7 +110,7 @@ TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
     if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
     ++tried;
     DrawMachine(seed, {});
-    strobe::emulator::machine().forced_row = "decode_";
+    strobe::emulator::machine().forced_row = "decode_sm80_";
     Fixture f(c);
     strobe_forward_args args = f.ForwardArgs();
     const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(

@@ -206,12 +206,8 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
       {"leftpad with pages", [](AttentionProblem& p) { p.has_leftpad = 1; }},
       {"out_dtype = fp32", [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"head_dim_v = 60", [](AttentionProblem& p) { p.head_dim_v = 60; }},
-      // 31 sequences with one query each, and one with 481.
-      {"few queries",
-       [](AttentionProblem& p) { p.varlen = 1, p.batch = 32, p.total_q = 512, p.seqlen_q = 481; }},
-      // Which of packed sequences is the longest, the batch decides.
-      {"few queries",
-       [](AttentionProblem& p) { p.varlen = p.batch_invariant = 1, p.total_q = 1024; }}};
+      // A prompt of so few tiles leaves most multiprocessors idle.
+      {"few queries", [](AttentionProblem& p) { p.batch = 1, p.seqlen_q = 17; }}};
   for (const auto& [why, change] : others) {
     AttentionProblem p = prompt(128);
     change(p);
@@ -220,6 +216,37 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     const std::string reason = declines_on(90, p, device(90));
     EXPECT_NE(reason.find(why), std::string::npos) << reason;
   }
+}
+
+// Prompts beside sequences that decode: each kind has its kernel, in one launch.
+TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
+  AttentionProblem p = paged_problem(STROBE_BFLOAT16, 128);
+  p.heads = 32, p.heads_kv = 8;
+  p.varlen = 1, p.batch = 32, p.seqlen_q = 481;
+  p.total_q = 32 * 481;  // prompts alone
+  Plan plan;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm90");
+  EXPECT_EQ(row_for_few(plan), nullptr);
+  const size_t of_prompts = plan.workspace_bytes;
+  p.total_q = 31 + 481;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm90");
+  ASSERT_NE(row_for_few(plan), nullptr);
+  EXPECT_EQ(row_for_few(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
+  EXPECT_GT(plan.workspace_bytes, of_prompts);
+  ASSERT_TRUE(plan_for(p, device(80), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm80");
+  EXPECT_EQ(row_for_few(plan), nullptr);
+  // The same rows whatever else is in the batch.
+  p.batch_invariant = 1;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  ASSERT_NE(row_for_few(plan), nullptr);
+  const DecodeRow* const few = row_for_few(plan);
+  p.seqlen_q = 16, p.total_q = 40;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm80");
+  EXPECT_EQ(row_of<DecodeRow>(plan, 80), few);
 }
 
 // With batch_invariant the choice is the same in every batch.

@@ -39,7 +39,8 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
   Division d{};
   d.heads_per_column = static_cast<int32_t>(ceil_div(p.heads_kv, blocks));
   d.columns = static_cast<int32_t>(ceil_div(p.heads_kv, d.heads_per_column));
-  const int64_t packed = int64_t{p.cache.seqlen_q} * p.group;  // rows of the longest sequence
+  // Rows of the longest sequence.
+  const int64_t packed = min64(p.cache.seqlen_q, p.cache.most_q) * p.group;
   d.most_tiles = static_cast<int32_t>(max64(1, ceil_div(packed, Shape::kTileRows)));
   d.piece_rows = static_cast<int32_t>(min64(packed, Shape::kTileRows));
   const auto log2 = [](int32_t x) {
@@ -101,11 +102,11 @@ KernelHandle& decode_handle(bool rule, bool elements) {
   return kernels[elements ? 2 : rule];
 }
 
+/// What a launch needs to know besides its parameters. arena: at the launch's part of the workspace,
+/// and then past it.
 template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target) {
-  using Shape = DecodeShapeOf<kConfig>;
+Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
-  Arena arena(p.workspace);
   carve<kConfig>(arena, p, d);
   const CachedSequences& c = p.cache;
   d.alike = !(c.cu_q || c.used_q || c.used_k || c.q_position || c.prefix || c.leftpad ||
@@ -116,26 +117,46 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   constexpr uint64_t kNonceBits = 64 - kCountBits;
   d.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15u &
             ((uint64_t{1} << kNonceBits) - 1);
+  return d;
+}
+
+/// Launches the kernel that takes these parameters, all that there are. new_elements: of new keys.
+template <DecodeConfig kConfig, typename Params>
+cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target,
+                          bool new_elements) {
+  using Shape = DecodeShapeOf<kConfig>;
   const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
                         !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
-  const bool rule =
-      p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || c.rule.attention_chunk > 0;
+  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) ||
+                    p.cache.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
-  const DecodeParams* reads_alone = &p;
-  [[maybe_unused]] DecodeParams of_turned;
-  if (updates(p)) {
-    if constexpr (!updates_before(kConfig)) {
-      void* args[] = {const_cast<DecodeUpdateParams*>(&p), &d};
-      return decode_handle<Shape, DecodeUpdateParams>(rule, elements || new_elements(p))
-          .launch(grid, Shape::kThreads, args, target);
-    } else {
-      STROBE_RETURN_IF_CUDA_ERROR(update_before<Shape>(arena, p, target, of_turned));
-      reads_alone = &of_turned;
-    }
-  }
-  void* args[] = {const_cast<DecodeParams*>(reads_alone), &d};
-  return decode_handle<Shape, DecodeParams>(rule, elements)
+  void* args[] = {const_cast<Params*>(&p), &d};
+  return decode_handle<Shape, Params>(rule, elements || new_elements)
       .launch(grid, Shape::kThreads, args, target);
+}
+
+template <DecodeConfig kConfig>
+cudaError_t attend(const DecodeParams& p, const LaunchTarget& target) {
+  Arena arena(p.workspace);
+  Division d = prepare_division<kConfig>(arena, p, target);
+  return launch_kernel<kConfig>(p, d, target, false);
+}
+
+template <DecodeConfig kConfig>
+cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target,
+                          const DecodeRow* /*few*/) {
+  Arena arena(p.workspace);
+  Division d = prepare_division<kConfig>(arena, p, target);
+  const DecodeParams& reads_alone = p;
+  if (!updates(p)) return launch_kernel<kConfig>(reads_alone, d, target, false);
+  if constexpr (!updates_before(kConfig)) {
+    return launch_kernel<kConfig>(p, d, target, new_elements(p));
+  } else {
+    DecodeParams attends;
+    STROBE_RETURN_IF_CUDA_ERROR(
+        update_before<DecodeShapeOf<kConfig>>(arena, p, target, attends));
+    return launch_kernel<kConfig>(attends, d, target, false);
+  }
 }
 
 }  // namespace strobe::cuda::sm80

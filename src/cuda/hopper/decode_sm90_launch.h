@@ -1,7 +1,9 @@
-// Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries.
+// Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries; and before it a
+// kernel that appends and turns, after it one for the sequences of the batch that have few.
 #ifndef STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/arithmetic.h"
@@ -44,17 +46,12 @@ struct UpdateShape {
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
+/// This row's own kernel alone.
 template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target) {
+cudaError_t launch_tiles(const DecodeParams& p, const LaunchTarget& target) {
   constexpr auto kShape = decode_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  Arena arena(p.workspace);
-  take_workspace(arena, most_tiles<kConfig>(p));
-  DecodeParams attends = p;
-  if (updates(p)) {
-    STROBE_RETURN_IF_CUDA_ERROR(update_before<UpdateShape<kConfig>>(arena, p, target, attends));
-  }
-  TileOrder order = tile_order<kConfig>(attends, target);
+  TileOrder order = tile_order<kConfig>(p, target);
   if (order.tiles.items == 0) return cudaSuccess;
   if (too_many(order)) return cudaErrorInvalidValue;
   order.fixed = false;  // a sequence's length is known to the device alone
@@ -65,7 +62,7 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   using Rows = KeptTensorMap::Rows;
   constexpr auto kRows = static_cast<uint32_t>(kWarpgroupRows);
   STROBE_RETURN_IF_CUDA_ERROR(
-      q.make(maps.q, attends, attends.q, Rows::kQueries, p.head_dim, kConfig.dtype, kRows));
+      q.make(maps.q, p, p.q, Rows::kQueries, p.head_dim, kConfig.dtype, kRows));
   const CachedSequences& c = p.cache;
   maps.boxes = KeyBoxes::make(kConfig.tile_k, c.table ? c.page_size.divisor : 0);
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, int64_t dim) {
@@ -79,7 +76,7 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, p.v, p.head_dim_v));
   if constexpr (Tr::kStagesO) {
     STROBE_RETURN_IF_CUDA_ERROR(
-        out.make(maps.out, attends, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows));
+        out.make(maps.out, p, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows));
   }
 
   static KernelHandle kernels[] = {
@@ -88,9 +85,32 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
       KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, DecodeParams>),
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
-  void* args[] = {&attends, &maps, &order};
+  void* args[] = {const_cast<DecodeParams*>(&p), &maps, &order};
   return kernels[has_rule(p)].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args,
                                      target);
+}
+
+/// A launch begins with this row, so that it can update the cache.
+template <DecodeConfig kConfig>
+constexpr cudaError_t (*attend)(const DecodeParams&, const LaunchTarget&) = nullptr;
+
+template <DecodeConfig kConfig>
+cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target,
+                          const DecodeRow* few) {
+  Arena arena(p.workspace);
+  take_workspace(arena, most_tiles<kConfig>(p));
+  DecodeParams attends = p;
+  if (updates(p)) {
+    STROBE_RETURN_IF_CUDA_ERROR(update_before<UpdateShape<kConfig>>(arena, p, target, attends));
+  }
+  if (!few) return launch_tiles<kConfig>(attends, target);
+  DecodeParams of_few = attends;
+  attends.cache.least_q = few_queries(p.group) + 1;
+  of_few.cache.most_q = few_queries(p.group);
+  of_few.workspace = arena.take<std::byte>(
+      few->carve(of_few, target.multiprocessors, target.shared_bytes).workspace_bytes);
+  STROBE_RETURN_IF_CUDA_ERROR(launch_tiles<kConfig>(attends, target));
+  return few->attend(of_few, target);
 }
 
 }  // namespace strobe::cuda::sm90

@@ -14,8 +14,9 @@ namespace strobe::cuda {
 namespace {
 
 // Of Plan::reserved: the row's index in its table; of the row for unaligned pointers the index and
-// 1, or 0 where there is none; and whether the row is a DecodeRow.
-constexpr int kRowSlot = 0, kUnalignedRowSlot = 1, kDecodesSlot = 2;
+// 1, or 0 where there is none; whether the row is a DecodeRow; of the row for sequences with few
+// queries beside others the index and 1, or 0.
+constexpr int kRowSlot = 0, kUnalignedRowSlot = 1, kDecodesSlot = 2, kFewSlot = 3;
 
 template <typename Row>
 const Row* row_at(const Plan& plan, int64_t index, int arch) {
@@ -64,6 +65,10 @@ const Row* row_for_unaligned(const Plan& plan) {
 template const ForwardRow* row_for_unaligned<ForwardRow>(const Plan&);
 template const BackwardRow* row_for_unaligned<BackwardRow>(const Plan&);
 template const DecodeRow* row_for_unaligned<DecodeRow>(const Plan&);
+
+const DecodeRow* row_for_few(const Plan& plan) {
+  return row_at<DecodeRow>(plan, plan.reserved[kFewSlot] - 1, 80);
+}
 
 template <typename Row>
 size_t workspace_of(const AttentionProblem& p, const Row& row, const Row* other) {
@@ -122,13 +127,23 @@ void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
   plan.grid[1] = plan.grid[2] = 1;
   int64_t bytes = grid.workspace_bytes;
   if (arch == 90) {
-    const int other = find_decode_row(80, p, device, nullptr);
-    const int64_t other_bytes =
-        other < 0 ? -1 : grid_of(*row_table<DecodeRow>()[static_cast<size_t>(other)].row).workspace_bytes;
-    if (other_bytes >= 0) {
-      plan.reserved[kUnalignedRowSlot] = other + 1;
-      bytes = max64(bytes, other_bytes);
+    // A row for few queries, of a part of the problem. Where none can be had, none is needed: the
+    // row takes all sequences, and no pointers that are not aligned.
+    const auto other_bytes = [&](int slot, const AttentionProblem& problem) {
+      const int other = find_decode_row(80, problem, device, nullptr);
+      if (other < 0) return int64_t{0};
+      const int64_t needed =
+          grid_of(*row_table<DecodeRow>()[static_cast<size_t>(other)].row).workspace_bytes;
+      if (needed < 0) return int64_t{0};
+      plan.reserved[slot] = other + 1;
+      return needed;
+    };
+    const int64_t unaligned = other_bytes(kUnalignedRowSlot, p);
+    if (has_few_and_many(p)) {
+      params.cache.most_q = few_queries(params.group);
+      bytes += other_bytes(kFewSlot, few_of_many(p));
     }
+    bytes = max64(bytes, unaligned);
   }
   plan.workspace_bytes = static_cast<size_t>(bytes);
 }

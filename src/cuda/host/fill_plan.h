@@ -4,6 +4,7 @@
 
 #include "core/kernel.h"
 #include "cuda/host/machine.h"
+#include "cuda/host/rows.h"
 
 namespace strobe::cuda {
 
@@ -22,6 +23,10 @@ bool decodes(const Plan& plan);
 /// row_of's reads, cannot read: one of mma.sync's. Null where there is none.
 template <typename Row>
 const Row* row_for_unaligned(const Plan& plan);
+
+/// The plan's row for the sequences of a cache that have few queries, where another one is for those
+/// that have many. Null where there is none.
+const DecodeRow* row_for_few(const Plan& plan);
 
 /// What a launch of the (resolved) problem needs, whichever of a plan's rows it is of. other: null
 /// where there is none.

@@ -60,7 +60,8 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Row* row = row_of<Row>(plan, arch);
   if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  if (arch == 90 && !aligned_for_tma(args)) {
+  const bool aligned = arch != 90 || aligned_for_tma(args);
+  if (!aligned) {
     row = row_for_unaligned<Row>(plan);
     if (!row) {
       return {STROBE_INVALID_ARGUMENT,
@@ -97,7 +98,12 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   }
   const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
-  cudaError_t error = row->launch(params, target);
+  cudaError_t error = cudaSuccess;
+  if constexpr (std::is_same_v<Row, DecodeRow>) {
+    error = row->launch(params, target, aligned ? row_for_few(plan) : nullptr);
+  } else {
+    error = row->launch(params, target);
+  }
   if (error == cudaSuccess && has_unused_rows(params)) {
     error = launch_unused_rows(unused_rows(params), target);
   }

@@ -173,33 +173,34 @@ bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) 
   return divided < whole;
 }
 
-// Whether a thread block for each 128 queries of a head reads a cache faster than the kernels that
-// divide keys, by what an H200 took for heads of 128. One of those has 64 rows, queries times the
-// heads that share a key head, of which a multiprocessor multiplies 128 keys in 2.9 microseconds;
-// the divided keys keep all multiprocessors at work. A block of 128 queries takes 1.4 microseconds
-// for 128 keys, has one head's queries, and where there are few blocks, many multiprocessors are
-// idle.
+// Whether a thread block for each 128 queries of a head is faster for the sequences of a cache that
+// have more than few_queries(), by what an H200 took for heads of 128. One of the kernels that
+// divide keys has 64 rows, queries times the heads that share a key head, of which a multiprocessor
+// multiplies 128 keys in 2.9 microseconds; the divided keys keep all multiprocessors at work. A
+// block of 128 queries takes 1.4 microseconds for 128 keys, has one head's queries, and where there
+// are few blocks, many multiprocessors are idle.
 bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device) {
   constexpr int64_t kTileRows = 64, kTileQueries = 128;
   constexpr double kDividedTime = 2.9, kWholeTime = 1.4;
   const int64_t group = p.heads / p.heads_kv;
-  if (p.seqlen_q * group <= kTileRows) return false;  // a tile holds all: keys are read once
-  // Tiles of a sequence by themselves: no batch decides.
-  if (p.batch_invariant) {
-    if (p.varlen) return false;
-    return kWholeTime * static_cast<double>(ceil_div(p.seqlen_q, kTileQueries) * group) <
-           kDividedTime * static_cast<double>(ceil_div(p.seqlen_q * group, kTileRows));
+  if (p.seqlen_q <= few_queries(group)) return false;
+  if (p.batch_invariant) {  // a sequence's own number of queries decides
+    return p.varlen ||
+           kWholeTime * static_cast<double>(ceil_div(p.seqlen_q, kTileQueries) * group) <
+               kDividedTime * static_cast<double>(ceil_div(p.seqlen_q * group, kTileRows));
   }
-  // Of all sequences together. Packed ones end with a tile that is not full.
+  // Where some sequences are shorter than the longest, they are taken to have one query, and the
+  // others as many as the longest.
+  const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q;
+  const int64_t prompts = max64(1, ceil_div(queries - p.batch, p.seqlen_q - 1));
+  const int64_t of_prompts = queries - (p.batch - prompts);
   const auto tiles = [&](int64_t rows, int64_t size) {
-    const int64_t most = p.batch * ceil_div(rows * p.seqlen_q, size);
-    return p.varlen ? min64(most, rows * p.total_q / size + p.batch) : most;
+    return min64(prompts * ceil_div(rows * p.seqlen_q, size), rows * of_prompts / size + prompts);
   };
   const auto blocks = static_cast<double>(p.heads_kv * tiles(group, kTileRows));
-  const double divided = kDividedTime * blocks / device.multiprocessors;
   const auto waves = ceil_div(p.heads * tiles(1, kTileQueries), device.multiprocessors);
-  const double whole = kWholeTime * static_cast<double>(waves);
-  return whole < divided;
+  return kWholeTime * static_cast<double>(waves) <
+         kDividedTime * blocks / device.multiprocessors;
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
@@ -263,6 +264,17 @@ std::string tma_declines(const AttentionProblem& p) {
 }
 
 }  // namespace
+
+AttentionProblem few_of_many(const AttentionProblem& p) {
+  AttentionProblem few = p;
+  few.seqlen_q = few_queries(p.heads / p.heads_kv);
+  return few;
+}
+
+bool has_few_and_many(const AttentionProblem& p) {
+  return p.varlen && p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
+         p.total_q < p.batch * p.seqlen_q;
+}
 
 namespace {
 

@@ -22,6 +22,12 @@ bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperti
 int find_decode_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
                     std::string* reason);
 
+/// Whether the sequences of a (resolved) problem with a cache, which has more than few_queries(), may
+/// have fewer: these then have a kernel of their own.
+bool has_few_and_many(const AttentionProblem& problem);
+/// That kernel's problem, as far as the choice of its row goes.
+AttentionProblem few_of_many(const AttentionProblem& problem);
+
 /// Empty when a row of this architecture takes the (resolved) problem on such a device, else why
 /// none does.
 std::string declines_on(int arch, const AttentionProblem& problem, const DeviceProperties& device);

@@ -43,8 +43,19 @@ struct DecodeRow {
   DecodeConfig config;
   LaunchShape shape;
   DecodeGrid (*carve)(const DecodeParams& params, int64_t multiprocessors, int64_t shared_bytes);
-  cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target);
+  /// few: null, or the row that attends for sequences with up to few_queries() queries, in the same
+  /// launch; this one then has the others.
+  cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target,
+                        const DecodeRow* few);
+  /// What launch does where new keys lie in the cache already, and nothing is turned. Null where
+  /// another row has to go first.
+  cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target);
 };
+
+/// The most queries of a sequence that are one tile of 64 rows, for which its keys are read once.
+constexpr int32_t few_queries(int64_t group) {
+  return static_cast<int32_t>(group < 64 ? 64 / group : 1);
+}
 
 struct BackwardRow {
   BackwardConfig config;
