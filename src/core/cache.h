@@ -134,6 +134,14 @@ struct CachedSequences : Sequences {
     return {entry, table ? table + b * table_stride : nullptr, page_size, pool, first};
   }
 
+  /// The same sequences, whoever attends for them.
+  STROBE_INLINE constexpr CachedSequences of_all() const {
+    CachedSequences s = *this;
+    s.least_q = 0;
+    s.most_q = INT32_MAX;
+    return s;
+  }
+
   /// The same sequences, of which it is known that there are no chunks: what divides by them is not
   /// compiled.
   STROBE_INLINE constexpr CachedSequences without_chunks() const {

@@ -181,7 +181,7 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
     const int32_t b =
         c.cu_new ? sequence_of_row(c.cu_new, c.batch, row) : static_cast<int32_t>(row / c.rows_new);
     if (b < 0) continue;
-    const CachedSequence s = c.sequence(b);
+    const CachedSequence s = c.of_all().sequence(b);
     const int64_t own = c.cu_new ? row - s.new_row : row - int64_t{b} * c.rows_new;
     const int64_t key = s.new_begin + own;
     if (!s.in_range || own < 0 || key >= s.mask.seqlen_k) continue;

@@ -30,7 +30,7 @@ __device__ __forceinline__ void turn_queries(const DecodeUpdateParams& p, const 
     const int32_t b =
         c.cu_q ? sequence_of_row(c.cu_q, c.batch, row) : static_cast<int32_t>(row / c.seqlen_q);
     if (b < 0) continue;
-    const CachedSequence s = c.sequence(b);
+    const CachedSequence s = c.of_all().sequence(b);
     const int64_t query = c.cu_q ? row - s.q_row : row - int64_t{b} * c.seqlen_q;
     if (query < 0 || query >= s.mask.seqlen_q || column >= p.head_dim) continue;
     const auto row_of = [&](const Tensor& t) {

@@ -8,6 +8,7 @@
 #include "cuda/common/key_boxes.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/tensor_map.h"
+#include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 
 namespace strobe::cuda::sm90 {
@@ -28,39 +29,47 @@ struct LaneBox {
   }
 };
 
-/// Fetches a block; `full` gets one arrival. Rows of pages that are not there become `lost`, a pair
-/// of values; boxes without keys stay what they were. By a whole warp.
-template <typename Tile>
+/// Fetches a block into a stage that is free; `full` gets one arrival. Rows of pages that are not
+/// there become `lost`, a pair of values; boxes without keys stay what they were. free: waits until
+/// the stage is. By a whole warp, of which lane 0 issues all copies: with lanes that issue their own
+/// each copy takes twice as long, since TMA's operands are a warp's, not a thread's.
+template <typename Tile, typename Free>
 __device__ __forceinline__ void load_boxes(uint8_t* tile, const CUtensorMap& map,
                                            ptx::Barrier& full, const KeyBoxes& boxes,
                                            const KeyRows& keys, const LaneBox& box, int32_t head,
-                                           uint32_t lost) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
+                                           uint32_t lost, const Free& free) {
   const bool there = box.wanted && keys.has(box.entry);
   const uint32_t loaded = __ballot_sync(0xffffffffu, there);
+  const bool some_lost = __any_sync(0xffffffffu, box.wanted && !there) != 0;
   const int32_t box_bytes = boxes.rows * Tile::kRowBytes;
-  tile += lane * box_bytes;
-  if (__any_sync(0xffffffffu, box.wanted && !there)) {
+  const auto bytes = static_cast<uint32_t>(__popc(loaded) * box_bytes * Tile::kPanels);
+  const int lane = static_cast<int>(ptx::thread_again() % 32);
+  free();
+  if (some_lost) {
     if (box.wanted && !there) {
 #pragma unroll 1
       for (int i = 0; i < box_bytes; i += 16) {
 #pragma unroll 1
         for (int panel = 0; panel < Tile::kPanels; ++panel)
-          *reinterpret_cast<uint4*>(tile + panel * Tile::kPanelBytes + i) =
+          *reinterpret_cast<uint4*>(tile + lane * box_bytes + panel * Tile::kPanelBytes + i) =
               make_uint4(lost, lost, lost, lost);
       }
       ptx::fence_proxy_async();
     }
     __syncwarp();
   }
-  if (lane == 0)
-    full.arrive_expect(static_cast<uint32_t>(__popc(loaded) * box_bytes * Tile::kPanels));
-  __syncwarp();
-  if (!there) return;
-#pragma unroll 1
-  for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    ptx::tma_load(tile + panel * Tile::kPanelBytes, map, full, ptx::L2::kEvictLast, panel * 64,
-                  box.row, head, box.entry);
+  if (lane == 0) full.arrive_expect(bytes);
+#pragma unroll 2
+  for (int i = 0; loaded >> i != 0; ++i) {
+    const int32_t entry = __shfl_sync(0xffffffffu, box.entry, i);
+    const int32_t row = __shfl_sync(0xffffffffu, box.row, i);
+    if (lane == 0 && (loaded >> i & 1) != 0) {
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::tma_load(tile + i * box_bytes + panel * Tile::kPanelBytes, map, full,
+                      ptx::L2::kEvictLast, panel * 64, row, head, entry);
+      }
+    }
   }
 }
 

@@ -5,9 +5,9 @@
 // warpgroups, against all keys that they see, tile_k at a time, last block first.
 //
 //   warps         registers  role (0 to 3: forward_sm90_producer.cuh; others: _consumer.cuh)
-//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V; where
-//                            they lie in a cache, each lane a part of a block (cached_keys.cuh)
+//   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
 //   1             32 (W=3)   Q: loads each warpgroup's 64 rows
+//                            (Of keys in a cache 0 loads K, and 1 Q and V: cached_keys.cuh)
 //   2                        scheduler: takes the next tile, works out who needs which blocks
 //   3                        O: stores what the consumers leave in shared memory
 //   4 to 4 + 4W   224, 160   consumers: S = Q K^T, softmax, O += P V
@@ -64,7 +64,7 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Prepares the barriers. One thread. kLoader: threads of warp 0.
+/// Prepares the barriers. One thread. kLoader: arrivals of each of the warps 0 and 1.
 template <typename Tr, uint32_t kLoader>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
                         const Stagger& stagger) {
@@ -77,9 +77,7 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
   shared.k_ring.init(1, kWarps * kOfWarp);
   shared.v_ring.init(1, kWarps * kOfWarp);
-  // Warp 1 is one thread.
-  constexpr uint32_t kLoads = kLoader == 1 ? 1 : kOfWarp;
-  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoads + 1);
+  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2 * kLoader);
   shared.request.init(1);
   shared.suspects = -1;
   ptx::fence_barrier_init();
@@ -92,7 +90,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
                    const __grid_constant__ TileOrder order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
-  constexpr uint32_t kLoader = kCached<Params> ? 32 : 1;
+  // One thread each, where they are not whole warps.
+  constexpr uint32_t kLoader = kCached<Params> ? ptx::kWarpArrivals : 1;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
@@ -110,8 +109,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if (Tr::kEarlyTile && warp == 0 && one_thread)
       prepare<Tr, kLoader>(shared, maps, order.stagger);
     if (warp != 2) wait_for_barriers<Tr>();  // the scheduler waits itself
-    if (warp == 0 && (kLoader > 1 || one_thread)) load_kv<Tr>(shared, p, maps);
-    if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
+    if constexpr (kCached<Params>) {
+      if (warp == 0) load_cached<Tr, true>(shared, p, maps);
+      if (warp == 1) load_cached<Tr, false>(shared, p, maps);
+    } else {
+      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
+    }
     if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
     __syncwarp();

@@ -119,64 +119,39 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
   }
 }
 
-/// K and V: K one block ahead of V, also from tile to tile. By one thread; by a whole warp where the
-/// keys lie in a cache, whose pages are looked up one block ahead.
-template <typename Tr, typename Params>
-__device__ void load_kv(typename Tr::Shared& shared, [[maybe_unused]] const Params& p,
-                        const MapsOf<Params>& maps) {
-  using KTile = typename Tr::KTile;
+/// K and V, by one thread: K one block ahead of V, also from tile to tile.
+template <typename Tr>
+__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   struct Place {
     int row, head, batch;
     uint32_t idle;  // consumer warps that do not need the block
-    LaneBox box;
   };
-  const auto lane = [] { return kCached<Params> ? static_cast<int>(ptx::thread_again() % 32) : 0; };
-  [[maybe_unused]] KeyRows keys{};
-  const auto load = [&](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
-                        uint8_t(*tiles)[KTile::kBytes], const CUtensorMap& map, const Place& place,
-                        [[maybe_unused]] uint32_t lost) {
+  const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
+                       uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
+                       const Place& place) {
     ring.empty[at.stage()].wait(at.free());
-    if constexpr (kCached<Params>) {
-      load_boxes<KTile>(tiles[at.stage()], map, ring.full[at.stage()], maps.boxes, keys, place.box,
-                        place.head, lost);
-    } else {
-      ring.full[at.stage()].arrive_expect(KTile::kBytes);
-      for (int panel = 0; panel < Tr::kPanels; ++panel) {
-        ptx::tma_load(tiles[at.stage()] + panel * KTile::kPanelBytes, map, ring.full[at.stage()],
-                      ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
-      }
+    ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
+    for (int panel = 0; panel < Tr::kPanels; ++panel) {
+      ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
+                    ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
     }
     // For those who will not come by. Here, because here the phase is known to be theirs.
-    if (place.idle > 0 && lane() == 0)
-      ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
+    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
     ++at.count;
   };
   RingPosition<Tr::kStages> k_at, v_at;
-  Place before{-1, 0, 0, 0, {}};  // the block whose V has still to be loaded
+  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
   const auto load_v = [&] {
-    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before, 0);
+    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
     before.row = -1;
   };
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    Place place{0, tile.head_kv, kCached<Params> ? 0 : tile.map_batch, 0, {}};
+    Place place{0, tile.head_kv, tile.map_batch, 0};
     // The scheduler gets as much time for the next tile as four steps take: two in which this warp
     // runs ahead, two to find the tile.
     const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
-    [[maybe_unused]] LaneBox next{};
-    [[maybe_unused]] const auto find = [&](int n) {
-      if constexpr (kCached<Params>) {
-        const int32_t end = tile.mask.seqlen_k;
-        return LaneBox::find(maps.boxes, keys, n * Tr::kTileK, Tr::kTileK, end);
-      } else {
-        return LaneBox{};
-      }
-    };
-    if constexpr (kCached<Params>) {
-      keys = p.cache.rows_at(tile.batch, tile.entry, tile.map_k);
-      if (tile.loaded) next = find(tile.block_end - 1);
-    }
     for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
-      if (n == request && lane() == 0) shared.request.arrive();
+      if (n == request) shared.request.arrive();
       // Consumers now finish the tile before: without its last V they would wait for ever.
       if (!tile.loaded) {
         load_v();
@@ -185,18 +160,30 @@ __device__ void load_kv(typename Tr::Shared& shared, [[maybe_unused]] const Para
       place.row = tile.map_k + n * Tr::kTileK;
       place.idle = 0;
       for (const Blocks& part : tile.part) place.idle += n < part.begin || n >= part.end ? 4 : 0;
-      if constexpr (kCached<Params>) {
-        place.box = next;
-        if (n > tile.block_begin) next = find(n - 1);
-      }
-      // A key without a page is NaN to the queries that see it.
-      load(shared.k_ring, k_at, shared.k, maps.k, place, 0x7fff7fff);
+      load(shared.k_ring, k_at, shared.k, maps.k, place);
       load_v();
       before = place;
     }
-    if constexpr (kCached<Params>) __syncwarp();  // all lanes have read the tile
   });
   load_v();
+}
+
+/// Q of a tile, by one thread.
+template <typename Tr>
+__device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared, const CUtensorMap& map,
+                                            const Tile<Tr::kWarpgroups>& tile,
+                                            RingPosition<Tr::kQStages> at) {
+#pragma unroll 1
+  for (int w = 0; w < Tr::kWarpgroups; ++w) {
+    Ring<Tr::kQStages>& ring = shared.q_ring[w];
+    ring.empty[at.stage()].wait(at.free());
+    ring.full[at.stage()].arrive_expect(Tr::QTile::kBytes);
+    for (int panel = 0; panel < Tr::kPanels; ++panel) {
+      ptx::tma_load(shared.q[at.stage()][w] + panel * Tr::QTile::kPanelBytes, map,
+                    ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
+                    tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+    }
+  }
 }
 
 /// Q, by one thread.
@@ -204,18 +191,54 @@ template <typename Tr>
 __device__ void load_q(typename Tr::Shared& shared, const CUtensorMap& map) {
   RingPosition<Tr::kQStages> at;
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-#pragma unroll 1
-    for (int w = 0; w < Tr::kWarpgroups; ++w) {
-      Ring<Tr::kQStages>& ring = shared.q_ring[w];
-      ring.empty[at.stage()].wait(at.free());
-      ring.full[at.stage()].arrive_expect(Tr::QTile::kBytes);
-      for (int panel = 0; panel < Tr::kPanels; ++panel) {
-        ptx::tma_load(shared.q[at.stage()][w] + panel * Tr::QTile::kPanelBytes, map,
-                      ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
-                      tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
-      }
-    }
+    load_tile_q<Tr>(shared, map, tile, at);
     ++at.count;
+  });
+}
+
+/// Q and V of keys in a cache, or K, each by a whole warp: the boxes of a block take one warp too
+/// long for both. Pages are looked up one block ahead.
+template <typename Tr, bool kIsK>
+__device__ void load_cached(typename Tr::Shared& shared, const DecodeParams& p,
+                            const CachedTensorMaps& maps) {
+  using KTile = typename Tr::KTile;
+  Ring<Tr::kStages>& ring = kIsK ? shared.k_ring : shared.v_ring;
+  const CUtensorMap& map = kIsK ? maps.k : maps.v;
+  // A key without a page is NaN to the queries that see it, whatever its value.
+  constexpr uint32_t kLost = kIsK ? 0x7fff7fff : 0;
+  const auto lane = [] { return static_cast<int>(ptx::thread_again() % 32); };
+  RingPosition<Tr::kStages> at;
+  RingPosition<Tr::kQStages> q_at;
+  for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    if constexpr (!kIsK) {
+      if (lane() == 0) load_tile_q<Tr>(shared, maps.q, tile, q_at);
+      ++q_at.count;
+      __syncwarp();
+    }
+    const KeyRows keys = p.cache.rows_at(tile.batch, tile.entry, tile.map_k);
+    const int32_t begin = tile.block_begin, end = tile.mask.seqlen_k;
+    const auto find = [&](int n) {
+      return LaneBox::find(maps.boxes, keys, n * Tr::kTileK, Tr::kTileK, end);
+    };
+    // As load_kv does; this warp runs ahead by as many blocks as there are stages.
+    const int request = max(begin, min(begin + 3, tile.block_end - 1));
+    LaneBox next{};
+    if (tile.loaded) next = find(tile.block_end - 1);
+    for (int n = tile.block_end - 1; n >= begin; --n) {
+      if (kIsK && n == request && lane() == 0) shared.request.arrive();
+      if (!tile.loaded) break;
+      const LaneBox box = next;
+      if (n > begin) next = find(n - 1);
+      uint32_t idle = 0;
+      for (const Blocks& part : tile.part) idle += n < part.begin || n >= part.end ? 4 : 0;
+      load_boxes<KTile>(kIsK ? shared.k[at.stage()] : shared.v[at.stage()], map,
+                        ring.full[at.stage()], maps.boxes, keys, box, tile.head_kv, kLost,
+                        [&] { ring.empty[at.stage()].wait(at.free()); });
+      // For those who will not come by. Here, because here the phase is known to be theirs.
+      if (idle > 0 && lane() == 0) ring.empty[at.stage()].arrive(idle * ptx::kWarpArrivals);
+      ++at.count;
+    }
+    __syncwarp();  // all lanes have read the tile
   });
 }
 
