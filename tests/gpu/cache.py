@@ -2,6 +2,7 @@
 
     python tests/gpu/cache.py                             random problems, by the kernels that the planner chooses
     python tests/gpu/cache.py --count 5000 --first 1000   some of them
+    python tests/gpu/cache.py --prompts                   problems that the Hopper kernels take, alone and beside few queries
     python tests/gpu/cache.py --hostile                   numbers out of range among them
     python tests/gpu/cache.py --graph 100                 captured launches with as many sets of lengths and tables each
     python tests/gpu/cache.py --device cpu                the CPU library
@@ -236,19 +237,19 @@ def run(c: CacheCase, device: str, plain: bool, hostile: int | None = None) -> s
     return launch.kernel
 
 
-def run_graph(seed: int, sets: int, device: str) -> str:
+def run_graph(seed: int, sets: int, device: str, prompts: bool) -> str:
     """One captured launch, replayed with other lengths and tables: the plan knows none of them. Without new keys, with
     as many in each replay, and with packed ones of other numbers; turned and not; new ones also above head_dim 128,
     where they are another kernel's. On the CPU, which has no graphs, the plan is launched again."""
     kinds = [(append, turned, 0) for append, turned in itertools.product((NONE, DENSE, PACKED), (False, True))]
     kinds += [(DENSE, True, 129), (PACKED, True, 129)]
-    ran = [run_captured(seed, sets, device, *kind) for kind in kinds]
+    ran = [run_captured(seed, sets, device, prompts, *kind) for kind in kinds]
     return " and ".join(sorted(set(ran)))
 
 
-def run_captured(seed: int, sets: int, device: str, append: int, turned: bool, least_dim: int) -> str:
+def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, turned: bool, least_dim: int) -> str:
     first = next(
-        c for c in (draw(s, [torch.bfloat16], 1500) for s in range(seed, seed + 10000))
+        c for c in (draw(s, [torch.bfloat16], 1500, prompts) for s in range(seed, seed + 10000))
         if c.paged and c.columns > 2 and c.append == append and "seqused_k" in c.given and c.batch > 1
         and bool(c.rotary_dim) == turned and c.total and (c.longest_new or not c.append) and c.head_dim >= least_dim
     )  # fmt: skip
@@ -296,6 +297,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop in time, and say how far it went")
+    parser.add_argument("--prompts", action="store_true", help="many queries, and what TMA can read")
     parser.add_argument("--hostile", action="store_true", help="numbers out of range")
     parser.add_argument("--graph", type=int, default=0, metavar="SETS", help="replay a captured launch")
     parser.add_argument("--plain", action="store_true", help="tensor operations stand for the library")
@@ -311,10 +313,10 @@ def main() -> int:
         if time.monotonic() > end:
             print(f"gpu cache: out of time at seed {seed}: go on with --first {seed}")
             break
-        c = draw(seed, dtypes)
+        c = draw(seed, dtypes, prompts=options.prompts)
         try:
             if options.graph:
-                kernels[run_graph(seed, options.graph, options.device)] += 1
+                kernels[run_graph(seed, options.graph, options.device, options.prompts)] += 1
                 break
             hostile = seed if options.hostile else None
             kernels[run(c, options.device, options.plain, hostile)] += 1

@@ -95,35 +95,37 @@ def length(r: random.Random, most: int) -> int:
     return r.choice((0, min(1, most), most, *(r.randint(0, most) for _ in range(5))))
 
 
-def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0) -> CacheCase:
-    """longest: rows that a sequence may have; 0: drawn too."""
+def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool = False) -> CacheCase:
+    """longest: rows that a sequence may have; 0: drawn too. prompts: what TMA can read, with many queries, or in packed
+    sequences some with many and some with few."""
     r = random.Random(seed)
     heads_kv = r.choice((1, 1, 2, 3, 8))
-    dim = r.choice((64, 128, 128, 96, 256, 80, r.randint(1, 256)))
+    dim = r.choice((64, 128, 128, 96, 256, 80, 8 * r.randint(1, 32) if prompts else r.randint(1, 256)))
     dtype = r.choice(dtypes)
-    queries = r.choice((1, 1, 1, 4, 16, 70, 300))
+    queries = r.choice((70, 130, 300, 300) if prompts else (1, 1, 1, 4, 16, 70, 300))
     varlen = r.random() < 0.5
     sequences = []
     for _ in range(r.choice((1, 2, 5, 9))):
-        n = length(r, queries) if varlen else queries
+        n = length(r, r.choice((queries, 3)) if prompts else queries) if varlen else queries
         sequences.append(Sequence(n, n))
     paged = r.random() < 0.65
     longest = longest or r.choice((40, 40, 300, 300, 1500))
-    rows = r.choice((*range(1, 18), 16, 64, 64, 128, 256)) if paged else r.randint(0, longest)
+    sizes = (8, 16, 16, 24, 32, 40, 48, 64, 80, 128, 256) if prompts else (*range(1, 18), 16, 64, 64, 128, 256)
+    rows = r.choice(sizes) if paged else r.randint(0, longest)
     columns = r.randint(0, max(longest // max(rows, 1), 2)) if paged else 0
     most_rows = columns * rows if paged else rows
     if paged and r.random() < 0.3:
         most_rows = r.randint(0, most_rows)
     c = CacheCase(
-        seed, dtype, torch.float32 if r.random() < 0.25 else dtype, heads_kv * r.choice((1, 2, 4, 5, 8)), heads_kv, dim,
-        dim if r.random() < 0.8 else r.randint(1, 256), paged, r.randint(0, 3), 0, rows, columns, most_rows, sequences,
+        seed, dtype, torch.float32 if r.random() < (0 if prompts else 0.25) else dtype, heads_kv * r.choice((1, 2, 4, 5, 8)), heads_kv, dim,
+        dim if r.random() < 0.8 else 8 * r.randint(1, 32) if prompts else r.randint(1, 256), paged, r.randint(0, 3), 0, rows, columns, most_rows, sequences,
         varlen=varlen, causal=r.random() < 0.5, softcap=r.choice((0.0, 0.0, 0.0, 15.0)), alibi=r.choice((0, 0, 0, 1, 2)),
         batch_invariant=r.random() < 0.3,
     )  # fmt: skip
     if c.head_dim != c.head_dim_v and c.layout == INTERLEAVED:
         c.layout = HEADS_FIRST
     for name, chance in (("seqused_q", 0.2), ("seqused_k", 0.9), ("leftpad", 0.25), ("q_position", 0.15)):
-        if r.random() < chance:
+        if r.random() < chance and not (name == "leftpad" and prompts and paged):
             c.given.add(name)
     if r.random() < 0.15:
         c.given.add("prefix")

@@ -186,6 +186,7 @@ def test_rows(options: argparse.Namespace) -> str:
         command = [sys.executable, __file__, "--only", "row"]
         if row.direction == "decode":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
+            command += ["--prompts"] if row.arch == 90 else []
         run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         done += 1
         if run.returncode:
@@ -331,6 +332,8 @@ def test_cache(_: argparse.Namespace) -> str:
     """Keys in a cache: cache.py as planned, captured, and with numbers out of range; kvcache.py."""
     runs = [("cache.py", "--count", "400"), ("cache.py", "--graph", "100"), ("kvcache.py", "--count", "100")]
     runs.append(("cache.py", "--hostile", "--count", "200", "--first", "400"))
+    runs += [("cache.py", "--prompts", *words) for words in (("--count", "400"), ("--graph", "50"))]
+    runs.append(("cache.py", "--prompts", "--hostile", "--count", "100", "--first", "400"))
     if DEV == "cpu":  # the test itself; the CPU refuses numbers out of range
         runs = [("cache.py", "--count", "4"), ("cache.py", "--graph", "1"), ("kvcache.py", "--count", "2")]
     last = []

@@ -111,11 +111,13 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
     paged.integers("block_table", pages, [batch, most // page])
     rotary(paged, dim)
     # Packed queries and packed new keys, of which some sequences have none.
-    packed = start(2, [9], dim)
+    # In a row for prompts also few queries beside many.
+    ends = [0, 5, 5, 8, 9] if row.arch == 80 else [0, 150, 150, 153, 193]
+    packed = start(2, [ends[-1]], dim)
     for name in ("k", "v"):
         packed.add(name, [batch, most, key_heads, dim])
         packed.add(f"{name}_new", [6, key_heads, dim])
-    packed.integers("cu_seqlens_q", [0, 5, 5, 8, 9])
+    packed.integers("cu_seqlens_q", ends)
     packed.integers("cu_seqlens_k_new", [0, 1, 3, 3, 6])
     packed.integers("leftpad", [17, 0, 333, 2])
     rotary(packed, dim)
@@ -145,7 +147,8 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
-            found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), "--hostile", "--count", "40"])
+            hostile = ["--hostile", "--count", "40", *(["--prompts"] if row.arch == 90 else [])]
+            found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
         return found
 
     def run_of(heads: int, heads_kv: int) -> list[str]:
