@@ -57,7 +57,7 @@ __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 1
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};
 __device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false, ForwardParams>;
-__device__ auto* const cached = &forward_kernel<TraitsOf<kC>, true, false, DecodeParams>;
+__device__ auto* const cached = &forward_kernel<TraitsOf<kC>, true, false, TileParams>;
 }
 """,
     "hopper/backward_sm90.cuh": """

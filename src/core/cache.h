@@ -134,7 +134,8 @@ struct CachedSequences : Sequences {
     return {entry, table ? table + b * table_stride : nullptr, page_size, pool, first};
   }
 
-  /// The same sequences, whoever attends for them.
+  /// The same sequences, whoever attends for them: so that a kernel that updates the cache is not
+  /// compiled to ask.
   STROBE_INLINE constexpr CachedSequences of_all() const {
     CachedSequences s = *this;
     s.least_q = 0;

@@ -300,6 +300,7 @@ def main() -> int:
     parser.add_argument("--prompts", action="store_true", help="many queries, and what TMA can read")
     parser.add_argument("--hostile", action="store_true", help="numbers out of range")
     parser.add_argument("--graph", type=int, default=0, metavar="SETS", help="replay a captured launch")
+    parser.add_argument("--verbose", action="store_true", help="say which problem comes before it runs")
     parser.add_argument("--plain", action="store_true", help="tensor operations stand for the library")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
@@ -314,6 +315,8 @@ def main() -> int:
             print(f"gpu cache: out of time at seed {seed}: go on with --first {seed}")
             break
         c = draw(seed, dtypes, prompts=options.prompts)
+        if options.verbose:
+            print(f"seed {seed}: {c}", flush=True)
         try:
             if options.graph:
                 kernels[run_graph(seed, options.graph, options.device, options.prompts)] += 1

@@ -1,4 +1,5 @@
-// The boxes in which the Hopper kernels fetch keys from a cache, against where each key lies by itself.
+// The boxes in which the Hopper kernels fetch keys from a cache, against where each key lies by
+// itself.
 #include "cuda/common/key_boxes.h"
 
 #include <gtest/gtest.h>

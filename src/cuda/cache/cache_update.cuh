@@ -3,8 +3,8 @@
 //
 // Either a kernel of its own goes before (update_kernel.cuh), or no thread block reads what another
 // one writes: whoever attends to a new key takes it from k_new and turns it itself, by the same
-// arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the cache
-// that new keys go to are then read by nobody.
+// arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the
+// cache that new keys go to are then read by nobody.
 #ifndef STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 #define STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 

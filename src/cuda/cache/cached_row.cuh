@@ -64,11 +64,21 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
 
 /// pairwise_rows for keys in a cache; out is of type T.
 template <typename T>
-__device__ void pairwise_cached_rows(const DecodeParams& p, const SuspectTile& tile, int warp,
+__device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& tile, int warp,
                                      int warps, int rows) {
-  for_each_not_finite<T>(p, p.cached(tile.batch), tile, warp, warps, rows, [&](int32_t query) {
-    pairwise_cached_row<T>(p, tile.batch, tile.head, query);
-  });
+  const CachedSequence sequence = p.cached(tile.batch);
+  const int64_t left = (sequence.mask.seqlen_q - tile.first) << p.pack;
+  if (left < rows) rows = static_cast<int>(left);
+  for_each_not_finite<T>(
+      p, warp, warps, rows,
+      [&](int row) {
+        return reinterpret_cast<const T*>(
+            out_row(p, sequence, tile.head + p.head(row), tile.first + p.query(row)));
+      },
+      [&](int row) {
+        pairwise_cached_row<T>(static_cast<const DecodeParams&>(p), tile.batch,
+                               tile.head + p.head(row), tile.first + p.query(row));
+      });
 }
 
 }  // namespace strobe::cuda

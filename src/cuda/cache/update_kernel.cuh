@@ -1,14 +1,14 @@
-// What runs before a kernel that does not append and turn itself (updates_before in host/rows.h): new
-// keys and values go to the cache, and turned queries to the workspace. The other kernel then reads
-// both from memory, as if nothing had been new.
+// What runs before a kernel that does not append and turn itself (updates_before in host/rows.h):
+// new keys and values go to the cache, and turned queries to the workspace. The other kernel then
+// reads both from memory, as if nothing had been new.
 #ifndef STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 #define STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 
 #include <cstdint>
 
+#include "cuda/cache/cache_update.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/cache/cache_update.cuh"
 
 namespace strobe::cuda {
 

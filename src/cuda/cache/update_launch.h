@@ -19,7 +19,8 @@ inline bool in_units(const Tensor& t, int32_t dim) {
 }
 /// Whether there are new keys whose rows are not.
 inline bool new_elements(const DecodeUpdateParams& p) {
-  return p.cache.rows_new > 0 && (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
+  return p.cache.rows_new > 0 &&
+         (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
 }
 /// Whether the launch does anything to the cache besides reading it, or to queries.
 inline bool updates(const DecodeUpdateParams& p) {
@@ -41,30 +42,42 @@ inline Tensor carve_queries(Arena& arena, const DecodeParams& p) {
   return t;
 }
 
-/// Appends and turns, before the kernel that attends; `attends` are that one's parameters. arena: at
-/// the room for queries, if any are turned. Shape: type, warps and threads of this kernel.
+/// What runs before the kernel that attends. Shape: type, warps and threads of its kernel.
 template <typename Shape>
-cudaError_t update_before(Arena& arena, const DecodeUpdateParams& p, const LaunchTarget& target,
-                          DecodeParams& attends) {
-  const CachedSequences& c = p.cache;
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
-      KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
-  const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
-                        !in_units(p.v, p.head_dim_v) || new_elements(p);
-  Tensor turned{};
-  if (c.rotary_dim > 0) turned = carve_queries(arena, p);
-  const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
-  const int64_t rows = max64(new_rows * p.heads_kv, turned.data ? query_rows(p) : 0);
-  constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: this kernel waits for memory alone
-  const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
-  const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
-  attends = p;
-  if (rows == 0) return cudaSuccess;
-  if (turned.data) attends.q = turned;
-  void* args[] = {const_cast<DecodeUpdateParams*>(&p), &turned};
-  return kernels[elements].launch(blocks, Shape::kThreads, args, target);
-}
+class UpdateBefore {
+ public:
+  /// arena: takes room for queries, if any are turned.
+  UpdateBefore(Arena& arena, const DecodeUpdateParams& p) : p_(p) {
+    if (p.cache.rotary_dim > 0) turned_ = carve_queries(arena, p);
+  }
+  /// The parameters of the kernel that attends.
+  DecodeParams attends() const {
+    DecodeParams attends = p_;
+    if (turned_.data) attends.q = turned_;
+    return attends;
+  }
+  /// Appends and turns; launches nothing where there is nothing to be done.
+  cudaError_t launch(const LaunchTarget& target) const {
+    const CachedSequences& c = p_.cache;
+    static KernelHandle kernels[] = {
+        KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
+        KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
+    const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+    const int64_t rows = max64(new_rows * p_.heads_kv, turned_.data ? query_rows(p_) : 0);
+    if (!updates(p_) || rows == 0) return cudaSuccess;
+    const bool elements = !in_units(p_.q, p_.head_dim) || !in_units(p_.k, p_.head_dim) ||
+                          !in_units(p_.v, p_.head_dim_v) || new_elements(p_);
+    constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: it waits for memory alone
+    const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
+    const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
+    void* args[] = {const_cast<DecodeUpdateParams*>(&p_), const_cast<Tensor*>(&turned_)};
+    return kernels[elements].launch(blocks, Shape::kThreads, args, target);
+  }
+
+ private:
+  const DecodeUpdateParams& p_;
+  Tensor turned_{};
+};
 
 }  // namespace strobe::cuda
 

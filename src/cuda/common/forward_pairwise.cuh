@@ -113,24 +113,19 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
       [&](int d, float x) { to[d] = static_cast<T>(x); });
 }
 
-/// Calls again(query) for those rows of a tile of `rows` queries that are not finite; for this
-/// warp's share of them.
-template <typename T, typename Again>
-__device__ __forceinline__ void for_each_not_finite(const ForwardParams& p,
-                                                    const Sequence& sequence,
-                                                    const SuspectTile& tile, int warp, int warps,
-                                                    int rows, const Again& again) {
-  const RowsView view =
-      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
-  const int64_t left = sequence.mask.seqlen_q - tile.first;
-  if (left < rows) rows = static_cast<int>(left);
+/// Calls again(row) for those rows of a tile of `rows` rows that are not finite; for this warp's
+/// share of them. row_of: where a row of O begins.
+template <typename T, typename RowOf, typename Again>
+__device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int warp, int warps,
+                                                    int rows, const RowOf& row_of,
+                                                    const Again& again) {
 #pragma unroll 1
   for (int row = warp; row < rows; row += warps) {
-    const T* const out = reinterpret_cast<const T*>(view.row(tile.first + row));
+    const T* const out = row_of(row);
     float zero = 0.f;  // 0 * x is NaN where x is not finite
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
       zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
-    if (__any_sync(0xffffffffu, zero != 0.f)) again(tile.first + row);
+    if (__any_sync(0xffffffffu, zero != 0.f)) again(row);
   }
 }
 
@@ -138,10 +133,17 @@ __device__ __forceinline__ void for_each_not_finite(const ForwardParams& p,
 template <typename T, bool kDropout, bool kWhole>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows) {
-  for_each_not_finite<T>(p, p.known<kWhole>().sequence(tile.batch), tile, warp, warps, rows,
-                         [&](int32_t query) {
-                           pairwise_row<T, kDropout, kWhole>(p, tile.batch, tile.head, query);
-                         });
+  const Sequence sequence = p.known<kWhole>().sequence(tile.batch);
+  const RowsView view =
+      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
+  const int64_t left = sequence.mask.seqlen_q - tile.first;
+  if (left < rows) rows = static_cast<int>(left);
+  for_each_not_finite<T>(
+      p, warp, warps, rows,
+      [&](int row) { return reinterpret_cast<const T*>(view.row(tile.first + row)); },
+      [&](int row) {
+        pairwise_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
+      });
 }
 
 }  // namespace strobe::cuda

@@ -59,8 +59,17 @@ struct DecodeUpdateParams : DecodeParams {
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
 };
 
-/// Either of them in a launch without attention chunks. Kernels are three quarters as long
-/// then: a launch with cold caches reads its code from memory.
+/// What a tile of queries holds: of each query `2^pack` neighbouring query heads, which share a key
+/// head, one row each. Row r is query r >> pack, head r % 2^pack of the tile's.
+struct TileParams : DecodeParams {
+  int32_t pack;
+
+  STROBE_INLINE constexpr int32_t query(int32_t row) const { return row >> pack; }
+  STROBE_INLINE constexpr int32_t head(int32_t row) const { return row & ((1 << pack) - 1); }
+};
+
+/// DecodeParams or DecodeUpdateParams in a launch without attention chunks. Kernels are three
+/// quarters as long then: a launch with cold caches reads its code from memory.
 template <typename Params>
 struct WithoutChunks : Params {
   STROBE_INLINE constexpr CachedSequence cached(int64_t b) const {

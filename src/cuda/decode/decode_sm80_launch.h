@@ -102,8 +102,8 @@ KernelHandle& decode_handle(bool rule, bool elements) {
   return kernels[elements ? 2 : rule];
 }
 
-/// What a launch needs to know besides its parameters. arena: at the launch's part of the workspace,
-/// and then past it.
+/// What a launch needs to know besides its parameters. arena: at the launch's part of the
+/// workspace, and then past it.
 template <DecodeConfig kConfig>
 Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
@@ -127,8 +127,8 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
   using Shape = DecodeShapeOf<kConfig>;
   const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
                         !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
-  const bool rule = p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) ||
-                    p.cache.rule.attention_chunk > 0;
+  const bool rule =
+      p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
   void* args[] = {const_cast<Params*>(&p), &d};
   return decode_handle<Shape, Params>(rule, elements || new_elements)
@@ -136,10 +136,10 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
 }
 
 template <DecodeConfig kConfig>
-cudaError_t attend(const DecodeParams& p, const LaunchTarget& target) {
+cudaError_t attend(const DecodeParams& p, const LaunchTarget& target, bool elements) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
-  return launch_kernel<kConfig>(p, d, target, false);
+  return launch_kernel<kConfig>(p, d, target, elements);
 }
 
 template <DecodeConfig kConfig>
@@ -152,10 +152,9 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
   if constexpr (!updates_before(kConfig)) {
     return launch_kernel<kConfig>(p, d, target, new_elements(p));
   } else {
-    DecodeParams attends;
-    STROBE_RETURN_IF_CUDA_ERROR(
-        update_before<DecodeShapeOf<kConfig>>(arena, p, target, attends));
-    return launch_kernel<kConfig>(attends, d, target, false);
+    const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);
+    STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
+    return launch_kernel<kConfig>(update.attends(), d, target, false);
   }
 }
 

@@ -31,8 +31,9 @@ struct LaneBox {
 
 /// Fetches a block into a stage that is free; `full` gets one arrival. Rows of pages that are not
 /// there become `lost`, a pair of values; boxes without keys stay what they were. free: waits until
-/// the stage is. By a whole warp, of which lane 0 issues all copies: with lanes that issue their own
-/// each copy takes twice as long, since TMA's operands are a warp's, not a thread's.
+/// the stage is; what can be known before is worked out before. By a whole warp, each lane with its
+/// own box: boxes of eight or sixteen rows take one lane that fetches all of them half as long
+/// again.
 template <typename Tile, typename Free>
 __device__ __forceinline__ void load_boxes(uint8_t* tile, const CUtensorMap& map,
                                            ptx::Barrier& full, const KeyBoxes& boxes,
@@ -59,17 +60,11 @@ __device__ __forceinline__ void load_boxes(uint8_t* tile, const CUtensorMap& map
     __syncwarp();
   }
   if (lane == 0) full.arrive_expect(bytes);
-#pragma unroll 2
-  for (int i = 0; loaded >> i != 0; ++i) {
-    const int32_t entry = __shfl_sync(0xffffffffu, box.entry, i);
-    const int32_t row = __shfl_sync(0xffffffffu, box.row, i);
-    if (lane == 0 && (loaded >> i & 1) != 0) {
-#pragma unroll
-      for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::tma_load(tile + i * box_bytes + panel * Tile::kPanelBytes, map, full,
-                      ptx::L2::kEvictLast, panel * 64, row, head, entry);
-      }
-    }
+  if (!there) return;
+#pragma unroll 1
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    ptx::tma_load(tile + lane * box_bytes + panel * Tile::kPanelBytes, map, full,
+                  ptx::L2::kEvictLast, panel * 64, box.row, head, box.entry);
   }
 }
 

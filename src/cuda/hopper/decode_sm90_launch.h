@@ -24,10 +24,11 @@ constexpr LaunchShape decode_shape() {
   return forward_shape<kConfig>();
 }
 
-/// Whatever numbers of queries cu_seqlens_q holds, no sequence has more than the plan knows of.
+/// Tiles of one head each: those of several heads are no more.
 template <DecodeConfig kConfig>
 int64_t most_tiles(const DecodeParams& p) {
-  return int64_t{p.batch} * p.heads * ceil_div(p.seqlen_q, kConfig.tile_q);
+  const int64_t most = int64_t{p.batch} * ceil_div(p.seqlen_q, kConfig.tile_q);
+  return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
 template <DecodeConfig kConfig>
@@ -46,71 +47,70 @@ struct UpdateShape {
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
-/// This row's own kernel alone.
+/// A launch begins with this row, so that it can update the cache.
 template <DecodeConfig kConfig>
-cudaError_t launch_tiles(const DecodeParams& p, const LaunchTarget& target) {
+constexpr cudaError_t (*attend)(const DecodeParams&, const LaunchTarget&, bool) = nullptr;
+
+template <DecodeConfig kConfig>
+cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& target,
+                          const DecodeRow* few) {
   constexpr auto kShape = decode_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order = tile_order<kConfig>(p, target);
-  if (order.tiles.items == 0) return cudaSuccess;
+  Arena arena(params.workspace);
+  take_workspace(arena, most_tiles<kConfig>(params));
+  const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
+  TileParams p{update.attends(), packed_heads_log2(params.group, params.alibi_slopes != nullptr)};
+  DecodeParams of_few = p;
+  if (few) {
+    p.cache.least_q = few_queries(p.group) + 1;
+    of_few.cache.most_q = few_queries(p.group);
+    of_few.workspace = arena.take<std::byte>(
+        few->carve(of_few, target.multiprocessors, target.shared_bytes).workspace_bytes);
+  }
+  TileOrder order = tile_order<kConfig>(p, target, p.pack);
   if (too_many(order)) return cudaErrorInvalidValue;
-  order.fixed = false;  // a sequence's length is known to the device alone
 
-  // Of this thread's last launch.
+  // Of this thread's last launch. Before anything is launched: they may fail.
   thread_local CachedTensorMaps maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
   constexpr auto kRows = static_cast<uint32_t>(kWarpgroupRows);
+  const uint32_t heads = 1u << p.pack;
   STROBE_RETURN_IF_CUDA_ERROR(
-      q.make(maps.q, p, p.q, Rows::kQueries, p.head_dim, kConfig.dtype, kRows));
+      q.make(maps.q, p, p.q, Rows::kQueries, p.head_dim, kConfig.dtype, kRows, heads));
   const CachedSequences& c = p.cache;
   maps.boxes = KeyBoxes::make(kConfig.tile_k, c.table ? c.page_size.divisor : 0);
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, int64_t dim) {
+    const auto box_rows = static_cast<uint32_t>(maps.boxes.rows);
     // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
-    return kept.make(map, t.data ? t.data : p.q.data,
+    if (c.seqlen_k == 0 || !t.data) {
+      return kept.make(map, p.q.data, {dim, 1, 1, 1, 0, 0, 0, kConfig.dtype, box_rows});
+    }
+    return kept.make(map, t.data,
                      {dim, c.table ? c.page_size.divisor : c.seqlen_k, p.heads_kv,
-                      c.table ? c.pool : c.cache_batch, t.batch_stride, t.row_stride,
-                      t.head_stride, kConfig.dtype, static_cast<uint32_t>(maps.boxes.rows)});
+                      c.table ? c.pool : c.cache_batch, t.batch_stride, t.row_stride, t.head_stride,
+                      kConfig.dtype, box_rows});
   };
   STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, p.k, p.head_dim));
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, p.v, p.head_dim_v));
   if constexpr (Tr::kStagesO) {
     STROBE_RETURN_IF_CUDA_ERROR(
-        out.make(maps.out, p, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows));
+        out.make(maps.out, p, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows, heads));
   }
 
   static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, DecodeParams>),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, TileParams>),
                    kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, DecodeParams>),
+      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, TileParams>),
                    kShape.shared_bytes)};
-  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
-  void* args[] = {const_cast<DecodeParams*>(&p), &maps, &order};
-  return kernels[has_rule(p)].launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args,
-                                     target);
-}
-
-/// A launch begins with this row, so that it can update the cache.
-template <DecodeConfig kConfig>
-constexpr cudaError_t (*attend)(const DecodeParams&, const LaunchTarget&) = nullptr;
-
-template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target,
-                          const DecodeRow* few) {
-  Arena arena(p.workspace);
-  take_workspace(arena, most_tiles<kConfig>(p));
-  DecodeParams attends = p;
-  if (updates(p)) {
-    STROBE_RETURN_IF_CUDA_ERROR(update_before<UpdateShape<kConfig>>(arena, p, target, attends));
+  STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
+  if (order.tiles.items > 0) {
+    const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
+    void* args[] = {&p, &maps, &order};
+    STROBE_RETURN_IF_CUDA_ERROR(kernels[has_rule(p)].launch(dim3(static_cast<unsigned>(blocks)),
+                                                            kShape.threads, args, target));
   }
-  if (!few) return launch_tiles<kConfig>(attends, target);
-  DecodeParams of_few = attends;
-  attends.cache.least_q = few_queries(p.group) + 1;
-  of_few.cache.most_q = few_queries(p.group);
-  of_few.workspace = arena.take<std::byte>(
-      few->carve(of_few, target.multiprocessors, target.shared_bytes).workspace_bytes);
-  STROBE_RETURN_IF_CUDA_ERROR(launch_tiles<kConfig>(attends, target));
-  return few->attend(of_few, target);
+  return few ? few->attend(of_few, target, new_elements(params)) : cudaSuccess;
 }
 
 }  // namespace strobe::cuda::sm90

@@ -84,7 +84,7 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
 }
 
 /// kRule: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
-/// ForwardParams, or DecodeParams where the keys lie in a cache.
+/// ForwardParams, or TileParams where the keys lie in a cache.
 template <typename Tr, bool kRule, bool kWhole, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);
     } else {
       if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
-      if (warp == 1 && one_thread) load_q<Tr>(shared, maps.q);
+      if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);

@@ -31,8 +31,7 @@ enum class Kind {
 template <typename Tr, bool kRule, bool kWhole, typename Params>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p,
-                                      int warpgroup)
+  __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p, int warpgroup)
       : shared_(shared), p_(p), warpgroup_(warpgroup) {}
 
   __device__ __forceinline__ void run() {
@@ -64,6 +63,7 @@ class Consumer {
   __device__ __forceinline__ static TileMask mask_of(const Tile<Tr::kWarpgroups>& tile) {
     return tile.mask.template known<kWhole>();
   }
+  __device__ __forceinline__ int query(int r) const { return query_of(p_, row(r)); }
   /// Q's ring moves with the tiles'.
   __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
   __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
@@ -120,7 +120,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
-      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position(row(r)));
+      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position(query(r)));
     }
   }
 
@@ -134,11 +134,11 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) result = finish_row(!mask_of(tile).row(row(r)).empty(), 0.f, 0.f, 1.f);
+      if (sum == 0.f) result = finish_row(!mask_of(tile).row(query(r)).empty(), 0.f, 0.f, 1.f);
       if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
-        p_.lse[tile.lse_row + row(r)] = result.lse;
+        p_.lse[lse_row(tile, r)] = result.lse;
     }
   }
 
@@ -200,7 +200,8 @@ class Consumer {
     if constexpr (!kWhole) {
       used_v_ = kTileK;
       // A cache has rows past the last key.
-      if (masked && (kCached<Params> || p_.used_k)) used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
+      if (masked && (kCached<Params> || p_.used_k))
+        used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
     }
 #pragma unroll
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
@@ -298,7 +299,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       // Rows past the end see what the last one sees: no block is masked on their account.
       const int here = min(row(r), tile.rows - 1);
-      const Range keys = mask_of(tile).row(here);
+      const Range keys = mask_of(tile).row(query_of(p_, here));
       const int from =
           columns_before<kTileK>(static_cast<int>(keys.begin) - first_key - first_column());
       const int to =
@@ -452,7 +453,12 @@ class Consumer {
           make_uint4(w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
-    return static_cast<T*>(p_.out.data) + p_.out.element(tile.batch, tile.map_q + row, tile.head);
+    return static_cast<T*>(p_.out.data) +
+           p_.out.element(tile.batch, tile.map_q + query_of(p_, row), tile.head + head_of(p_, row));
+  }
+
+  __device__ __forceinline__ int64_t lse_row(const Tile<Tr::kWarpgroups>& tile, int r) const {
+    return tile.lse_row + head_of(p_, row(r)) * p_.lse_head_stride + query(r);
   }
 
   /// 0 and -inf: no row of the warpgroup sees a key; NaN where a cached sequence's numbers are out
@@ -464,7 +470,7 @@ class Consumer {
       const bool in_range = !kCached<Params> || tile.entry >= 0;
       const uint32_t value = in_range ? 0u : 0x7fff7fffu;
       if (p_.lse && lane() % 4 == 0)
-        p_.lse[tile.lse_row + row(r)] = in_range ? -infinity() : __int_as_float(0x7fffffff);
+        p_.lse[lse_row(tile, r)] = in_range ? -infinity() : __int_as_float(0x7fffffff);
 #pragma unroll 1
       for (int column = 8 * (lane() % 4); column < p_.head_dim_v; column += 32)
         *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =

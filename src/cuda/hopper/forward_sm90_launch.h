@@ -36,31 +36,35 @@ void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& param
   params.workspace = take_workspace(arena, tiles * p.heads);
 }
 
-/// The order of a launch's tiles, and how they are handed out.
+/// The order of a launch's tiles, and how they are handed out. pack: log2 of the heads of a tile.
 template <ForwardConfig kConfig>
-TileOrder tile_order(const ForwardParams& p, const LaunchTarget& target) {
+TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, int32_t pack) {
   using Tr = TraitsOf<kConfig>;
-  TileOrder order{
-      StaticOrder::make(p, kConfig.tile_q), TileRule::make(p.rule), false, 0, nullptr, {}};
+  CommonParams p = params;
+  p.heads >>= pack;
+  p.group >>= pack;
+  const int32_t tile_q = kConfig.tile_q >> pack;
+  TileOrder order{StaticOrder::make(p, tile_q), TileRule::make(p.rule), false, 0, nullptr, {}};
   if (p.cu_q) {  // a sequence has one tile at most that is not full
-    order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / kConfig.tile_q + p.batch));
+    order.tiles.items = min64(order.tiles.items, p.heads * (p.total_q / tile_q + p.batch));
   }
   constexpr int kFixedTiles = 4;  // of a thread block
   order.fixed = !p.sequences_differ() && order.tiles.items <= kFixedTiles * target.multiprocessors;
   static std::atomic<uint32_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   order.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B1u;
-  order.counter = &static_cast<Workspace*>(p.workspace)->tile_counter;
-  order.stagger = Stagger::make(p, order.tiles.items, target.multiprocessors,
-                                2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes,
-                                kConfig.tile_q);
+  order.counter = &static_cast<Workspace*>(params.workspace)->tile_counter;
+  order.stagger =
+      Stagger::make(p, order.tiles.items, target.multiprocessors,
+                    2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes, tile_q);
   return order;
 }
 
 /// Tiles are counted in 32 bits.
 inline bool too_many(const TileOrder& order) { return order.tiles.items > INT32_MAX / 2; }
 
-/// Softcap and ALiBi change scores one by one; a scale that is not positive turns their order round.
+/// Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
+/// round.
 inline bool has_rule(const ForwardParams& p) {
   return p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
 }
@@ -69,7 +73,7 @@ template <ForwardConfig kConfig>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
-  TileOrder order = tile_order<kConfig>(p, target);
+  TileOrder order = tile_order<kConfig>(p, target, 0);
   if (order.tiles.items == 0) return cudaSuccess;
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (too_many(order)) return cudaErrorInvalidValue;

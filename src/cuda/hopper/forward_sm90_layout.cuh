@@ -37,7 +37,7 @@ struct Tile {
   int32_t block_begin, block_end, loaded;
   int32_t batch;  // negative: there are no more tiles
   int32_t head, head_kv;
-  int32_t first, rows;              // queries [first, first + rows) of the sequence
+  int32_t first, rows;              // the first of its queries; rows in use, of all heads
   int32_t map_batch, map_q, map_k;  // coordinates of query `first` and of key 0 in the tensor maps
   int32_t entry;                    // of a cache: there `map_k` are the rows before key 0
   int32_t number, suspect;          // suspect: it is on the list of those that are not finite
@@ -108,9 +108,27 @@ struct CachedTensorMaps : TensorMaps {
   KeyBoxes boxes;
 };
 
-/// Whether a kernel with these parameters finds its keys in a cache.
+/// Whether a kernel with these parameters finds its keys in a cache. Its tiles then hold several
+/// heads.
 template <typename Params>
-inline constexpr bool kCached = std::is_base_of_v<DecodeParams, Params>;
+inline constexpr bool kCached = std::is_base_of_v<TileParams, Params>;
+/// The query of a tile's row, and the head, counted from the tile's.
+template <typename Params>
+__device__ __forceinline__ int query_of([[maybe_unused]] const Params& p, int row) {
+  if constexpr (kCached<Params>) return p.query(row);
+  return row;
+}
+template <typename Params>
+__device__ __forceinline__ int head_of([[maybe_unused]] const Params& p, [[maybe_unused]] int row) {
+  if constexpr (kCached<Params>) return p.head(row);
+  return 0;
+}
+/// log2 of the rows of a query.
+template <typename Params>
+__device__ __forceinline__ int pack_of([[maybe_unused]] const Params& p) {
+  if constexpr (kCached<Params>) return p.pack;
+  return 0;
+}
 template <typename Params>
 using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps, TensorMaps>;
 

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "core/visits.h"
-#include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/cached_keys.cuh"
+#include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"
@@ -30,8 +30,9 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
   const auto& sequences = sequences_of<kWhole>(p);
-  TileScheduler<kTileQ, kWhole, std::remove_cvref_t<decltype(sequences)>> scheduler(order,
-                                                                                   sequences);
+  const int pack = pack_of(p);
+  TileScheduler<kTileQ, kWhole, std::remove_cvref_t<decltype(sequences)>> scheduler(
+      order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   while (scheduler.next(at.count == 0, place)) {
@@ -39,15 +40,17 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
-    const TileMask mask = sequence.mask.tile(place.begin, kTileQ, order.rule).template known<kWhole>();
-    const int rows = mask.seqlen_q;
+    const TileMask mask =
+        sequence.mask.tile(place.begin, kTileQ >> pack, order.rule).template known<kWhole>();
+    const int queries = mask.seqlen_q;
+    const int head = place.head << pack;
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;
-      tile.head = place.head;
+      tile.head = head;
       tile.head_kv =
           static_cast<int32_t>(order.tiles.kv_group.divide(static_cast<uint32_t>(place.head)));
-      tile.rows = rows;
+      tile.rows = queries << pack;
       tile.first = place.begin;
       tile.map_batch = p.cu_q ? 0 : place.batch;
       tile.map_q = static_cast<int>(sequence.q_row) + place.begin;
@@ -60,11 +63,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       }
       tile.number = scheduler.number();
       tile.suspect = 0;
-      tile.lse_row = sequence.lse_row + int64_t{place.head} * p.lse_head_stride + place.begin;
+      tile.lse_row = sequence.lse_row + int64_t{head} * p.lse_head_stride + place.begin;
     }
     // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile.
-    const int begin = lane < kWarpgroups ? lane * kWarpgroupRows : 0;
-    const int end = lane < kWarpgroups ? min(begin + kWarpgroupRows, rows) : rows;
+    const int part = kWarpgroupRows >> pack;  // of the queries
+    const int begin = lane < kWarpgroups ? lane * part : 0;
+    const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
     Blocks blocks{};
     const Visits visits = key_visits(mask, {begin, end}, kTileK);
     if (!visits.blocks.empty()) {
@@ -75,7 +79,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
       // Rows past a sequence's end hold the next one's queries, or anything. In a fast block they
       // can send their warp to `redo`, which changes the bits of the rows beside them.
-      if (p.batch_invariant && p.query_counts_differ() && (end - begin) % 16 != 0) {
+      if (p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0) {
         blocks.fast_begin = blocks.fast_end = blocks.end;
       }
     }
@@ -169,8 +173,10 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
 }
 
 /// Q of a tile, by one thread.
-template <typename Tr>
-__device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared, const CUtensorMap& map,
+template <typename Tr, typename Params>
+__device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared,
+                                            [[maybe_unused]] const Params& p,
+                                            const CUtensorMap& map,
                                             const Tile<Tr::kWarpgroups>& tile,
                                             RingPosition<Tr::kQStages> at) {
 #pragma unroll 1
@@ -179,19 +185,26 @@ __device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared, const C
     ring.empty[at.stage()].wait(at.free());
     ring.full[at.stage()].arrive_expect(Tr::QTile::kBytes);
     for (int panel = 0; panel < Tr::kPanels; ++panel) {
-      ptx::tma_load(shared.q[at.stage()][w] + panel * Tr::QTile::kPanelBytes, map,
-                    ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
-                    tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+      uint8_t* const to = shared.q[at.stage()][w] + panel * Tr::QTile::kPanelBytes;
+      if constexpr (kCached<Params>) {
+        ptx::tma_load(to, map, ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64, 0,
+                      tile.map_q + query_of(p, w * kWarpgroupRows), tile.head >> p.pack,
+                      tile.map_batch);
+      } else {
+        ptx::tma_load(to, map, ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
+                      tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+      }
     }
   }
 }
 
 /// Q, by one thread.
 template <typename Tr>
-__device__ void load_q(typename Tr::Shared& shared, const CUtensorMap& map) {
+__device__ void load_q(typename Tr::Shared& shared, const ForwardParams& p,
+                       const CUtensorMap& map) {
   RingPosition<Tr::kQStages> at;
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    load_tile_q<Tr>(shared, map, tile, at);
+    load_tile_q<Tr>(shared, p, map, tile, at);
     ++at.count;
   });
 }
@@ -199,7 +212,7 @@ __device__ void load_q(typename Tr::Shared& shared, const CUtensorMap& map) {
 /// Q and V of keys in a cache, or K, each by a whole warp: the boxes of a block take one warp too
 /// long for both. Pages are looked up one block ahead.
 template <typename Tr, bool kIsK>
-__device__ void load_cached(typename Tr::Shared& shared, const DecodeParams& p,
+__device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
                             const CachedTensorMaps& maps) {
   using KTile = typename Tr::KTile;
   Ring<Tr::kStages>& ring = kIsK ? shared.k_ring : shared.v_ring;
@@ -211,7 +224,7 @@ __device__ void load_cached(typename Tr::Shared& shared, const DecodeParams& p,
   RingPosition<Tr::kQStages> q_at;
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (!kIsK) {
-      if (lane() == 0) load_tile_q<Tr>(shared, maps.q, tile, q_at);
+      if (lane() == 0) load_tile_q<Tr>(shared, p, maps.q, tile, q_at);
       ++q_at.count;
       __syncwarp();
     }
@@ -243,45 +256,73 @@ __device__ void load_cached(typename Tr::Shared& shared, const DecodeParams& p,
 }
 
 /// O from shared to global memory. One warp.
-template <typename Tr>
-__device__ void store_o(typename Tr::Shared& shared, const ForwardParams& p,
-                        const CUtensorMap& map) {
+template <typename Tr, typename Params>
+__device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
   using T = typename Tr::T;
+  constexpr int kRounds = (Tr::kPanels + Tr::kOPanels - 1) / Tr::kOPanels;
   uint32_t phases = 0;  // of the warpgroups' rings, which have one stage: a bit each
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     const int lane = ptx::thread_again() % 32;
-#pragma unroll 1
-    for (int w = 0; w < Tr::kWarpgroups; ++w) {
-      if (tile.part[w].begin == tile.part[w].end) continue;  // nothing seen: zeros, written already
+    // What warpgroup w has left, from panel `begin` on.
+    const auto store = [&](int w, int begin) {
+      phases ^= 1u << w;
       const int rows = min(tile.rows - w * kWarpgroupRows, kWarpgroupRows);
-#pragma unroll 1
-      for (int begin = 0; begin < Tr::kPanels; begin += Tr::kOPanels) {
-        shared.o_ring[w].full[0].wait(phases >> w & 1);
-        phases ^= 1u << w;
-        // TMA leaves out rows past the tensor's end, but not those of the next sequence, nor those
-        // that are not in use.
-        if (!p.query_counts_differ() || rows == kWarpgroupRows) {
-          if (lane == 0) {
-            for (int i = 0; i < Tr::kOPanels; ++i) {
-              ptx::tma_store(map, shared.o[w] + i * OTile::kPanelBytes, (begin + i) * 64,
-                             tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
+      const int first = tile.map_q + query_of(p, w * kWarpgroupRows);
+      // TMA leaves out rows past the tensor's end, but not those of the next sequence, nor those
+      // that are not in use.
+      if (!p.query_counts_differ() || rows == kWarpgroupRows) {
+        if (lane == 0) {
+          for (int i = 0; i < Tr::kOPanels; ++i) {
+            const uint8_t* const from = shared.o[w] + i * OTile::kPanelBytes;
+            if constexpr (kCached<Params>) {
+              ptx::tma_store(map, from, (begin + i) * 64, 0, first, tile.head >> p.pack,
+                             tile.map_batch);
+            } else {
+              ptx::tma_store(map, from, (begin + i) * 64, first, tile.head, tile.map_batch);
             }
-            ptx::tma_store_wait_read();
           }
-        } else {
-          T* const out = static_cast<T*>(p.out.data) + begin * 64 +
-                         p.out.element(tile.map_batch, tile.map_q + w * kWarpgroupRows, tile.head);
-#pragma unroll 1
-          for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
-            const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;
-            if (begin * 64 + column < p.head_dim_v)
-              *reinterpret_cast<uint4*>(out + p.out.element(0, row, 0) + column) =
-                  *reinterpret_cast<const uint4*>(shared.o[w] + OTile::offset(row, column));
-          }
+          ptx::tma_store_wait_read();
         }
-        __syncwarp();
-        if (ptx::arrives(lane)) shared.o_ring[w].empty[0].arrive();
+      } else {
+        T* const out = static_cast<T*>(p.out.data) + begin * 64 +
+                       p.out.element(tile.map_batch, first, tile.head);
+#pragma unroll 1
+        for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
+          const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;
+          if (begin * 64 + column < p.head_dim_v)
+            *reinterpret_cast<uint4*>(out + p.out.element(0, query_of(p, row), head_of(p, row)) +
+                                      column) =
+                *reinterpret_cast<const uint4*>(shared.o[w] + OTile::offset(row, column));
+        }
+      }
+      __syncwarp();
+      if (ptx::arrives(lane)) shared.o_ring[w].empty[0].arrive();
+    };
+    // A warpgroup that sees nothing has written its zeros already.
+    if constexpr (kRounds == 1) {
+#pragma unroll 1
+      for (int w = 0; w < Tr::kWarpgroups; ++w) {
+        if (tile.part[w].begin == tile.part[w].end) continue;
+        shared.o_ring[w].full[0].wait(phases >> w & 1);
+        store(w, 0);
+      }
+    } else {
+      // Whoever is ready. A warpgroup whose keys end some blocks before the others' (chunks) leaves
+      // its second round here before it goes on to those blocks, and the others wait for it there:
+      // nobody may wait for them before it has been stored.
+      constexpr int kBits = 8;
+      uint32_t left = 0;  // rounds of each warpgroup
+      for (int w = 0; w < Tr::kWarpgroups; ++w)
+        left |= (tile.part[w].begin == tile.part[w].end ? 0u : kRounds) << kBits * w;
+#pragma unroll 1
+      for (int w = 0; left != 0; w = w + 1 == Tr::kWarpgroups ? 0 : w + 1) {
+        const int rounds = static_cast<int>(left >> kBits * w & 0xff);
+        if (rounds == 0) continue;
+        const bool ready = shared.o_ring[w].full[0].test(phases >> w & 1);
+        if (!__all_sync(0xffffffffu, ready)) continue;
+        store(w, (kRounds - rounds) * Tr::kOPanels);
+        left -= 1u << kBits * w;
       }
     }
     __syncwarp();

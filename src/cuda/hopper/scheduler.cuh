@@ -19,7 +19,7 @@
 
 namespace strobe::cuda {
 
-/// Where a tile lies: its queries begin there, as far as there are any.
+/// Where a tile lies: its queries begin there, as far as there are any. head: of groups of 2^pack.
 struct TilePlace {
   int32_t batch, head, begin;
 };
@@ -36,13 +36,14 @@ struct TileOrder {
 
 #if defined(__CUDACC__)
 
-/// The tiles of one thread block, kTileQ queries each; to be run by one warp. kMayBeFixed: else
-/// TileOrder::fixed is not looked at.
-template <int kTileQ, bool kMayBeFixed, typename Sequences>
+/// The tiles of one thread block, kTileRows rows each; to be run by one warp. kMayBeFixed: else
+/// TileOrder::fixed is not looked at. pack: log2 of the heads of a tile.
+template <int kTileRows, bool kMayBeFixed, typename Sequences>
 class TileScheduler {
  public:
-  __device__ TileScheduler(const TileOrder& order, const Sequences& params)
-      : order_(order), params_(params), next_(blockIdx.x) {}
+  __device__ __forceinline__ TileScheduler(const TileOrder& order, const Sequences& params,
+                                           int pack)
+      : order_(order), params_(params), pack_(pack), next_(blockIdx.x) {}
 
   /// The next tile; first: the first one. False when there is none; not to be called again then.
   /// (What can be asked for again is not kept: the warp has few registers.)
@@ -96,7 +97,7 @@ class TileScheduler {
       if (t >= static_cast<int32_t>(order_.tiles.items)) return false;
       __builtin_assume(order_.tiles.items <= INT32_MAX);  // the launcher saw to it
       const WorkItem item = order_.tiles.item(t);
-      place = {item.batch, item.head, item.tile * kTileQ};
+      place = {item.batch, item.head, item.tile * (kTileRows >> pack_)};
       return true;
     }
     // Sequence after sequence, 32 at a time. Numbers only grow, so the search goes on where it
@@ -106,8 +107,9 @@ class TileScheduler {
       const int32_t b = batch_ + lane;
       const int32_t rows =
           b < params_.batch ? static_cast<int32_t>(params_.sequence(b).mask.seqlen_q) : 0;
-      const int32_t tiles = (rows + kTileQ - 1) / kTileQ;
-      int32_t end = tiles * params_.heads;  // inclusive scan over the lanes
+      const int32_t tiles = ((rows << pack_) + kTileRows - 1) / kTileRows;
+      const int32_t heads = params_.heads >> pack_;
+      int32_t end = tiles * heads;  // inclusive scan over the lanes
       for (int step = 1; step < 32; step *= 2) {
         const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
         if (lane >= step) end += before;
@@ -116,11 +118,11 @@ class TileScheduler {
       if (past) {
         const int source = __ffs(static_cast<int>(past)) - 1;
         const int32_t here = __shfl_sync(0xffffffffu, tiles, source);
-        const int32_t rest =
-            t - begin_ - __shfl_sync(0xffffffffu, end - tiles * params_.heads, source);
+        const int32_t rest = t - begin_ - __shfl_sync(0xffffffffu, end - tiles * heads, source);
         const auto from_end =
             static_cast<int32_t>(order_.tiles.heads.divide(static_cast<uint32_t>(rest)));
-        place = {batch_ + source, rest - from_end * params_.heads, (here - 1 - from_end) * kTileQ};
+        place = {batch_ + source, rest - from_end * heads,
+                 (here - 1 - from_end) * (kTileRows >> pack_)};
         return true;
       }
       begin_ += __shfl_sync(0xffffffffu, end, 31);
@@ -131,6 +133,7 @@ class TileScheduler {
 
   const TileOrder& order_;
   const Sequences& params_;
+  const int pack_;
   int32_t next_;
   int32_t batch_ = 0, begin_ = 0;  // where a search stands, and the first tile there
   bool ready_ = false;

@@ -24,8 +24,8 @@ bool decodes(const Plan& plan);
 template <typename Row>
 const Row* row_for_unaligned(const Plan& plan);
 
-/// The plan's row for the sequences of a cache that have few queries, where another one is for those
-/// that have many. Null where there is none.
+/// The plan's row for the sequences of a cache that have few queries, where another one is for
+/// those that have many. Null where there is none.
 const DecodeRow* row_for_few(const Plan& plan);
 
 /// What a launch of the (resolved) problem needs, whichever of a plan's rows it is of. other: null

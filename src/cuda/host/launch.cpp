@@ -64,9 +64,9 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   if (!aligned) {
     row = row_for_unaligned<Row>(plan);
     if (!row) {
-      return {STROBE_INVALID_ARGUMENT,
-              format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k,
-                     args.v)};
+      return {
+          STROBE_INVALID_ARGUMENT,
+          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v)};
     }
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));

@@ -129,7 +129,9 @@ int find_decode_row(int arch, const AttentionProblem& p, const DeviceProperties&
     }
     found = static_cast<int>(i);
   }
-  if (found < 0 && reason) {
+  if (found < 0 && reason && widest == 0) {
+    *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
+  } else if (found < 0 && reason) {
     *reason = format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache",
                      static_cast<long long>(dim), static_cast<long long>(widest));
   }
@@ -173,34 +175,44 @@ bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) 
   return divided < whole;
 }
 
-// Whether a thread block for each 128 queries of a head is faster for the sequences of a cache that
-// have more than few_queries(), by what an H200 took for heads of 128. One of the kernels that
-// divide keys has 64 rows, queries times the heads that share a key head, of which a multiprocessor
-// multiplies 128 keys in 2.9 microseconds; the divided keys keep all multiprocessors at work. A
-// block of 128 queries takes 1.4 microseconds for 128 keys, has one head's queries, and where there
-// are few blocks, many multiprocessors are idle.
+// Whether tiles of 128 rows, queries times heads that share a key head, are faster for a cache than
+// dividing its keys, by what an H200 took for heads of 128 dimensions. The kernels that divide keys
+// keep all multiprocessors at work, each of which multiplies 128 keys with 64 rows in 2.9
+// microseconds; a short launch takes 20. A tile of 128 rows takes 1.4 microseconds for 128 keys,
+// and where it is the only one of its keys, the time of reading them if that is longer; where there
+// are few tiles, many multiprocessors are idle.
 bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device) {
-  constexpr int64_t kTileRows = 64, kTileQueries = 128;
-  constexpr double kDividedTime = 2.9, kWholeTime = 1.4;
-  const int64_t group = p.heads / p.heads_kv;
-  if (p.seqlen_q <= few_queries(group)) return false;
-  if (p.batch_invariant) {  // a sequence's own number of queries decides
-    return p.varlen ||
-           kWholeTime * static_cast<double>(ceil_div(p.seqlen_q, kTileQueries) * group) <
-               kDividedTime * static_cast<double>(ceil_div(p.seqlen_q * group, kTileRows));
-  }
+  constexpr int64_t kDividedRows = 64, kTileRows = 128, kMostRowsOfFew = 32, kKeys = 128;
+  constexpr double kDivided = 2.9, kDividedBegin = 20, kTile = 1.4, kTileBegin = 8, kRead = 2.1;
+  const int64_t group = p.heads / p.heads_kv, few = few_queries(group);
+  if (p.batch_invariant && (p.varlen || p.seqlen_q <= few)) return p.seqlen_q > few;
+  if (p.seqlen_q * group <= kMostRowsOfFew) return false;
+  // Whatever the batch is, where it must not count.
+  constexpr int64_t kSomeBatch = 4;
+  const int64_t batch = p.batch_invariant ? kSomeBatch : p.batch;
   // Where some sequences are shorter than the longest, they are taken to have one query, and the
   // others as many as the longest.
-  const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q;
-  const int64_t prompts = max64(1, ceil_div(queries - p.batch, p.seqlen_q - 1));
-  const int64_t of_prompts = queries - (p.batch - prompts);
-  const auto tiles = [&](int64_t rows, int64_t size) {
-    return min64(prompts * ceil_div(rows * p.seqlen_q, size), rows * of_prompts / size + prompts);
+  const int64_t queries = p.varlen ? p.total_q : batch * p.seqlen_q;
+  const int64_t longer = max64(1, p.seqlen_q - 1);
+  const int64_t prompts = max64(1, min64(batch, ceil_div(queries - batch, longer)));
+  const int64_t of_prompts = max64(queries - (batch - prompts), min64(queries, p.seqlen_q));
+  const auto count = [&](int64_t heads, int64_t rows_of_query, int64_t rows) {
+    const int64_t most = prompts * ceil_div(rows_of_query * p.seqlen_q, rows);
+    return heads * min64(most, rows_of_query * of_prompts / rows + prompts);
   };
-  const auto blocks = static_cast<double>(p.heads_kv * tiles(group, kTileRows));
-  const auto waves = ceil_div(p.heads * tiles(1, kTileQueries), device.multiprocessors);
-  return kWholeTime * static_cast<double>(waves) <
-         kDividedTime * blocks / device.multiprocessors;
+  const int32_t pack = packed_heads_log2(group, p.alibi != 0);
+  const int64_t tiles = count(p.heads >> pack, int64_t{1} << pack, kTileRows);
+  const auto processors = static_cast<double>(device.multiprocessors);
+  const double keys = static_cast<double>(MaskRule::of(p).most_seen(kTileRows, p.seqlen_k)) /
+                      kKeys * static_cast<double>(p.head_dim + p.head_dim_v) / 256;
+  const double blocks = static_cast<double>(count(p.heads_kv, group, kDividedRows)) / processors;
+  const double divided = kDividedBegin + keys * kDivided * blocks;
+  const double busy = static_cast<double>(tiles) / processors;
+  const bool alone = tiles <= p.heads_kv * prompts;
+  const double reading = alone ? kRead * (busy < 1 ? busy : 1) : 0;
+  const double waves = static_cast<double>(ceil_div(tiles, device.multiprocessors));
+  const double whole = kTileBegin + keys * waves * (kTile < reading ? reading : kTile);
+  return whole < divided;
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
@@ -272,8 +284,8 @@ AttentionProblem few_of_many(const AttentionProblem& p) {
 }
 
 bool has_few_and_many(const AttentionProblem& p) {
-  return p.varlen && p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
-         p.total_q < p.batch * p.seqlen_q;
+  return p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
+         (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }
 
 namespace {

@@ -22,8 +22,8 @@ bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperti
 int find_decode_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
                     std::string* reason);
 
-/// Whether the sequences of a (resolved) problem with a cache, which has more than few_queries(), may
-/// have fewer: these then have a kernel of their own.
+/// Whether some sequences of a (resolved) problem with a cache may have more than few_queries() in
+/// use and others not: these then have a kernel of their own.
 bool has_few_and_many(const AttentionProblem& problem);
 /// That kernel's problem, as far as the choice of its row goes.
 AttentionProblem few_of_many(const AttentionProblem& problem);

@@ -47,12 +47,22 @@ struct DecodeRow {
   /// launch; this one then has the others.
   cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target,
                         const DecodeRow* few);
-  /// What launch does where new keys lie in the cache already, and nothing is turned. Null where
-  /// another row has to go first.
-  cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target);
+  /// What launch does where new keys lie in the cache already, and nothing is turned. elements:
+  /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
+  /// launch. Null where another row has to go first.
+  cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target, bool elements);
 };
 
-/// The most queries of a sequence that are one tile of 64 rows, for which its keys are read once.
+/// log2 of the query heads that a tile of a Hopper row holds of each query: a power of two of those
+/// that share a key head, at most a warpgroup's 64 rows. ALiBi's slopes are a head's own.
+constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
+  int32_t log2 = 0;
+  while (!alibi && log2 < 6 && (group & (int64_t{1} << log2)) == 0) ++log2;
+  return log2;
+}
+
+/// The most queries of a sequence that are left to the kernels that divide keys, where there is
+/// another: with the heads that share a key head 64 rows, which up to width 128 are one tile.
 constexpr int32_t few_queries(int64_t group) {
   return static_cast<int32_t>(group < 64 ? 64 / group : 1);
 }

@@ -16,12 +16,15 @@
 namespace strobe::cuda {
 
 /// What a map describes besides the address: [batch, rows, heads, dim] values of 16 bits, in boxes
-/// of box_rows x 64, 128-byte swizzle. Strides in elements, as in Tensor.
+/// of box_rows x 64, 128-byte swizzle. Strides in elements, as in Tensor. box_heads: 0, or so many
+/// neighbouring heads of a row are a box's rows before those of the next row: then the map has five
+/// dimensions, [batch, heads / box_heads, rows, box_heads, dim], and a box box_rows / box_heads
+/// rows.
 struct TensorShape {
   int64_t dim, rows, heads, batch;
   int64_t batch_stride, row_stride, head_stride;
   int32_t dtype;
-  uint32_t box_rows;
+  uint32_t box_rows, box_heads = 0;
 
   friend bool operator==(const TensorShape&, const TensorShape&) = default;
 };
@@ -33,16 +36,20 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   if (!encode) return cudaErrorSymbolNotFound;
   // A dimension of length 0 (no keys at all) becomes 1: the kernel then loads nothing of it.
   const auto length = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
-  const cuuint64_t lengths[4] = {length(shape.dim), length(shape.rows), length(shape.heads),
-                                 length(shape.batch)};
-  // A dimension of length 1 may have any stride, also 0, which TMA does not take.
-  const auto stride = [](int64_t elements, cuuint64_t length) {
-    return length > 1 ? static_cast<cuuint64_t>(elements) * 2 : cuuint64_t{16};
+  cuuint64_t lengths[5] = {length(shape.dim)}, strides[4] = {};
+  cuuint32_t box[5] = {64}, rank = 1;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const auto add = [&](int64_t count, int64_t elements, uint32_t of_box) {
+    lengths[rank] = length(count);
+    // A dimension of length 1 may have any stride, also 0, which TMA does not take.
+    strides[rank - 1] = lengths[rank] > 1 ? static_cast<cuuint64_t>(elements) * 2 : cuuint64_t{16};
+    box[rank++] = of_box;
   };
-  const cuuint64_t strides[3] = {stride(shape.row_stride, lengths[1]),
-                                 stride(shape.head_stride, lengths[2]),
-                                 stride(shape.batch_stride, lengths[3])};
-  const cuuint32_t box[4] = {64, shape.box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  if (shape.box_heads > 0) add(shape.box_heads, shape.head_stride, shape.box_heads);
+  const uint32_t heads = shape.box_heads > 0 ? shape.box_heads : 1;
+  add(shape.rows, shape.row_stride, shape.box_rows / heads);
+  add(shape.heads / heads, shape.head_stride * heads, 1);
+  add(shape.batch, shape.batch_stride, 1);
   CUtensorMapDataType type;
   switch (shape.dtype) {
     case kBfloat16:
@@ -55,9 +62,9 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
       return cudaErrorInvalidValue;
   }
   const auto encode_now = [&] {
-    return encode(&map, type, 4, data, lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(&map, type, rank, data, lengths, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode_now();
   if (result != CUDA_SUCCESS) {
@@ -91,12 +98,12 @@ class KeptTensorMap {
   /// Of a tensor of a launch, with the rows and heads of its keys or of its queries.
   enum class Rows { kQueries, kKeys };
   cudaError_t make(CUtensorMap& map, const CommonParams& p, const Tensor& t, Rows of, int64_t dim,
-                   int32_t dtype, uint32_t box_rows) {
+                   int32_t dtype, uint32_t box_rows, uint32_t box_heads = 0) {
     const bool keys = of == Rows::kKeys;
     return make(
         map, t.data,
         {dim, keys ? p.total_k : p.total_q, keys ? p.heads_kv : p.heads, p.cu_q ? 1 : p.batch,
-         t.batch_stride, t.row_stride, t.head_stride, dtype, box_rows});
+         t.batch_stride, t.row_stride, t.head_stride, dtype, box_rows, box_heads});
   }
 
  private:

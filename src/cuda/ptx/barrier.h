@@ -86,6 +86,8 @@ class Barrier {
         : "memory");
   }
   __device__ __forceinline__ void wait(uint32_t parity) { barrier_wait(address(), parity); }
+  /// Whether that is over; may take a moment to say no.
+  __device__ __forceinline__ bool test(uint32_t parity) { return barrier_test(address(), parity); }
   __device__ __forceinline__ uint32_t address() { return shared_address(&word_); }
 
  private:

@@ -29,6 +29,18 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
+/// The same of a map of five dimensions: the box at (column, head, row, group, batch).
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, Barrier& barrier,
+                                         L2 policy, int column, int head, int row, int group,
+                                         int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(head), "r"(row), "r"(group), "r"(batch), "r"(barrier.address()),
+      "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
 /// Loads `bytes` from global memory, both ends multiples of 16; they count towards `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           Barrier& barrier) {
@@ -47,6 +59,15 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* sh
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::
           "l"(&map),
       "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(shared))
+      : "memory");
+}
+/// The same of a map of five dimensions.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int column,
+                                          int head, int row, int group, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], "
+      "[%6];" ::"l"(&map),
+      "r"(column), "r"(head), "r"(row), "r"(group), "r"(batch), "r"(shared_address(shared))
       : "memory");
 }
 /// Waits until this thread's stores have read their shared memory.
