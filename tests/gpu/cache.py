@@ -252,6 +252,7 @@ def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, 
         c for c in (draw(s, [torch.bfloat16], 1500, prompts) for s in range(seed, seed + 10000))
         if c.paged and c.columns > 2 and c.append == append and "seqused_k" in c.given and c.batch > 1
         and bool(c.rotary_dim) == turned and c.total and (c.longest_new or not c.append) and c.head_dim >= least_dim
+        and (not prompts or "seqused_q" in c.given and c.longest > 64)
     )  # fmt: skip
     first.entries = first.batch * first.columns + 3  # pages for every set of lengths
     if turned:
@@ -271,6 +272,8 @@ def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, 
             s.used = r.choice((0, r.randint(0, first.most_rows - s.added), first.most_rows - s.added))
             s.leftpad = r.randint(0, s.used) if "leftpad" in first.given else 0
             s.q_position, s.prefix = r.randint(0, s.keys), r.randint(0, s.keys)
+            if "seqused_q" in first.given:  # sequences move between those with many queries and those with few
+                s.used_queries = r.choice((0, 1, min(s.queries, 3), s.queries, r.randint(0, s.queries)))
             own = "rotary_position" in first.given
             s.rotary_position = r.randint(0, first.most_rows) if own else s.used - s.leftpad
         pages = r.sample(range(first.entries), first.entries)
@@ -279,6 +282,10 @@ def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, 
             s.pages = [pages.pop() for _ in range(held)] + [-7] * (first.columns - held)
         for name, values in t.make_arrays().items():
             t.arrays[name].copy_(values)
+        if "seqused_q" in first.given:
+            t.q.copy_(t.random(*t.q.shape))
+            for b, s in enumerate(first.sequences):
+                t.queries(t.q, b)[s.used_queries :] = math.nan
         for s in first.sequences:
             at = t.places(s, 0, s.used - s.leftpad)
             t.k[at] = t.random(s.used - s.leftpad, first.heads_kv, first.head_dim).to(first.dtype)

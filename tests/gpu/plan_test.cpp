@@ -200,14 +200,16 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     EXPECT_EQ(kernel_of(updates, 90), "cuda_sm90") << dim;
   }
   const std::pair<const char*, void (*)(AttentionProblem&)> others[] = {
-      {"few queries", [](AttentionProblem& p) { p.seqlen_q = 16; }},
+      {"few queries", [](AttentionProblem& p) { p.seqlen_q = 8; }},
       {"page_size = 12, expected a multiple of 8",
        [](AttentionProblem& p) { p.page_size = 12, p.pages_per_sequence = 90; }},
       {"leftpad with pages", [](AttentionProblem& p) { p.has_leftpad = 1; }},
       {"out_dtype = fp32", [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"head_dim_v = 60", [](AttentionProblem& p) { p.head_dim_v = 60; }},
       // A prompt of so few tiles leaves most multiprocessors idle.
-      {"few queries", [](AttentionProblem& p) { p.batch = 1, p.seqlen_q = 17; }}};
+      {"few queries", [](AttentionProblem& p) {
+         p.batch = 1, p.seqlen_q = 17, p.seqlen_k = 60000, p.pages_per_sequence = 4000;
+       }}};
   for (const auto& [why, change] : others) {
     AttentionProblem p = prompt(128);
     change(p);
@@ -238,11 +240,17 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   ASSERT_TRUE(plan_for(p, device(80), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
   EXPECT_EQ(row_for_few(plan), nullptr);
-  // The same rows whatever else is in the batch.
+  // The same rows whatever else is in the batch. Rows in use are not known before a launch.
   p.batch_invariant = 1;
+  p.has_seqused_q = 1, p.total_q = 32 * 481;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  ASSERT_NE(row_for_few(plan), nullptr);
+  const DecodeRow* const of_used = row_for_few(plan);
+  p.has_seqused_q = 0, p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   ASSERT_NE(row_for_few(plan), nullptr);
   const DecodeRow* const few = row_for_few(plan);
+  EXPECT_EQ(few, of_used);
   p.seqlen_q = 16, p.total_q = 40;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");

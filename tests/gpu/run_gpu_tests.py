@@ -346,6 +346,8 @@ def test_cache(_: argparse.Namespace) -> str:
         assert run.returncode == 0, f"{' '.join([script, *words])}: {said[-2000:]}"
         last.append(said.splitlines()[-1])
         assert "skipped" not in last[-1], last[-1]
+        if "--prompts" in words and has_hopper_kernels():
+            assert "cuda_sm90" in last[-1], last[-1]
     return "; ".join(last)
 
 

@@ -195,7 +195,7 @@ def draw(seed: int, dims: list[int], dtypes: list[torch.dtype]) -> tuple[Case, S
     if prefix:
         s.prefix = [r.randint(0, n) for n in s.used_k or rows_k]
     elif r.random() < 0.5:
-        s.chunk = r.choice((1, 3, 64, 100, 128, 500, 2**31, 2**62))
+        s.chunk = r.choice((1, 3, 64, 100, 128, 500, 2**31, 2**62, r.randint(190, 400)))
     return case, s
 
 

@@ -149,6 +149,49 @@ def cached(
     return run
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_prompts_on_a_cache(head_dim: int, page_size: int, device: str) -> None:
+    """Packed queries of prompts and of sequences that decode: alone, and beside each other. Also
+    where not all queries of a sequence are in use.
+    """
+    most, used_k, queries = 2048, torch.tensor((1900, 300, 2048, 700, 513)), (1, 140, 3, 70, 20)
+    columns = most // page_size if page_size else 1
+    generator = torch.Generator().manual_seed(head_dim + page_size)
+    shape = (len(used_k) * columns, page_size or most, 2, head_dim)
+    dtype = torch.bfloat16
+    k, v = (torch.randn(*shape, generator=generator).to(device, dtype) for _ in range(2))
+    q = [torch.randn(n, 8, head_dim, generator=generator).to(device, dtype) for n in queries]
+    pages = torch.randperm(shape[0], generator=generator).view(len(used_k), columns)
+
+    def run(members: list[int], used_q: list[int] | None = None) -> list[tuple[Any, Any]]:
+        lengths = [queries[n] for n in members]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        numbers = {"seqused_k": used_k[members], "cu_seqlens_q": ends}
+        if used_q:
+            numbers["seqused_q"] = torch.tensor([used_q[n] for n in members])
+        if page_size:
+            numbers["block_table"] = pages[members]
+        else:
+            numbers["cache_batch_idx"] = pages[members, 0]
+        numbers = {name: x.to(device, torch.int32) for name, x in numbers.items()}
+        out, lse = strobe.attention_with_kvcache(
+            torch.cat([q[n] for n in members]), k, v, **numbers, max_seqlen_q=max(lengths),
+            causal=True, batch_invariant=True, return_lse=True,
+        )  # fmt: skip
+        return list(zip(out.split(lengths), lse.split(lengths, 1), strict=True))
+
+    for used_q in (None, [1, 20, 3, 1, 20]):
+        for b in range(len(queries)):
+            ((out, lse),) = run([b], used_q)
+            others = [n for n in range(len(queries)) if n != b]
+            for batch in ([b, *others], [*others, b], [0, b], [b, b, 1], 5 * others + [b]):
+                together, lses = run(batch, used_q)[batch.index(b)]
+                what = f"of sequence {b} in {batch}, used {used_q}"
+                assert torch.equal(together, out), f"out {what}"
+                assert torch.equal(lses, lse), f"lse {what}"
+
+
 def test_the_plan_says_so() -> None:
     q = strobe.ArraySpec((2, 9, 4, 64))
     assert "batch-invariant" in strobe.plan(q, q, q, batch_invariant=True)

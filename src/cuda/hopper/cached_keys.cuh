@@ -13,7 +13,7 @@
 
 namespace strobe::cuda::sm90 {
 
-/// A lane's box of a block, for K and then for V.
+/// A lane's box of a block.
 struct LaneBox {
   int32_t entry, row;  // of the cache, or of its pages
   bool wanted;         // some key of the box is the sequence's
