@@ -273,7 +273,7 @@ def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, 
             s.leftpad = r.randint(0, s.used) if "leftpad" in first.given else 0
             s.q_position, s.prefix = r.randint(0, s.keys), r.randint(0, s.keys)
             if "seqused_q" in first.given:  # sequences move between those with many queries and those with few
-                s.used_queries = r.choice((0, 1, min(s.queries, 3), s.queries, r.randint(0, s.queries)))
+                s.used_queries = r.choice((0, min(s.queries, 1), min(s.queries, 3), s.queries, r.randint(0, s.queries)))
             own = "rotary_position" in first.given
             s.rotary_position = r.randint(0, first.most_rows) if own else s.used - s.leftpad
         pages = r.sample(range(first.entries), first.entries)
