@@ -236,7 +236,7 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   EXPECT_STREQ(plan.kernel, "cuda_sm90");
   ASSERT_NE(row_for_few(plan), nullptr);
   EXPECT_EQ(row_for_few(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
-  EXPECT_GT(plan.workspace_bytes, of_prompts);
+  EXPECT_GE(plan.workspace_bytes, of_prompts);
   ASSERT_TRUE(plan_for(p, device(80), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
   EXPECT_EQ(row_for_few(plan), nullptr);

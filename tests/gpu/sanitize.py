@@ -100,7 +100,7 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
 
     def rotary(problem: Problem, dim: int) -> None:
         for name in ("rotary_cos", "rotary_sin"):
-            problem.add(name, [most + added, dim // 2])
+            problem.add(name, [most + 150, dim // 2])
 
     paged = start(1, [batch, 5], dim)
     pages = list(range(batch * most // page))

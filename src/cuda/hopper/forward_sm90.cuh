@@ -106,9 +106,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
-    if (Tr::kEarlyTile && warp == 0 && one_thread)
-      prepare<Tr, kLoader>(shared, maps, order.stagger);
-    if (warp != 2) wait_for_barriers<Tr>();  // the scheduler waits itself
+    if (Tr::kEarlyTile && warp == 0) {
+      if (one_thread) prepare<Tr, kLoader>(shared, maps, order.stagger);
+      __syncwarp();
+      announce_barriers<Tr>();
+    } else if (warp != 2) {  // the scheduler waits itself
+      wait_for_barriers<Tr>();
+    }
     if constexpr (kCached<Params>) {
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);

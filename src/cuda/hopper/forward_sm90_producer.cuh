@@ -15,12 +15,17 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Where every warp waits for the barriers in shared memory to be initialised, once. Without
-/// kEarlyTile the kernel has waited before.
+/// Where every other warp waits, once, for warp 0 to initialise the barriers in shared memory.
+/// Without kEarlyTile the kernel has waited before.
 template <typename Tr>
 __device__ __forceinline__ void wait_for_barriers() {
   // Barriers 1 to 1 + W have other uses.
   if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<2 + Tr::kWarpgroups, Tr::kThreads>();
+}
+/// Warp 0 has done so.
+template <typename Tr>
+__device__ __forceinline__ void announce_barriers() {
+  ptx::named_barrier_arrive<2 + Tr::kWarpgroups, Tr::kThreads>();
 }
 
 /// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
