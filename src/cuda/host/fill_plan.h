@@ -4,9 +4,10 @@
 
 #include "core/kernel.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/rows.h"
 
 namespace strobe::cuda {
+
+struct DecodeRow;
 
 /// Fills a plan for the row that find_row finds, which must be there.
 void fill_on(int arch, Plan& plan, const DeviceProperties& device);
