@@ -373,7 +373,8 @@ def attention(
     if options["dropout_p"] > 0:
         if dropout_seed is None:
             raise InvalidArgument(
-                "dropout_seed = None, expected a key of jax.random, or an integer"
+                f"dropout_seed = None with dropout_p = {float(options['dropout_p']):g}, "
+                "expected a key of jax.random, or an integer"
             )
         more["dropout_seed"] = _seed(dropout_seed)
 
