@@ -121,6 +121,13 @@ def test_a_cache(head_dim: int, page_size: int, queries: int, device: str) -> No
                 assert torch.equal(lses[at], lse[0]), f"lse {what}"
 
 
+def where_keys_are(pages: Any, members: list[int], page_size: int) -> dict[str, Any]:
+    """Arguments that say where some sequences' keys lie; page_size 0: in entries of the cache."""
+    if page_size:
+        return {"block_table": pages[members]}
+    return {"cache_batch_idx": pages[members, 0]}
+
+
 def cached(
     head_dim: int, page_size: int, queries: int, dtype: Any, device: str
 ) -> Callable[[list[int]], tuple[Any, Any]]:
@@ -134,11 +141,7 @@ def cached(
     pages = torch.randperm(shape[0], generator=generator).view(len(used), columns)
 
     def run(members: list[int]) -> tuple[Any, Any]:
-        where = {"seqused_k": used[members]}
-        if page_size:
-            where["block_table"] = pages[members]
-        else:
-            where["cache_batch_idx"] = pages[members, 0]
+        where = {"seqused_k": used[members], **where_keys_are(pages, members, page_size)}
         numbers = {name: x.to(device, torch.int32) for name, x in where.items()}
         out, lse = strobe.attention_with_kvcache(
             q[members], k, v, **numbers, causal=True, batch_invariant=True, threads=16,
@@ -170,10 +173,7 @@ def test_prompts_on_a_cache(head_dim: int, page_size: int, device: str) -> None:
         numbers = {"seqused_k": used_k[members], "cu_seqlens_q": ends}
         if used_q:
             numbers["seqused_q"] = torch.tensor([used_q[n] for n in members])
-        if page_size:
-            numbers["block_table"] = pages[members]
-        else:
-            numbers["cache_batch_idx"] = pages[members, 0]
+        numbers |= where_keys_are(pages, members, page_size)
         numbers = {name: x.to(device, torch.int32) for name, x in numbers.items()}
         out, lse = strobe.attention_with_kvcache(
             torch.cat([q[n] for n in members]), k, v, **numbers, max_seqlen_q=max(lengths),
