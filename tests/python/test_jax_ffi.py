@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"alibi_slopes.shape\[0\] = 3, expected 4",
     ),
     "dropout": ({"dropout_p": 1.0, "dropout_seed": 1}, "dropout_p = 1, expected"),
-    "no seed": ({"dropout_p": 0.5}, "dropout_seed = None, expected a key of jax.random"),
+    "no seed": ({"dropout_p": 0.5}, "dropout_seed = None with dropout_p = 0.5, expected a key"),
     "seed": ({"dropout_p": 0.5, "dropout_seed": -1}, "dropout_seed = -1, expected an integer"),
     "seeds": (
         {"dropout_p": 0.5, "dropout_seed": np.ones(3)},
