@@ -317,12 +317,18 @@ std::string Fixture::Forward(bool with_lse) {
 }
 
 std::string Fixture::Backward() {
+  return Backward([this](const strobe_problem& problem, const strobe_backward_args& args) {
+    return PlanAndLaunch("backward", problem, args, case_.own_workspace, edit_plan,
+                         strobe_backward);
+  });
+}
+
+std::string Fixture::Backward(const BackwardLaunch& launch) {
   Seal();
   dq.AllowWrite();
   dk.AllowWrite();
   dv.AllowWrite();
-  const std::string error = PlanAndLaunch("backward", MakeProblem(STROBE_BACKWARD), BackwardArgs(),
-                                          case_.own_workspace, edit_plan, strobe_backward);
+  const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
   return error.empty() ? CheckMemory("backward") : error;
 }
 

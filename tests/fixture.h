@@ -34,6 +34,10 @@ class Fixture {
   std::string Forward(bool with_lse = true);
   /// Takes out and lse as Forward() left them.
   std::string Backward();
+  /// The same where `launch` plans and launches, and "" or what went wrong is what it gives.
+  using BackwardLaunch =
+      std::function<std::string(const strobe_problem&, const strobe_backward_args&)>;
+  std::string Backward(const BackwardLaunch& launch);
   /// Poisons the outputs of the direction again.
   void Poison(strobe_direction direction);
 

@@ -119,6 +119,30 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
   }
 }
 
+void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
+  const Words* const all = exchange("stmatrix", {{r[0], r[1], r[2], r[3]}});
+  // The row that this lane has the address of.
+  const int matrix = own_lane() / 8, row = own_lane() % 8;
+  uint32_t words[4];
+  for (int i = 0; i < 4; ++i) words[i] = all[4 * row + i].w[matrix];
+  char* const to = shared_at(address, 16);
+  note_write(to, 16);
+  std::memcpy(to, words, 16);
+  wrote_shared(address, 16);
+}
+
+uint32_t movmatrix(uint32_t x) {
+  const Words* const all = exchange("movmatrix", {{x}});
+  const int row = own_lane() / 4, column = 2 * (own_lane() % 4);
+  uint32_t result = 0;
+  for (int half = 0; half < 2; ++half) {
+    // Element (column + half, row) of the matrix.
+    const uint32_t word = all[4 * (column + half) + row / 2].w[0];
+    result |= uint32_t{half_of(word, row % 2)} << 16 * half;
+  }
+  return result;
+}
+
 float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 float reciprocal_approx(float x) { return flushed(1 / flushed(x)); }
 
