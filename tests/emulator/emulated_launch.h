@@ -14,7 +14,9 @@
 namespace strobe_test {
 
 /// Of the memory that a launch is given as its workspace, which nobody has prepared.
-enum class WorkspaceHolds { kNaN, kZeros, kOnes };
+enum class WorkspaceHolds { kNaN, kZeros, kOnes, kNumbers };
+/// Of kNumbers each byte: 50,000 as a float and as bfloat16.
+inline constexpr unsigned char kNumberByte = 0x47;
 
 /// Plans and launches by the CUDA back end, on the device of emulator::machine(), and expects the
 /// plan to be for the kernels of `arch`. "" or what stands in the way.
@@ -30,8 +32,10 @@ std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args
   if (plan.kernel != kernel) return std::string("the plan is for ") + plan.kernel;
   Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
   if (holds != WorkspaceHolds::kNaN) {
-    std::memset(workspace.bytes(), holds == WorkspaceHolds::kZeros ? 0 : 0xff,
-                plan.workspace_bytes);
+    const int byte = holds == WorkspaceHolds::kZeros  ? 0
+                     : holds == WorkspaceHolds::kOnes ? 0xff
+                                                      : kNumberByte;
+    std::memset(workspace.bytes(), byte, plan.workspace_bytes);
   }
   workspace.Seal();
   args.workspace = workspace.bytes();

@@ -120,6 +120,8 @@ struct Launch {
   Thread* now = nullptr;
   uint64_t random = 1;
   Order threads_order = Order::kRandom;
+  Order blocks_order = Order::kRandom;  // else the first, or the last, block goes on while it can
+  uint64_t block_turn = 64;  // a thread of the same block goes on next but for once in so many
   int64_t polling = 0, copies = 0;  // threads, copies under way: of all blocks
   uint64_t copy_delay = 0;          // 0: a copy lands when nobody could go on without it; else one
                                     // does every so many times that another thread goes on

@@ -195,21 +195,26 @@ std::string who_waits() {
 
 void leave(Fibre& from) { launch->caller.resume(from); }
 
-// Calls of pick(block) for the live blocks, from any of them on, until one gives a thread.
+// Calls of pick(block) for the live blocks until one gives a thread.
 template <typename Pick>
-Thread* pick_of_blocks(const Pick& pick) {
-  const size_t count = launch->live.size(), first = count > 1 ? draw_below(count) : 0;
+Thread* pick_of_blocks(Order order, const Pick& pick) {
+  const size_t count = launch->live.size();
+  const size_t first = order == Order::kRandom && count > 1 ? draw_below(count) : 0;
   for (size_t n = 0; n < count; ++n) {
-    Block& b = *launch->live[(first + n) % count];
+    const size_t i = (first + n) % count;
+    Block& b = *launch->live[order == Order::kLast ? count - 1 - i : i];
     if (const int t = pick(b); t >= 0) return b.threads[static_cast<size_t>(t)].get();
   }
   return nullptr;
 }
 
-Thread* pick_poller() {
-  // At random, so that none is left out.
-  Thread* const t =
-      pick_of_blocks([](const Block& b) { return pick_thread(b.polling, Order::kRandom); });
+// One of the threads that poll, of one block or of any; null: there is none. At random, so that
+// none is left out.
+Thread* pick_poller(Block* of) {
+  const auto pick = [&](const Block& b) {
+    return of && of != &b ? -1 : pick_thread(b.polling, Order::kRandom);
+  };
+  Thread* const t = pick_of_blocks(Order::kRandom, pick);
   if (!t) return nullptr;
   t->block->polling[t->number / 64] &= ~(uint64_t{1} << t->number % 64);
   --launch->polling;
@@ -220,18 +225,23 @@ Thread* pick_poller() {
 // A thread that can go on; null: there is none, nor will there be.
 Thread* next_thread() {
   const auto sometimes = [](uint64_t one_of) { return draw_below(one_of) == 0; };
-  if (launch->polling > 0 && sometimes(16)) return pick_poller();
+  Block* const own = launch->now ? launch->now->block : nullptr;
+  // (Another block's seldom: the blocks' shared memory changes places.)
+  if (launch->polling > 0 && sometimes(16)) {
+    if (Thread* const t = pick_poller(sometimes(32) ? nullptr : own)) return t;
+  }
   if (launch->copies > 0 && launch->copy_delay > 0 && sometimes(launch->copy_delay))
     land_some_copy();
-  Block* const own = launch->now ? launch->now->block : nullptr;
-  const bool stay = launch->live.size() == 1 || !sometimes(64);
+  const Order order = launch->blocks_order;
+  const bool stay =
+      launch->live.size() == 1 || (order == Order::kRandom && !sometimes(launch->block_turn));
   const auto pick = [](const Block& b) { return pick_thread(b.ready, launch->threads_order); };
   for (;;) {
     Thread* next = nullptr;
     if (own && own->running > 0 && stay) {
       if (const int t = pick(*own); t >= 0) next = own->threads[static_cast<size_t>(t)].get();
     }
-    if (!next) next = pick_of_blocks(pick);
+    if (!next) next = pick_of_blocks(order, pick);
     if (next) {
       launch->polls_in_vain = 0;
       next->block->ready[next->number / 64] &= ~(uint64_t{1} << next->number % 64);
@@ -244,7 +254,7 @@ Thread* next_thread() {
     // While only threads that poll go on, nobody writes what they wait for: each has had its turn.
     constexpr int kMostPolls = 5000;
     if (launch->polling == 0 || ++launch->polls_in_vain > kMostPolls) return nullptr;
-    return pick_poller();
+    return pick_poller(nullptr);
   }
 }
 
@@ -346,8 +356,10 @@ std::string run(unsigned grid_x, unsigned grid_y, int threads, uint32_t shared_b
   own.random = own_settings.seed * 0x9E3779B97F4A7C15u + 0x632BE59BD9B4E019u;
   for (int i = 0; i < 8; ++i) draw();
   own.threads_order = static_cast<Order>(draw() % 3);
-  constexpr uint64_t kDelays[] = {0, 0, 100, 4};
+  constexpr uint64_t kDelays[] = {0, 0, 100, 4}, kTurns[] = {64, 500, 4000, 50000};
   own.copy_delay = kDelays[draw() % 4];
+  own.block_turn = kTurns[draw() % 4];
+  own.blocks_order = static_cast<Order>(draw() % 3);
   STROBE_TSAN(own.copier = __tsan_create_fiber(0));
   for (unsigned i = 0; i < grid_x * grid_y / cluster; ++i) own.order.push_back(i);
   for (size_t n = own.order.size(); n > 1; --n) std::swap(own.order[n - 1], own.order[draw() % n]);

@@ -17,7 +17,6 @@ namespace strobe::emulator {
 namespace {
 
 constexpr int kMostColumns = 256, kMostRegisters = kMostColumns / 2, kRows = 16, kDepth = 16;
-constexpr float kUnderWay = -__builtin_nanf("0x155555");
 
 struct Product {
   WgmmaShape shape;
@@ -96,7 +95,11 @@ void load_eight(uint32_t address, bool bf16, float* to, int step) {
   expect_fenced("wgmma", address, 16);
   uint16_t bits[8];
   std::memcpy(bits, from, 16);
-  for (int i = 0; i < 8; ++i) to[i * step] = bf16 ? from_bfloat16(bits[i]) : from_half(bits[i]);
+  for (int i = 0; i < 8; ++i) {
+    // (In place: the half of all conversions.)
+    const uint32_t wide = uint32_t{bits[i]} << 16;
+    to[i * step] = bf16 ? __builtin_bit_cast(float, wide) : from_half(bits[i]);
+  }
 }
 
 // A tile by its descriptor: rows [first, first + count) of A or columns of B, 16 deep. Element
@@ -238,7 +241,7 @@ void wgmma(const WgmmaShape& shape, float* d, const uint32_t* registers, uint64_
     s.values.resize(kLanes);
     std::memcpy(s.values[static_cast<size_t>(number)].data(), d,
                 static_cast<size_t>(count) * sizeof(float));
-    std::fill_n(d, count, kUnderWay);
+    std::memset(d, settings().unwritten, static_cast<size_t>(count) * sizeof(float));
     lane.in_flight.push_back({d, count, lane.sums++, 0});
     at = lane.in_flight.end() - 1;
   } else if (at->d != d || at->count != count) {
@@ -283,13 +286,13 @@ void wgmma_wait(int pending) {
       *kept++ = x;
       continue;
     }
-    for (int i = 0; i < x.count; ++i) {
-      if (std::memcmp(x.d + i, &kUnderWay, sizeof(float)) != 0)
-        fail("wgmma: accumulators were written while a product with them was under way");
-    }
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(x.d);
+    const auto size = static_cast<size_t>(x.count) * sizeof(float);
+    // As they were made when the product was issued.
+    if (bytes[0] != settings().unwritten || std::memcmp(bytes, bytes + 1, size - 1) != 0)
+      fail("wgmma: accumulators were written while a product with them was under way");
     Sums& s = w.sums[x.sums % 16];
-    std::memcpy(x.d, s.values[static_cast<size_t>(own_lane())].data(),
-                static_cast<size_t>(x.count) * sizeof(float));
+    std::memcpy(x.d, s.values[static_cast<size_t>(own_lane())].data(), size);
     s.lanes &= ~(1u << own_lane());
   }
   lane.in_flight.erase(kept, lane.in_flight.end());

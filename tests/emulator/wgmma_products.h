@@ -3,7 +3,8 @@
 //
 // A product reads its operands either when its group is committed or when it is waited for, as the
 // seed draws: an operand that was not there yet shows, and so does one that was written too early
-// afterwards. Sums are NaN until a wait covers their product, and may not be written before.
+// afterwards. Sums are what nobody has written until a wait covers their product, and may not be
+// written before.
 #ifndef STROBE_TESTS_EMULATOR_WGMMA_PRODUCTS_H_
 #define STROBE_TESTS_EMULATOR_WGMMA_PRODUCTS_H_
 
