@@ -193,7 +193,8 @@ TEST(EmulatedHopperBackward, SumsThatItemsSetToZeroAgreeWithTheOracle) {
   c.varlen = true;
   c.seqlens_q.assign(64, 2);
   c.seqlens_k.assign(64, 7);
-  for (size_t b = 0; b < 64; b += 2) c.seqlens_k[b] = 140;  // whose second block waits for the first
+  for (size_t b = 0; b < 64; b += 2)
+    c.seqlens_k[b] = 140;  // whose second block waits for the first
   c.heads = 16;
   c.heads_kv = 4;
   DrawMachine(2);  // in this order, who does not wait for zeros comes before them

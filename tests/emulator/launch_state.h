@@ -50,6 +50,7 @@ struct Thread {
   WaitsFor waits_for = WaitsFor::kWarp;
   int waits_id = 0;  // which barrier
   bool done = false;
+  int quiet = 0;  // Quiets that live
   std::vector<Copy> copies;
   int groups = 0;                  // committed
   std::vector<uint32_t> unfenced;  // Block::unfenced that say this thread's number
@@ -125,6 +126,7 @@ struct Launch {
   int64_t polling = 0, copies = 0;  // threads, copies under way: of all blocks
   uint64_t copy_delay = 0;          // 0: a copy lands when nobody could go on without it; else one
                                     // does every so many times that another thread goes on
+  int quiet = 0;                    // Quiets that live while no thread runs
   int polls_in_vain = 0;            // since somebody else went on
   std::string failure;
   char begin, end;  // ThreadSanitizer's
@@ -143,6 +145,10 @@ void wake(Block& b, WaitsFor what, int id);
 void wait_here(const char* at, WaitsFor what, int id);
 /// Where a block's shared memory is now.
 char* shared_of(Block& b);
+
+// Of what the thread that runs does, for ThreadSanitizer: Quiet.
+void ignore_accesses();
+void heed_accesses();
 
 // --- mbarrier.cpp ---
 

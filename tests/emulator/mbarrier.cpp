@@ -55,6 +55,7 @@ bool is_skipped(const Mbarrier& m) { return m.number == settings().skipped_mbarr
 }  // namespace
 
 void begin_mbarriers(Block& b) {
+  const Quiet quiet;
   b.mbarriers.clear();
   b.copies.clear();
   b.unfenced.assign((launch->shared_bytes + 15) / 16, 0);
@@ -71,6 +72,7 @@ std::string describe_mbarrier(const Block& b, int number) {
 void mbarrier_init(uint32_t address, uint32_t count) {
   Block& b = *launch->now->block;
   if (count == 0) fail("an mbarrier without arrivals");
+  const Quiet quiet;
   const uint64_t word = kMark + b.mbarriers.size();
   std::memcpy(shared_at(address, 8), &word, 8);
   Mbarrier& m = b.mbarriers.emplace_back();
@@ -116,12 +118,14 @@ void start_copy(uint32_t to, uint32_t bytes, uint32_t mbarrier, std::function<vo
   Mbarrier& m = mbarrier_at(mbarrier);
   if (&place_of(mbarrier, 8).block != &place.block)
     fail("a copy that counts towards another thread block's mbarrier");
+  const Quiet quiet;
   place.block.copies.push_back({place.at, bytes, &m, std::move(land), std::make_unique<char>()});
   STROBE_TSAN(__tsan_release(place.block.copies.back().order.get()));
   ++launch->copies;
 }
 
 void land_some_copy() {
+  const Quiet quiet;
   // Of any block that has some, any.
   std::vector<Block*> having;
   for (Block* b : launch->live)
@@ -137,10 +141,12 @@ void land_some_copy() {
   void* const interrupted = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(launch->copier, __tsan_switch_to_fiber_no_sync);
   __tsan_acquire(copy.order.get());
+  ignore_accesses();
 #endif
   note_write(to, copy.bytes);
   copy.land(to);
 #if STROBE_EMULATOR_TSAN
+  heed_accesses();
   __tsan_release(&copy.mbarrier->order[copy.mbarrier->phase % 2]);
   __tsan_switch_to_fiber(interrupted, __tsan_switch_to_fiber_no_sync);
 #endif
@@ -150,6 +156,7 @@ void land_some_copy() {
 }
 
 void wrote_shared(uint32_t address, uint32_t bytes) {
+  const Quiet quiet;
   Thread& t = *launch->now;
   const auto own = static_cast<uint16_t>(t.number + 1);
   const uint32_t at = address - kSharedBase;

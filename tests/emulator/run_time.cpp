@@ -14,6 +14,12 @@
 #include <sanitizer/asan_interface.h>
 #endif
 #if STROBE_EMULATOR_TSAN
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char*, int);
+void AnnotateIgnoreReadsEnd(const char*, int);
+void AnnotateIgnoreWritesBegin(const char*, int);
+void AnnotateIgnoreWritesEnd(const char*, int);
+}
 extern "C" void __tsan_read_range(void*, unsigned long);   // NOLINT(bugprone-reserved-identifier)
 extern "C" void __tsan_write_range(void*, unsigned long);  // NOLINT(bugprone-reserved-identifier)
 #endif
@@ -128,6 +134,7 @@ void begin_block(Block& b, unsigned index) {
     thread.done = false;
     thread.copies.clear();
     thread.groups = 0;
+    thread.quiet = 0;
     thread.unfenced.clear();
     thread.fibre.start(entry);
     set_ready(b, t);
@@ -377,12 +384,28 @@ std::string run(unsigned grid_x, unsigned grid_y, int threads, uint32_t shared_b
   return own.failure;
 }
 
+namespace {
+
+int& quiet() { return launch->now ? launch->now->quiet : launch->quiet; }
+}  // namespace
+
+void ignore_accesses() {
+  STROBE_TSAN(AnnotateIgnoreReadsBegin(__FILE__, __LINE__));
+  STROBE_TSAN(AnnotateIgnoreWritesBegin(__FILE__, __LINE__));
+}
+void heed_accesses() {
+  STROBE_TSAN(AnnotateIgnoreReadsEnd(__FILE__, __LINE__));
+  STROBE_TSAN(AnnotateIgnoreWritesEnd(__FILE__, __LINE__));
+}
+
 void fail(const std::string& what) {
   Thread& own = *launch->now;
   char text[80];
   std::snprintf(text, sizeof text, "block %u,%u thread %d: ", own.block->x, own.block->y,
                 own.number);
   launch->failure = text + what;
+  if (own.quiet > 0) heed_accesses();
+  own.quiet = 0;
   leave(own.fibre);
   std::abort();
 }
@@ -518,11 +541,24 @@ char* shared_at(uint32_t address, uint32_t bytes) {
   return shared + at;
 }
 
+void Quiet::begin() {
+  if (quiet()++ == 0) ignore_accesses();
+}
+void Quiet::end() {
+  if (--quiet() == 0) heed_accesses();
+}
+
 void note_read([[maybe_unused]] const void* p, [[maybe_unused]] uint32_t bytes) {
+  const bool is_quiet = quiet() > 0;
+  if (is_quiet) heed_accesses();
   STROBE_TSAN(__tsan_read_range(const_cast<void*>(p), bytes));
+  if (is_quiet) ignore_accesses();
 }
 void note_write([[maybe_unused]] void* p, [[maybe_unused]] uint32_t bytes) {
+  const bool is_quiet = quiet() > 0;
+  if (is_quiet) heed_accesses();
   STROBE_TSAN(__tsan_write_range(p, bytes));
+  if (is_quiet) ignore_accesses();
 }
 
 void copy_async(uint32_t to, const void* from, bool there) {

@@ -73,6 +73,21 @@ char* shared_at(uint32_t address, uint32_t bytes);
 void note_read(const void* p, uint32_t bytes);
 void note_write(void* p, uint32_t bytes);
 
+/// While one lives, ThreadSanitizer takes no notice of what the thread that runs does (but of what
+/// is noted): it works on the run time's own memory, which is any thread's. No other thread may run
+/// meanwhile.
+class Quiet {
+ public:
+  Quiet() { begin(); }
+  ~Quiet() { end(); }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  static void begin();
+  static void end();
+};
+
 /// cp.async of 16 bytes, or of zeros; its groups.
 void copy_async(uint32_t to, const void* from, bool there);
 void commit_copies();

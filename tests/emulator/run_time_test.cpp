@@ -285,8 +285,8 @@ TEST(RunTime, AnOperandThatIsWrittenTooEarlyShows) {
 }
 
 TEST(RunTime, WgmmaWithoutItsFencesIsNamed) {
-  float d[32];
-  const auto issue = [&] {
+  const auto issue = [] {
+    float d[32];
     const auto tile = cuda::ptx::Descriptor::make(shared_address(cuda::shared), 0);
     cuda::ptx::Wgmma<__nv_bfloat16, 64>::ss(d, tile.at(0), tile.at(0), 0);
     cuda::ptx::wgmma_commit();
@@ -370,8 +370,10 @@ TEST(RunTime, CopiesAreThereWhenTheirBarrierSaysSoAndNotBefore) {
                         cuda::ptx::tma_load(c.tile, source.map, c.full, cuda::ptx::L2::kEvictLast,
                                             column, 20, 1, 0);
                         cuda::ptx::bulk_load(c.values, source.floats, sizeof c.values, c.full);
+#if !defined(__SANITIZE_THREAD__)  // it says so itself
                         if (c.values[2] == c.values[2])
                           fail("a copy is there that nobody waited for");
+#endif
                       }
                       barrier(0, 64);
                       c.full.wait(0);

@@ -160,6 +160,7 @@ void for_accumulators(float (&c)[kRows][kMostColumns], int columns, const Visit&
 
 // Products of the warp whose group is below `end`, by one lane for all.
 void compute(WarpProducts& w, uint64_t end) {
+  const Quiet quiet;
   alignas(16) static float c[kRows][kMostColumns], a[kRows][kDepth], b[kDepth][kMostColumns];
   for (const Lane& l : w.lanes) {
     if (l.products != w.lanes[0].products || l.groups != w.lanes[0].groups)
@@ -228,6 +229,7 @@ void compute_awaited() {
 
 void wgmma(const WgmmaShape& shape, float* d, const uint32_t* registers, uint64_t a, uint64_t b,
            bool keep) {
+  const Quiet quiet;
   WarpProducts& w = own_warp();
   const int number = own_lane(), count = shape.n / 2;
   Lane& lane = w.lanes[number];
@@ -260,7 +262,10 @@ void wgmma(const WgmmaShape& shape, float* d, const uint32_t* registers, uint64_
   p.registers[number] = registers;
 }
 
-void wgmma_fence() { own_warp().lanes[own_lane()].fenced = true; }
+void wgmma_fence() {
+  const Quiet quiet;
+  own_warp().lanes[own_lane()].fenced = true;
+}
 
 void wgmma_commit() {
   WarpProducts& w = own_warp();
@@ -280,6 +285,7 @@ void wgmma_wait(int pending) {
     pending_of_wait = static_cast<int>(left);
     exchange("wgmma.wait_group", {}, false, compute_awaited);
   }
+  const Quiet quiet;
   auto kept = lane.in_flight.begin();
   for (const Lane::InFlight& x : lane.in_flight) {
     if (x.last_group >= end) {

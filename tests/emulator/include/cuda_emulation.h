@@ -28,6 +28,8 @@
 #define __cluster_dims__(...)
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
+#define __builtin_assume(...) \
+  ((__VA_ARGS__) ? void() : strobe::emulator::fail("what is assumed is not so: " #__VA_ARGS__))
 
 using std::isfinite;
 using std::isnan;
