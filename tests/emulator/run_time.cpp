@@ -200,7 +200,10 @@ std::string who_waits() {
   return text;
 }
 
-void leave(Fibre& from) { launch->caller.resume(from); }
+void leave(Fibre& from) {
+  STROBE_TSAN(__tsan_release(&launch->end));
+  launch->caller.resume(from);
+}
 
 // Calls of pick(block) for the live blocks until one gives a thread.
 template <typename Pick>

@@ -447,8 +447,8 @@ TEST(RunTime, WaitsAtMbarriersThatNeverEndAreNamed) {
     }
   });
   EXPECT_NE(wrong.find("threads wait for ever"), std::string::npos) << wrong;
-  uint32_t word = 0;
-  wrong = run_block(32, [&] {
+  static const uint32_t word = 0;
+  wrong = run_block(32, [] {
     while (cuda::ptx::load_acquire(&word) == 0) {
     }
   });
