@@ -303,6 +303,15 @@ std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args 
 }  // namespace
 
 std::string Fixture::Forward(bool with_lse) {
+  return Forward(
+      [this](const strobe_problem& problem, const strobe_forward_args& args) {
+        return PlanAndLaunch("forward", problem, args, case_.own_workspace, edit_plan,
+                             strobe_forward);
+      },
+      with_lse);
+}
+
+std::string Fixture::Forward(const ForwardLaunch& launch, bool with_lse) {
   Seal();
   out.AllowWrite();
   strobe_forward_args args = ForwardArgs();
@@ -311,8 +320,7 @@ std::string Fixture::Forward(bool with_lse) {
   } else {
     args.lse = nullptr;
   }
-  const std::string error = PlanAndLaunch("forward", MakeProblem(STROBE_FORWARD), args,
-                                          case_.own_workspace, edit_plan, strobe_forward);
+  const std::string error = launch(MakeProblem(STROBE_FORWARD), args);
   return error.empty() ? CheckMemory("forward") : error;
 }
 

@@ -15,6 +15,7 @@
 #include "emulated_launch.h"
 #include "environment.h"
 #include "fixture.h"
+#include "hopper_case.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -24,41 +25,10 @@ namespace {
 using oracle::DType;
 using oracle::Rng;
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kUnderTsan = true;
-#else
-constexpr bool kUnderTsan = false;
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint64_t kCases = 12;
-#else
-constexpr uint64_t kCases = 60;
-#endif
 constexpr int kMostFailuresShown = 5;
 
 std::span<const strobe::cuda::Entry<strobe::cuda::BackwardRow>> Rows() {
   return strobe::cuda::row_table<strobe::cuda::BackwardRow>();
-}
-
-/// Strides that TMA takes, 16-byte units: those of q, k, v and dout.
-void MakeAligned(Layout& layout, int64_t dim, bool batch_invariant) {
-  layout.shift = layout.shift / 8 * 8;
-  if (batch_invariant) layout.odd_stride = 8;  // a batch of one goes where a larger one goes
-  if (layout.defaulted && dim % 8 == 0) return;
-  layout.defaulted = false;
-  for (int i = 0; i < 3; ++i) {
-    layout.pad[i] = layout.pad[i] / 8 * 8;
-    layout.broadcast[i] = layout.negative[i] = false;
-  }
-  layout.pad[layout.order[2]] += (8 - dim % 8) % 8;
-}
-
-/// Steps of the main kernel, at most.
-int64_t Steps(const Case& c) {
-  int64_t steps = 0;
-  for (size_t b = 0; b < c.seqlens_q.size(); ++b)
-    steps += (c.seqlens_q[b] + 63) / 64 * ((c.seqlens_k[b] + 127) / 128);
-  return steps * c.heads;
 }
 
 /// A case of problem_gen.h, with what these kernels decline left out, in a dtype and with head dims
@@ -81,42 +51,15 @@ Case DrawCase(uint64_t seed) {
     c.dropout_p = 0;
     c.deterministic = rng.Chance(0.4) && std::max(c.head_dim, c.head_dim_v) <= 128;
     c.batch_invariant = rng.Chance(0.15);
-    if (Steps(c) > 150) continue;  // half a second
-    // A stride of 0, where there are no rows, is nothing for TMA: SequencesOfNoneAndOne.
-    if (!c.varlen && std::min(c.longest_q(), c.longest_k()) == 0) continue;
-    for (Layout* layout : {&c.q, &c.k}) MakeAligned(*layout, c.head_dim, c.batch_invariant);
-    for (Layout* layout : {&c.v, &c.dout}) MakeAligned(*layout, c.head_dim_v, c.batch_invariant);
-    if (c.packing != Packing::kSeparate && (c.head_dim % 8 || c.head_dim_v % 8))
-      c.packing = Packing::kSeparate;
-    if (kUnderTsan) c.special = Special::kNone;  // flags of NaN are set by several threads alike
+    if (!MakeHopperCase(c)) continue;
     return c;
   }
-}
-
-/// Draws a device and an order of threads. What nobody has written is mostly large numbers here:
-/// rows that are NaN are computed again, pair by pair, and would then be right.
-void DrawMachine(uint64_t seed) {
-  Rng rng(seed ^ 0x90E111u);
-  const int multiprocessors[] = {1, 2, 3, 7, 132};
-  const int at_once[] = {1, 2, 3, 5};
-  auto& device = strobe::emulator::machine().devices[0];
-  device.compute_capability = 90;
-  device.multiprocessors = rng.Pick(multiprocessors);
-  device.shared_bytes = strobe::emulator::kMostShared;
-  strobe::emulator::settings() = {};
-  strobe::emulator::settings().seed = seed;
-  strobe::emulator::settings().blocks_at_once = rng.Pick(at_once);
-  if (rng.Chance(0.75)) strobe::emulator::settings().unwritten = kNumberByte;
 }
 
 Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
   return [holds](const strobe_problem& p, const strobe_backward_args& args) {
     return LaunchInTheEmulator(90, p, args, holds);
   };
-}
-
-WorkspaceHolds HoldsOf(uint64_t seed) {
-  return seed % 2 ? WorkspaceHolds::kNumbers : static_cast<WorkspaceHolds>(seed / 2 % 3);
 }
 
 /// "" or what is wrong with the case.
@@ -131,11 +74,11 @@ std::string RunBackward(const Case& c, WorkspaceHolds holds = WorkspaceHolds::kN
 
 TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
   const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
     const Case c = DrawCase(seed);
-    DrawMachine(seed);
+    DrawHopper(seed);
     const std::string wrong = RunBackward(c, HoldsOf(seed));
     if (wrong.empty()) continue;
     ++failures;
@@ -175,7 +118,7 @@ TEST(EmulatedHopperBackward, OrderChangesNoBit) {
       ASSERT_EQ(f.Forward(), "");
       std::string first;
       for (uint64_t seed = 0; seed < (kUnderTsan ? 1 : 4); ++seed) {
-        DrawMachine(seed);
+        DrawHopper(seed);
         f.Poison(STROBE_BACKWARD);
         ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
         if (seed == 0) first = Bits(f, deterministic);
@@ -198,7 +141,7 @@ TEST(EmulatedHopperBackward, SumsThatItemsSetToZeroAgreeWithTheOracle) {
     c.seqlens_k[b] = 140;  // whose second block waits for the first
   c.heads = 16;
   c.heads_kv = 4;
-  DrawMachine(2);  // in this order, who does not wait for zeros comes before them
+  DrawHopper(2);  // in this order, who does not wait for zeros comes before them
   strobe::emulator::machine().devices[0].multiprocessors = 4;
   strobe::emulator::settings().blocks_at_once = 4;
   EXPECT_EQ(RunBackward(c), "");
@@ -212,7 +155,7 @@ TEST(EmulatedHopperBackward, MaskedInfinitiesReachNobody) {
       Case c = MakeCase(90, 140, dim);
       c.heads = 2;
       c.causal = true;
-      DrawMachine(static_cast<uint64_t>(dim));
+      DrawHopper(static_cast<uint64_t>(dim));
       EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNaN,
                             [&](Fixture& f) {
                               f.v.Set(f.v.Index(0, 120, 0, 3), x);
@@ -228,7 +171,7 @@ TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {
       Case c = MakeCase(q, k, 40);
-      DrawMachine(static_cast<uint64_t>(2 * q + k));
+      DrawHopper(static_cast<uint64_t>(2 * q + k));
       EXPECT_EQ(RunBackward(c), "") << ToString(c);
     }
   }
@@ -257,7 +200,7 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     const auto run = [&](uint64_t seed, int skipped) {
-      DrawMachine(seed);
+      DrawHopper(seed);
       // It has one item after the other.
       strobe::emulator::machine().devices[0].multiprocessors = 1;
       strobe::emulator::settings().skipped_mbarrier = skipped;

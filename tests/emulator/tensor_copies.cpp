@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <string>
+#include <vector>
 
+#include "cuda_runtime_api.h"
 #include "run_time.h"
 
 namespace strobe::emulator {
@@ -39,6 +42,32 @@ struct Map {
         const uint32_t bytes = row * kRowBytes + unit * kUnitBytes;
         const uint32_t flipped = ((address + bytes) >> 7 & 7) << 4;
         land_unit(to + (bytes ^ flipped), from, inside ? at[0] + int64_t{8} * unit : -8);
+      }
+    }
+  }
+  // The other way round: what is outside of the tensor is left out.
+  void store(uint32_t address, const int (&at)[kMostRank]) const {
+    for (uint32_t row = 0; row < box_rows(); ++row) {
+      int64_t offset = 0;
+      bool inside = true;
+      for (uint32_t i = 1, rest = row; i < rank; rest /= box[i++]) {
+        const int64_t place = int64_t{at[i]} + rest % box[i];
+        inside = inside && place >= 0 && place < static_cast<int64_t>(lengths[i]);
+        offset += place * static_cast<int64_t>(strides[i]);
+      }
+      for (uint32_t unit = 0; unit < kRowBytes / kUnitBytes; ++unit) {
+        const uint32_t logical = address + row * kRowBytes + unit * kUnitBytes;
+        const uint32_t place = logical ^ (logical >> 7 & 7) << 4;
+        const char* const from = shared_at(place, kUnitBytes);
+        note_read(from, kUnitBytes);
+        expect_fenced("TMA", place, kUnitBytes);
+        const int64_t column = at[0] + int64_t{8} * unit;
+        const int64_t count =
+            inside ? std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, 0, 8) : 0;
+        if (count == 0) continue;
+        char* const to = const_cast<char*>(data) + offset + column * kValueBytes;
+        note_write(to, static_cast<uint32_t>(count * kValueBytes));
+        std::memcpy(to, from, static_cast<size_t>(count * kValueBytes));
       }
     }
   }
@@ -81,6 +110,47 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t mbarrier)
     note_read(from, bytes);
     std::memcpy(memory, from, bytes);
   });
+}
+
+namespace {
+
+struct Store {
+  Map map;
+  uint32_t from;
+  int at[kMostRank];
+};
+// By thread, of those that have not waited for them.
+std::map<uint64_t, std::vector<Store>>& stores() {
+  static auto& all = *new std::map<uint64_t, std::vector<Store>>;
+  return all;
+}
+uint64_t own_thread() { return block_number() * kMostThreads + threadIdx.x; }
+
+}  // namespace
+
+void tma_store(const CUtensorMap& map, uint32_t from, std::initializer_list<int> at) {
+  const Quiet quiet;
+  Store own{};
+  std::memcpy(&own.map, &map, sizeof own.map);
+  if (own.map.mark != kMark || own.map.rank != at.size())
+    fail("TMA: not a map of " + std::to_string(at.size()) + " dimensions");
+  if (from % kRowBytes != 0) fail("TMA: shared address that is no multiple of 128");
+  own.from = from;
+  std::copy(at.begin(), at.end(), own.at);
+  std::vector<Store>& all = stores()[own_thread()];
+  if (drawn_for(all.size() * 7919 + from) % 2 == 0) {
+    own.map.store(own.from, own.at);
+  } else {
+    all.push_back(own);
+  }
+}
+
+void tma_store_wait_read() {
+  const Quiet quiet;
+  const auto found = stores().find(own_thread());
+  if (found == stores().end()) return;
+  for (const Store& store : found->second) store.map.store(store.from, store.at);
+  stores().erase(found);
 }
 
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,

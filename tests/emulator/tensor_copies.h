@@ -16,6 +16,11 @@ void tma_load(uint32_t to, const CUtensorMap& map, uint32_t mbarrier,
 /// `bytes` that lie one after the other in global memory.
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t mbarrier);
 
+/// A box from shared memory to the tensor: now, or when the thread waits until its stores have read
+/// their shared memory.
+void tma_store(const CUtensorMap& map, uint32_t from, std::initializer_list<int> at);
+void tma_store_wait_read();
+
 /// cuTensorMapEncodeTiled and cuTensorMapReplaceAddress, with the driver's refusals.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                       const cuuint64_t* lengths, const cuuint64_t* strides, const cuuint32_t* box,

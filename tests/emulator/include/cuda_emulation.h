@@ -76,6 +76,7 @@ inline bool __all_sync(uint32_t mask, bool x) {
   return strobe::emulator::ballot("__all_sync", mask, x) == 0xffffffffu;
 }
 inline void __nanosleep(unsigned) {}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <typename T>
@@ -96,6 +97,13 @@ void __stcg(T* p, T x) {
 }
 inline unsigned atomicAdd(unsigned* p, unsigned x) {
   return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
+  return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicExch(T* p, T x) {
+  return __atomic_exchange_n(p, x, __ATOMIC_RELAXED);
 }
 inline unsigned long long atomicCAS(unsigned long long* p, unsigned long long expected,
                                     unsigned long long x) {

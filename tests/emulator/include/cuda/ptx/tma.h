@@ -26,6 +26,16 @@ inline void tma_load(void* shared, const CUtensorMap& map, Barrier& barrier, L2,
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier& barrier) {
   emulator::bulk_load(shared_address(shared), global, bytes, barrier.address());
 }
+inline void tma_store(const CUtensorMap& map, const void* shared, int column, int row, int head,
+                      int batch) {
+  emulator::tma_store(map, shared_address(shared), {column, row, head, batch});
+}
+inline void tma_store(const CUtensorMap& map, const void* shared, int column, int head, int row,
+                      int group, int batch) {
+  emulator::tma_store(map, shared_address(shared), {column, head, row, group, batch});
+}
+inline void tma_store_wait_read() { emulator::tma_store_wait_read(); }
+inline void tma_store_wait() {}
 inline void fence_proxy_async() { emulator::fence_proxy_async(); }
 
 }  // namespace strobe::cuda::ptx
