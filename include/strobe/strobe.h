@@ -185,7 +185,7 @@ typedef struct strobe_problem {
   strobe_strides k_new, v_new; /* append packed: the batch stride is not used */
 
   /* Rotary embedding of the queries and of the appended keys, with a cache alone. The first
-   * rotary_dim elements of each are turned in pairs by the angles that rotary_cos and rotary_sin
+   * rotary_dim elements of each are rotated in pairs by the angles that rotary_cos and rotary_sin
    * have for its position: the elements n and n + rotary_dim / 2, or with rotary_interleaved 2n and
    * 2n + 1. The new key i of a sequence is at the position start + i, where start is the number of
    * its keys before the append, or rotary_position. Query i is at start + i when the problem is

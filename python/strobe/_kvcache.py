@@ -62,7 +62,7 @@ def attention_with_kvcache(
         rotary_position: int32, (batch,): the position of the first query and of the first new key;
             None: the number of the sequence's keys before the append. Query i follows i positions
             later if causal, window or attention_chunk is given; else all have the first one.
-        rotary_interleaved: turn elements 2n and 2n + 1; else n and n + rotary_dim / 2.
+        rotary_interleaved: rotate elements 2n and 2n + 1; else n and n + rotary_dim / 2.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array.

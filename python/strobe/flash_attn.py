@@ -309,7 +309,7 @@ def flash_attn_with_kvcache(
         block_table: int32, (batch, pages_per_sequence): row n of a sequence is row n % page_size
             of page block_table[b, n // page_size].
         softmax_scale, causal, window_size, softcap, alibi_slopes: as `flash_attn_func`.
-        rotary_interleaved: turn elements 2n and 2n + 1 together; else n and n + rotary_dim / 2.
+        rotary_interleaved: rotate elements 2n and 2n + 1 together; else n and n + rotary_dim / 2.
         num_splits: changes nothing: the kernels find themselves how to divide the keys.
         return_softmax_lse: return (out, softmax_lse).
 

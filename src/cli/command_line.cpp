@@ -81,7 +81,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
             "Convert to float32, bfloat16 (bf16) or float16 first");
   AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
   AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
-          "rotary_cos and rotary_sin turn neighbours, not elements of the two halves");
+          "rotary_cos and rotary_sin rotate neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
@@ -119,7 +119,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  cu_seqlens_k_new\n"
       "                 I32 [batch + 1]: k_new and v_new are [total, heads_kv, head_dim]\n"
       "  rotary_cos, rotary_sin\n"
-      "                 [positions, rotary_dim / 2]: turn q and k_new\n"
+      "                 [positions, rotary_dim / 2]: rotate q and k_new\n"
       "\n"
       "Examples:\n"
       "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"

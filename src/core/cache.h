@@ -166,11 +166,11 @@ struct CachedSequences : Sequences {
   void known() const = delete;
 
  private:
-  // Where there is nothing to turn, no position is in use.
+  // Where there is nothing to rotate, no position is in use.
   STROBE_INLINE constexpr bool rotary_in_range(int64_t start, int64_t queries_,
                                                int64_t keys_) const {
-    const int64_t turned = queries_ > 0 && !queries_move() ? 1 : queries_;
-    const int64_t count = turned > keys_ ? turned : keys_;
+    const int64_t rotated = queries_ > 0 && !queries_move() ? 1 : queries_;
+    const int64_t count = rotated > keys_ ? rotated : keys_;
     return count == 0 || (0 <= start && start + count <= rotary_rows);
   }
 };

@@ -44,15 +44,15 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
   if constexpr (kForward) {
     if (!p.cache) return;
     const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
-    const bool appends = p.append != STROBE_APPEND_NONE, turns = p.rotary_dim > 0;
+    const bool appends = p.append != STROBE_APPEND_NONE, rotates = p.rotary_dim > 0;
     const bool some_new = appends && (packed ? p.total_new : p.seqlen_new) > 0 && p.seqlen_k > 0;
-    const bool some_turns = turns && p.rotary_rows > 0;
+    const bool some_rotates = rotates && p.rotary_rows > 0;
     visit(LaunchPointer{"block_table", a.block_table, paged, paged && p.pages_per_sequence > 0, 4});
     visit(LaunchPointer{"k_new", a.k_new, appends, some_new, align_kv});
     visit(LaunchPointer{"v_new", a.v_new, appends, some_new, align_kv});
     visit(LaunchPointer{"cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, 4});
-    visit(LaunchPointer{"rotary_cos", a.rotary_cos, turns, some_turns, align});
-    visit(LaunchPointer{"rotary_sin", a.rotary_sin, turns, some_turns, align});
+    visit(LaunchPointer{"rotary_cos", a.rotary_cos, rotates, some_rotates, align});
+    visit(LaunchPointer{"rotary_sin", a.rotary_sin, rotates, some_rotates, align});
     for_each_cache_array(p, a, [&](const char* name, int32_t wanted, const int32_t* values) {
       visit(LaunchPointer{name, values, wanted != 0, wanted != 0, 4});
     });

@@ -113,9 +113,9 @@ static bool start_item(const Backward& b) {
 /// dropout; lse / scale must be a number of an ordinary size, and lse's rounding error small beside
 /// that of a weight.
 static bool may_start_at_lse(const Backward& b, const QueryTile& t) {
-  const ScoreRule& rule = t.scorer.rule;
-  if (!rule.linear || rule.dropout) return false;
-  if (!(__builtin_fabsf(rule.scale) > 1e-20f)) return false;
+  const ScoreOptions& options = t.scorer.options;
+  if (!options.linear || options.dropout) return false;
+  if (!(__builtin_fabsf(options.scale) > 1e-20f)) return false;
   const float* const lse = b.c.lse + b.c.lse_index(b.sequence, t.head) + t.queries.begin;
   return !any_large(lse, t.queries.size());
 }
@@ -131,7 +131,7 @@ static bool start_query_tile(const Backward& b, const QueryTile& t) {
   bool nonfinite = pack_pairs<true>(q, padded, b.s.q_pairs, b.s.q_nonfinite);
   nonfinite |= pack_pairs<true>(dout, padded, b.s.dout_pairs, b.s.dout_nonfinite);
   const int64_t at = b.c.lse_index(b.sequence, t.head) + t.queries.begin;
-  const float lse_factor = t.starts_at_lse ? -1 / t.scorer.rule.scale : -1;
+  const float lse_factor = t.starts_at_lse ? -1 / t.scorer.options.scale : -1;
   for (int64_t r = 0; r < padded; ++r) {
     b.s.lse[r] = r < n ? canonical_nan(b.c.lse[at + r] * lse_factor) : 0;
     b.s.over_sum[r] = 1;
@@ -250,7 +250,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
-    QueryTile t{head, {0, 0}, Scorer(score_rule(c, item.batch, head)), false, 0};
+    QueryTile t{head, {0, 0}, Scorer(score_options(c, item.batch, head)), false, 0};
     for (int64_t n = tiles.begin; n < tiles.end; ++n) {
       t.queries = block_at({0, mask.seqlen_q}, n * kBackwardTileQ, kBackwardTileQ);
       const Visit visit = visit_of(c, mask, t.queries, item.k_begin);

@@ -248,11 +248,11 @@ class Gradients {
     const Mask& mask = b_.sequence.mask;
     const Range queries = t_.sub_tile(unit_.sub_tile), keys = b_.strip(unit_.strip);
     const FastExp2 fast_exp2(b_.c.problem.scale * kLog2e);
-    const ScoreRule& rule = t_.scorer.rule;
+    const ScoreOptions& options = t_.scorer.options;
     const bool some_masked = masked(), folds = split() && t_.folds(unit_.sub_tile);
     const bool writes_low = split() && (!folds || t_.few_keys(unit_.sub_tile));
     uint32_t kept[kStrip];
-    if (rule.dropout) kept_queries(rule, queries.begin, keys.begin, kept);
+    if (options.dropout) kept_queries(options, queries.begin, keys.begin, kept);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
       __m512 p[2][2], ds[2][2];
       for (int64_t j = 0; j < 4; ++j) {
@@ -277,10 +277,10 @@ class Gradients {
             set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
         const __m512 whole = _mm512_mul_ps(bounded, load(over_sum));
         __m512 weight = whole, gradient = dp;
-        if (rule.dropout) {
+        if (options.dropout) {
           const auto keep = static_cast<__mmask16>(kept[i + j / 2 * kTile] >> (j % 2 * kTile));
           // Multiplied by 0 where dropped, as in standard attention: NaN stays NaN.
-          const __m512 scale = _mm512_maskz_mov_ps(keep, set(rule.generator.keep_scale));
+          const __m512 scale = _mm512_maskz_mov_ps(keep, set(options.generator.keep_scale));
           weight = _mm512_mul_ps(weight, scale);
           gradient = _mm512_mul_ps(gradient, scale);
         }

@@ -257,8 +257,8 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   }
   // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it
   // is in. Tiles next to each other that go the same way share the packed K and V.
-  const ScoreRule rule = score_rule(c, item.batch, item.head);
-  const bool always_online = !rule.linear || rule.dropout;
+  const ScoreOptions options = score_options(c, item.batch, item.head);
+  const bool always_online = !options.linear || options.dropout;
   const auto goes_online = [&](int64_t t) { return always_online || f.few_keys(t); };
   for (Range run{0, 0}; run.begin < tiles; run.begin = run.end) {
     const bool online = goes_online(run.begin);

@@ -74,7 +74,7 @@ STROBE_AMX void online_output(const Forward& f, const Unit& u) {
 /// Turns the scores of the unit into weights times 2^-lower, and scales O and the sums so far to
 /// the new maximum.
 static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u, int lower) {
-  const ScoreRule& rule = scorer.rule;
+  const ScoreOptions& options = scorer.options;
   const Range tile = f.tile(u.tile);
   const Mask& mask = f.sequence.mask;
   const bool split = f.few_keys(u.tile);
@@ -116,7 +116,7 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
     // A row that has seen no finite score yet has nothing to subtract: -inf - -inf would be NaN.
     const __m512 reference = set(*maximum == -kInfinity ? 0 : *maximum);
     uint32_t kept[kUnitGroups];
-    if (rule.dropout) kept_keys(rule, query, u.key, kept);
+    if (options.dropout) kept_keys(options, query, u.key, kept);
     __m512 total = _mm512_setzero_ps(), rounded_total = total;
     for (int64_t g = 0; g < u.groups; ++g) {
       const float* const s = at + g * kForwardTileQ * kGroup;
@@ -129,7 +129,7 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
       rounded_total =
           split ? total
                 : _mm512_add_ps(rounded_total, _mm512_add_ps(round_to_bf16(a), round_to_bf16(b)));
-      if (rule.dropout) {
+      if (options.dropout) {
         // The sums stay those of all weights: dropout comes after the softmax.
         a = _mm512_maskz_mov_ps(static_cast<__mmask16>(kept[g]), a);
         b = _mm512_maskz_mov_ps(static_cast<__mmask16>(kept[g] >> 16), b);
@@ -149,7 +149,7 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
 /// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sums of their rows.
 /// lower: weights are 2^-lower of what they are against the maximum.
 static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lower) {
-  const Scorer scorer(score_rule(f.c, f.item.batch, f.item.head));
+  const Scorer scorer(score_options(f.c, f.item.batch, f.item.head));
   for (int64_t r = tile * kForwardTileQ; r < tile_end * kForwardTileQ; ++r) {
     f.s.reference[r * kTile] = -kInfinity;
     f.s.sum[r * kTile] = f.s.sum[r * kTile + 1] = 0;

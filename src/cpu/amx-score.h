@@ -29,17 +29,17 @@ STROBE_AMX __m512i same(int64_t x) { return _mm512_set1_epi32(static_cast<int>(x
 
 /// The scores of one (batch, head). The lanes may be queries or keys.
 struct Scorer {
-  const ScoreRule rule;
+  const ScoreOptions options;
   const Softcap softcap;
   const float slope;
 
-  STROBE_INLINE explicit Scorer(const ScoreRule& r)
-      : rule(r), softcap(r.softcap), slope(canonical_nan(r.slope)) {}
+  STROBE_INLINE explicit Scorer(const ScoreOptions& r)
+      : options(r), softcap(r.softcap), slope(canonical_nan(r.slope)) {}
 
   /// product: q.k. position: the key position that the query stands at.
   STROBE_INLINE Score operator()(__m512 product, __m512i position, __m512i key) const {
-    Score s{_mm512_mul_ps(product, set(rule.scale)), set(1)};
-    if (rule.softcap > 0) s.value = softcap(s.value, s.derivative);
+    Score s{_mm512_mul_ps(product, set(options.scale)), set(1)};
+    if (options.softcap > 0) s.value = softcap(s.value, s.derivative);
     if (slope != 0) {
       // The distance is an integer until here: forward and backward round it alike.
       const __m512 distance = _mm512_cvtepi32_ps(_mm512_abs_epi32(_mm512_sub_epi32(position, key)));
@@ -70,18 +70,19 @@ struct PhiloxLanes {
 struct DropoutBits {
   __m512i word[4];
 };
-STROBE_AMX DropoutBits dropout_bits(const ScoreRule& rule, __m512i query, __m512i group) {
-  DropoutBits bits{
-      {group, query, PhiloxLanes::set(rule.batch_head), PhiloxLanes::set(rule.generator.counter3)}};
-  philox_rounds<PhiloxLanes>(rule.generator, bits.word);
+STROBE_AMX DropoutBits dropout_bits(const ScoreOptions& options, __m512i query, __m512i group) {
+  DropoutBits bits{{group, query, PhiloxLanes::set(options.batch_head),
+                    PhiloxLanes::set(options.generator.counter3)}};
+  philox_rounds<PhiloxLanes>(options.generator, bits.word);
   return bits;
 }
 
 /// Bit j of kept[i]: whether the weight of key `key + 32 i + j` is kept. key: a multiple of 32.
-STROBE_AMX void kept_keys(const ScoreRule& rule, int64_t query, int64_t key, uint32_t (&kept)[4]) {
+STROBE_AMX void kept_keys(const ScoreOptions& options, int64_t query, int64_t key,
+                          uint32_t (&kept)[4]) {
   // One lane, eight keys.
-  const DropoutBits bits = dropout_bits(rule, same(query), count_from(key / 8));
-  const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(rule.generator.threshold));
+  const DropoutBits bits = dropout_bits(options, same(query), count_from(key / 8));
+  const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(options.generator.threshold));
   uint64_t low = 0, high = 0;
   STROBE_UNROLL for (int w = 0; w < 4; ++w) {
     // Bits 2 l and 2 l + 1: keys 8 l + 2 w and the next.
@@ -90,7 +91,7 @@ STROBE_AMX void kept_keys(const ScoreRule& rule, int64_t query, int64_t key, uin
     high |= _pdep_u64(keep >> 16, uint64_t{0x0303030303030303} << (2 * w));
   }
   // A threshold of 2^16 does not fit 16 bits; p close to 1 drops everything.
-  if (rule.generator.threshold > 0xFFFF) low = high = 0;
+  if (options.generator.threshold > 0xFFFF) low = high = 0;
   kept[0] = static_cast<uint32_t>(low);
   kept[1] = static_cast<uint32_t>(low >> 32);
   kept[2] = static_cast<uint32_t>(high);
@@ -98,13 +99,13 @@ STROBE_AMX void kept_keys(const ScoreRule& rule, int64_t query, int64_t key, uin
 }
 
 /// Bit i of kept[j]: whether the weight of query `query + i` and key `key + j` is kept.
-STROBE_AMX void kept_queries(const ScoreRule& rule, int64_t query, int64_t key,
+STROBE_AMX void kept_queries(const ScoreOptions& options, int64_t query, int64_t key,
                              uint32_t (&kept)[32]) {
-  const __m512i threshold = _mm512_set1_epi32(static_cast<int>(rule.generator.threshold));
+  const __m512i threshold = _mm512_set1_epi32(static_cast<int>(options.generator.threshold));
   for (int64_t half = 0; half < 2; ++half) {
     for (int64_t group = 0; group < 4; ++group) {
       const DropoutBits bits =
-          dropout_bits(rule, count_from(query + half * kTile), same(key / 8 + group));
+          dropout_bits(options, count_from(query + half * kTile), same(key / 8 + group));
       for (int64_t j = 0; j < 8; ++j) {
         const __m512i word = bits.word[j / 2];
         const __m512i value =

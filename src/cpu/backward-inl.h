@@ -115,15 +115,15 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
 /// key_begin.
 template <bool kLinear, bool kMasked>
-static void backward_row(const ScoreRule& rule, int64_t query, int64_t position, int64_t key_begin,
-                         Range seen, const RowSoftmax& softmax, float delta, int64_t width,
-                         float* s, float* dp) {
-  const Scorer scorer{rule};
+static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
+                         int64_t key_begin, Range seen, const RowSoftmax& softmax, float delta,
+                         int64_t width, float* s, float* dp) {
+  const Scorer scorer{options};
   const VF reference = set(softmax.reference), vdelta = set(delta * softmax.dout_factor);
   for (int64_t j = 0; j < width; j += kLanes) {
     VF grad = load(dp + j);
     Score score{load(s + j), set(1)};
-    if (kLinear || rule.linear) {
+    if (kLinear || options.linear) {
       // Scaled before lse is taken away, as in forward: a row's one large weight is exactly 1
       // again.
       score.value = hn::Mul(score.value, set(softmax.factor));
@@ -134,10 +134,10 @@ static void backward_row(const ScoreRule& rule, int64_t query, int64_t position,
     const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
     VF dropped = p;
     if constexpr (!kLinear) {
-      if (rule.dropout) {
+      if (options.dropout) {
         // Multiplied, not chosen: a NaN that is dropped stays one, as in standard attention.
-        const auto kept = kept_keys(rule, query, hn::BitCast(u32, count_from(key_begin + j)));
-        const VF scale = hn::IfThenElseZero(kept, set(rule.generator.keep_scale));
+        const auto kept = kept_keys(options, query, hn::BitCast(u32, count_from(key_begin + j)));
+        const VF scale = hn::IfThenElseZero(kept, set(options.generator.keep_scale));
         dropped = hn::Mul(p, scale);
         grad = hn::Mul(grad, scale);
       }
@@ -222,9 +222,9 @@ static void decoded_scores(const float* q, const float* k, int64_t dim, int64_t 
 }
 
 /// One tile of queries against one group of keys of the block: the step of the algorithm.
-static void backward_step(const BackwardContext& c, const ScoreRule& rule, const Sequence& sequence,
-                          int64_t head, Range tile, Range keys, int64_t k_begin, bool nonfinite,
-                          const BackwardScratch& s) {
+static void backward_step(const BackwardContext& c, const ScoreOptions& options,
+                          const Sequence& sequence, int64_t head, Range tile, Range keys,
+                          int64_t k_begin, bool nonfinite, const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
   const Range queries = intersect(mask.q_range(keys), tile);
@@ -248,18 +248,18 @@ static void backward_step(const BackwardContext& c, const ScoreRule& rule, const
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeFew && !rule.dropout && p.dtype == STROBE_FLOAT32) {
+  if (mask.seqlen_q <= kDecodeFew && !options.dropout && p.dtype == STROBE_FLOAT32) {
     decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }
-  const bool linear = rule.linear && !rule.dropout;
+  const bool linear = options.linear && !options.dropout;
   const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
                           : (masked ? backward_row<false, true> : backward_row<false, false>);
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
-    run(rule, i, mask.position(i), keys.begin, seen, row_softmax(c, rule, lse_at + i),
+    run(options, i, mask.position(i), keys.begin, seen, row_softmax(c, options, lse_at + i),
         c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
@@ -328,7 +328,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
-    const ScoreRule rule = score_rule(c, item.batch, head);
+    const ScoreOptions options = score_options(c, item.batch, head);
     const RowView q_rows = c.query_rows(c.q, sequence, head);
     const RowView dout_rows = c.query_rows(c.dout, sequence, head);
     for (int64_t t = tiles.begin; t < tiles.end; ++t) {
@@ -340,14 +340,14 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       load_rows(dout_rows, p.dtype, tile, p.head_dim_v, s.dout, dv);
       const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
       for (int64_t r = 0; r < n; ++r) {
-        const float factor = row_softmax(c, rule, lse_at + r).dout_factor;
+        const float factor = row_softmax(c, options, lse_at + r).dout_factor;
         if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
       }
       const bool nonfinite =
           k_nonfinite || any_nonfinite(s.q, n, d, d) || any_nonfinite(s.dout, n, dv, dv);
       __builtin_memset(s.dq, 0, static_cast<size_t>(n * d) * sizeof(float));
       for (int64_t k = item.k_begin; k < item.k_end; k += kBackwardTileK) {
-        backward_step(c, rule, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
+        backward_step(c, options, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
                       item.k_begin, nonfinite, s);
       }
       hand_over_dq(c, sequence, head, tile, visit, s.dq);

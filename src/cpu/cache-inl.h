@@ -6,7 +6,7 @@
 
 namespace strobe::cpu::STROBE_ISA {
 
-/// Turns a row of Q or K, which is float32, by the angles of a position.
+/// Rotates a row of Q or K, which is float32, by the angles of a position.
 static void rotate_row(const ForwardContext& c, int64_t position, float* row) {
   const int64_t half = c.problem.rotary_dim / 2;
   HWY_ALIGN float cosines[128 + kLanes], sines[128 + kLanes];

@@ -47,8 +47,9 @@ static void decode_merge(const ForwardContext& c, const DecodeItem& item, const 
   const int64_t rows = item.rows.size();
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
-    const ScoreRule rule = score_rule(c, item.batch, head_kv * c.group() + row % c.group());
-    const float unit = score_unit(rule) * kLog2e;
+    const ScoreOptions options =
+        score_options(c, item.batch, head_kv * c.group() + row % c.group());
+    const float unit = score_unit(options) * kLog2e;
     const float max = left.max[n] > right.max[n] ? left.max[n] : right.max[n];
     const float reference = max == -kInfinity ? 0 : max;
     const VF a = exp2(set(left.max[n] - reference), unit);
@@ -76,7 +77,7 @@ struct Decode {
   const bool packed = packs_queries(c.problem);
   const bool drops = drops_fetches();
 
-  /// Whether Q stays in bf16. Queries that were turned are no bf16 numbers any more.
+  /// Whether Q stays in bf16. Queries that were rotated are no bf16 numbers any more.
   static bool packs_queries(const AttentionProblem& p) {
 #if HWY_TARGET == HWY_AVX3
     return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && has_fast_bf16_products();
@@ -120,7 +121,7 @@ struct Decode {
         const int64_t at = query(r);
         for (int64_t i = 0; i < shape.dim; i += kLanes) store(hn::Zero(f32), s.row + i);
         load_query_rows(c, sequence, head(h, r), {at, at + 1}, s.row, shape.dim);
-        const float factor = q_factor(score_rule(c, item.batch, head(h, r)));
+        const float factor = q_factor(score_options(c, item.batch, head(h, r)));
         float* const to = s.q + n * shape.dim;
 #if HWY_TARGET == HWY_AVX3
         if (packed) {
@@ -220,9 +221,9 @@ struct Decode {
 
   /// The weights of one row, its maximum and its sum. seen: its keys of the block.
   template <bool kLinear>
-  void weigh(const ScoreRule& rule, int64_t position, int64_t first_key, int64_t count, Range seen,
-             float* row, float& max_out, float& sum_out) const {
-    const Scorer score{rule};
+  void weigh(const ScoreOptions& options, int64_t position, int64_t first_key, int64_t count,
+             Range seen, float* row, float& max_out, float& sum_out) const {
+    const Scorer score{options};
     const VI at = hn::Set(i32, static_cast<int32_t>(position));
     const VI begin = hn::Set(i32, static_cast<int32_t>(seen.begin - 1));
     const VI end = hn::Set(i32, static_cast<int32_t>(seen.end));
@@ -238,7 +239,7 @@ struct Decode {
     }
     const float largest = hn::GetLane(hn::MaxOfLanes(f32, max));
     const VF reference = set(largest == -kInfinity ? 0 : largest);
-    const float unit = score_unit(rule) * kLog2e;
+    const float unit = score_unit(options) * kLog2e;
     VF sum = hn::Zero(f32);
     for (int64_t j = 0; j < count; j += kLanes) {
       const VF w = exp2(hn::Sub(load(row + j), reference), unit);
@@ -261,15 +262,17 @@ struct Decode {
     for (int64_t h = 0, n = 0; h < item.heads.size(); ++h) {
       for (int64_t r = 0; r < rows; ++r, ++n) {
         const int64_t at = item.rows.begin + r;
-        const ScoreRule rule = score_rule(c, item.batch, head(item.heads.begin + h, at));
+        const ScoreOptions options = score_options(c, item.batch, head(item.heads.begin + h, at));
         const int64_t position = sequence.mask.position(query(at));
         float* const row = s.weights + n * kDecodeKeys;
         const Range seen = seen_of_block(r, keys);
         ahead.fetch(lines);
-        if (rule.linear) {
-          weigh<true>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
+        if (options.linear) {
+          weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
+                      result.sum[n]);
         } else {
-          weigh<false>(rule, position, keys.begin, count, seen, row, result.max[n], result.sum[n]);
+          weigh<false>(options, position, keys.begin, count, seen, row, result.max[n],
+                       result.sum[n]);
         }
       }
     }
@@ -433,7 +436,7 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
               s.row, factor);
     if (!c.lse) continue;
-    const double unit = score_unit(score_rule(c, item.batch, head));
+    const double unit = score_unit(score_options(c, item.batch, head));
     c.lse[c.lse_index(sequence, head) + query] =
         empty ? -kInfinity
         : sum == 0

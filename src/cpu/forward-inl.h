@@ -89,7 +89,7 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   tile.full_keys = sequence.mask.full_range(tile.queries);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
-  const float factor = q_factor(score_rule(c, item.batch, item.head));
+  const float factor = q_factor(score_options(c, item.batch, item.head));
   for (int64_t r = 0; r < kForwardTileQ; r += kTransposeRows) {
     const int64_t some = n - r < 0 ? 0 : n - r < kTransposeRows ? n - r : kTransposeRows;
     if (some < kTransposeRows) {
@@ -118,9 +118,10 @@ STROBE_SIMD hn::Mask<F> sees(VI before, VI end, int64_t key) {
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
 /// and O have to be multiplied by. Returns whether any alpha differs from 1.
 template <int kVectors, bool kLinear, bool kMasked>
-static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const Sequence& sequence,
-                          Range keys, int64_t first, float* pt, float* alpha) {
-  const Scorer score{rule};
+static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
+                          const Sequence& sequence, Range keys, int64_t first, float* pt,
+                          float* alpha) {
+  const Scorer score{options};
   VF max[kVectors], old[kVectors];
   VI before[kVectors], end[kVectors], position[kVectors];
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -152,7 +153,7 @@ static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const 
     }
   }
   // The difference is taken before it is scaled: it is exact where two scores are large and close.
-  const float unit = score_unit(rule) * kLog2e;
+  const float unit = score_unit(options) * kLog2e;
   VF sum[kVectors], reference[kVectors];
   bool changed = false;
   STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -178,12 +179,12 @@ static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const 
     store(hn::MulAdd(load(tile.sum + at), load(alpha + at), sum[v]), tile.sum + at);
   }
 
-  if (rule.dropout) {
+  if (options.dropout) {
     // The sum stays that of all weights: dropout comes after the softmax.
-    const VF scale = set(rule.generator.keep_scale);
+    const VF scale = set(options.generator.keep_scale);
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes;
-      KeptQueries kept(rule, hn::BitCast(u32, count_from(tile.queries.begin + at)));
+      KeptQueries kept(options, hn::BitCast(u32, count_from(tile.queries.begin + at)));
       for (int64_t j = 0; j < n; ++j) {
         float* const p = pt + j * kForwardTileQ + at;
         store(hn::IfThenElseZero(kept(keys.begin + j), hn::Mul(load(p), scale)), p);
@@ -194,17 +195,17 @@ static bool softmax_panel(const ScoreRule& rule, const ForwardTile& tile, const 
 }
 
 template <bool kLinear, bool kMasked>
-static bool softmax(const ScoreRule& rule, const ForwardTile& tile, const Sequence& sequence,
+static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const Sequence& sequence,
                     Range keys, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
-    changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(rule, tile, sequence, keys,
+    changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(options, tile, sequence, keys,
                                                               v * kLanes, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
     changed |=
-        softmax_panel<1, kLinear, kMasked>(rule, tile, sequence, keys, v * kLanes, pt, alpha);
+        softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, pt, alpha);
   }
   return changed;
 }
@@ -232,7 +233,7 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
 /// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
-STROBE_SIMD bool weigh_keys(const Context& c, const ScoreRule& rule, const Sequence& sequence,
+STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
                             const ForwardTile& tile, Range block, Range keys,
                             const ForwardScratch& s) {
   const int64_t d = round_up(c.problem.head_dim, kLanes);
@@ -240,14 +241,14 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreRule& rule, const Seque
   gemm<Old::kDrop>(
       {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
       keys.size(), tile.vectors, c.problem.head_dim);
-  const auto run = rule.linear ? (masked ? softmax<true, true> : softmax<true, false>)
-                               : (masked ? softmax<false, true> : softmax<false, false>);
-  return run(rule, tile, sequence, keys, s.pt, s.alpha);
+  const auto run = options.linear ? (masked ? softmax<true, true> : softmax<true, false>)
+                                  : (masked ? softmax<false, true> : softmax<false, false>);
+  return run(options, tile, sequence, keys, s.pt, s.alpha);
 }
 
 /// One tile of queries against one block of keys, whose rows are in s.k and s.v: the step of the
 /// algorithm.
-STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
+STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
                               const Sequence& sequence, const ForwardTile& tile, Range block,
                               bool v_nonfinite, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
@@ -255,7 +256,7 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
   if (keys.empty()) return;
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const float* const v = s.v + (keys.begin - block.begin) * dv;
-  const bool rescale = weigh_keys(c, rule, sequence, tile, block, keys, s);
+  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, s);
   if (v_nonfinite && !tile.full_keys.contains(keys)) {
     accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
     return;
@@ -276,7 +277,7 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreRule& rule,
 }
 
 /// Some tiles of an item against all keys that they see. V is multiplied by v_factor first.
-static void forward_tiles_pass(const ForwardContext& c, const ScoreRule& rule,
+static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& options,
                                const Sequence& sequence, const ForwardItem& item,
                                const ForwardTile* tiles, int64_t count, Range keys, float v_factor,
                                const ForwardScratch& s) {
@@ -293,7 +294,7 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreRule& rule,
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
     for (int64_t t = 0; t < count; ++t)
-      forward_step(c, rule, sequence, tiles[t], block, v_nonfinite, s);
+      forward_step(c, options, sequence, tiles[t], block, v_nonfinite, s);
   }
 }
 
@@ -302,7 +303,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
-  const double unit = score_unit(score_rule(c, item.batch, item.head));
+  const double unit = score_unit(score_options(c, item.batch, item.head));
   const RowView out = c.query_rows(c.out, sequence, item.head);
   float* const lse =
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
@@ -328,9 +329,9 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
 /// Before the division a row of O is the sum of up to seqlen_k rows of V. It may have overflowed
 /// although the mean that it becomes is finite. This computes the tile again with a smaller V, and
 /// replaces what is not finite in the output.
-static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const Sequence& sequence,
-                          const ForwardItem& item, const ForwardTile& tile,
-                          const ForwardScratch& s) {
+static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
+                          const Sequence& sequence, const ForwardItem& item,
+                          const ForwardTile& tile, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
   const RowView out = c.query_rows(c.out, sequence, item.head);
@@ -342,7 +343,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreRule& rule, const 
   float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
   while (power < 2 * largest * c.dropout.keep_scale) power *= 2;
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
-  forward_tiles_pass(c, rule, sequence, item, &tile, 1, tile.keys, 1 / power, s);
+  forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
     if (tile.end[r] <= tile.before[r] + 1) continue;
@@ -362,18 +363,18 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   Arena arena(scratch);
   const ForwardScratch s = carve_forward(arena, c);
   const Sequence sequence = c.sequence(item.batch);
-  const ScoreRule rule = score_rule(c, item.batch, item.head);
+  const ScoreOptions options = score_options(c, item.batch, item.head);
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   for (int64_t t = 0; t < tiles; ++t) {
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
-  forward_tiles_pass(c, rule, sequence, item, s.tiles, tiles, keys, 1, s);
+  forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, keys, 1, s);
   for (int64_t t = 0; t < tiles; ++t) {
     finish_tile(c, sequence, item, s.tiles[t], s.rows);
     if (any_nonfinite(s.tiles[t].ot, c.problem.head_dim_v, kForwardTileQ, kForwardTileQ))
-      mend_overflow(c, rule, sequence, item, s.tiles[t], s);
+      mend_overflow(c, options, sequence, item, s.tiles[t], s);
   }
 }
 

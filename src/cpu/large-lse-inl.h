@@ -17,7 +17,7 @@ STROBE_SIMD bool is_large(float lse) {
 }
 
 /// How the weights of one row come from its scores: exp2((score - reference) * unit). The score is
-/// q.k * factor where the rule is linear, and the Scorer's otherwise.
+/// q.k * factor where the score is linear, and the Scorer's otherwise.
 struct RowSoftmax {
   float factor, reference;
   float unit;
@@ -25,13 +25,13 @@ struct RowSoftmax {
 };
 
 /// lse_at: the row's place in lse.
-STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreRule& rule,
+STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreOptions& options,
                                    int64_t lse_at) {
   const float lse = c.lse[lse_at];
-  if (!is_large(lse)) return {rule.scale, lse, kLog2e, 1};
+  if (!is_large(lse)) return {options.scale, lse, kLog2e, 1};
   // As in forward, bit for bit.
-  return {rule.linear ? q_factor(rule) : rule.scale, c.row_max[lse_at], score_unit(rule) * kLog2e,
-          1 / c.row_sum[lse_at]};
+  return {options.linear ? q_factor(options) : options.scale, c.row_max[lse_at],
+          score_unit(options) * kLog2e, 1 / c.row_sum[lse_at]};
 }
 
 static size_t row_sums_scratch(const BackwardContext& c) {
@@ -55,12 +55,12 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     const ForwardScratch s = carve_forward(arena, forward);
     ForwardTile& tile = s.tiles[0];
     start_tile(forward, sequence, item, q, s.rows, tile);
-    ScoreRule rule = score_rule(c, item.batch, item.head);
-    rule.dropout = false;  // it comes after the softmax
+    ScoreOptions options = score_options(c, item.batch, item.head);
+    options.dropout = false;  // it comes after the softmax
     for (Range block = block_at(tile.keys, tile.keys.begin, kForwardTileK); !block.empty();
          block = block_at(tile.keys, block.end, kForwardTileK)) {
       load_rows(k, p.dtype, block, p.head_dim, s.k, round_up(p.head_dim, kLanes));
-      weigh_keys(c, rule, sequence, tile, block, block, s);
+      weigh_keys(c, options, sequence, tile, block, block, s);
     }
     for (int64_t i = q; i < end; ++i) {
       c.row_max[at + i] = tile.max[i - q];

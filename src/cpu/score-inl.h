@@ -14,38 +14,40 @@ struct Score {
 
 /// The scores of one (batch, head). The lanes may be queries or keys.
 struct Scorer {
-  const ScoreRule& rule;
+  const ScoreOptions& options;
 
   /// product: q.k. position: the key position that the query stands at.
   STROBE_INLINE Score operator()(VF product, VI position, VI key) const {
-    VF s = hn::Mul(product, set(rule.scale)), derivative = set(1);
-    if (rule.softcap > 0) {
+    VF s = hn::Mul(product, set(options.scale)), derivative = set(1);
+    if (options.softcap > 0) {
       // A division: 1 / softcap is infinite below 2.9e-39.
-      const VF x = hn::Div(s, set(rule.softcap));
+      const VF x = hn::Div(s, set(options.softcap));
       VF tanh = x;
 #if HWY_TARGET == HWY_SCALAR
       // There Highway makes an integer of x, which nothing defines for a NaN.
       if (hn::AllFalse(f32, hn::IsNaN(x)))
 #endif
         tanh = hn::Tanh(f32, x);
-      s = hn::Mul(tanh, set(rule.softcap));
+      s = hn::Mul(tanh, set(options.softcap));
       derivative = hn::NegMulAdd(tanh, tanh, set(1));
     }
     // The distance is an integer until here: forward and backward round it alike.
     const VF distance = hn::ConvertTo(f32, hn::Abs(hn::Sub(position, key)));
-    return {hn::NegMulAdd(set(rule.slope), distance, s), derivative};
+    return {hn::NegMulAdd(set(options.slope), distance, s), derivative};
   }
 };
 
 // The softmax of a linear score keeps q.k unscaled: its exponential multiplies by log2(e) anyway,
 // and takes the scale along. The maximum has to be that of the scaled scores, so the scale's sign
 // (or its being zero) goes into Q.
-STROBE_SIMD float q_factor(const ScoreRule& rule) {
-  return !rule.linear || rule.scale > 0 ? 1 : rule.scale < 0 ? -1 : 0;
+STROBE_SIMD float q_factor(const ScoreOptions& options) {
+  return !options.linear || options.scale > 0 ? 1 : options.scale < 0 ? -1 : 0;
 }
 /// What a difference of 1 between two kept scores is worth.
-STROBE_SIMD float score_unit(const ScoreRule& rule) {
-  return !rule.linear || rule.scale == 0 ? 1 : rule.scale < 0 ? -rule.scale : rule.scale;
+STROBE_SIMD float score_unit(const ScoreOptions& options) {
+  return !options.linear || options.scale == 0 ? 1
+         : options.scale < 0                   ? -options.scale
+                                               : options.scale;
 }
 
 struct PhiloxLanes {
@@ -71,38 +73,38 @@ struct PhiloxLanes {
 struct DropoutBits {
   VU word[4];
 };
-STROBE_SIMD DropoutBits dropout_bits(const ScoreRule& rule, VU query, VU group) {
+STROBE_SIMD DropoutBits dropout_bits(const ScoreOptions& options, VU query, VU group) {
   DropoutBits bits{
-      {group, query, hn::Set(u32, rule.batch_head), hn::Set(u32, rule.generator.counter3)}};
-  philox_rounds<PhiloxLanes>(rule.generator, bits.word);
+      {group, query, hn::Set(u32, options.batch_head), hn::Set(u32, options.generator.counter3)}};
+  philox_rounds<PhiloxLanes>(options.generator, bits.word);
   return bits;
 }
 
 /// Lanes whose 16 bits say that the weight is kept.
-STROBE_SIMD hn::Mask<F> kept_lanes(const ScoreRule& rule, VU half) {
+STROBE_SIMD hn::Mask<F> kept_lanes(const ScoreOptions& options, VU half) {
   // Both sides are below 2^17, so a signed comparison will do.
-  const auto least = static_cast<int32_t>(rule.generator.threshold) - 1;
+  const auto least = static_cast<int32_t>(options.generator.threshold) - 1;
   return hn::RebindMask(f32, hn::Gt(hn::BitCast(i32, half), hn::Set(i32, least)));
 }
 
 /// Which weights of a vector of queries are kept, asked for one key after the other.
 class KeptQueries {
  public:
-  STROBE_INLINE KeptQueries(const ScoreRule& rule, VU queries)
-      : rule_(rule), queries_(queries), bits_() {}
+  STROBE_INLINE KeptQueries(const ScoreOptions& options, VU queries)
+      : options_(options), queries_(queries), bits_() {}
 
   STROBE_INLINE hn::Mask<F> operator()(int64_t key) {
     if (key / 8 != group_) {
       group_ = key / 8;
-      bits_ = dropout_bits(rule_, queries_, hn::Set(u32, static_cast<uint32_t>(group_)));
+      bits_ = dropout_bits(options_, queries_, hn::Set(u32, static_cast<uint32_t>(group_)));
     }
     const VU word = bits_.word[key / 2 % 4];
-    return kept_lanes(rule_,
+    return kept_lanes(options_,
                       key % 2 ? hn::ShiftRight<16>(word) : hn::And(word, hn::Set(u32, 0xFFFF)));
   }
 
  private:
-  const ScoreRule& rule_;
+  const ScoreOptions& options_;
   const VU queries_;
   DropoutBits bits_;
   int64_t group_ = -1;
@@ -110,13 +112,13 @@ class KeptQueries {
 
 /// Which weights of one query and a vector of keys are kept. Every lane runs the generator,
 /// although one call serves eight keys: dropout is rarely trained on a CPU.
-STROBE_SIMD hn::Mask<F> kept_keys(const ScoreRule& rule, int64_t query, VU key) {
+STROBE_SIMD hn::Mask<F> kept_keys(const ScoreOptions& options, int64_t query, VU key) {
   const DropoutBits bits =
-      dropout_bits(rule, hn::Set(u32, static_cast<uint32_t>(query)), hn::ShiftRight<3>(key));
+      dropout_bits(options, hn::Set(u32, static_cast<uint32_t>(query)), hn::ShiftRight<3>(key));
   const auto bit1 = hn::TestBit(key, hn::Set(u32, 2)), bit2 = hn::TestBit(key, hn::Set(u32, 4));
   const VU word = hn::IfThenElse(bit2, hn::IfThenElse(bit1, bits.word[3], bits.word[2]),
                                  hn::IfThenElse(bit1, bits.word[1], bits.word[0]));
-  return kept_lanes(rule,
+  return kept_lanes(options,
                     hn::IfThenElse(hn::TestBit(key, hn::Set(u32, 1)), hn::ShiftRight<16>(word),
                                    hn::And(word, hn::Set(u32, 0xFFFF))));
 }

@@ -20,7 +20,7 @@ inline constexpr float kInfinity = __builtin_inff();
 inline constexpr float kLargeLse = 1024;
 
 /// What the problem says about the scores of one (batch, head).
-struct ScoreRule {
+struct ScoreOptions {
   bool linear;    // score = scale * q.k: neither softcap nor ALiBi
   float scale;    // multiplies q.k
   float softcap;  // 0: none
@@ -30,7 +30,7 @@ struct ScoreRule {
   uint32_t batch_head;  // of the generator's counter
 };
 
-STROBE_INLINE ScoreRule score_rule(const Context& c, int64_t batch, int64_t head) {
+STROBE_INLINE ScoreOptions score_options(const Context& c, int64_t batch, int64_t head) {
   const AttentionProblem& p = c.problem;
   float slope = 0;
   if (c.alibi_slopes) {

@@ -56,9 +56,9 @@ BackwardOrder order_of(const Packed& p, uint32_t parts, uint32_t group) {
   BackwardOrder o{};
   o.blocks = static_cast<uint32_t>(ceil_div(p.params.seqlen_k, kTile));
   o.parts = parts;
-  o.columns = static_cast<uint32_t>(p.params.batch * p.params.heads_kv) * parts;
+  o.tracks = static_cast<uint32_t>(p.params.batch * p.params.heads_kv) * parts;
   o.group = group;
-  o.items = int64_t{o.columns} * o.blocks;
+  o.items = int64_t{o.tracks} * o.blocks;
   return o;
 }
 
@@ -69,9 +69,9 @@ bool exists(const Packed& p, int32_t batch, int32_t block) {
 TEST(BackwardOrder, TakesEveryItemOnceWithKeyBlocksAscending) {
   BackwardOrder o{};
   for (const uint32_t group : {1u, 3u, 16u, 100u}) {
-    o.blocks = 5, o.parts = 2, o.columns = 2 * 3 * 2, o.group = group;
-    o.items = int64_t{o.columns} * o.blocks;
-    std::map<std::array<int, 3>, int> next;  // key block of a column
+    o.blocks = 5, o.parts = 2, o.tracks = 2 * 3 * 2, o.group = group;
+    o.items = int64_t{o.tracks} * o.blocks;
+    std::map<std::array<int, 3>, int> next;  // key block of a track
     for (int64_t i = 0; i < o.items; ++i) {
       const BackwardItem item = backward_item(o, 3, i);
       ASSERT_LT(item.batch, 2);
@@ -79,7 +79,7 @@ TEST(BackwardOrder, TakesEveryItemOnceWithKeyBlocksAscending) {
       ASSERT_LT(item.part, 2);
       ASSERT_EQ(item.block, (next[{item.batch, item.head_kv, item.part}]++));
     }
-    EXPECT_EQ(next.size(), o.columns);
+    EXPECT_EQ(next.size(), o.tracks);
   }
 }
 
@@ -124,7 +124,7 @@ TEST(BackwardOrder, AGapTakesFewDraws) {
     }
   }
   EXPECT_EQ(found, 8 * (40 + ceil_div(100000, kTile)));
-  EXPECT_LT(draws - found, o.columns);
+  EXPECT_LT(draws - found, o.tracks);
 }
 
 // The counters of dQ, as the kernels keep them in a deterministic launch: whatever the mask, every
@@ -230,8 +230,8 @@ TEST(QueryTile, OfEqualLengths) {
 TEST(ItemOrder, TakesEveryKeyBlockOfEveryHeadOnce) {
   for (const uint32_t entries : {1u, 3u}) {
     sm90::ItemOrder o{};
-    o.records = 5, o.parts = 2, o.columns = 3 * o.parts;
-    o.items = entries * o.columns * o.records;
+    o.records = 5, o.parts = 2, o.tracks = 3 * o.parts;
+    o.items = entries * o.tracks * o.records;
     std::set<std::array<uint32_t, 3>> seen;
     uint32_t before = 0;
     for (uint32_t i = 0; i < o.items; ++i) {
@@ -279,11 +279,11 @@ struct OrderedProblem {
     sizes.batch = batch, sizes.varlen = p.cu_k != nullptr, sizes.seqlen_k = seqlen_k;
     sizes.total_k = p.cu_k ? cu_k.back() : batch * seqlen_k;
     const auto blocks = static_cast<uint32_t>(key_blocks(sizes, tile_k));
-    o.columns = static_cast<uint32_t>(heads_kv * parts);
+    o.tracks = static_cast<uint32_t>(heads_kv * parts);
     o.parts = static_cast<uint32_t>(parts);
     o.heads_per_part = static_cast<int32_t>(ceil_div(group, parts));
     o.records = p.cu_k ? blocks : static_cast<uint32_t>(ceil_div(seqlen_k, tile_k));
-    o.items = blocks * o.columns;
+    o.items = blocks * o.tracks;
     return sm90::OrderedItems::make(o, tiles_of_item, rule.later_see_more(), batch_invariant);
   }
 };

@@ -2,7 +2,7 @@
 // keys and values, and the rotary embedding.
 //
 // Either a kernel of its own goes before (update_kernel.cuh), or no thread block reads what another
-// one writes: whoever attends to a new key takes it from k_new and turns it itself, by the same
+// one writes: whoever attends to a new key takes it from k_new and rotates it itself, by the same
 // arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the
 // cache that new keys go to are then read by nobody.
 #ifndef STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
@@ -23,8 +23,8 @@ struct NewKeys {
   int32_t position;  // in the rotary tables: that of key j is position + j
 };
 
-/// Whether a kernel with these parameters appends and turns. One that does not is compiled without
-/// all of this.
+/// Whether a kernel with these parameters appends and rotates. One that does not is compiled
+/// without all of this.
 template <typename Params>
 inline constexpr bool kUpdates = std::is_base_of_v<DecodeUpdateParams, Params>;
 
@@ -55,7 +55,7 @@ struct Rotation {
   const DecodeUpdateParams* p;  // what they hold costs no registers
   int64_t first;                // of the row's position in the tables; negative: it stays as it is
 
-  /// position: in range, where anything is turned.
+  /// position: in range, where anything is rotated.
   __device__ __forceinline__ static Rotation at(const DecodeUpdateParams& p, int64_t position) {
     return {&p, position * (p.cache.rotary_dim / 2)};
   }
@@ -63,11 +63,12 @@ struct Rotation {
   __device__ __forceinline__ T value(const T* row, int d) const {
     if (first < 0 || d >= p->cache.rotary_dim) return row[d];
     const Pair pair = Pair::of(d, p->cache.rotary_dim, p->cache.rotary_interleaved);
-    return pair.turn(row[d], row[pair.other], static_cast<const T*>(p->rotary_cos)[first + pair.n],
-                     static_cast<const T*>(p->rotary_sin)[first + pair.n]);
+    return pair.rotate(row[d], row[pair.other],
+                       static_cast<const T*>(p->rotary_cos)[first + pair.n],
+                       static_cast<const T*>(p->rotary_sin)[first + pair.n]);
   }
 
-  /// Whom an element is turned with, by which angle of the tables.
+  /// Whom an element is rotated with, by which angle of the tables.
   struct Pair {
     int n, other;
     bool leads;
@@ -77,7 +78,7 @@ struct Rotation {
       if (interleaved) return {d / 2, d ^ 1, d % 2 == 0};
       return d < half ? Pair{d, d + half, true} : Pair{d - half, d - half, false};
     }
-    __device__ __forceinline__ T turn(T x, T y, T cosine, T sine) const {
+    __device__ __forceinline__ T rotate(T x, T y, T cosine, T sine) const {
       const float by = static_cast<float>(sine);
       return static_cast<T>(__fmaf_rn(static_cast<float>(x), static_cast<float>(cosine),
                                       static_cast<float>(y) * (leads ? -by : by)));
@@ -85,11 +86,12 @@ struct Rotation {
   };
 };
 
-/// Eight elements of a row from `column` on, of which `columns` are there, turned by the angles at
+/// Eight elements of a row from `column` on, of which `columns` are there, rotated by the angles at
 /// `cosine` and `sine`. Not inlined: registers are short where this is used.
 template <typename T>
-__device__ __noinline__ uint4 turned_chunk(const T* row, const T* cosine, const T* sine, int column,
-                                           int columns, int rotary_dim, bool interleaved) {
+__device__ __noinline__ uint4 rotated_chunk(const T* row, const T* cosine, const T* sine,
+                                            int column, int columns, int rotary_dim,
+                                            bool interleaved) {
   constexpr int kAtOnce = 4;  // so much is on its way together
   uint2 half[2] = {};
 #pragma unroll 1
@@ -110,7 +112,7 @@ __device__ __noinline__ uint4 turned_chunk(const T* row, const T* cosine, const 
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const auto pair = Rotation<T>::Pair::of(first + i, rotary_dim, interleaved);
-      const T value = first + i < rotary_dim ? pair.turn(x[i], y[i], c[i], s[i]) : x[i];
+      const T value = first + i < rotary_dim ? pair.rotate(x[i], y[i], c[i], s[i]) : x[i];
       word[i / 2] |= static_cast<uint32_t>(__builtin_bit_cast(uint16_t, value)) << (16 * (i % 2));
     }
     half[1] = make_uint2(word[0], word[1]);
@@ -120,20 +122,20 @@ __device__ __noinline__ uint4 turned_chunk(const T* row, const T* cosine, const 
 }
 /// The same of a row at this position; columns: of the row from `column` on.
 template <typename T>
-__device__ __forceinline__ void turn_chunk(uint32_t (&word)[4], const DecodeUpdateParams& p,
-                                           const char* row, int64_t position, int column,
-                                           int columns) {
+__device__ __forceinline__ void rotate_chunk(uint32_t (&word)[4], const DecodeUpdateParams& p,
+                                             const char* row, int64_t position, int column,
+                                             int columns) {
   const int64_t first = position * (p.cache.rotary_dim / 2);
   const uint4 x =
-      turned_chunk(reinterpret_cast<const T*>(row), static_cast<const T*>(p.rotary_cos) + first,
-                   static_cast<const T*>(p.rotary_sin) + first, column, columns, p.cache.rotary_dim,
-                   p.cache.rotary_interleaved);
+      rotated_chunk(reinterpret_cast<const T*>(row), static_cast<const T*>(p.rotary_cos) + first,
+                    static_cast<const T*>(p.rotary_sin) + first, column, columns,
+                    p.cache.rotary_dim, p.cache.rotary_interleaved);
   word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
 }
 
-/// A row whose elements are turned where they are asked for; null: there is none.
+/// A row whose elements are rotated where they are asked for; null: there is none.
 template <typename T>
-struct TurnedRow {
+struct RotatedRow {
   const T* row;
   Rotation<T> rotation;
 
@@ -195,8 +197,8 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
     if (column < p.head_dim) {
       const char* const from = fresh.k + 2 * p.k_new.element(0, key, 0);
       if (column < c.rotary_dim) {
-        turn_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
-                                      p.head_dim - column);
+        rotate_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
+                                        p.head_dim - column);
       } else {
         read_chunk<kElements>(word, from + 2 * column, p.head_dim - column);
       }

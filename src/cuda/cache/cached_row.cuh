@@ -43,7 +43,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
       return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));
     };
     // A new key without a page is none either.
-    const auto key_at = [&](int64_t key) -> TurnedRow<T> {
+    const auto key_at = [&](int64_t key) -> RotatedRow<T> {
       const T* const cached = at(p.k, key);
       if (key < fresh.begin || !cached) return {cached, {&p, -1}};
       return {new_row(fresh.k, p.k_new, key), Rotation<T>::at(p, fresh.position + key)};
@@ -52,9 +52,9 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
       const T* const cached = at(p.v, key);
       return key < fresh.begin || !cached ? cached : new_row(fresh.v, p.v_new, key);
     };
-    const TurnedRow<T> turned{
+    const RotatedRow<T> rotated{
         q, Rotation<T>::at(p, p.cache.query_rotation(sequence.rotary_start, query))};
-    pairwise_row_of<T, false>(p, sequence, head, query, turned, key_at, value_at, write);
+    pairwise_row_of<T, false>(p, sequence, head, query, rotated, key_at, value_at, write);
   } else {
     pairwise_row_of<T, false>(
         p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },

@@ -1,5 +1,5 @@
-// What runs before a kernel that does not append and turn itself (updates_before in host/rows.h):
-// new keys and values go to the cache, and turned queries to the workspace. The other kernel then
+// What runs before a kernel that does not append and rotate itself (updates_before in host/rows.h):
+// new keys and values go to the cache, and rotated queries to the workspace. The other kernel then
 // reads both from memory, as if nothing had been new.
 #ifndef STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 #define STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
@@ -12,11 +12,11 @@
 
 namespace strobe::cuda {
 
-/// Writes each query that is in use to the same row of `to`, turned and rounded once: each row by
+/// Writes each query that is in use to the same row of `to`, rotated and rounded once: each row by
 /// one warp of the launch. Every warp of every thread block has to come by. Rows of `to` are made
 /// of whole 16-byte units.
 template <typename Shape, bool kElements>
-__device__ __forceinline__ void turn_queries(const DecodeUpdateParams& p, const Tensor& to) {
+__device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, const Tensor& to) {
   const CachedSequences& c = p.cache;
   const int column = 8 * static_cast<int>(threadIdx.x % 32);
   const int32_t heads = p.heads_kv * p.group;
@@ -39,8 +39,8 @@ __device__ __forceinline__ void turn_queries(const DecodeUpdateParams& p, const 
     uint32_t word[4];
     // Out of range, the position is of no use, and the row becomes NaN.
     if (column < c.rotary_dim && s.in_range) {
-      turn_chunk<typename Shape::T>(word, p, row_of(p.q), c.query_rotation(s.rotary_start, query),
-                                    column, p.head_dim - column);
+      rotate_chunk<typename Shape::T>(word, p, row_of(p.q), c.query_rotation(s.rotary_start, query),
+                                      column, p.head_dim - column);
     } else {
       read_chunk<kElements>(word, row_of(p.q) + 2 * column, p.head_dim - column);
     }
@@ -48,14 +48,14 @@ __device__ __forceinline__ void turn_queries(const DecodeUpdateParams& p, const 
   }
 }
 
-/// turned: where the queries go; its data is null where nothing is turned. kElements: tensors that
-/// are not made of whole 16-byte units.
+/// rotated: where the queries go; its data is null where nothing is rotated. kElements: tensors
+/// that are not made of whole 16-byte units.
 template <typename Shape, bool kElements>
 __global__ void __launch_bounds__(Shape::kThreads)
     update_kernel(const __grid_constant__ DecodeUpdateParams p,
-                  const __grid_constant__ Tensor turned) {
+                  const __grid_constant__ Tensor rotated) {
   append<Shape, kElements>(p);
-  if (turned.data) turn_queries<Shape, kElements>(p, turned);
+  if (rotated.data) rotate_queries<Shape, kElements>(p, rotated);
 }
 
 }  // namespace strobe::cuda

@@ -46,37 +46,37 @@ inline Tensor carve_queries(Arena& arena, const DecodeParams& p) {
 template <typename Shape>
 class UpdateBefore {
  public:
-  /// arena: takes room for queries, if any are turned.
+  /// arena: takes room for queries, if any are rotated.
   UpdateBefore(Arena& arena, const DecodeUpdateParams& p) : p_(p) {
-    if (p.cache.rotary_dim > 0) turned_ = carve_queries(arena, p);
+    if (p.cache.rotary_dim > 0) rotated_ = carve_queries(arena, p);
   }
   /// The parameters of the kernel that attends.
   DecodeParams attends() const {
     DecodeParams attends = p_;
-    if (turned_.data) attends.q = turned_;
+    if (rotated_.data) attends.q = rotated_;
     return attends;
   }
-  /// Appends and turns; launches nothing where there is nothing to be done.
+  /// Appends and rotates; launches nothing where there is nothing to be done.
   cudaError_t launch(const LaunchTarget& target) const {
     const CachedSequences& c = p_.cache;
     static KernelHandle kernels[] = {
         KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, false>)),
         KernelHandle(reinterpret_cast<const void*>(&update_kernel<Shape, true>))};
     const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
-    const int64_t rows = max64(new_rows * p_.heads_kv, turned_.data ? query_rows(p_) : 0);
+    const int64_t rows = max64(new_rows * p_.heads_kv, rotated_.data ? query_rows(p_) : 0);
     if (!updates(p_) || rows == 0) return cudaSuccess;
     const bool elements = !in_units(p_.q, p_.head_dim) || !in_units(p_.k, p_.head_dim) ||
                           !in_units(p_.v, p_.head_dim_v) || new_elements(p_);
     constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: it waits for memory alone
     const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
     const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
-    void* args[] = {const_cast<DecodeUpdateParams*>(&p_), const_cast<Tensor*>(&turned_)};
+    void* args[] = {const_cast<DecodeUpdateParams*>(&p_), const_cast<Tensor*>(&rotated_)};
     return kernels[elements].launch(blocks, Shape::kThreads, args, target);
   }
 
  private:
   const DecodeUpdateParams& p_;
-  Tensor turned_{};
+  Tensor rotated_{};
 };
 
 }  // namespace strobe::cuda

@@ -46,7 +46,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
   const Range keys = sequence.mask.row(query);
-  const Score rule = Score::of(p, batch, head);
+  const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
   for (int64_t key = keys.begin; key < keys.end; ++key) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
     const Score::Row row =
-        rule.row(static_cast<int32_t>(sequence.mask.position(query)), static_cast<int32_t>(key));
+        of_head.row(static_cast<int32_t>(sequence.mask.position(query)), static_cast<int32_t>(key));
     const float score = row.value_and_derivative<true>(dot, 0).value;
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);

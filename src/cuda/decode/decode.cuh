@@ -3,7 +3,7 @@
 //
 //   grid           as many thread blocks as the device runs at once; each reads an equal share of
 //   the keys
-//                  of its column's heads (shares.h)
+//                  of its track's heads (shares.h)
 //   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
 //                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
 //                  query heads that share the key head. Teams wait for each other only where a
@@ -11,7 +11,7 @@
 //   registers      O (float32), sums, references; Q's fragments up to head dimension 128
 //   shared memory  [team][stage] x (K, V): rows 16 bytes longer than they need be (layout.h)
 //                  Q: the span's, replaced where a span ends
-//                  sums: [team][row] maxima and sums; rule: slopes and positions; words: each
+//                  sums: [team][row] maxima and sums; score: slopes and positions; words: each
 //                  team's free stage, where it puts its O when a span ends; whether this thread
 //                  block merges
 //
@@ -59,8 +59,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
         // Out of range, the position is of no use, and the row becomes NaN.
         if (column < p.cache.rotary_dim && piece.in_range) {
           const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
-          turn_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
-                                        p.head_dim - column);
+          rotate_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
+                                          p.head_dim - column);
         } else {
           read_chunk<kElements>(word, from, p.head_dim - column);
         }
@@ -114,7 +114,7 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: DecodeParams, or DecodeUpdateParams where new keys are appended or
-/// rows are turned; or either WithoutChunks.
+/// rows are rotated; or either WithoutChunks.
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       ptx::shared_address(shared) + static_cast<uint32_t>(team * kStages * Shape::kStage);
   const uint32_t q_tile = ptx::shared_address(shared + Shape::kQOffset);
   auto* const sums = reinterpret_cast<float2*>(shared + Shape::kSumsOffset);
-  auto* const rule_rows =
+  auto* const score_rows =
       reinterpret_cast<float2*>(shared + Shape::kRuleOffset) + team * Shape::kTileRows;
   auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
@@ -178,10 +178,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const auto whole = [&] { return now.pieces.count == 1; };
     if (thread == kWalker && walk->more()) later_piece(p, d, *walk, pieces[known % kPiecesKept]);
     if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
-    w.begin(p, d, now, q_tile, slice, rule_rows);
+    w.begin(p, d, now, q_tile, slice, score_rows);
     copies.fill(done, known);
     {
-      // Where O and rules leave no registers, the numbers stay in shared memory.
+      // Where O and the scores leave no registers, the numbers stay in shared memory.
       constexpr bool kStay = kRule && Shape::kWidth > 128;
       const int32_t begin = now.begin, end = now.end;
       int32_t key = now.key + team * Shape::kKeys;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const uint32_t stage = ring + static_cast<uint32_t>(done) % kStages * Shape::kStage;
         copies.issue(known);
         ++done;
-        w.step(p, stage, stage + Shape::kHalf, key, rule_rows + 16 * slice);
+        w.step(p, stage, stage + Shape::kHalf, key, score_rows + 16 * slice);
       }
     }
 

@@ -37,8 +37,8 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
   const int64_t blocks =
       blocks_at_once(multiprocessors, shared_bytes, Shape::kSharedBytes, Shape::kMinBlocks);
   Division d{};
-  d.heads_per_column = static_cast<int32_t>(ceil_div(p.heads_kv, blocks));
-  d.columns = static_cast<int32_t>(ceil_div(p.heads_kv, d.heads_per_column));
+  d.heads_per_track = static_cast<int32_t>(ceil_div(p.heads_kv, blocks));
+  d.tracks = static_cast<int32_t>(ceil_div(p.heads_kv, d.heads_per_track));
   // Rows of the longest sequence.
   const int64_t packed = min64(p.cache.seqlen_q, p.cache.most_q) * p.group;
   d.most_tiles = static_cast<int32_t>(max64(1, ceil_div(packed, Shape::kTileRows)));
@@ -50,14 +50,14 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
   };
   static_assert((Shape::kTileRows & (Shape::kTileRows - 1)) == 0);
   static_assert((Shape::kUnit & (Shape::kUnit - 1)) == 0);
-  d.rule = {p.group, log2(Shape::kTileRows), log2(Shape::kUnit), 0};
+  d.cut = {p.group, log2(Shape::kTileRows), log2(Shape::kUnit), 0};
   if (p.batch_invariant) {
     const int64_t chunks = max64(kFewestChunks, min64(kMostChunks, kBlocksToFill / p.heads_kv));
-    d.rule.most_chunks = static_cast<int32_t>(chunks);
+    d.cut.most_chunks = static_cast<int32_t>(chunks);
   }
   const int64_t units =
       int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
-  d.blocks = static_cast<int32_t>(max64(1, min64(blocks / d.columns, units)));
+  d.blocks = static_cast<int32_t>(max64(1, min64(blocks / d.tracks, units)));
   d.group = Divisor(static_cast<uint32_t>(p.group));
   return d;
 }
@@ -65,8 +65,8 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
 /// Carves a division's part of the workspace.
 template <DecodeConfig kConfig>
 void carve(Arena& arena, const DecodeParams& p, Division& d) {
-  const int64_t slots = int64_t{d.columns} * d.slots_of_column(p.cache.batch);
-  d.counters = arena.take<unsigned long long>(int64_t{d.columns} * p.cache.batch * d.most_spans());
+  const int64_t slots = int64_t{d.tracks} * d.slots_of_track(p.cache.batch);
+  d.counters = arena.take<unsigned long long>(int64_t{d.tracks} * p.cache.batch * d.most_spans());
   d.piece_sums = arena.take<float2>(slots * d.piece_rows);
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
@@ -74,12 +74,12 @@ void carve(Arena& arena, const DecodeParams& p, Division& d) {
 template <DecodeConfig kConfig>
 DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
-  const int64_t spans = int64_t{d.columns} * p.cache.batch * d.most_spans();
+  const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, DecodeShapeOf<kConfig>::kUnit));
   constexpr int64_t kMost = int64_t{1} << 30;
-  const int64_t blocks = int64_t{d.columns} * d.blocks;
+  const int64_t blocks = int64_t{d.tracks} * d.blocks;
   // Numbers of units, pieces and counters are of 32 bits.
-  if (spans >= kMost / max64(units, max64(1, d.rule.most_chunks))) return {blocks, -1};
+  if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
   if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
@@ -89,7 +89,7 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
 /// The kernels with these parameters: for plain scores without chunks, for all, and for tensors of
 /// any alignment.
 template <typename Shape, typename Params>
-KernelHandle& decode_handle(bool rule, bool elements) {
+KernelHandle& decode_handle(bool general, bool elements) {
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
   static KernelHandle kernels[] = {
       KernelHandle(
@@ -99,7 +99,7 @@ KernelHandle& decode_handle(bool rule, bool elements) {
                    Shape::kSharedBytes),
       KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, Params>),
                    Shape::kSharedBytes)};
-  return kernels[elements ? 2 : rule];
+  return kernels[elements ? 2 : general];
 }
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
@@ -111,7 +111,7 @@ Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarge
   const CachedSequences& c = p.cache;
   d.alike = !(c.cu_q || c.used_q || c.used_k || c.q_position || c.prefix || c.leftpad ||
               c.entries || c.cu_new || c.rotary_position);
-  if (d.alike) d.units = d.rule.of(c.sequence(0).mask, d.heads_per_column);
+  if (d.alike) d.units = d.cut.of(c.sequence(0).mask, d.heads_per_track);
   static std::atomic<uint64_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   constexpr uint64_t kNonceBits = 64 - kCountBits;
@@ -127,11 +127,11 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
   using Shape = DecodeShapeOf<kConfig>;
   const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
                         !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
-  const bool rule =
+  const bool general =
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
-  const dim3 grid(static_cast<unsigned>(d.columns) * static_cast<unsigned>(d.blocks));
+  const dim3 grid(static_cast<unsigned>(d.tracks) * static_cast<unsigned>(d.blocks));
   void* args[] = {const_cast<Params*>(&p), &d};
-  return decode_handle<Shape, Params>(rule, elements || new_elements)
+  return decode_handle<Shape, Params>(general, elements || new_elements)
       .launch(grid, Shape::kThreads, args, target);
 }
 

@@ -185,7 +185,7 @@ class KeyCopies {
       const char* const v = fresh.v + 2 * p.v_new.element(0, key, 0);
       if (column < p.cache.rotary_dim) {
         uint32_t word[4];
-        turn_chunk<typename Shape::T>(word, p, k, fresh.position + key, column, k_columns);
+        rotate_chunk<typename Shape::T>(word, p, k, fresh.position + key, column, k_columns);
         ptx::store_shared_words(at, word);
       } else {
         copy_half(at, k + 2 * column, k_columns);

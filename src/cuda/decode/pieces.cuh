@@ -50,10 +50,10 @@ class ShareWalk {
   /// False where the thread block has no share.
   template <typename Params>
   __device__ bool begin(const Division& d, const Params& p) {
-    column_ = static_cast<int32_t>(blockIdx.x) % d.columns;
-    block_ = static_cast<int32_t>(blockIdx.x) / d.columns;
-    heads_ = Place::heads(d, p, column_);
-    const bool chunked = d.rule.most_chunks > 0;
+    track_ = static_cast<int32_t>(blockIdx.x) % d.tracks;
+    block_ = static_cast<int32_t>(blockIdx.x) / d.tracks;
+    heads_ = Place::heads(d, p, track_);
+    const bool chunked = d.cut.most_chunks > 0;
     int32_t begin = 0;
     // To the end of the line, of the share where there are chunks, and to its begin.
     constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
@@ -86,18 +86,18 @@ class ShareWalk {
   /// Writes the next piece; there is one.
   template <typename Params>
   __device__ __forceinline__ void next(const Division& d, const Params& p, Piece& x) {
-    const bool chunked = d.rule.most_chunks > 0;
+    const bool chunked = d.cut.most_chunks > 0;
     if (place_.unit == place_.s.units) place_.next_span(d, p, heads_);
     const SequenceUnits& s = place_.s;
     const int32_t rest = chunked ? min(s.units - place_.unit, s.chunk) : s.units - place_.unit;
     x.units = min(rest, left_);
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
-    const int32_t head_kv = column_ * d.heads_per_column + head;
+    const int32_t head_kv = track_ * d.heads_per_track + head;
     const CachedSequence sequence = p.cached(place_.batch);
     const auto rows = static_cast<int32_t>(sequence.mask.seqlen_q) * p.group;
-    const int32_t first = tile * (1 << d.rule.tile_shift),
-                  count = min(rows - first, 1 << d.rule.tile_shift);
+    const int32_t first = tile * (1 << d.cut.tile_shift),
+                  count = min(rows - first, 1 << d.cut.tile_shift);
     x.tile = {place_.batch, head_kv * p.group, first, count};
     x.q = static_cast<const char*>(p.q.data) +
           2 * p.q.element(sequence.batch, sequence.q_row, x.tile.head);
@@ -115,15 +115,15 @@ class ShareWalk {
     const Range keys = x.mask.kv_range({0, queries});
     x.begin = static_cast<int32_t>(keys.begin);
     x.end = static_cast<int32_t>(keys.end);
-    x.key = (s.first + place_.unit) << d.rule.unit_shift;
+    x.key = (s.first + place_.unit) << d.cut.unit_shift;
     x.rows = sequence.keys;
     x.k = static_cast<const char*>(p.k.data) + 2 * p.k.element(0, 0, head_kv);
     x.v = static_cast<const char*>(p.v.data) + 2 * p.v.element(0, 0, head_kv);
-    x.counter = (column_ * p.cache.batch + place_.batch) * d.most_spans() + place_.span;
-    const int32_t slots = column_ * d.slots_of_column(p.cache.batch);
+    x.counter = (track_ * p.cache.batch + place_.batch) * d.most_spans() + place_.span;
+    const int32_t slots = track_ * d.slots_of_track(p.cache.batch);
     if (chunked) {
       const int32_t first_slot =
-          slots + (place_.batch * d.most_spans() + place_.span) * d.rule.most_chunks;
+          slots + (place_.batch * d.most_spans() + place_.span) * d.cut.most_chunks;
       x.pieces = {first_slot, first_slot + 1, 1, s.chunks()};
       x.slot = first_slot + place_.unit / s.chunk;
     } else if (x.units == s.units) {
@@ -143,7 +143,7 @@ class ShareWalk {
  private:
   Place place_{};
   Shares shares_{};
-  int32_t column_ = 0, block_ = 0, heads_ = 0, end_ = 0, left_ = 0;
+  int32_t track_ = 0, block_ = 0, heads_ = 0, end_ = 0, left_ = 0;
   bool first_ = true;
 };
 

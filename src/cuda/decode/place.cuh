@@ -12,35 +12,35 @@ namespace strobe::cuda {
 
 /// What a launch knows of its division, made on the host.
 struct Division {
-  UnitRule rule;
-  int32_t heads_per_column, columns, blocks;  // blocks of a column
-  int32_t most_tiles;                         // of a sequence
-  int32_t piece_rows;                         // rows of a piece in the workspace
-  Divisor group;                              // query heads of a key head
+  KeyCut cut;
+  int32_t heads_per_track, tracks, blocks;  // blocks of a track
+  int32_t most_tiles;                       // of a sequence
+  int32_t piece_rows;                       // rows of a piece in the workspace
+  Divisor group;                            // query heads of a key head
   bool alike;                    // nothing but its place tells one sequence from another: then
-  SequenceUnits units;           // this is each of them, in a column of heads_per_column
+  SequenceUnits units;           // this is each of them, in a track of heads_per_track
   uint64_t nonce;                // of this launch, of 48 bits, never 0
-  unsigned long long* counters;  // [columns][batch][spans]: pieces that have arrived
+  unsigned long long* counters;  // [tracks][batch][spans]: pieces that have arrived
   float2* piece_sums;            // [slot][piece_rows]: a row's maximum and sum
   float* piece_o;                // [slot][piece_rows][width]
 
-  STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_column; }
-  STROBE_INLINE constexpr int32_t slots_of_column(int32_t batch) const {
-    return rule.most_chunks > 0 ? batch * most_spans() * rule.most_chunks : 2 * blocks;
+  STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_track; }
+  STROBE_INLINE constexpr int32_t slots_of_track(int32_t batch) const {
+    return cut.most_chunks > 0 ? batch * most_spans() * cut.most_chunks : 2 * blocks;
   }
 };
 
 #if defined(__CUDACC__)
 
-/// A unit of a column's line. By a whole warp, all lanes alike.
+/// A unit of a track's line. By a whole warp, all lanes alike.
 struct Place {
   SequenceUnits s;
   int32_t batch, span, unit;  // of the sequence; of the span
 
-  /// Heads of a column.
+  /// Heads of a track.
   __device__ __forceinline__ static int32_t heads(const Division& d, const DecodeParams& p,
-                                                  int32_t column) {
-    return min(d.heads_per_column, p.heads_kv - column * d.heads_per_column);
+                                                  int32_t track) {
+    return min(d.heads_per_track, p.heads_kv - track * d.heads_per_track);
   }
 
   /// Goes to unit `u` of the line. Returns the units of the line up to the end of the sequence that
@@ -52,7 +52,7 @@ struct Place {
     const int32_t batch_size = p.cache.batch;
     if (d.alike) {
       s = d.units;
-      s.spans = s.tiles * heads;  // the last column may have fewer
+      s.spans = s.tiles * heads;  // the last track may have fewer
       const int32_t all = s.all();
       batch = u / max(all, 1);
       if (batch >= batch_size) return batch_size * all;
@@ -65,7 +65,7 @@ struct Place {
     for (int32_t first = 0; first < batch_size; first += 32) {
       const int32_t b = first + lane;
       SequenceUnits own{};
-      if (b < batch_size) own = d.rule.of(p.cached(b).mask, heads);
+      if (b < batch_size) own = d.cut.of(p.cached(b).mask, heads);
       int32_t end = own.all();
 #pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {  // inclusive scan over the lanes
@@ -98,7 +98,7 @@ struct Place {
     span = 0;
     do {  // sequences without queries have no spans
       if (++batch >= p.cache.batch) return;
-      if (!d.alike) s = d.rule.of(p.cached(batch).mask, heads);
+      if (!d.alike) s = d.cut.of(p.cached(batch).mask, heads);
     } while (s.spans == 0);
   }
 

@@ -4,15 +4,15 @@
 // The rows of a tile are queries times the query heads that share a key head. A span is all that
 // reads the same keys with one tile: a (sequence, key head, tile). Its keys are cut into units.
 // The spans of one head, sequence after sequence, unit after unit, make a line, and the thread
-// blocks of a column take equal shares of it:
+// blocks of a track take equal shares of it:
 //
 //   sequence         0           1           2
 //   unit       |0 1 2 3 4 5|0 1|0 1 2 3 4 5 6 7 8|   the line of a head
-//   block      |   0   |   1   |   2   |    3    |   of the head's column
+//   block      |   0   |   1   |   2   |    3    |   of the head's track
 //
-// So lengths may be as ragged as they like: all thread blocks have the same to read. All columns do
+// So lengths may be as ragged as they like: all thread blocks have the same to read. All tracks do
 // the same at the same time, each with another head, so that rows in which heads lie side by side
-// are read as a whole. Where there are more heads than thread blocks, a column has several.
+// are read as a whole. Where there are more heads than thread blocks, a track has several.
 //
 // What a share holds of a span is a piece. A thread block finishes a span that is all its own;
 // other pieces go to the workspace, and the last thread block to leave one merges them, in order.
@@ -30,10 +30,10 @@
 
 namespace strobe::cuda {
 
-/// How one sequence is cut in one column; its spans are alike.
+/// How one sequence is cut in one track; its spans are alike.
 struct SequenceUnits {
   int32_t tiles;
-  int32_t spans;  // tiles * heads of the column
+  int32_t spans;  // tiles * heads of the track
   int32_t first;  // the first unit that some query sees
   int32_t units;  // of a span, at least 1: where no key is seen, there still are rows to write
   int32_t chunk;  // units of a chunk: all, where spans are not cut
@@ -48,7 +48,7 @@ struct SequenceUnits {
 };
 
 /// What tells how sequences are cut: the same for all of a launch.
-struct UnitRule {
+struct KeyCut {
   int32_t group;        // query heads of a key head
   int32_t tile_shift;   // a tile has 2^tile_shift rows
   int32_t unit_shift;   // a unit has 2^unit_shift keys

@@ -27,11 +27,11 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees
 
-  /// Before the first keys of a piece, whose Q lies at the shared address `q_tile`; rule_rows, of
+  /// Before the first keys of a piece, whose Q lies at the shared address `q_tile`; score_rows, of
   /// the team: gets slopes and positions; slice: which 16 rows.
   template <typename Params>
   __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
-                                        uint32_t q_tile, int slice, float2* rule_rows) {
+                                        uint32_t q_tile, int slice, float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     const TileRows tile = piece.tile;
 #pragma unroll
@@ -55,7 +55,7 @@ struct DecodeWarp {
         }
       }
       if constexpr (kRule) {
-        if (lane % 4 == 0) rule_rows[16 * slice + lane / 4 + 8 * h] = of_row;
+        if (lane % 4 == 0) score_rows[16 * slice + lane / 4 + 8 * h] = of_row;
       }
     }
     if constexpr (kRule) __syncwarp();
@@ -70,7 +70,7 @@ struct DecodeWarp {
 
   /// The keys from key0 on, whose K and V lie at the shared addresses.
   __device__ __forceinline__ void step(const DecodeParams& p, uint32_t k_tile, uint32_t v_tile,
-                                       int32_t key0, const float2* rule_rows) {
+                                       int32_t key0, const float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     Scores s;
     multiply_keys(
@@ -79,7 +79,7 @@ struct DecodeWarp {
     const Score score = Score::of(p, 0.f);  // of constants: they cost less than registers
     float scale = score.scale_log2;
     if constexpr (kRule) {
-      apply_rule(score, s, column, rule_rows + lane / 4);
+      apply_score(score, s, column, score_rows + lane / 4);
       scale = 1.f;
     }
     const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
@@ -150,13 +150,13 @@ struct DecodeWarp {
   }
 
   /// Scale, softcap and ALiBi; column: this lane's first key.
-  __device__ __forceinline__ void apply_rule(const Score& score, Scores& s, int32_t column,
-                                             const float2* rule_rows) const {
+  __device__ __forceinline__ void apply_score(const Score& score, Scores& s, int32_t column,
+                                              const float2* score_rows) const {
     const auto apply = [&](auto cap) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         Score own = score;
-        const float2 of_row = rule_rows[8 * h];
+        const float2 of_row = score_rows[8 * h];
         own.slope_log2 = of_row.x;
         const Score::Row row = own.row(of_row.y, column);
         for_row(s, h, [&](int key, float& x) {

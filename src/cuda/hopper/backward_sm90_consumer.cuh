@@ -130,9 +130,9 @@ class BackwardConsumer {
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
     if (lane == 0) {
-      const int64_t column =
+      const int64_t track =
           (int64_t{block.batch} * p_.heads_kv + block.head_kv) * order.parts + block.part;
-      const int64_t number = column * order.blocks + block.key_begin / Tr::kTileK;
+      const int64_t number = track * order.blocks + block.key_begin / Tr::kTileK;
       scratch_.nonfinite[number * Tr::kWarps + key_row() / 16] = any;
       if (any) *scratch_.any_nonfinite = 1;
     }

@@ -107,12 +107,12 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Nobody waits for a key block of the same head: side by side they share its queries and the sums
   // of dQ in L2, which is worth 4 % at 16k keys.
   ItemOrder item_order{};
-  item_order.columns = static_cast<uint32_t>(p.heads_kv) * order.parts;
+  item_order.tracks = static_cast<uint32_t>(p.heads_kv) * order.parts;
   item_order.parts = order.parts;
   item_order.heads_per_part = order.heads_per_part;
   item_order.records =
       p.cu_k ? scratch.key_blocks : static_cast<uint32_t>(ceil_div(p.seqlen_k, kConfig.tile_k));
-  const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.columns : 0;
+  const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.tracks : 0;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   item_order.items = static_cast<uint32_t>(items);
   const OrderedItems ordered =

@@ -1,5 +1,5 @@
 // Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries; and before it a
-// kernel that appends and turns, after it one for the sequences of the batch that have few.
+// kernel that appends and rotates, after it one for the sequences of the batch that have few.
 #ifndef STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
 
@@ -107,8 +107,8 @@ cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& 
   if (order.tiles.items > 0) {
     const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
     void* args[] = {&p, &maps, &order};
-    STROBE_RETURN_IF_CUDA_ERROR(kernels[has_rule(p)].launch(dim3(static_cast<unsigned>(blocks)),
-                                                            kShape.threads, args, target));
+    STROBE_RETURN_IF_CUDA_ERROR(kernels[is_general(p)].launch(dim3(static_cast<unsigned>(blocks)),
+                                                              kShape.threads, args, target));
   }
   return few ? few->attend(of_few, target, new_elements(params)) : cudaSuccess;
 }

@@ -83,9 +83,9 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   ptx::fence_barrier_init();
 }
 
-/// kRule: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
+/// kGeneral: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
 /// ForwardParams, or TileParams where the keys lie in a cache.
-template <typename Tr, bool kRule, bool kWhole, typename Params>
+template <typename Tr, bool kGeneral, bool kWhole, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
                    const __grid_constant__ TileOrder order) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr>();
-    Consumer<Tr, kRule, kWhole, Params>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kGeneral, kWhole, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];

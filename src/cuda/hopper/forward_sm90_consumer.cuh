@@ -27,8 +27,8 @@ enum class Kind {
   kFast      // unmasked, against the reference that there is
 };
 
-/// A consumer warpgroup. kRule, kWhole, Params: the kernel's.
-template <typename Tr, bool kRule, bool kWhole, typename Params>
+/// A consumer warpgroup. kGeneral, kWhole, Params: the kernel's.
+template <typename Tr, bool kGeneral, bool kWhole, typename Params>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p, int warpgroup)
@@ -93,7 +93,7 @@ class Consumer {
       done_ = false;
       if (n >= blocks.end || n < blocks.begin) {
         skip(loaded);
-      } else if (kRule || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
+      } else if (kGeneral || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
         if (first_) begin_tile(tile);
         step<Kind::kMaximum>(n, n == blocks.begin, n < blocks.fast_begin || n >= blocks.fast_end);
         first_ = false;
@@ -113,14 +113,14 @@ class Consumer {
   }
   /// State of a new tile; that of the one before is kept until its O is done.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
-    if constexpr (kRule) rule_ = Score::of(p_, tile.batch, tile.head);
+    if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
     retire();
     tile_slot_ = slot_.stage();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
-      if constexpr (kRule) position_[r] = static_cast<float>(tile.mask.position(query(r)));
+      if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
     }
   }
 
@@ -135,7 +135,7 @@ class Consumer {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
       if (sum == 0.f) result = finish_row(!mask_of(tile).row(query(r)).empty(), 0.f, 0.f, 1.f);
-      if (!kRule && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
+      if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
@@ -161,13 +161,13 @@ class Consumer {
     pass_ping_pong();
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
-    if constexpr (kRule) {  // whose branches must find nothing under way
+    if constexpr (kGeneral) {  // whose branches must find nothing under way
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
     }
     if constexpr (kMaximum) free_k_and_q(at.stage(), last);
 
-    apply_rule_to_scores(n * kTileK);
+    apply_options(n * kTileK);
     float alpha[2], part[2];
     if constexpr (kMaximum) {
       if (masked) mask(n * kTileK);
@@ -277,12 +277,12 @@ class Consumer {
   __device__ __forceinline__ int first_column() const { return 2 * (lane() % 4); }
 
   /// Softcap and ALiBi.
-  __device__ __forceinline__ void apply_rule_to_scores(int first_key) {
-    if constexpr (kRule) {
-      rule_.template choose<true>([&](auto cap, auto slopes) {
+  __device__ __forceinline__ void apply_options(int first_key) {
+    if constexpr (kGeneral) {
+      score_.template choose<true>([&](auto cap, auto slopes) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const Score::Row row = rule_.row(position_[r], first_key + first_column());
+          const Score::Row row = score_.row(position_[r], first_key + first_column());
           for_row(s_, r, [&](int key, float& x) {
             x = row.template value<decltype(cap)::value, decltype(slopes)::value>(x, key);
           });
@@ -314,8 +314,8 @@ class Consumer {
     }
   }
 
-  /// What a score is multiplied by to be in units of log 2; the rule has done it already.
-  __device__ __forceinline__ float to_log2() const { return kRule ? 1.f : p_.scale * kLog2e; }
+  /// What a score is multiplied by to be in units of log 2; apply_options has done it already.
+  __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
   /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
   /// alpha.
@@ -373,7 +373,7 @@ class Consumer {
       }
     }
     float alpha[2];
-    apply_rule_to_scores(first_key);
+    apply_options(first_key);
     take_maximum(alpha);
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
@@ -498,7 +498,7 @@ class Consumer {
   bool done_ = false;  // and when O is complete
   float done_factor_[2];
 
-  Score rule_;  // kRule
+  Score score_;  // kGeneral
   float position_[2];
 };
 

@@ -65,7 +65,7 @@ inline bool too_many(const TileOrder& order) { return order.tiles.items > INT32_
 
 /// Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
 /// round.
-inline bool has_rule(const ForwardParams& p) {
+inline bool is_general(const ForwardParams& p) {
   return p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
 }
 
@@ -107,7 +107,7 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[has_rule(p)    ? 2
+  return kernels[is_general(p)  ? 2
                  : p.is_whole() ? 0
                                 : 1]
       .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);

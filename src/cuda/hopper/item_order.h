@@ -13,8 +13,8 @@ namespace strobe::cuda::sm90 {
 /// first; then the next head of the batch entry, then the next entry. Packed sequences count as one
 /// entry: their records (backward_scratch.cuh's key_block_begin) follow one another.
 struct ItemOrder {
-  uint32_t records;         // key blocks of a batch entry
-  uint32_t columns, parts;  // of a batch entry: key heads times parts of their groups
+  uint32_t records;        // key blocks of a batch entry
+  uint32_t tracks, parts;  // of a batch entry: key heads times parts of their groups
   uint32_t items;
   int32_t heads_per_part;
 
@@ -25,9 +25,9 @@ struct ItemOrder {
   STROBE_INLINE constexpr Item item(uint32_t index) const {
     return item_of(index / records, index % records);
   }
-  /// The block-th key block of a column; columns of all batch entries are counted.
-  STROBE_INLINE constexpr Item item_of(uint32_t column, uint32_t block) const {
-    const uint32_t entry = column / columns, of_entry = column % columns;
+  /// The block-th key block of a track; tracks of all batch entries are counted.
+  STROBE_INLINE constexpr Item item_of(uint32_t track, uint32_t block) const {
+    const uint32_t entry = track / tracks, of_entry = track % tracks;
     return {entry * records + block, static_cast<int32_t>(of_entry / parts),
             static_cast<int32_t>(of_entry % parts)};
   }
@@ -43,7 +43,7 @@ struct ItemOrder {
 /// longest items come last: so the last heads of all ascend.
 struct OrderedItems {
   ItemOrder order;
-  uint32_t group, groups;  // columns side by side; the last group has those that are left too
+  uint32_t group, groups;  // tracks side by side; the last group has those that are left too
   uint32_t descending;     // key heads, of all batch entries, whose key blocks descend; then those
                            // that ascend
 
@@ -55,15 +55,15 @@ struct OrderedItems {
     if (g >= groups) g = groups - 1;
     const uint32_t first = g * group, rest = index - first * order.records;
     const uint32_t here = g == groups - 1 ? order.items / order.records - first : group;
-    const uint32_t column = first + rest % here, block = rest / here;
-    const bool descends = column / order.parts < descending;
-    return {order.item_of(column, descends ? order.records - 1 - block : block), descends};
+    const uint32_t track = first + rest % here, block = rest / here;
+    const bool descends = track / order.parts < descending;
+    return {order.item_of(track, descends ? order.records - 1 - block : block), descends};
   }
 
   /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
   STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,
                                                    bool later_see_more, bool batch_invariant) {
-    // Neighbours of a column begin so many steps apart that the one before has added, and all know
+    // Neighbours of a track begin so many steps apart that the one before has added, and all know
     // of it, when the next one wants to; less where they are apart anyway. Constants, not the
     // device's numbers, since the order of additions depends on them.
     constexpr int64_t kMultiprocessors = 132;

@@ -33,7 +33,7 @@ inline constexpr int32_t kWidestUpdate = 128;
 constexpr bool updates_before(const DecodeConfig& c) {
   return c.arch == 90 || c.width > kWidestUpdate;
 }
-/// Whether that kernel leaves turned queries in the workspace for the other one.
+/// Whether that kernel leaves rotated queries in the workspace for the other one.
 constexpr bool turns_before(const DecodeConfig& c, int64_t rotary_dim) {
   return updates_before(c) && rotary_dim > 0;
 }
@@ -47,7 +47,7 @@ struct DecodeRow {
   /// launch; this one then has the others.
   cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target,
                         const DecodeRow* few);
-  /// What launch does where new keys lie in the cache already, and nothing is turned. elements:
+  /// What launch does where new keys lie in the cache already, and nothing is rotated. elements:
   /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
   /// launch. Null where another row has to go first.
   cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target, bool elements);

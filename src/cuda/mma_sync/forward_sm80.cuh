@@ -18,11 +18,11 @@
 //                  stage of the block before is free for the copy of the next
 //                  1 + team: two warps that share rows, once a step, for the exchange
 //
-// A block is worked off in steps of kStep keys, each by one of three rules. kOnline is the
-// textbook's: running maximum, rescaled O. It takes a warp's first steps, until every row has seen
-// a key. Softmax does not change when what is subtracted is not the maximum, so from then on the
-// maximum found so far stays as the row's reference, and kPlain has nothing to compare, reduce or
-// rescale: an FFMA, an EX2, an FADD and half a conversion per score; kMasked also looks at the
+// A block is worked off in steps of kStep keys, each in one of three ways (StepKind). kOnline is
+// the textbook's: running maximum, rescaled O. It takes a warp's first steps, until every row has
+// seen a key. Softmax does not change when what is subtracted is not the maximum, so from then on
+// the maximum found so far stays as the row's reference, and kFull has nothing to compare, reduce
+// or rescale: an FFMA, an EX2, an FADD and half a conversion per score; kMasked also looks at the
 // row's limits. The true maximum is at least the reference, hence nothing that matters underflows.
 // Overflow, when a later score exceeds the reference by more than the exponent has room for, is
 // sticky: it leaves an inf or NaN in O or in the sum. That is looked at once, at the end, and the
@@ -300,12 +300,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         // (key < some_begin says the same, and costs ptxas the registers that there are not.)
         if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
         } else if (!have_references) {
-          w.template step<Rule::kOnline>(k_rows, v_rows, key, all);
+          w.template step<StepKind::kOnline>(k_rows, v_rows, key, all);
           have_references = !careful && w.have_references();
         } else if (all) {
-          w.template step<Rule::kPlain>(k_rows, v_rows, key, true);
+          w.template step<StepKind::kFull>(k_rows, v_rows, key, true);
         } else {
-          w.template step<Rule::kMasked>(k_rows, v_rows, key, false);
+          w.template step<StepKind::kMasked>(k_rows, v_rows, key, false);
         }
         k_rows += Shape::kStep * KTile::kRowBytes;
       }

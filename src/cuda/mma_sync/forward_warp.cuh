@@ -70,7 +70,7 @@ struct alignas(16) TileInfo {
 };
 static_assert(sizeof(TileInfo) == 112);
 
-enum class Rule { kPlain, kMasked, kOnline };
+enum class StepKind { kFull, kMasked, kOnline };
 
 /// What a warp holds and does: kRows rows of O, their softmax, and their queries.
 template <typename Shape, bool kGeneral>
@@ -348,7 +348,7 @@ struct Warp {
   }
 
   /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above.
-  template <Rule kRule>
+  template <StepKind kKind>
   __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all) {
     Scores s;
     const int set = key0 / Shape::kStep % 2;
@@ -358,18 +358,18 @@ struct Warp {
     }
     scores(s, k);
     if constexpr (kGeneral) apply_features(s, key0);
-    if constexpr (kRule == Rule::kOnline) raise_references(s, key0, all, set);
+    if constexpr (kKind == StepKind::kOnline) raise_references(s, key0, all, set);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int2 limit = make_int2(0, kStep);
-        if constexpr (kRule == Rule::kMasked) limit = limits_from(key0, m, h);
+        if constexpr (kKind == StepKind::kMasked) limit = limits_from(key0, m, h);
         const float subtract =
-            kRule == Rule::kOnline ? reference_of(reference[m][h]) : reference[m][h];
+            kKind == StepKind::kOnline ? reference_of(reference[m][h]) : reference[m][h];
         for_row(s[m], h, [&](int column, float& x) {
           x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
-          if constexpr (kRule == Rule::kMasked) {
+          if constexpr (kKind == StepKind::kMasked) {
             x = column >= limit.x && column < limit.y ? x : 0.f;
           }
           sum[m][h] += x;
