@@ -101,8 +101,9 @@ struct Block {
   std::vector<char> shared;  // while another block's is in place
   // Of each 16 bytes of shared memory: 1 + the thread that has written there and not fenced; or 0.
   std::vector<uint16_t> unfenced;
-  std::vector<Block*> cluster;  // this one among them
-  Barrier of_cluster;           // of the first block of a cluster: all blocks'
+  std::shared_ptr<void> products;  // block_products()
+  std::vector<Block*> cluster;     // this one among them
+  Barrier of_cluster;              // of the first block of a cluster: all blocks'
 };
 
 enum class Order { kRandom, kFirst, kLast };

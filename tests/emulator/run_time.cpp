@@ -516,6 +516,7 @@ void poll() {
 }
 
 uint64_t block_number() { return launch->now->block->number; }
+std::shared_ptr<void>& block_products() { return launch->now->block->products; }
 uint64_t drawn_for(uint64_t place) {
   uint64_t x = own_settings.seed * 0x9E3779B97F4A7C15u + place * 0xD6E8FEB86659FD93u;
   x += (uint64_t{launch->now->block->y} << 32) + launch->now->block->x;

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace strobe::emulator {
@@ -122,6 +123,9 @@ std::function<const char*()> own_shared(uint32_t address, uint32_t bytes);
 
 /// A number that each thread block has for itself.
 uint64_t block_number();
+/// What wgmma_products.cpp keeps of the thread block; a later one, with another number, finds it
+/// there.
+std::shared_ptr<void>& block_products();
 /// Numbers that the seed draws, one for each `place` of a thread block: the same for all who ask.
 uint64_t drawn_for(uint64_t place);
 

@@ -45,7 +45,6 @@ struct Lane {
 };
 
 struct WarpProducts {
-  uint64_t block = 0;  // block_number()
   std::deque<Product> products;
   uint64_t first = 0;     // the number of products[0]: those before are computed
   uint64_t computed = 0;  // groups
@@ -55,31 +54,27 @@ struct WarpProducts {
 
 int own_lane() { return static_cast<int>(threadIdx.x % kLanes); }
 
+// Of a thread block.
+struct BlockProducts {
+  uint64_t block = 0;  // block_number()
+  WarpProducts warps[kMostThreads / kLanes];
+};
+
 // Of the thread's warp.
 WarpProducts& own_warp() {
-  static auto& warps = *new std::deque<WarpProducts>;
-  static auto& recent = *new std::vector<WarpProducts*>(64);
-  const uint64_t block = block_number(), warp = threadIdx.x / kLanes;
-  WarpProducts*& slot = recent[(block * 16 + warp) % 64];
-  const uint64_t number = block * 64 + warp + 1;
-  if (slot && slot->block == number) return *slot;
-  // Blocks that have ended leave theirs to others.
-  for (WarpProducts& w : warps) {
-    if (w.block == number) return *(slot = &w);
+  std::shared_ptr<void>& kept = block_products();
+  if (!kept) kept = std::make_shared<BlockProducts>();
+  auto& of_block = *static_cast<BlockProducts*>(kept.get());
+  if (of_block.block != block_number()) {
+    of_block.block = block_number();
+    for (WarpProducts& w : of_block.warps) {
+      w.products.clear();
+      w.first = w.computed = 0;
+      for (Sums& s : w.sums) s.lanes = 0;
+      for (Lane& l : w.lanes) l = {};
+    }
   }
-  constexpr size_t kMost = 256;  // more than are under way at a time
-  if (warps.size() < kMost) warps.emplace_back();
-  WarpProducts* oldest = &warps.back();
-  if (oldest->block != 0) {
-    for (WarpProducts& w : warps)
-      if (w.block < oldest->block) oldest = &w;
-  }
-  oldest->block = number;
-  oldest->products.clear();
-  oldest->first = oldest->computed = 0;
-  for (Sums& s : oldest->sums) s.lanes = 0;
-  for (Lane& l : oldest->lanes) l = {};
-  return *(slot = oldest);
+  return of_block.warps[threadIdx.x / kLanes];
 }
 
 // --- What a product computes ---
