@@ -117,7 +117,7 @@ TEST(EmulatedHopperBackward, OrderChangesNoBit) {
       Fixture f(c);
       ASSERT_EQ(f.Forward(), "");
       std::string first;
-      for (uint64_t seed = 0; seed < (kUnderTsan ? 1 : 4); ++seed) {
+      for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 4); ++seed) {
         DrawHopper(seed);
         f.Poison(STROBE_BACKWARD);
         ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
@@ -132,7 +132,7 @@ TEST(EmulatedHopperBackward, OrderChangesNoBit) {
 // The sums of dQ are 32 MB together, of short heads: items set them to zero, which all that add to
 // them wait for.
 TEST(EmulatedHopperBackward, SumsThatItemsSetToZeroAgreeWithTheOracle) {
-  if (kUnderTsan) GTEST_SKIP() << "takes minutes";
+  if (kUnderSanitizer) GTEST_SKIP() << "takes minutes";
   Case c = MakeCase(2, 140, 8);
   c.varlen = true;
   c.seqlens_q.assign(64, 2);
@@ -180,9 +180,7 @@ TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
 // Each wait at an mbarrier guards something: where it is left out, some order of threads and copies
 // gives other bits, or the launch fails.
 TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "which a sanitizer ends the program for";
-#endif
+  if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
   // each: then the next item's keys come early. (V has one stage at width 128.)
   const struct {

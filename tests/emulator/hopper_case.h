@@ -17,10 +17,11 @@ inline constexpr bool kUnderTsan = true;
 inline constexpr bool kUnderTsan = false;
 #endif
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr uint64_t kHopperCases = 12;
+inline constexpr bool kUnderSanitizer = true;
 #else
-inline constexpr uint64_t kHopperCases = 60;
+inline constexpr bool kUnderSanitizer = false;
 #endif
+inline constexpr uint64_t kHopperCases = kUnderSanitizer ? 12 : 60;
 
 /// Strides that TMA takes, 16-byte units: those of q, k, v and dout.
 inline void MakeAligned(Layout& layout, int64_t dim, bool batch_invariant) {
