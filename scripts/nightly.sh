@@ -26,6 +26,8 @@ if command -v nvcc >/dev/null; then
   stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects strobe_cli
   stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
 fi
+stage "the emulated Hopper kernels under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_HOPPER=ON -- \
+  emulator_hopper_forward_test emulator_hopper_backward_test
 stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do
@@ -40,6 +42,10 @@ stage "20000 problems over caches from seed $seed" env STROBE_CACHE_CASES=20000 
 stage "4000 problems of the emulated decode kernels from seed $seed" \
   env STROBE_EMULATOR_CASES=4000 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_decode_test \
   --gtest_brief=1 --gtest_filter='*Random*'
+stage "the Hopper backward in the emulator, all rows" cmake --build build/cpu --target emulator_hopper_backward_test_all
+stage "1000 problems of the emulated Hopper backward from seed $seed" \
+  env STROBE_EMULATOR_CASES=1000 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_hopper_backward_test_all \
+  --gtest_brief=1
 accuracy=build/cpu/tests/kernel_accuracy_test
 if [ -x build/cpu/tests/random_test_amx ]; then  # where the AMX kernels can be emulated
   stage "$cases random problems from seed $seed, amx emulated" \

@@ -303,6 +303,15 @@ std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args 
 }  // namespace
 
 std::string Fixture::Forward(bool with_lse) {
+  return Forward(
+      [this](const strobe_problem& problem, const strobe_forward_args& args) {
+        return PlanAndLaunch("forward", problem, args, case_.own_workspace, edit_plan,
+                             strobe_forward);
+      },
+      with_lse);
+}
+
+std::string Fixture::Forward(const ForwardLaunch& launch, bool with_lse) {
   Seal();
   out.AllowWrite();
   strobe_forward_args args = ForwardArgs();
@@ -311,18 +320,23 @@ std::string Fixture::Forward(bool with_lse) {
   } else {
     args.lse = nullptr;
   }
-  const std::string error = PlanAndLaunch("forward", MakeProblem(STROBE_FORWARD), args,
-                                          case_.own_workspace, edit_plan, strobe_forward);
+  const std::string error = launch(MakeProblem(STROBE_FORWARD), args);
   return error.empty() ? CheckMemory("forward") : error;
 }
 
 std::string Fixture::Backward() {
+  return Backward([this](const strobe_problem& problem, const strobe_backward_args& args) {
+    return PlanAndLaunch("backward", problem, args, case_.own_workspace, edit_plan,
+                         strobe_backward);
+  });
+}
+
+std::string Fixture::Backward(const BackwardLaunch& launch) {
   Seal();
   dq.AllowWrite();
   dk.AllowWrite();
   dv.AllowWrite();
-  const std::string error = PlanAndLaunch("backward", MakeProblem(STROBE_BACKWARD), BackwardArgs(),
-                                          case_.own_workspace, edit_plan, strobe_backward);
+  const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
   return error.empty() ? CheckMemory("backward") : error;
 }
 

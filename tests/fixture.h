@@ -32,8 +32,16 @@ class Fixture {
   /// be, an output element that was not, an input changed. `with_lse` false: forward runs with lse
   /// = NULL.
   std::string Forward(bool with_lse = true);
+  /// The same where `launch` plans and launches, and "" or what went wrong is what it gives.
+  using ForwardLaunch =
+      std::function<std::string(const strobe_problem&, const strobe_forward_args&)>;
+  std::string Forward(const ForwardLaunch& launch, bool with_lse);
   /// Takes out and lse as Forward() left them.
   std::string Backward();
+  /// The same where `launch` plans and launches, and "" or what went wrong is what it gives.
+  using BackwardLaunch =
+      std::function<std::string(const strobe_problem&, const strobe_backward_args&)>;
+  std::string Backward(const BackwardLaunch& launch);
   /// Poisons the outputs of the direction again.
   void Poison(strobe_direction direction);
 

@@ -4,13 +4,18 @@
 #include <map>
 
 #include "run_time.h"
+#include "tensor_copies.h"
 
 namespace strobe::emulator {
 
 namespace {
 
-std::map<const void*, std::function<void(void**)>>& kernels() {
-  static auto& all = *new std::map<const void*, std::function<void(void**)>>;
+struct Enlisted {
+  std::function<void(void**)> call;
+  unsigned cluster;
+};
+std::map<const void*, Enlisted>& kernels() {
+  static auto& all = *new std::map<const void*, Enlisted>;
   return all;
 }
 std::string failure;
@@ -23,8 +28,8 @@ cuda::Machine& machine() {
   return one;
 }
 
-void enlist(const void* function, std::function<void(void**)> call) {
-  kernels()[function] = std::move(call);
+void enlist(const void* function, std::function<void(void**)> call, unsigned cluster) {
+  kernels()[function] = {std::move(call), cluster};
 }
 
 cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,
@@ -35,7 +40,9 @@ cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared
     return cudaErrorLaunchFailure;
   }
   blocks += int64_t{grid.x} * grid.y;
-  failure = run(grid.x, grid.y, threads, shared_bytes, [&] { found->second(args); });
+  const Enlisted& kernel = found->second;
+  failure = run(
+      grid.x, grid.y, threads, shared_bytes, [&] { kernel.call(args); }, kernel.cluster);
   return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
@@ -54,6 +61,18 @@ const Machine& machine() { return emulator::machine(); }
 const char* cudaGetErrorString(cudaError_t) { return strobe::emulator::launch_failure().c_str(); }
 const char* cudaGetErrorName(cudaError_t) { return "emulated"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long, cudaDriverEntryPointQueryResult*) {
+  const std::string wanted = name;
+  if (wanted == "cuTensorMapEncodeTiled") {
+    *function = reinterpret_cast<void*>(&strobe::emulator::encode_tiled);
+  } else if (wanted == "cuTensorMapReplaceAddress") {
+    *function = reinterpret_cast<void*>(&strobe::emulator::replace_address);
+  } else {
+    return cudaErrorSymbolNotFound;
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;

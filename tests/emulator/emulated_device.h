@@ -16,14 +16,16 @@ namespace strobe::emulator {
 /// Device 0: tests may change it between launches.
 cuda::Machine& machine();
 
-/// A launch calls a kernel by its address: this says what arguments it has.
-void enlist(const void* function, std::function<void(void**)> call);
+/// A launch calls a kernel by its address: this says what arguments it has, and of how many thread
+/// blocks its clusters are.
+void enlist(const void* function, std::function<void(void**)> call, unsigned cluster);
 template <typename... Params>
-void enlist(void (*kernel)(Params...)) {
-  enlist(reinterpret_cast<const void*>(kernel), [kernel](void** args) {
+void enlist(void (*kernel)(Params...), unsigned cluster = 1) {
+  const auto call = [kernel](void** args) {
     [&]<size_t... kN>(std::index_sequence<kN...>) { kernel(*static_cast<Params*>(args[kN])...); }
     (std::index_sequence_for<Params...>());
-  });
+  };
+  enlist(reinterpret_cast<const void*>(kernel), call, cluster);
 }
 
 cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,

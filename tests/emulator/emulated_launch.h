@@ -1,4 +1,4 @@
-// A problem over a KV cache, planned and launched by the CUDA back end on the emulated device.
+// A problem, planned and launched by the CUDA back end on the emulated device.
 #ifndef STROBE_TESTS_EMULATOR_EMULATED_LAUNCH_H_
 #define STROBE_TESTS_EMULATOR_EMULATED_LAUNCH_H_
 
@@ -14,32 +14,43 @@
 namespace strobe_test {
 
 /// Of the memory that a launch is given as its workspace, which nobody has prepared.
-enum class WorkspaceHolds { kNaN, kZeros, kOnes };
+enum class WorkspaceHolds { kNaN, kZeros, kOnes, kNumbers };
+/// Of kNumbers each byte: 50,000 as a float and as bfloat16.
+inline constexpr unsigned char kNumberByte = 0x47;
 
-/// Through the CUDA back end's planner and launch, on the device of emulator::machine(). What
-/// stands in the way is printed.
+/// Plans and launches by the CUDA back end, on the device of emulator::machine(), and expects the
+/// plan to be for the kernels of `arch`. "" or what stands in the way.
+template <typename Args>
+std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args,
+                                WorkspaceHolds holds) {
+  strobe_problem p = given;
+  p.device = STROBE_CUDA;
+  strobe::Plan plan{};
+  const auto& device = strobe::emulator::machine().devices[0];
+  if (const strobe::Status s = strobe::cuda::plan_for(p, device, plan); !s.ok()) return s.text();
+  const std::string kernel = "cuda_sm" + std::to_string(arch);
+  if (plan.kernel != kernel) return std::string("the plan is for ") + plan.kernel;
+  Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
+  if (holds != WorkspaceHolds::kNaN) {
+    const int byte = holds == WorkspaceHolds::kZeros  ? 0
+                     : holds == WorkspaceHolds::kOnes ? 0xff
+                                                      : kNumberByte;
+    std::memset(workspace.bytes(), byte, plan.workspace_bytes);
+  }
+  workspace.Seal();
+  args.workspace = workspace.bytes();
+  args.workspace_bytes = plan.workspace_bytes;
+  if (const strobe::Status s = strobe::cuda::launch(arch, plan, args); !s.ok()) return s.text();
+  return workspace.CheckZones("workspace");
+}
+
+/// Of the decode kernels. What stands in the way is printed.
 inline CacheFixture::Launch ThroughTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNaN) {
-  return [holds](const strobe_problem& given, strobe_forward_args& args) {
-    strobe_problem p = given;
-    p.device = STROBE_CUDA;
-    strobe::Plan plan{};
-    const auto& device = strobe::emulator::machine().devices[0];
-    if (const strobe::Status s = strobe::cuda::plan_for(p, device, plan); !s.ok()) {
-      std::printf("%s\n", s.text().c_str());
-      return s.code();
-    }
-    Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
-    if (holds != WorkspaceHolds::kNaN) {
-      std::memset(workspace.bytes(), holds == WorkspaceHolds::kZeros ? 0 : 0xff,
-                  plan.workspace_bytes);
-    }
-    workspace.Seal();
-    args.workspace = workspace.bytes();
-    args.workspace_bytes = plan.workspace_bytes;
-    const strobe::Status s = strobe::cuda::launch(80, plan, args);
-    if (!s.ok()) std::printf("%s\n", s.text().c_str());
-    if (s.ok() && !workspace.CheckZones("workspace").empty()) return STROBE_INTERNAL_ERROR;
-    return s.code();
+  return [holds](const strobe_problem& p, strobe_forward_args& args) {
+    const std::string wrong = LaunchInTheEmulator(80, p, args, holds);
+    if (wrong.empty()) return STROBE_OK;
+    std::printf("%s\n", wrong.c_str());
+    return STROBE_INTERNAL_ERROR;
   };
 }
 

@@ -1,5 +1,6 @@
 #include "instructions.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -37,16 +38,18 @@ uint16_t to_bfloat16(float x) {
 }
 
 float from_half(uint16_t bits) {
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  // Exponent and fraction where a float has them, and a power of two that makes up for what the
+  // exponents begin at: exact, of the smallest halves too.
+  const uint32_t moved = (bits & 0x7fffu) << 13;
   float x;
-  if (exponent == 31) {
-    x = fraction ? NAN : INFINITY;
-  } else if (exponent == 0) {
-    x = std::ldexp(static_cast<float>(fraction), -24);
-  } else {
-    x = std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
-  }
-  return bits & 0x8000 ? -x : x;
+  std::memcpy(&x, &moved, sizeof x);
+  x *= 0x1p112f;
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof wide);
+  if ((bits & 0x7c00) == 0x7c00) wide |= 0x7f800000;  // infinity or NaN
+  wide |= (bits & 0x8000u) << 16;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
 }
 
 uint16_t to_half(float x) {
@@ -54,14 +57,19 @@ uint16_t to_half(float x) {
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
   const float size = std::fabs(x);
   if (size >= 65520) return sign | 0x7c00;
-  if (size == 0) return sign;
-  int exponent = 0;
-  std::frexp(size, &exponent);
-  // The spacing of halves here is 2^(exponent - 11), and that of the smallest 2^-24.
-  const int spacing = exponent - 11 < -24 ? -24 : exponent - 11;
-  const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -spacing)));
+  // Next to a number whose last place is a half's there, an addition rounds as the half is rounded:
+  // 2^13 times the power of two of `size`, which is 2^-14 at least.
+  uint32_t bits;
+  std::memcpy(&bits, &size, sizeof bits);
+  const uint32_t binade = std::max(bits & 0x7f800000u, 113u << 23) + (13u << 23);
+  float next;
+  std::memcpy(&next, &binade, sizeof next);
+  const float sum = size + next;
+  uint32_t rounded;
+  std::memcpy(&rounded, &sum, sizeof rounded);
   // There are 1024 steps to a binade; those below it are counted in the field of the exponent.
-  return static_cast<uint16_t>(sign | (steps + (static_cast<uint32_t>(spacing + 24) << 10)));
+  const uint32_t steps = rounded - binade;
+  return static_cast<uint16_t>(sign | (steps + (((binade >> 23) - 126) << 10)));
 }
 
 uint32_t shuffle(const char* name, uint32_t mask, uint32_t x, int lane) {
@@ -117,6 +125,30 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
     }
     r[m] = halves[0] | halves[1] << 16;
   }
+}
+
+void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
+  const Words* const all = exchange("stmatrix", {{r[0], r[1], r[2], r[3]}});
+  // The row that this lane has the address of.
+  const int matrix = own_lane() / 8, row = own_lane() % 8;
+  uint32_t words[4];
+  for (int i = 0; i < 4; ++i) words[i] = all[4 * row + i].w[matrix];
+  char* const to = shared_at(address, 16);
+  note_write(to, 16);
+  std::memcpy(to, words, 16);
+  wrote_shared(address, 16);
+}
+
+uint32_t movmatrix(uint32_t x) {
+  const Words* const all = exchange("movmatrix", {{x}});
+  const int row = own_lane() / 4, column = 2 * (own_lane() % 4);
+  uint32_t result = 0;
+  for (int half = 0; half < 2; ++half) {
+    // Element (column + half, row) of the matrix.
+    const uint32_t word = all[4 * (column + half) + row / 2].w[0];
+    result |= uint32_t{half_of(word, row % 2)} << 16 * half;
+  }
+  return result;
 }
 
 float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }

@@ -20,6 +20,8 @@ uint32_t ballot(const char* name, uint32_t mask, bool x);
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
          float (*to_float)(uint16_t));
 void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed);
+void stmatrix(uint32_t address, const uint32_t (&r)[4]);
+uint32_t movmatrix(uint32_t x);
 
 float exp2_approx(float x);
 float reciprocal_approx(float x);

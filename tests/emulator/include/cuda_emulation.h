@@ -25,13 +25,21 @@
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
+#define __builtin_assume(...) \
+  ((__VA_ARGS__) ? void() : strobe::emulator::fail("what is assumed is not so: " #__VA_ARGS__))
 
+using std::isfinite;
+using std::isnan;
 using std::max;
 using std::min;
 
 inline void __syncthreads() { strobe::emulator::barrier(0, static_cast<int>(blockDim.x)); }
+inline int __syncthreads_or(int x) {
+  return strobe::emulator::barrier_or(0, static_cast<int>(blockDim.x), x != 0) ? 1 : 0;
+}
 inline void __syncwarp() { strobe::emulator::exchange("__syncwarp", {}, true); }
 
 template <typename T>
@@ -68,6 +76,7 @@ inline bool __all_sync(uint32_t mask, bool x) {
   return strobe::emulator::ballot("__all_sync", mask, x) == 0xffffffffu;
 }
 inline void __nanosleep(unsigned) {}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <typename T>
@@ -79,8 +88,22 @@ T __ldcg(const T* p) {
   return *p;
 }
 template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <typename T>
 void __stcg(T* p, T x) {
   *p = x;
+}
+inline unsigned atomicAdd(unsigned* p, unsigned x) {
+  return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
+  return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicExch(T* p, T x) {
+  return __atomic_exchange_n(p, x, __ATOMIC_RELAXED);
 }
 inline unsigned long long atomicCAS(unsigned long long* p, unsigned long long expected,
                                     unsigned long long x) {
@@ -96,5 +119,7 @@ inline float __fdividef(float x, float y) {
   return std::fabs(y) > 0x1p126f && std::fabs(y) < INFINITY ? std::copysign(0.f, x) : x / y;
 }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
+inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }
 
 #endif  // STROBE_TESTS_EMULATOR_CUDA_EMULATION_H_

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda_runtime_api.h"
 #include "instructions.h"
 
 // NOLINTNEXTLINE(bugprone-reserved-identifier, readability-identifier-naming)
@@ -13,5 +14,13 @@ struct __half {
   explicit __half(float x) : bits(strobe::emulator::to_half(x)) {}
   explicit operator float() const { return strobe::emulator::from_half(bits); }
 };
+
+// NOLINTNEXTLINE(bugprone-reserved-identifier, readability-identifier-naming)
+struct __half2 {
+  __half x, y;
+};
+inline float2 __half22float2(__half2 v) {
+  return {static_cast<float>(v.x), static_cast<float>(v.y)};
+}
 
 #endif  // STROBE_TESTS_EMULATOR_CUDA_FP16_H_

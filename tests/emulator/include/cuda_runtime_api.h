@@ -40,7 +40,14 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorSymbolNotFound = 500,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801
+};
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
 cudaError_t cudaGetLastError();
@@ -59,6 +66,12 @@ struct cudaPointerAttributes {
   int device;
 };
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+inline constexpr unsigned long long cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result);
 
 using cudaStream_t = struct CUstream_st*;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };

@@ -14,7 +14,8 @@ class KernelHandle {
   constexpr explicit KernelHandle(const void* function, int64_t shared_bytes = 0)
       : function_(function), shared_bytes_(static_cast<uint32_t>(shared_bytes)) {}
 
-  cudaError_t launch(dim3 grid, int threads, void** args, const LaunchTarget&) const {
+  cudaError_t launch(dim3 grid, int threads, void** args, const LaunchTarget&,
+                     bool /*early*/ = false) const {
     return emulator::launch(function_, grid, threads, shared_bytes_, args);
   }
 

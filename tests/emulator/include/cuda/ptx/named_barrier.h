@@ -10,6 +10,18 @@ template <int kThreads>
 void named_barrier_sync(int id) {
   emulator::barrier(id, kThreads);
 }
+template <int kThreads>
+void named_barrier_arrive(int id) {
+  emulator::barrier_arrive(id, kThreads);
+}
+template <int kId, int kThreads>
+void named_barrier_sync() {
+  emulator::barrier(kId, kThreads);
+}
+template <int kId, int kThreads>
+void named_barrier_arrive() {
+  emulator::barrier_arrive(kId, kThreads);
+}
 
 }  // namespace strobe::cuda::ptx
 

@@ -1,0 +1,68 @@
+// The Hopper backward kernels of one row of kernels.def, that of STROBE_EMULATED_CONFIG: what CMake
+// writes into a file for each row.
+#include "cuda/host/rows.h"
+#include "emulated_device.h"
+#if STROBE_EMULATED_WIDTH > 128
+#include "cuda/hopper/backward_sm90_wide_launch.h"
+#else
+#include "cuda/hopper/backward_sm90_launch.h"
+#endif
+
+namespace strobe::cuda {
+
+namespace {
+
+constexpr int bf16 = kBfloat16, fp16 = kFloat16;
+
+template <BackwardConfig kConfig, typename Stages>
+void enlist_stages() {
+  using T = typename Stages::T;
+  using Form = typename Stages::Form;
+  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
+  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
+  emulator::enlist(&backward_pairwise_kernel<T, Stages::kTileQ, Stages::kWidth, Stages::kTileK>);
+  emulator::enlist(&backward_parts_kernel<T, Stages::kWidth>);
+}
+
+#if STROBE_EMULATED_WIDTH > 128
+
+namespace hopper = sm90_wide;
+
+template <BackwardConfig kConfig>
+void enlist() {
+  using Tr = hopper::TraitsOf<kConfig>;
+  enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
+                                        Tr::kWidth, typename Tr::Form>>();
+  emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
+  if constexpr (kConfig.width == 192)
+    emulator::enlist(&hopper::backward_kernel<hopper::NarrowTraitsOf<kConfig>>, hopper::kBlocks);
+}
+
+#else
+
+namespace hopper = sm90;
+
+template <BackwardConfig kConfig>
+void enlist() {
+  using Tr = hopper::BackwardTraitsOf<kConfig>;
+  enlist_stages<kConfig, BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
+                                        typename Tr::Form>>();
+  emulator::enlist(&hopper::backward_kernel<Tr>);
+  emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
+}
+
+#endif
+
+}  // namespace
+
+}  // namespace strobe::cuda
+
+#define STROBE_EMULATED_ROW(name, ...)                                                          \
+  namespace strobe::cuda {                                                                      \
+  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                                            \
+  extern const BackwardRow name;                                                                \
+  const BackwardRow name = {kConfig, hopper::backward_shape<kConfig>(),                         \
+                            hopper::backward_carve<kConfig>, hopper::launch_backward<kConfig>}; \
+  static const bool enlisted = (enlist<kConfig>(), true);                                       \
+  }
+STROBE_EMULATED_ROW(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)

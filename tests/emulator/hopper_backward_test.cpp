@@ -1,0 +1,219 @@
+// The Hopper backward kernels on the CPU (run_time.h), planned by the CUDA back end for devices
+// that are not there, against float64.
+//
+//   STROBE_EMULATOR_CASES  how many random problems (default 60; 12 under a sanitizer)
+//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "cuda/host/row_choice.h"
+#include "cuda/host/row_table.h"
+#include "emulated_launch.h"
+#include "environment.h"
+#include "fixture.h"
+#include "hopper_case.h"
+#include "run_time.h"
+#include "runner.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+using oracle::Rng;
+
+constexpr int kMostFailuresShown = 5;
+
+std::span<const strobe::cuda::Entry<strobe::cuda::BackwardRow>> Rows() {
+  return strobe::cuda::row_table<strobe::cuda::BackwardRow>();
+}
+
+/// A case of problem_gen.h, with what these kernels decline left out, in a dtype and with head dims
+/// of the rows that there are.
+Case DrawCase(uint64_t seed) {
+  for (uint64_t again = 0;; ++again) {
+    Case c = GenerateCase(seed + (again << 32));
+    Rng rng(seed ^ again << 40 ^ 0xB4C5u);
+    const auto& row =
+        Rows()[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(Rows().size()) - 1))]
+            .row->config;
+    c.dtype = row.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+    // A dimension of a row's own more often than the generator draws one.
+    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, row.width - 63), row.width);
+    if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
+    const int64_t widest = Rows().back().row->config.width;
+    if (std::max(c.head_dim, c.head_dim_v) > widest) continue;
+    c.softcap = 0;
+    c.alibi = STROBE_ALIBI_NONE;
+    c.dropout_p = 0;
+    c.deterministic = rng.Chance(0.4) && std::max(c.head_dim, c.head_dim_v) <= 128;
+    c.batch_invariant = rng.Chance(0.15);
+    if (!MakeHopperCase(c)) continue;
+    return c;
+  }
+}
+
+Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
+  return [holds](const strobe_problem& p, const strobe_backward_args& args) {
+    return LaunchInTheEmulator(90, p, args, holds);
+  };
+}
+
+/// "" or what is wrong with the case.
+std::string RunBackward(const Case& c, WorkspaceHolds holds = WorkspaceHolds::kNumbers,
+                        const std::function<void(Fixture&)>& edit = {}) {
+  Fixture f(c);
+  if (edit) edit(f);
+  std::string wrong = f.Forward();
+  if (wrong.empty()) wrong = f.Backward(InTheEmulator(holds));
+  return wrong.empty() ? CompareBackward(f) : wrong;
+}
+
+TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const Case c = DrawCase(seed);
+    DrawHopper(seed);
+    const std::string wrong = RunBackward(c, HoldsOf(seed));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+}
+
+Case MakeCase(int64_t q, int64_t k, int64_t dim) {
+  Case c;
+  c.seed = 3;
+  c.dtype = Rows()[0].row->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+  c.heads = 4;
+  c.heads_kv = 2;
+  c.seqlens_q = {q};
+  c.seqlens_k = {k};
+  c.head_dim = c.head_dim_v = dim;
+  c.scale = std::nanf("");
+  return c;
+}
+
+/// The bits of dq, dk and dv, or of dk and dv alone.
+std::string Bits(const Fixture& f, bool with_dq) {
+  return (with_dq ? Fixture::Bits(f.dq) : "") + Fixture::Bits(f.dk) + Fixture::Bits(f.dv);
+}
+
+// With an order of additions no bit of dQ depends on when who comes by, and without one none of dK
+// and dV does.
+TEST(EmulatedHopperBackward, OrderChangesNoBit) {
+  for (const bool deterministic : {true, false}) {
+    for (const int64_t dim : {64, 128}) {
+      Case c = MakeCase(300, 400, dim);
+      c.deterministic = deterministic;
+      c.causal = dim == 64;
+      Fixture f(c);
+      ASSERT_EQ(f.Forward(), "");
+      std::string first;
+      for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 4); ++seed) {
+        DrawHopper(seed);
+        f.Poison(STROBE_BACKWARD);
+        ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
+        if (seed == 0) first = Bits(f, deterministic);
+        EXPECT_TRUE(Bits(f, deterministic) == first) << ToString(c) << ", seed " << seed;
+      }
+      EXPECT_EQ(CompareBackward(f), "") << ToString(c);
+    }
+  }
+}
+
+// The sums of dQ are 32 MB together, of short heads: items set them to zero, which all that add to
+// them wait for.
+TEST(EmulatedHopperBackward, SumsThatItemsSetToZeroAgreeWithTheOracle) {
+  if (kUnderSanitizer) GTEST_SKIP() << "takes minutes";
+  Case c = MakeCase(2, 140, 8);
+  c.varlen = true;
+  c.seqlens_q.assign(64, 2);
+  c.seqlens_k.assign(64, 7);
+  for (size_t b = 0; b < 64; b += 2)
+    c.seqlens_k[b] = 140;  // whose second block waits for the first
+  c.heads = 16;
+  c.heads_kv = 4;
+  DrawHopper(2);  // in this order, who does not wait for zeros comes before them
+  strobe::emulator::machine().devices[0].multiprocessors = 4;
+  strobe::emulator::settings().blocks_at_once = 4;
+  EXPECT_EQ(RunBackward(c), "");
+}
+
+// What is not finite reaches those alone who see it.
+TEST(EmulatedHopperBackward, MaskedInfinitiesReachNobody) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  for (const int64_t dim : {64, 128}) {
+    for (const double x : {HUGE_VAL, std::nan("")}) {
+      Case c = MakeCase(90, 140, dim);
+      c.heads = 2;
+      c.causal = true;
+      DrawHopper(static_cast<uint64_t>(dim));
+      EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNaN,
+                            [&](Fixture& f) {
+                              f.v.Set(f.v.Index(0, 120, 0, 3), x);
+                              f.k.Set(f.k.Index(0, 131, 1, 5), x);
+                            }),
+                "")
+          << ToString(c);
+    }
+  }
+}
+
+TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
+  for (const int64_t q : {0, 1}) {
+    for (const int64_t k : {0, 1}) {
+      Case c = MakeCase(q, k, 40);
+      DrawHopper(static_cast<uint64_t>(2 * q + k));
+      EXPECT_EQ(RunBackward(c), "") << ToString(c);
+    }
+  }
+}
+
+// Each wait at an mbarrier guards something: where it is left out, some order of threads and copies
+// gives other bits, or the launch fails.
+TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
+  if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
+  // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
+  // each: then the next item's keys come early. (V has one stage at width 128.)
+  const struct {
+    const char* name;
+    int64_t dim, queries;
+    int mbarrier;
+  } waits[] = {{"k.full", 64, 520, 4},     {"k.empty", 64, 100, 5},     {"v.full", 64, 520, 8},
+               {"v.empty", 128, 60, 9},    {"q.full", 64, 520, 12},     {"q.empty", 64, 520, 13},
+               {"dout.full", 64, 520, 16}, {"dout.empty", 64, 520, 17}, {"ds.full", 64, 520, 20},
+               {"ds.empty", 64, 520, 21}};
+  for (const auto& wait : waits) {
+    Case c = MakeCase(wait.queries, 520, wait.dim);
+    c.heads = c.heads_kv = 1;
+    c.deterministic = true;
+    Fixture f(c);
+    ASSERT_EQ(f.Forward(), "");
+    const auto run = [&](uint64_t seed, int skipped) {
+      DrawHopper(seed);
+      // It has one item after the other.
+      strobe::emulator::machine().devices[0].multiprocessors = 1;
+      strobe::emulator::settings().skipped_mbarrier = skipped;
+      strobe::emulator::settings().unwritten = kNumberByte;
+      f.Poison(STROBE_BACKWARD);
+      const std::string wrong = f.Backward(InTheEmulator());
+      return wrong.empty() ? Bits(f, true) : wrong;
+    };
+    const std::string right = run(0, -1);
+    bool seen = false;
+    for (uint64_t seed = 0; seed < 20 && !seen; ++seed) seen = run(seed, wait.mbarrier) != right;
+    EXPECT_TRUE(seen) << wait.name;
+  }
+  strobe::emulator::settings() = {};
+}
+
+}  // namespace
+}  // namespace strobe_test

@@ -1,0 +1,83 @@
+// Problems and devices for the tests of the Hopper kernels in the emulator.
+#ifndef STROBE_TESTS_EMULATOR_HOPPER_CASE_H_
+#define STROBE_TESTS_EMULATOR_HOPPER_CASE_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "emulated_launch.h"
+#include "problem_gen.h"
+#include "run_time.h"
+
+namespace strobe_test {
+
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kUnderTsan = true;
+#else
+inline constexpr bool kUnderTsan = false;
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kUnderSanitizer = true;
+#else
+inline constexpr bool kUnderSanitizer = false;
+#endif
+inline constexpr uint64_t kHopperCases = kUnderSanitizer ? 12 : 60;
+
+/// Strides that TMA takes, 16-byte units: those of q, k, v and dout.
+inline void MakeAligned(Layout& layout, int64_t dim, bool batch_invariant) {
+  layout.shift = layout.shift / 8 * 8;
+  if (batch_invariant) layout.odd_stride = 8;  // a batch of one goes where a larger one goes
+  if (layout.defaulted && dim % 8 == 0) return;
+  layout.defaulted = false;
+  for (int i = 0; i < 3; ++i) {
+    layout.pad[i] = layout.pad[i] / 8 * 8;
+    layout.broadcast[i] = layout.negative[i] = false;
+  }
+  layout.pad[layout.order[2]] += (8 - dim % 8) % 8;
+}
+
+/// Steps of a kernel, at most.
+inline int64_t Steps(const Case& c) {
+  int64_t steps = 0;
+  for (size_t b = 0; b < c.seqlens_q.size(); ++b)
+    steps += (c.seqlens_q[b] + 63) / 64 * ((c.seqlens_k[b] + 127) / 128);
+  return steps * c.heads;
+}
+
+/// Gives the case's inputs and dout strides that TMA takes. False where it is no case for these
+/// tests.
+inline bool MakeHopperCase(Case& c) {
+  if (Steps(c) > 150) return false;  // half a second
+  // A stride of 0, where there are no rows, is nothing for TMA.
+  if (!c.varlen && std::min(c.longest_q(), c.longest_k()) == 0) return false;
+  for (Layout* layout : {&c.q, &c.k}) MakeAligned(*layout, c.head_dim, c.batch_invariant);
+  for (Layout* layout : {&c.v, &c.dout}) MakeAligned(*layout, c.head_dim_v, c.batch_invariant);
+  if (c.packing != Packing::kSeparate && (c.head_dim % 8 || c.head_dim_v % 8))
+    c.packing = Packing::kSeparate;
+  if (kUnderTsan) c.special = Special::kNone;  // flags of NaN are set by several threads alike
+  return true;
+}
+
+/// Draws a device and an order of threads. What nobody has written is mostly large numbers here:
+/// rows that are NaN are computed again, pair by pair, and would then be right.
+inline void DrawHopper(uint64_t seed) {
+  oracle::Rng rng(seed ^ 0x90E111u);
+  const int multiprocessors[] = {1, 2, 3, 7, 132};
+  const int at_once[] = {1, 2, 3, 5};
+  auto& device = strobe::emulator::machine().devices[0];
+  device.compute_capability = 90;
+  device.multiprocessors = rng.Pick(multiprocessors);
+  device.shared_bytes = strobe::emulator::kMostShared;
+  strobe::emulator::settings() = {};
+  strobe::emulator::settings().seed = seed;
+  strobe::emulator::settings().blocks_at_once = rng.Pick(at_once);
+  if (rng.Chance(0.75)) strobe::emulator::settings().unwritten = kNumberByte;
+}
+
+inline WorkspaceHolds HoldsOf(uint64_t seed) {
+  return seed % 2 ? WorkspaceHolds::kNumbers : static_cast<WorkspaceHolds>(seed / 2 % 3);
+}
+
+}  // namespace strobe_test
+
+#endif  // STROBE_TESTS_EMULATOR_HOPPER_CASE_H_
