@@ -27,7 +27,7 @@ if command -v nvcc >/dev/null; then
   stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
 fi
 stage "the emulated Hopper kernels under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_HOPPER=ON -- \
-  emulator_hopper_forward_test emulator_hopper_backward_test
+  emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test
 stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do

@@ -81,7 +81,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
             "Convert to float32, bfloat16 (bf16) or float16 first");
   AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
   AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
-          "rotary_cos and rotary_sin rotate neighbours, not elements of the two halves");
+          "the rotary tables rotate neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
