@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Kernel:
     row: str
     name: str  # forward, backward, decode
-    variant: str  # plain, or the one with softcap, ALiBi and dropout; ordered: plain and deterministic
+    variant: str  # plain; general: any score; ordered: plain and deterministic; elements: decoding of unaligned rows
     arch: str
     registers: int = 0
     stack: int = 0
@@ -83,7 +83,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             return None
         variants = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}
         if main[1] == "decode":
-            variants["Lb1ELb0E"] = "rule"
+            variants |= {"Lb1ELb0E": "general", "Lb1ELb1E": "elements"}
         variant = variants.get(main[2], "general")
         if "BackwardTraits" in symbol:
             variant = "ordered" if main[2] == "Lb1E" else "plain"
@@ -138,8 +138,8 @@ def faults(k: Kernel) -> list[str]:
     copies = k.count(r"LDGSTS")
     if copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
-    # The general decode kernel is for rows that are not aligned to 16 bytes.
-    if k.arch != "sm_90a" and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "general"):
+    # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes.
+    if k.arch != "sm_90a" and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "elements"):
         found.append("no asynchronous copies")
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")
