@@ -86,7 +86,7 @@ TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
   }
 }
 
-// Wide kernels leave appending and turning to a kernel before them.
+// Wide kernels leave appending and rotating to a kernel before them.
 TEST(EmulatedDecode, UpdatesOfWideRowsAgreeWithTheOracle) {
   uint64_t tried = 0;
   for (uint64_t seed = 20000; tried < kCases / 8; ++seed) {

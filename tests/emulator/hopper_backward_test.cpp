@@ -31,29 +31,14 @@ std::span<const strobe::cuda::Entry<strobe::cuda::BackwardRow>> Rows() {
   return strobe::cuda::row_table<strobe::cuda::BackwardRow>();
 }
 
-/// A case of problem_gen.h, with what these kernels decline left out, in a dtype and with head dims
-/// of the rows that there are.
 Case DrawCase(uint64_t seed) {
-  for (uint64_t again = 0;; ++again) {
-    Case c = GenerateCase(seed + (again << 32));
-    Rng rng(seed ^ again << 40 ^ 0xB4C5u);
-    const auto& row =
-        Rows()[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(Rows().size()) - 1))]
-            .row->config;
-    c.dtype = row.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
-    // A dimension of a row's own more often than the generator draws one.
-    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, row.width - 63), row.width);
-    if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
-    const int64_t widest = Rows().back().row->config.width;
-    if (std::max(c.head_dim, c.head_dim_v) > widest) continue;
+  return DrawHopperCase(Rows(), seed, [](Case& c, Rng& rng) {
     c.softcap = 0;
     c.alibi = STROBE_ALIBI_NONE;
     c.dropout_p = 0;
     c.deterministic = rng.Chance(0.4) && std::max(c.head_dim, c.head_dim_v) <= 128;
     c.batch_invariant = rng.Chance(0.15);
-    if (!MakeHopperCase(c)) continue;
-    return c;
-  }
+  });
 }
 
 Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {

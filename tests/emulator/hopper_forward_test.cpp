@@ -19,33 +19,20 @@
 namespace strobe_test {
 namespace {
 
-using oracle::DType;
 using oracle::Rng;
 
 std::span<const strobe::cuda::Entry<strobe::cuda::ForwardRow>> Rows() {
   return strobe::cuda::row_table<strobe::cuda::ForwardRow>();
 }
 
-/// A case of problem_gen.h, with what these kernels decline left out, in a dtype and with head dims
-/// of the rows that there are.
 Case DrawCase(uint64_t seed) {
-  for (uint64_t again = 0;; ++again) {
-    Case c = GenerateCase(seed + (again << 32));
-    Rng rng(seed ^ again << 40 ^ 0xF0A4Du);
-    const auto& row =
-        Rows()[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(Rows().size()) - 1))]
-            .row->config;
-    c.dtype = row.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
-    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, row.width - 63), row.width);
-    if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
-    c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
-    if (std::max(c.head_dim, c.head_dim_v) > Rows().back().row->config.width) continue;
-    c.dropout_p = 0;
-    c.batch_invariant = rng.Chance(0.15);
-    if (!MakeHopperCase(c)) continue;
-    MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
-    return c;
-  }
+  Case c = DrawHopperCase(Rows(), seed, [](Case& drawn, Rng& rng) {
+    drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
+    drawn.dropout_p = 0;
+    drawn.batch_invariant = rng.Chance(0.15);
+  });
+  MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
+  return c;
 }
 
 Fixture::ForwardLaunch InTheEmulator(WorkspaceHolds holds) {
