@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       __syncwarp();
       announce_barriers<Tr>();
     } else if (warp != 2) {  // the scheduler waits itself
-      wait_for_barriers<Tr>();
+      wait_for_barriers<Tr, Awaits::kLoaders>();
     }
     if constexpr (kCached<Params>) {
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    wait_for_barriers<Tr>();
+    wait_for_barriers<Tr, Awaits::kConsumers>();
     Consumer<Tr, kGeneral, kWhole, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {

@@ -15,17 +15,39 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Where every other warp waits, once, for warp 0 to initialise the barriers in shared memory.
-/// Without kEarlyTile the kernel has waited before.
-template <typename Tr>
-__device__ __forceinline__ void wait_for_barriers() {
-  // Barriers 1 to 1 + W have other uses.
-  if constexpr (Tr::kEarlyTile) ptx::named_barrier_sync<2 + Tr::kWarpgroups, Tr::kThreads>();
+/// Who waits for warp 0 to initialise the barriers in shared memory. Each has a hardware barrier of
+/// its own: compute-sanitizer takes one to which a whole thread block comes at several instructions
+/// for a fault.
+enum class Awaits { kScheduler, kLoaders, kConsumers };
+
+/// Calls barrier(id, threads), two integral constants: those who wait, and warp 0.
+template <typename Tr, Awaits kWho, typename Barrier>
+__device__ __forceinline__ void at_barrier_of(const Barrier& barrier) {
+  constexpr int kWarps = kWho == Awaits::kScheduler ? 1
+                         : kWho == Awaits::kLoaders ? 2
+                                                    : 4 * Tr::kWarpgroups;
+  constexpr int kFirst = 2 + Tr::kWarpgroups;  // 1 to 1 + W have other uses
+  barrier(std::integral_constant<int, kFirst + static_cast<int>(kWho)>(),
+          std::integral_constant<int, 32 * (kWarps + 1)>());
 }
-/// Warp 0 has done so.
+/// Waits, once. Without kEarlyTile the kernel has waited before.
+template <typename Tr, Awaits kWho>
+__device__ __forceinline__ void wait_for_barriers() {
+  if constexpr (Tr::kEarlyTile) {
+    at_barrier_of<Tr, kWho>([](auto id, auto threads) {
+      ptx::named_barrier_sync<decltype(id)::value, decltype(threads)::value>();
+    });
+  }
+}
+/// Warp 0 has initialised them.
 template <typename Tr>
 __device__ __forceinline__ void announce_barriers() {
-  ptx::named_barrier_arrive<2 + Tr::kWarpgroups, Tr::kThreads>();
+  const auto arrive = [](auto id, auto threads) {
+    ptx::named_barrier_arrive<decltype(id)::value, decltype(threads)::value>();
+  };
+  at_barrier_of<Tr, Awaits::kScheduler>(arrive);
+  at_barrier_of<Tr, Awaits::kLoaders>(arrive);
+  at_barrier_of<Tr, Awaits::kConsumers>(arrive);
 }
 
 /// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
@@ -95,12 +117,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       tile.block_end = tile.loaded ? blocks.end : 1;
     }
     __syncwarp();
-    if (at.count == 0) wait_for_barriers<Tr>();
+    if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
     if (!scheduler.fixed()) shared.request.wait(at.count & 1);
     ++at.count;
   }
-  if (at.count == 0) wait_for_barriers<Tr>();
+  if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
   const int lane = ptx::thread_again() % 32;
   shared.tile_ring.empty[at.stage()].wait(at.free());
   if (lane == 0) {
