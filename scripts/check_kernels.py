@@ -85,8 +85,11 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if main[1] == "decode":
             variants |= {"Lb1ELb0E": "general", "Lb1ELb1E": "elements"}
         variant = variants.get(main[2], "general")
-        if "BackwardTraits" in symbol:
-            variant = "ordered" if main[2] == "Lb1E" else "plain"
+        if "BackwardTraits" in symbol:  # ordered, general
+            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general"), strict=True) if bit == "1"]
+            variant = "+".join(names) or "plain"
+        elif "WideTraits" in symbol:
+            variant = "general" if "Lb1E" in main[2] else "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
         return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))

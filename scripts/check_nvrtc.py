@@ -65,11 +65,13 @@ namespace strobe::cuda::sm90 {
 constexpr BackwardConfig kC{90, kBfloat16, 128, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
 __device__ auto* const ordered = &backward_kernel<BackwardTraitsOf<kC, true>>;
+__device__ auto* const general = &backward_kernel<BackwardTraitsOf<kC, false, true>>;
 }
 """,
     "hopper/backward_sm90_wide.cuh": """
 namespace strobe::cuda::sm90_wide {
-__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256>>;
+__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256, false>>;
+__device__ auto* const general = &backward_kernel<WideTraits<kBfloat16, 256, 256, true>>;
 }
 """,
 }

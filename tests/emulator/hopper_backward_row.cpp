@@ -33,9 +33,15 @@ void enlist() {
   using Tr = hopper::TraitsOf<kConfig>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
                                         Tr::kWidth, typename Tr::Form>>();
+  constexpr int kWidth = kConfig.width;
   emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
-  if constexpr (kConfig.width == 192)
-    emulator::enlist(&hopper::backward_kernel<hopper::NarrowTraitsOf<kConfig>>, hopper::kBlocks);
+  emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
+                   hopper::kBlocks);
+  if constexpr (kWidth == 192) {
+    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128>>, hopper::kBlocks);
+    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128, true>>,
+                     hopper::kBlocks);
+  }
 }
 
 #else
@@ -49,6 +55,8 @@ void enlist() {
                                         typename Tr::Form>>();
   emulator::enlist(&hopper::backward_kernel<Tr>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
+  emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true>>);
+  emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true, true>>);
 }
 
 #endif

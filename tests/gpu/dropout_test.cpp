@@ -162,6 +162,46 @@ TEST(DropoutWords, BackwardIsTheCpusMask) {
   }
 }
 
+// DroppedWeights (backward_sm90_scores.cuh): the same words as bits.
+TEST(DroppedBits, AreTheCpusMask) {
+  constexpr int64_t kQueries = 64, kKeys = 48;
+  for (const float p : {0.1f, 0.5f, 0.9f}) {
+    const Dropout d = Dropout::make(p, kSeed, kOffset);
+    std::vector<uint8_t> mask(kQueries * kKeys);
+    ASSERT_EQ(strobe_dropout_mask(1, 1, kQueries, kKeys, p, kSeed, kOffset, mask.data()),
+              STROBE_OK);
+    for (uint32_t key0 = 0; key0 < kKeys; key0 += 16) {
+      std::array<uint32_t, kLanes> dropped{};
+      for (uint32_t b = 0; b < 2; ++b) {
+        for (uint32_t row = 0; row < 2; ++row) {
+          Words words = calls(d, 0, 32 * b, (key0 + 8 * row) / 8, backward_call);
+          transpose_quads(words);
+          transpose_matrices(words);
+          for (size_t lane = 0; lane < kLanes; ++lane) {
+            const auto& w = words[lane];
+            const uint32_t word[4] = {w[0], w[1], w[2], w[3]};
+            const uint32_t bits = dropped_bits(d, word, static_cast<int>(b), static_cast<int>(row));
+            ASSERT_EQ(dropped[lane] & bits, 0u);
+            dropped[lane] |= bits;
+          }
+        }
+      }
+      for (int lane = 0; lane < kLanes; ++lane) {
+        for (int j = 0; j < 4; ++j) {
+          for (int i = 0; i < 8; ++i) {
+            const int64_t key = key0 + accumulator_row(lane, i % 4);
+            const int64_t query = 16 * j + i / 4 * 8 + accumulator_column(lane, i % 4);
+            const bool is_dropped =
+                (dropped[static_cast<size_t>(lane)] >> dropped_bit(j, i) & 1) != 0;
+            ASSERT_EQ(!is_dropped, mask[static_cast<size_t>(query * kKeys + key)] != 0)
+                << "lane " << lane << ", j " << j << ", i " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(KeepOne, IsDropoutKeep) {
   const Dropout d = Dropout::make(0.4f, kSeed, kOffset);
   for (uint32_t row = 0; row < 40; ++row) {

@@ -123,6 +123,13 @@ def many_items(row: Row) -> list[Case]:
         Case(**base, **{**dense, "heads_kv": 4}),  # 144
         Case(**{**base, "head_dim": row.width - 8}, **dense, window=(100, 30)),
     ]
+    cases += [  # by the kernel for any score
+        Case(**base, **dense, dropout_p=0.2),
+        Case(**base, **packed, alibi=1),
+        Case(**base, **{**dense, "heads_kv": 4}, softcap=20.0),
+    ]
+    if row.width <= 128:
+        cases.append(Case(**base, **dense, softcap=100.0, dropout_p=0.2, deterministic=True))
     if row.width <= 128:  # no row for wider heads is deterministic
         cases += [Case(**base, **dense, deterministic=True), Case(**base, **packed, deterministic=True)]
     return cases
@@ -145,8 +152,11 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
             (Case(seqlen_q=70, seqlen_k=90, heads=1, head_dim=dim, dtype=dtype, alibi=1, softcap=20.0), False),
             (Case(seqlen_q=70, seqlen_k=90, heads=2, head_dim=dim - 8, dtype=dtype, alibi=2, scale=-0.1), False),
         ]
-        if row.arch == 80:
-            cases.append((Case(seqlen_q=130, seqlen_k=150, heads=2, head_dim=dim, dtype=dtype, dropout_p=0.3), False))
+        if row.arch == 80 or row.direction == "backward":
+            cases += [
+                (Case(seqlen_q=130, seqlen_k=150, heads=2, head_dim=dim, dtype=dtype, dropout_p=0.3), False),
+                (Case(seqlen_q=200, seqlen_k=150, heads=2, heads_kv=1, head_dim=dim, causal=True, dtype=dtype, dropout_p=0.1, softcap=100.0), False),
+            ]
     if row.arch == 80:
         cases.append((Case(lengths_q=[65, 0, 1], lengths_k=[3, 70, 130], heads=1, head_dim=dim - 3, dtype=dtype, window=(30, 3)), True))
     if (row.arch, row.direction) == (90, "backward"):

@@ -162,16 +162,19 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         many = [[*run, "--causal"]]
         if row.width <= 128:  # a kernel of its own
             many.append([*run, "--causal", "--deterministic"])
+        # And the kernels for any score, each copy of their weights.
+        many += [[*command, *flags] for command in list(many) for flags in (["--dropout", "0.2"], ["--softcap", "20"])]
+        many.append([*run, "--causal", "--alibi"])
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], *many]
     run = run_of(2, 1)
     rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
     if row.arch == 80:
         rule += ["--deterministic"]
-        if row.when != "plain":
-            rule += ["--dropout", "0.2"]
+    if row.when != "plain" and (row.arch == 80 or row.direction == "backward"):
+        rule += ["--dropout", "0.2"]
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
-    if len(many) > 1:
+    if many and row.width <= 128:
         runs.append([*run, "--causal", "--deterministic"])
     return [*runs, *many]
 

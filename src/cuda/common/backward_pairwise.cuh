@@ -11,6 +11,7 @@
 
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/backward_scratch.cuh"
+#include "cuda/common/dropout.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
@@ -18,7 +19,7 @@
 namespace strobe::cuda {
 
 /// A sequence and a query head of it, as a whole warp goes through its pairs: lane i has columns
-/// i, i + 32, ... of every row. No dropout.
+/// i, i + 32, ... of every row.
 template <typename T>
 struct SeenPairs {
   static constexpr int kShare = 8;  // columns of a lane: head_dim <= 256
@@ -47,7 +48,7 @@ struct SeenPairs {
   }
 
   struct Pair {
-    float weight, ds;  // P and dS
+    float weight, ds;  // P with dropout, and dS
   };
   /// Of a query and a key that it sees.
   __device__ __forceinline__ Pair pair(int64_t query, int64_t key) const {
@@ -62,7 +63,13 @@ struct SeenPairs {
         Score::Row{score, distance}.template value_and_derivative<true>(qk, 0);
     const float reference = weight_reference(p.lse[lse_at], 0.f);
     const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
-    return {weight, weight * s.derivative * (dp - delta)};
+    float kept = 1.f;
+    if (p.dropout.enabled()) {
+      const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
+      // (Of a dropped weight too, what is NaN stays NaN.)
+      kept = keep_one(p.dropout, batch_head, query, key) ? p.dropout.keep_scale : 0.f;
+    }
+    return {weight * kept, weight * s.derivative * (dp * kept - delta)};
   }
   /// sum += factor * row.
   __device__ __forceinline__ static void add(float (&sum)[kShare], float factor, const T* row,

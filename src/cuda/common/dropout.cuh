@@ -44,6 +44,26 @@ STROBE_INLINE constexpr bool keep_high(const Dropout& d, uint32_t word) {
   return word >> 16 >= d.threshold;
 }
 
+/// A thread's weights of 64 queries and two keys as the bits of a word, 1 where a weight is
+/// dropped: that of the i-th of eight accumulators, two neighbouring 8 (keys) x 8 (queries) blocks
+/// and the two below them, of queries 16 j on.
+STROBE_INLINE constexpr int dropped_bit(int j, int i) {
+  const int row = i / 2 % 2, block = 2 * (j % 2) + i / 4, column = i % 2;
+  return 16 * (j / 2 % 2) + 8 * row + 2 * block + column;
+}
+/// Those bits of queries 32 b to 32 b + 31 with the thread's key number `row`. word: of
+/// dropout_call_transposed, transposed.
+STROBE_INLINE constexpr uint32_t dropped_bits(const Dropout& dropout, const uint32_t (&word)[4],
+                                              int b, int row) {
+  uint32_t bits = 0;
+  for (int d = 0; d < 4; ++d) {
+    const int bit = dropped_bit(2 * b + d / 2, 4 * (d % 2) + 2 * row);
+    if (!keep_low(dropout, word[d])) bits |= 1u << bit;
+    if (!keep_high(dropout, word[d])) bits |= 2u << bit;
+  }
+  return bits;
+}
+
 /// Dropout::keep, which would put the four words into local memory to index them.
 STROBE_INLINE constexpr bool keep_one(const Dropout& d, uint32_t batch_head, int64_t query,
                                       int64_t key) {

@@ -98,16 +98,24 @@ struct Score {
       }
       return kSlopes ? with_slope(x, key) : x;
     }
+    /// The same, with ALiBi's slope or 0, and the derivative.
+    template <Cap kCap>
+    __device__ __forceinline__ ValueAndDerivative value_and_derivative(float qk, int key) const {
+      if constexpr (kCap == Cap::kNone) {
+        return {with_slope(__fmul_rn(qk, s.scale_log2), key), 1.f};
+      } else {
+        const SoftcappedScore x =
+            softcapped<kCap == Cap::kAny, true>(qk, s.cap_log2, s.cap_power, FastMath());
+        return {with_slope(x.score, key), x.slope};
+      }
+    }
     /// The same for any options; kPrecise: where the cap is not small.
     template <bool kPrecise>
     __device__ __forceinline__ ValueAndDerivative value_and_derivative(float qk, int key) const {
-      SoftcappedScore x{0.f, 1.f};
       if (s.cap_log2 > 0.f) {
-        x = softcapped<kPrecise, true>(qk, s.cap_log2, s.cap_power, FastMath());
-      } else {
-        x.score = __fmul_rn(qk, s.scale_log2);
+        return value_and_derivative < kPrecise ? Cap::kAny : Cap::kSmall > (qk, key);
       }
-      return {with_slope(x.score, key), x.slope};
+      return value_and_derivative<Cap::kNone>(qk, key);
     }
 
    private:

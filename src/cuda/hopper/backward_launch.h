@@ -1,5 +1,5 @@
-// What the launches of the Hopper backward's kernels share: the refusal of what none of them
-// computes, the maps of the tensors, and the stages around the main kernel.
+// What the launches of the Hopper backward's kernels share: the maps of the tensors, and the stages
+// around the main kernel.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 
@@ -13,8 +13,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// The plan sends none of these to Hopper's kernels.
-inline bool is_declined(const BackwardParams& p) {
+/// Whether a score is more than a scale times q.k, or weights are dropped.
+inline bool is_general(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
 }
 

@@ -29,14 +29,16 @@
 //                   sum is zero (or it is this block's turn)
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
-//                   has issued its products                 products; with two panels only
+//                   has issued its products                 products; with two panels only, and
+//                                                           not in the general kernel
 //   end             (hardware, 3) the consumers are done    who reports additions to dQ, where
 //                                                           they have an order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
-//   k               [2][panel][128][64]; v alike, with two panels [1]
+//   k               [2][panel][128][64]; v alike, with two panels, and in the general kernel, [1]
 //   q, dout         [2][panel][tile_q][64]                  lse, delta [2][tile_q], in quad_order
 //   ds              [2][panel of queries][128][64]          blocks [2]: items; barriers
+//   factors         of the general kernel alone: each thread's own (backward_sm90_scores.cuh)
 //
 // One step of a warpgroup, for query tile i. All branches are between two steps, and no wgmma is in
 // flight there: ptxas would serialise a wgmma that is in flight across a branch.
@@ -45,6 +47,10 @@
 //   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass ping-pong
 //   wait dP | dS = P (dP - delta), left in shared memory | issue dK += dS^T Q
 //   wait dQ, add it to the sum in global memory | wait dV, free dO | wait dK, free Q
+//
+// That is the kernel for plain scores. The general one, for softcap, ALiBi and dropout, has
+// branches in P: it waits for S with nothing else in flight, then issues dP, dQ and dV
+// (docs/hopper-backward.md).
 //
 // dQ of a step is made in the next one, so that no warpgroup waits for the other's dS: where there
 // are registers for it also across items (kHasNextStep), else between them.

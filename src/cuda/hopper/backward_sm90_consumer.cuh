@@ -7,6 +7,7 @@
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_scores.cuh"
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -14,6 +15,7 @@
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/packed.h"
+#include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
@@ -102,8 +104,9 @@ class BackwardConsumer {
     for (;;) {
       now.advance(block());
       if (now.done(block())) break;
-      if (block().visits.is_full(now.tile)) {
-        step<StepKind::kFull>(now);
+      // (One copy of the general kernel's step is enough.)
+      if (!Tr::kGeneral && block().visits.is_full(now.tile)) {
+        if constexpr (!Tr::kGeneral) step<StepKind::kFull>(now);
       } else {
         step<StepKind::kMasked>(now);
       }
@@ -144,7 +147,7 @@ class BackwardConsumer {
           lane, reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum), scale, tensor, dim,
           parts_sum);
     };
-    put(dv_, 1.f / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
+    put(dv_, keep_scale() / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
     put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
   }
 
@@ -152,6 +155,10 @@ class BackwardConsumer {
     return shared_.blocks[item_.stage()];
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
+  /// Of dropout.
+  __device__ __forceinline__ float keep_scale() const {
+    return Tr::kGeneral ? p_.dropout.keep_scale : 1.f;
+  }
   /// Scratch tile of the step before.
   __device__ __forceinline__ auto& tile_before() {
     if constexpr (Tr::kTileInShared) {
@@ -160,7 +167,9 @@ class BackwardConsumer {
       return tile_before_;
     }
   }
-  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ __forceinline__ int lane() const {
+    return Tr::kGeneral ? ptx::thread_again() % 32 : static_cast<int>(threadIdx.x % 32);
+  }
   __device__ __forceinline__ int warp() const { return ptx::thread_again() / 32 % 4; }
   /// The warp's first row of the block of keys.
   __device__ __forceinline__ int key_row() const { return 16 * (ptx::thread_again() / 32 - 4); }
@@ -185,19 +194,39 @@ class BackwardConsumer {
     uint32_t weights[kTileQ / 4], ds[kTileQ / 4];  // P^T and dS^T, as operands
     float dq[32];                                  // of the step before
 
+    DroppedWeights<Tr::kGeneral ? kTileQ : 0> dropped;
+    if constexpr (Tr::kGeneral) {
+      dropped = dropped.draw(p_, block().batch, now.head, now.tile * kTileQ,
+                             block().key_begin + key_row(), lane());
+    }
     shared_.q_ring.full[stage].wait(at_.phase());
     shared_.dout_ring.full[stage].wait(at_.phase());
     if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    issue_scores(dp, shared_.v[item_v().stage()], shared_.dout[stage]);  // dP^T = V dO^T
-    ptx::wgmma_commit();
+    const auto issue_dp = [&] {
+      issue_scores(dp, shared_.v[item_v().stage()], shared_.dout[stage]);  // dP^T = V dO^T
+      ptx::wgmma_commit();
+    };
+    if constexpr (!Tr::kGeneral) issue_dp();
 
     SeenQueries<kMasked ? 2 : 0> seen(limits(), now.tile * kTileQ);
-    ptx::wgmma_wait<1>();
-    ptx::pin(s);
-    take_weights<kMasked>(s, weights, stage, seen);
+    if constexpr (Tr::kGeneral) {
+      // While the product is under way.
+      const Score score = Score::of(p_, block().batch, now.head);
+      float4 lses[kTileQ / 16];
+      load_of_queries(lses, shared_.lse[stage], lane());
+      ptx::wgmma_wait<0>();  // there are branches in what follows
+      ptx::pin(s);
+      take_general_weights(now, s, score, dropped, weights, lses, seen);
+      ptx::wgmma_fence();
+      issue_dp();
+    } else {
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      take_weights<kMasked>(s, weights, stage, seen);
+    }
 
     if constexpr (kHasBefore) {
       shared_.ds_ring.full[stage ^ 1].wait(before().phase());
@@ -336,15 +365,43 @@ class BackwardConsumer {
                                      weights + 4 * j);
     }
   }
+  /// The same with softcap, ALiBi and dropout.
+  template <typename Seen>
+  __device__ __forceinline__ void take_general_weights(
+      const QueryStep& now, const float (&s)[kTileQ / 2], const Score& score,
+      const DroppedWeights<kTileQ>& dropped, uint32_t (&weights)[kTileQ / 4],
+      const float4 (&lses)[kTileQ / 16], const Seen& seen) {
+    const typename Tr::Block& block = this->block();
+    const int lane = this->lane();
+    const int32_t distance = block.position + now.tile * kTileQ - block.key_begin - key_row();
+    sm90::take_weights<Tr>(
+        s, score, distance, p_.dropout.enabled(), dropped, [&](int j) { return lses[j]; }, lane,
+        seen, weights,
+        [&](int j, const uint32_t(&factors)[4]) {
+          ptx::store_shared_words(factors_of(j), factors);
+        });
+  }
+  /// Where the thread's factors of queries 16 j to 16 j + 15 are: nobody else's.
+  __device__ __forceinline__ uint32_t factors_of(int j) const {
+    return ptx::shared_address(shared_.factors[j][ptx::thread_again() - 128]);
+  }
   template <bool kMasked, typename Seen>
   __device__ __forceinline__ void take_ds(const float (&dp)[kTileQ / 2],
                                           const uint32_t (&weights)[kTileQ / 4],
                                           uint32_t (&ds)[kTileQ / 4], int stage, const Seen& seen) {
-    const float4* const deltas = reinterpret_cast<const float4*>(shared_.delta[stage]) + lane() % 4;
+    const int lane = this->lane();
+    const float4* const deltas = reinterpret_cast<const float4*>(shared_.delta[stage]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
-      sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
-                                lane(), 16 * j, seen, ds + 4 * j);
+      if constexpr (Tr::kGeneral) {
+        uint32_t factors[4];
+        ptx::load_shared_words(factors_of(j), factors);
+        sm90::take_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::Form::kScale, deltas[4 * j],
+                         ds + 4 * j);
+      } else {
+        sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
+                                  lane, 16 * j, seen, ds + 4 * j);
+      }
     }
   }
   __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {

@@ -22,8 +22,10 @@ namespace strobe::cuda::sm90 {
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
-  using Tr = BackwardTraitsOf<kConfig, true>;  // whose shared memory is not less than the other's
-  return {Tr::kThreads, sizeof(typename Tr::Shared)};
+  // Where additions have an order, shared memory is not less than where they have none.
+  using Plain = BackwardTraitsOf<kConfig, true>;
+  using General = BackwardTraitsOf<kConfig, true, true>;
+  return {Plain::kThreads, max64(sizeof(typename Plain::Shared), sizeof(typename General::Shared))};
 }
 
 /// Whether the main kernel sets sums of dQ to zero: their bytes, all heads together and of one
@@ -76,16 +78,27 @@ uint32_t blocks_of(int64_t items, const LaunchTarget& target) {
 }
 
 /// The main kernel. items: of its own kind.
-template <BackwardConfig kConfig, bool kOrdered>
-cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                        typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
-                        BackwardMaps& maps, const LaunchTarget& target) {
-  using Tr = BackwardTraitsOf<kConfig, kOrdered>;
+template <BackwardConfig kConfig, bool kOrdered, bool kGeneral>
+cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                          typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
+                          BackwardMaps& maps, const LaunchTarget& target) {
+  using Tr = BackwardTraitsOf<kConfig, kOrdered, kGeneral>;
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
   const uint32_t blocks = blocks_of<Tr>(count, target);
   void* args[] = {&p, &scratch, &order, &items, &maps};
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
+}
+
+/// The same, for plain scores or any.
+template <BackwardConfig kConfig, bool kOrdered>
+cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                        typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
+                        BackwardMaps& maps, const LaunchTarget& target) {
+  return is_general(p)
+             ? launch_kernel<kConfig, kOrdered, true>(p, scratch, order, items, count, maps, target)
+             : launch_kernel<kConfig, kOrdered, false>(p, scratch, order, items, count, maps,
+                                                       target);
 }
 
 /// Query tiles that a key block visits, at most.
@@ -97,7 +110,6 @@ inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t ti
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = BackwardTraitsOf<kConfig>;
-  if (is_declined(params)) return cudaErrorNotSupported;
   BackwardParams p = params;
   Arena arena(p.workspace);
   const int32_t counters = counters_of<kConfig>(p);

@@ -31,6 +31,7 @@ struct alignas(16) KeyRecord {
   uint32_t scratch;                 // the sequence's first scratch tile of head 0
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
   int2 limits[kTileK];              // queries [x, y) that see the key
+  int32_t position;                 // of query 0 among the keys
 
   /// The index-th, by all threads of a block.
   __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
@@ -55,6 +56,7 @@ struct alignas(16) KeyRecord {
     map_batch = p.cu_q ? 0 : b;
     map_q = static_cast<int32_t>(sequence.q_row);
     map_k = static_cast<int32_t>(sequence.k_row) + first;
+    position = static_cast<int32_t>(sequence.mask.position(0));
   }
   __device__ __forceinline__ bool exists() const { return seqlen_k > 0; }
   __device__ __forceinline__ bool has_steps() const { return visits.begin < visits.end; }
@@ -88,10 +90,11 @@ struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
 
 /// A BackwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type.
-/// kOrdered: of the kernel whose additions to dQ have an order.
-template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_>
+/// kOrdered: of the kernel whose additions to dQ have an order. kGeneral: of the one that knows
+/// softcap, ALiBi and dropout.
+template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_, bool kGeneral_>
 struct BackwardTraits {
-  static constexpr bool kOrdered = kOrdered_;
+  static constexpr bool kOrdered = kOrdered_, kGeneral = kGeneral_;
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
@@ -99,8 +102,9 @@ struct BackwardTraits {
   static constexpr int kPanels = (kWidth + 63) / 64, kTileWidth = 64 * kPanels;
   static constexpr int kStages = 2;  // of Q, dO and dS
   // Of an item's keys: K is read until the first step of the next item has begun. With two panels a
-  // second V has no room; V is read for the last time early in an item's last step.
-  static constexpr int kItemStages = 2, kVStages = kPanels == 1 ? 2 : 1;
+  // second V has no room, nor beside factors; V is read for the last time early in an item's last
+  // step.
+  static constexpr int kItemStages = 2, kVStages = kPanels == 1 && !kGeneral ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -117,15 +121,16 @@ struct BackwardTraits {
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
   static constexpr bool kDqByColumns = kTileQ == 64;
   static_assert(kTileK == 64 * kWarpgroups && kTileQ * kTileWidth == 64 * 64 * kWarpgroups);
-  /// Whether the warpgroups issue their products in turn.
-  static constexpr bool kPingPong = kPanels == 2;
+  /// Whether the warpgroups issue their products in turn: not where there are branches between
+  /// them, since the other warpgroup would wait for those.
+  static constexpr bool kPingPong = kPanels == 2 && !kGeneral;
 
   /// Whether a thread block takes one item after the other. At width 128 fp16, whose products of P
   /// and dP are float32, is a register short of it: there a thread block has one item.
   static constexpr bool kPersistent = kWidth <= 96 || kBf16;
   /// Whether an item's last dQ is made within the first step of the next one, or before that step,
   /// where there are no registers for it: at width 128, and in fp16 for tiles of 128 queries.
-  static constexpr bool kHasNextStep = kWidth == 96 || (kWidth == 64 && kBf16);
+  static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
   /// Whether the number that each step leaves for the next one is in shared memory, where that
   /// saves a spill.
@@ -153,12 +158,14 @@ struct BackwardTraits {
     Ring<kItemStages> block_ring, k_ring;
     Ring<kVStages> v_ring;
     Ring<kStages> q_ring, dout_ring, ds_ring;
+    // Of each consumer thread, from its scores to its dS: there are no registers for them.
+    alignas(16) uint32_t factors[kGeneral ? kTileQ / 16 : 1][kGeneral ? 32 * kWarps : 1][4];
   };
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 
-template <BackwardConfig c, bool kOrdered = false>
-using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered>;
+template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false>
+using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral>;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;

@@ -19,6 +19,15 @@ __device__ __forceinline__ constexpr int query_of(int lane, int i) {
   return 2 * (lane % 4) + i / 4 * 8 + i % 2;
 }
 
+/// lse or delta of a lane's queries of a tile, which lie in quad_order: four of each 16.
+template <int kCount>
+__device__ __forceinline__ void load_of_queries(float4 (&x)[kCount], const float* values,
+                                                int lane) {
+  const float4* const from = reinterpret_cast<const float4*>(values) + lane % 4;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) x[j] = from[4 * j];
+}
+
 /// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is. scale: in
 /// log 2 units. lse: of the lane's four queries, in quad_order. seen(row, query - first_query)
 template <typename T, bool kMasked, typename Seen>

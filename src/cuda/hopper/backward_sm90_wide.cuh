@@ -57,6 +57,9 @@
 //   dQ          wait dS | dQ = dS K (and dS' K' of the peer), in two products, each added to the
 //               sum when it is there, the first under the second | free dS
 //
+// In the general kernel the weights warpgroup has branches between S and P, with nothing of its own
+// in flight, and leaves factors in place of P (backward_sm90_scores.cuh).
+//
 // Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_

@@ -5,6 +5,7 @@
 
 #include "cuda/common/backward_math.cuh"
 #include "cuda/common/seen_queries.cuh"
+#include "cuda/hopper/backward_sm90_scores.cuh"
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/ptx/barrier.h"
@@ -74,12 +75,9 @@ struct Warpgroup {
     return ptx::shared_address(shared.weights[stage]) +
            static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
   }
-  /// lse or delta of the lane's queries, from shared memory in quad_order.
-  __device__ __forceinline__ static void load_of_queries(float4 (&x)[kQueries / 16],
-                                                         const float* values) {
-    const float4* const from = reinterpret_cast<const float4*>(values) + lane() % 4;
-#pragma unroll
-    for (int j = 0; j < kQueries / 16; ++j) x[j] = from[4 * j];
+  /// Of dropout.
+  __device__ __forceinline__ float keep_scale() const {
+    return Tr::kGeneral ? p.dropout.keep_scale : 1.f;
   }
   /// Whether a query sees the thread's two keys, 8 rows apart.
   template <bool kMasked>
@@ -172,21 +170,32 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       ptx::clear(dv);
       if (has_steps(block)) {
         shared.k_ring.full[0].wait(k_at_.phase());
-        for_each_step(
-            block, [](int32_t) {},
-            [&](int32_t tile, bool full, bool last) {
-              if (full) {
-                step<false>(dv, slot, tile, last);
-              } else {
-                step<true>(dv, slot, tile, last);
-              }
-            });
+        if constexpr (Tr::kGeneral) {
+          const auto position =
+              static_cast<int32_t>(Base::p.sequence(block.item.batch).mask.position(0));
+          int32_t head = 0;
+          for_each_step(
+              block, [&](int32_t next) { head = next; },
+              [&](int32_t tile, bool, bool last) {
+                general_step(dv, block, slot, head, tile, position, last);
+              });
+        } else {
+          for_each_step(
+              block, [](int32_t) {},
+              [&](int32_t tile, bool full, bool last) {
+                if (full) {
+                  step<false>(dv, slot, tile, last);
+                } else {
+                  step<true>(dv, slot, tile, last);
+                }
+              });
+        }
         ++k_at_.count;
       }
       const bool found = Base::suspects(block, dv);
       if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()] = found;
       Base::arrive(shared.nonfinite_full[slot]);
-      Base::store(block, dv, 1.f / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
+      Base::store(block, dv, Base::keep_scale() / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
                   Base::scratch.dv, order);
     });
   }
@@ -206,11 +215,11 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     // What is to be had from shared memory, under the product: it takes long to come. (A masked
     // step has no registers for it.)
     float4 lse[kQueries / 16];
-    if constexpr (!kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    if constexpr (!kMasked) sm90::load_of_queries(lse, shared.lse[stage], Base::lane());
     shared.weights_ring.empty[stage].wait(at_.free());
     ptx::wgmma_wait<0>();
     ptx::pin(s);
-    if constexpr (kMasked) Base::load_of_queries(lse, shared.lse[stage]);
+    if constexpr (kMasked) sm90::load_of_queries(lse, shared.lse[stage], Base::lane());
     const auto seen = Base::template seen<kMasked>(slot, tile);
     if (last) Base::arrive(shared.k_ring.empty[0]);
     const float scale = Base::p.scale * kLog2e;
@@ -224,6 +233,41 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       ptx::store_shared_words(Base::weights_of(stage, j),
                               reinterpret_cast<const uint32_t(&)[4]>(weights[4 * j]));
     }
+    add_dv(dv, weights);
+  }
+  /// The same with softcap, ALiBi and dropout.
+  __device__ __forceinline__ void general_step(float (&dv)[Tr::kWidthV / 2], const KeyBlock& block,
+                                               int slot, int32_t head, int32_t tile,
+                                               int32_t position, bool last) {
+    float s[kQueries / 2];
+    uint32_t weights[kQueries / 4];
+    const int stage = at_.stage(), lane = Base::lane();
+    const int32_t query = tile * kQueries, key = block.key_begin + 16 * Base::warp();
+    const auto dropped =
+        sm90::DroppedWeights<kQueries>::draw(Base::p, block.item.batch, head, query, key, lane);
+    shared.q_ring.full[stage].wait(at_.phase());
+    ptx::wgmma_fence();
+    Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
+        s, shared.k, shared.q[stage]);  // S^T = K Q^T
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    shared.weights_ring.empty[stage].wait(at_.free());
+    const auto seen = Base::template seen<true>(slot, tile);
+    if (last) Base::arrive(shared.k_ring.empty[0]);
+    const Score score = Score::of(Base::p, block.item.batch, head);
+    const float4* const lses = reinterpret_cast<const float4*>(shared.lse[stage]) + lane % 4;
+    const auto lse_of = [&](int j) { return lses[4 * j]; };
+    sm90::take_weights<Tr>(s, score, position + query - key, Base::p.dropout.enabled(), dropped,
+                           lse_of, lane, seen, weights, [&](int j, const uint32_t(&factors)[4]) {
+                             ptx::store_shared_words(Base::weights_of(stage, j), factors);
+                           });
+    add_dv(dv, weights);
+  }
+  /// The end of a step: dV += P^T dO, when the gradients warpgroup has been told of the weights.
+  __device__ __forceinline__ void add_dv(float (&dv)[Tr::kWidthV / 2],
+                                         const uint32_t (&weights)[kQueries / 4]) {
+    const int stage = at_.stage();
     Base::arrive(shared.weights_ring.full[stage]);
     Base::arrive(shared.q_ring.empty[stage]);
 
@@ -261,10 +305,10 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
         for_each_step(
             block, [](int32_t) {},
             [&](int32_t tile, bool full, bool last) {
-              if (full) {
-                step<false>(dk, slot, tile, last);
-              } else {
+              if (Tr::kGeneral || !full) {
                 step<true>(dk, slot, tile, last);
+              } else {
+                if constexpr (!Tr::kGeneral) step<false>(dk, slot, tile, last);
               }
             });
         ++v_at_.count;
@@ -292,22 +336,31 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
         dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
     float4 delta[kQueries / 16];
-    if constexpr (!kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
+    if constexpr (!kMasked) sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
     shared.ds_ring.empty[stage].wait(at_.free());
     shared.weights_ring.full[stage].wait(at_.phase());
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    if constexpr (kMasked) Base::load_of_queries(delta, shared.delta[dout_stage]);
-    const auto seen = Base::template seen<kMasked>(slot, tile);
-    Base::arrive(shared.dout_ring.empty[dout_stage]);
+    if constexpr (kMasked && !Tr::kGeneral) {
+      sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
+    }
+    const auto seen = Base::template seen < kMasked && !Tr::kGeneral > (slot, tile);
+    if constexpr (!Tr::kGeneral) Base::arrive(shared.dout_ring.empty[dout_stage]);
     if (last) Base::arrive(shared.v_ring.empty[0]);
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
       uint32_t weights[4];
       ptx::load_shared_words(Base::weights_of(stage, j), weights);
-      sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
-                                16 * j, seen, ds + 4 * j);
+      if constexpr (Tr::kGeneral) {  // which has no registers for all of delta
+        const float4* const deltas = reinterpret_cast<const float4*>(shared.delta[dout_stage]);
+        sm90::take_ds<T>(dp + 8 * j, weights, Base::keep_scale() / Tr::Form::kScale,
+                         deltas[4 * j + Base::lane() % 4], ds + 4 * j);
+      } else {
+        sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
+                                  16 * j, seen, ds + 4 * j);
+      }
     }
+    if constexpr (Tr::kGeneral) Base::arrive(shared.dout_ring.empty[dout_stage]);
     leave_ds(ds, stage);
     Base::arrive(shared.weights_ring.empty[stage]);
 

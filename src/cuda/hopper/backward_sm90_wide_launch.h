@@ -19,11 +19,9 @@
 
 namespace strobe::cuda::sm90_wide {
 
-template <BackwardConfig c>
-using TraitsOf = WideTraits<c.dtype, c.width, c.width>;
-/// The same for a V that is narrower than K: 192 and 128 are a usual pair.
-template <BackwardConfig c>
-using NarrowTraitsOf = WideTraits<c.dtype, c.width, 128>;
+/// width_v: that of c, or less for a V that is narrower than K: 192 and 128 are a usual pair.
+template <BackwardConfig c, int width_v = c.width, bool kGeneral = false>
+using TraitsOf = WideTraits<c.dtype, c.width, width_v, kGeneral>;
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
@@ -47,8 +45,8 @@ void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParam
 
 /// The main kernel.
 template <typename Tr>
-cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                        BackwardMaps& maps, const LaunchTarget& target) {
+cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                          BackwardMaps& maps, const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
   // Persistent: as many clusters as there is room for, or items.
@@ -58,10 +56,20 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
 
+/// The same, for plain scores or any.
+template <BackwardConfig kConfig, int kWidthV>
+cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
+                        BackwardMaps& maps, const LaunchTarget& target) {
+  using Plain = TraitsOf<kConfig, kWidthV>;
+  using General = TraitsOf<kConfig, kWidthV, true>;
+  return sm90::is_general(p) ? launch_kernel<General>(p, scratch, order, maps, target)
+                             : launch_kernel<Plain>(p, scratch, order, maps, target);
+}
+
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
-  if (sm90::is_declined(params) || params.deterministic) return cudaErrorNotSupported;
+  if (params.deterministic) return cudaErrorNotSupported;  // the plan never does
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -75,9 +83,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       p, scratch, order, order.items, 64, 0, target, [&](BackwardMaps& maps) {
         if constexpr (kConfig.width == 192) {
           if (p.head_dim_v <= 128)
-            return launch_main<NarrowTraitsOf<kConfig>>(p, scratch, order, maps, target);
+            return launch_main<kConfig, 128>(p, scratch, order, maps, target);
         }
-        return launch_main<Tr>(p, scratch, order, maps, target);
+        return launch_main<kConfig, kConfig.width>(p, scratch, order, maps, target);
       });
 }
 

@@ -39,8 +39,10 @@ __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
 }
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.
-template <int kDtype, int kWidth_, int kWidthV_>
+/// kGeneral: of the kernel that knows softcap, ALiBi and dropout.
+template <int kDtype, int kWidth_, int kWidthV_, bool kGeneral_>
 struct WideTraits {
+  static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;

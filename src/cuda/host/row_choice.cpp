@@ -45,6 +45,11 @@ bool is_forced(std::string_view row) {
   return !forced.empty() && row.find(forced) != std::string_view::npos;
 }
 
+// Whether a row of this width cannot give the same bits again, which the problem asks for.
+bool is_unordered(int arch, int64_t width, const AttentionProblem& p) {
+  return arch == 90 && p.direction == STROBE_BACKWARD && p.deterministic && width > kWidestOrdered;
+}
+
 }  // namespace
 
 template <typename Row>
@@ -59,6 +64,7 @@ int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device
     if (c.arch != arch || c.dtype != p.dtype) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
+    if (is_unordered(arch, c.width, p)) continue;
     const int64_t shared = rows[i].row->shape.shared_bytes;
     if (shared > device.shared_bytes) {
       least_shared = least_shared ? min64(least_shared, shared) : shared;
@@ -219,11 +225,12 @@ bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device)
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
   const bool forward = p.direction == STROBE_FORWARD;
-  if (p.dropout_p > 0) return "dropout_p > 0, expected 0 (it draws no random numbers)";
-  if (!forward && p.softcap > 0) return "softcap > 0, expected 0 for the backward pass";
-  if (!forward && p.alibi) return "alibi, expected none for the backward pass";
-  if (!forward && p.deterministic && max64(p.head_dim, p.head_dim_v) > 128) {
-    return "deterministic, expected false for the backward pass above head_dim 128";
+  if (forward && p.dropout_p > 0) {
+    return "dropout_p > 0, expected 0 for the forward pass (it draws no random numbers)";
+  }
+  if (is_unordered(90, max64(p.head_dim, p.head_dim_v), p)) {
+    return format("deterministic, expected false for the backward pass above head_dim %d",
+                  kWidestOrdered);
   }
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
   // its group each, in 32 bits.

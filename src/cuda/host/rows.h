@@ -21,6 +21,9 @@ struct ForwardRow {
   cudaError_t (*launch)(const ForwardParams& params, const LaunchTarget& target);
 };
 
+/// The widest of the Hopper backward's kernels whose additions to dQ may have an order.
+inline constexpr int32_t kWidestOrdered = 128;
+
 /// What a launch for keys in a cache takes on a device.
 struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
