@@ -10,7 +10,6 @@ namespace strobe_python {
 Plans* plans = nullptr;  // never freed: Python may have ended before
 
 #define STROBE_ARRAY(name, ...) #name,
-#define STROBE_CACHE_ARRAY(...)
 const char* const kSlotNames[kSlots] = {
     "dout",
     "q",
@@ -25,16 +24,15 @@ const char* const kSlotNames[kSlots] = {
     "dq",
     "dk",
     "dv",
-#include "sequence_arrays.def"
+#include "core/options.def"
     "block_table",
     "k_new",
     "v_new",
     "cu_seqlens_k_new",
     "rotary_cos",
     "rotary_sin",
-#define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) #name,
-#include "sequence_arrays.def"
+#include "core/options.def"
 };
 
 // --------------------------------------------------------------------------------------- arguments
@@ -425,8 +423,7 @@ void Call::fill(Arguments& arguments) {
   arguments.workspace_bytes = launch_->workspace.function ? launch_->plan.workspace_bytes : 0;
   arguments.stream = stream_;
 #define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
-#define STROBE_CACHE_ARRAY(...)
-#include "sequence_arrays.def"
+#include "core/options.def"
 }
 
 void Call::fill_cache(strobe_forward_args& arguments) const {
@@ -437,9 +434,8 @@ void Call::fill_cache(strobe_forward_args& arguments) const {
   arguments.cu_seqlens_k_new = numbers(kCuKNew);
   arguments.rotary_cos = data(kRotaryCos);
   arguments.rotary_sin = data(kRotarySin);
-#define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) arguments.name = numbers(kArray_##name);
-#include "sequence_arrays.def"
+#include "core/options.def"
 }
 
 bool Call::launch_it() {

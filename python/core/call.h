@@ -26,8 +26,7 @@ enum Slot {
   kDv,
 // One number for each sequence: src/core/options.def
 #define STROBE_ARRAY(name, ...) kArray_##name,
-#define STROBE_CACHE_ARRAY(...)
-#include "sequence_arrays.def"
+#include "core/options.def"
   // Of a call with a cache alone, whose k and v are the cache.
   kBlockTable,
   kKNew,
@@ -35,9 +34,8 @@ enum Slot {
   kCuKNew,
   kRotaryCos,
   kRotarySin,
-#define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) kArray_##name,
-#include "sequence_arrays.def"
+#include "core/options.def"
   kSlots
 };
 extern const char* const kSlotNames[kSlots];

@@ -126,8 +126,6 @@ constexpr Field kFields[] = {
 #define STROBE_CHOICE(field, ...) FIELD(field)
 #define STROBE_INTEGER(field, ...) FIELD(field)
 #define STROBE_REAL(field, ...) FIELD(field)
-#define STROBE_ARRAY(name, ...) FIELD(has_##name)
-#define STROBE_CACHE_ARRAY(name, ...) FIELD(has_##name)
 #include "core/options.def"
 };
 #undef FIELD

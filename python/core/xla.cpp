@@ -194,8 +194,7 @@ void fill(Buffers& in, const strobe_problem& problem, Arguments& arguments) {
         in.data<const float>("alibi_slopes", kF32, {problem.batch, problem.heads});
 #define STROBE_ARRAY(name, ...) \
   if (problem.has_##name) arguments.name = in.data<const int32_t>(#name, kS32, {problem.batch});
-#define STROBE_CACHE_ARRAY(...)
-#include "sequence_arrays.def"
+#include "core/options.def"
   if (problem.dropout_p > 0) {
     const uint32_t* seed = in.data<const uint32_t>("dropout_seed", kU32, {2});
     if (problem.device == STROBE_CUDA)

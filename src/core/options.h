@@ -52,8 +52,6 @@ constexpr void for_each_option(P& problem, const Visit& visit) {
 #define STROBE_REAL(field, otherwise, least, below, wanted, said, flag, value, help)           \
   visit(Option{#field, kReal, otherwise, 0, 0, least, below, wanted, said, flag, value, help}, \
         problem.field);
-#define STROBE_ARRAY(name, least, most) STROBE_FLAG(has_##name, #name, nullptr, nullptr)
-#define STROBE_CACHE_ARRAY(name) STROBE_FLAG(has_##name, #name, nullptr, nullptr)
 #include "core/options.def"
 }
 
@@ -67,8 +65,6 @@ struct Options {
 #define STROBE_CHOICE(field, ...) int32_t field = 0;
 #define STROBE_INTEGER(field, otherwise, ...) int64_t field = otherwise;
 #define STROBE_REAL(field, otherwise, ...) float field = otherwise;
-#define STROBE_ARRAY(name, ...) bool has_##name = false;
-#define STROBE_CACHE_ARRAY(name) bool has_##name = false;
 #include "core/options.def"
 };
 
@@ -83,8 +79,6 @@ constexpr void copy_options(const From& from, To& to) {
 #define STROBE_CHOICE(field, ...) STROBE_COPY(field)
 #define STROBE_INTEGER(field, ...) STROBE_COPY(field)
 #define STROBE_REAL(field, ...) STROBE_COPY(field)
-#define STROBE_ARRAY(name, ...) STROBE_COPY(has_##name)
-#define STROBE_CACHE_ARRAY(name) STROBE_COPY(has_##name)
 #include "core/options.def"
 #undef STROBE_COPY
 }
@@ -92,24 +86,14 @@ constexpr void copy_options(const From& from, To& to) {
 /// One T for each array that every launch may carry.
 template <typename T>
 struct ArraysOf {
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) T name = {};
-#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 };
 
 /// to.<name> = map(from.<name>) for each array.
 template <typename From, typename To, typename Map>
 constexpr void map_arrays(From& from, To& to, const Map& map) {
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, ...) to.name = map(from.name);
-#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 }
 
@@ -117,13 +101,8 @@ constexpr void map_arrays(From& from, To& to, const Map& map) {
 /// arguments of a launch, or another struct with fields of those names.
 template <typename P, typename Args, typename Visit>
 constexpr void for_each_array(P& problem, Args& args, const Visit& visit) {
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
 #define STROBE_ARRAY(name, least, most) \
   visit(OptionArray{#name, least, most}, problem.has_##name, args.name);
-#define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
 }
 
@@ -131,11 +110,6 @@ constexpr void for_each_array(P& problem, Args& args, const Visit& visit) {
 /// carry.
 template <typename P, typename Args, typename Visit>
 constexpr void for_each_cache_array(P& problem, Args& args, const Visit& visit) {
-#define STROBE_FLAG(...)
-#define STROBE_CHOICE(...)
-#define STROBE_INTEGER(...)
-#define STROBE_REAL(...)
-#define STROBE_ARRAY(...)
 #define STROBE_CACHE_ARRAY(name) visit(#name, problem.has_##name, args.name);
 #include "core/options.def"
 }
