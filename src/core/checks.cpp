@@ -26,19 +26,9 @@ std::string format(const char* text, ...) {
 }
 
 const char* dtype_name(int32_t dtype) {
-  switch (dtype) {
-    case STROBE_FLOAT32:
-      return "fp32";
-    case STROBE_BFLOAT16:
-      return "bf16";
-    case STROBE_FLOAT16:
-      return "fp16";
-    case STROBE_FLOAT8_E4M3:
-      return "float8 e4m3";
-    case STROBE_FLOAT8_E5M2:
-      return "float8 e5m2";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"fp32", "bf16", "fp16", "float8 e4m3", "float8 e5m2"};
+  static_assert(std::size(kNames) == STROBE_FLOAT8_E5M2 + 1);
+  return static_cast<size_t>(dtype) < std::size(kNames) ? kNames[dtype] : "?";
 }
 
 Status invalid(std::string text) { return {STROBE_INVALID_ARGUMENT, std::move(text)}; }
@@ -48,15 +38,6 @@ Status check_integer(const char* name, int64_t got, int64_t low, int64_t high) {
   return invalid(
       format("%s = %" PRId64 ", expected %" PRId64 " to %" PRId64, name, got, low, high));
 }
-
-namespace {
-
-struct Extent {
-  int64_t size, stride;
-  const char* dimension;  // its field of strobe_strides
-};
-
-}  // namespace
 
 Status check_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t rows,
                      int64_t heads, int64_t dim, bool packed, bool output) {
@@ -76,7 +57,10 @@ Status check_strides(const char* name, const strobe_strides& s, int64_t batch, i
     return invalid(format("%s.dim = %" PRId64 " elements, expected 1 (last dimension contiguous)",
                           name, s.dim));
   }
-  Extent extents[] = {
+  struct Extent {
+    int64_t size, stride;
+    const char* dimension;  // its field of strobe_strides
+  } extents[] = {
       {packed ? 1 : batch, s.batch, "batch"}, {rows, s.seqlen, "seqlen"}, {heads, s.head, "head"}};
   int64_t room = kMaxOffset;
   for (const Extent& e : extents) {
@@ -98,13 +82,12 @@ Status check_strides(const char* name, const strobe_strides& s, int64_t batch, i
   int64_t span = dim;
   for (const Extent& e : extents) {
     if (e.size <= 1) continue;
-    const int64_t magnitude = e.stride;
-    if (magnitude < span) {
+    if (e.stride < span) {
       return invalid(format("%s.%s = %" PRId64 " elements, expected at least %" PRId64
                             " (an output must not overlap itself)",
                             name, e.dimension, e.stride, span));
     }
-    span = magnitude * (e.size - 1) + span;
+    span += e.stride * (e.size - 1);
   }
   return {};
 }
