@@ -15,8 +15,6 @@ namespace strobe {
 
 namespace {
 
-using std::string;
-
 template <typename T>
 Status check_option(const Option& option, T got) {
   if constexpr (std::is_integral_v<T>) {
@@ -165,58 +163,47 @@ void resolve_defaults(AttentionProblem& p) {
 
 namespace {
 
-Status check_workspace(const void* workspace, size_t got, size_t wanted) {
-  if (!workspace) return {};
-  if (reinterpret_cast<uintptr_t>(workspace) % kWorkspaceAlignment != 0) {
-    return invalid(
-        format("workspace = %p, expected alignment to %zu bytes", workspace, kWorkspaceAlignment));
+// The values of the arrays that every launch may carry, where they lie in the CPU's memory.
+template <typename Args>
+Status check_numbers(const AttentionProblem& p, const Args& a) {
+  const int32_t* const cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
+  const int32_t* const cu_k = p.varlen && !p.cache ? a.cu_seqlens_k : nullptr;
+  if (cu_q) {
+    STROBE_RETURN_IF_ERROR(
+        check_cumulative("cu_seqlens_q", "q", cu_q, p.batch, p.total_q, p.seqlen_q));
   }
-  if (got < wanted)
-    return invalid(format("workspace_bytes = %zu, expected at least %zu", got, wanted));
-  return {};
-}
-
-// An array of one number a sequence, `wanted` by the problem.
-Status check_numbers(const AttentionProblem& p, const OptionArray& array, const int32_t* values,
-                     int32_t wanted, const int32_t* cu_q, const int32_t* cu_k) {
-  if (!wanted || p.device != STROBE_CPU) return {};
+  if (cu_k) {
+    STROBE_RETURN_IF_ERROR(
+        check_cumulative("cu_seqlens_k", "k", cu_k, p.batch, p.total_k, p.seqlen_k));
+  }
   const auto rows = [](const int32_t* cu, int64_t dense, int64_t b) {
     return cu ? int64_t{cu[b + 1]} - cu[b] : dense;
   };
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t most = array.most == OptionMost::kRowsQ   ? rows(cu_q, p.seqlen_q, b)
-                         : array.most == OptionMost::kRowsK ? rows(cu_k, p.seqlen_k, b)
-                                                            : Sequences::kFurthestPosition;
-    if (array.least <= values[b] && values[b] <= most) continue;
-    return invalid(format("%s[%" PRId64 "] = %d, expected %" PRId64 " to %" PRId64, array.name, b,
-                          values[b], array.least, most));
-  }
-  return {};
+  Status first;
+  for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
+    for (int64_t b = 0; wanted && first.ok() && b < p.batch; ++b) {
+      const int64_t most = array.most == OptionMost::kRowsQ   ? rows(cu_q, p.seqlen_q, b)
+                           : array.most == OptionMost::kRowsK ? rows(cu_k, p.seqlen_k, b)
+                                                              : Sequences::kFurthestPosition;
+      if (array.least <= values[b] && values[b] <= most) continue;
+      first = invalid(format("%s[%" PRId64 "] = %d, expected %" PRId64 " to %" PRId64, array.name,
+                             b, values[b], array.least, most));
+    }
+  });
+  return first;
 }
 
 // What all launches have in common: pointers, lengths, workspace.
 template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
-  const bool varlen_k = p.varlen && !p.cache;
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
-  if (p.varlen && p.device == STROBE_CPU) {
-    STROBE_RETURN_IF_ERROR(
-        check_cumulative("cu_seqlens_q", "q", a.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q));
-  }
-  if (varlen_k && p.device == STROBE_CPU) {
-    STROBE_RETURN_IF_ERROR(
-        check_cumulative("cu_seqlens_k", "k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
-  }
-  const int32_t* const cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
-  const int32_t* const cu_k = varlen_k ? a.cu_seqlens_k : nullptr;
-  Status first;
-  for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
-    if (first.ok()) first = check_numbers(p, array, values, wanted, cu_q, cu_k);
-  });
-  STROBE_RETURN_IF_ERROR(first);
-  return check_workspace(a.workspace, a.workspace_bytes, workspace_bytes);
+  if (p.device == STROBE_CPU) STROBE_RETURN_IF_ERROR(check_numbers(p, a));
+  STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));
+  if (!a.workspace || a.workspace_bytes >= workspace_bytes) return {};
+  return invalid(
+      format("workspace_bytes = %zu, expected at least %zu", a.workspace_bytes, workspace_bytes));
 }
 
 }  // namespace
@@ -230,9 +217,9 @@ Status check_args(const AttentionProblem& p, size_t workspace_bytes, const Backw
 }
 
 std::string to_string(const AttentionProblem& p) {
-  string s = format("%s %s, batch %" PRId64 ", heads %" PRId64,
-                    p.direction == STROBE_FORWARD ? "forward" : "backward", dtype_name(p.dtype),
-                    p.batch, p.heads);
+  std::string s = format("%s %s, batch %" PRId64 ", heads %" PRId64,
+                         p.direction == STROBE_FORWARD ? "forward" : "backward",
+                         dtype_name(p.dtype), p.batch, p.heads);
   if (p.heads_kv && p.heads_kv != p.heads) s += format("/%" PRId64, p.heads_kv);
   s += format(", seqlen %" PRId64, p.seqlen_q);
   if (p.seqlen_k != p.seqlen_q) s += format("/%" PRId64, p.seqlen_k);
@@ -250,9 +237,9 @@ std::string to_string(const AttentionProblem& p) {
     s += format(", out %s", dtype_name(p.out_dtype));
   }
   s += cache_text(p);
-  s += std::isnan(p.scale) ? string(", scale 1/sqrt(head_dim)") : format(", scale %g", p.scale);
+  s += std::isnan(p.scale) ? ", scale 1/sqrt(head_dim)" : format(", scale %g", p.scale);
   for_each_option(p, [&](const Option& option, auto got) {
-    if (option.field == string("window_left") && (p.window_left >= 0 || p.window_right >= 0)) {
+    if (option.field == std::string("window_left") && (p.window_left >= 0 || p.window_right >= 0)) {
       s += format(", window (%" PRId64 ", %" PRId64 ")", p.window_left, p.window_right);
     }
     if (!option.said || static_cast<double>(got) == option.otherwise) return;
