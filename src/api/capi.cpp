@@ -1,25 +1,25 @@
 // The C ABI's boundary: nothing is thrown past it, every failure leaves a status and a text.
-#include <algorithm>
 #include <cinttypes>
 #include <cstddef>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
+#include <string_view>
 #include <type_traits>
 
 #include "api/plan.h"
+#include "core/checks.h"
 #include "core/machine.h"
 #include "core/merge.h"
 #include "core/options.h"
 #include "core/philox.h"
 #include "cpu/dispatch.h"
 #include "cpu/merge.h"
-#if STROBE_HAVE_CUDA
-#include "cuda/host/merge.h"
-#endif
 #include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
+#include "cuda/host/merge.h"
 #endif
 
 namespace strobe {
@@ -29,11 +29,20 @@ namespace {
 // Fixed room, so that reporting a failure cannot fail; 400 bytes are what anybody reads.
 thread_local char last_error[401] = "";
 
-strobe_status fail(strobe_status code, const char* text) noexcept {
-  constexpr size_t room = sizeof last_error - 1;
-  std::strncpy(last_error, text, room);
-  last_error[room] = '\0';
-  if (std::strlen(text) > room) std::memcpy(last_error + room - 3, "...", 3);
+// As much of the text as there is room for. Returns how long all of it is.
+size_t copy_text(std::string_view text, char* out, size_t capacity) noexcept {
+  if (out && capacity > 0) out[text.copy(out, capacity - 1)] = '\0';
+  return text.size();
+}
+template <size_t N>
+void copy_name(char (&out)[N], std::string_view text) {
+  copy_text(text, out, N);
+}
+
+strobe_status fail(strobe_status code, std::string_view text) noexcept {
+  if (copy_text(text, last_error, sizeof last_error) >= sizeof last_error) {
+    std::memcpy(std::end(last_error) - 4, "...", 4);
+  }
   return code;
 }
 
@@ -42,7 +51,7 @@ template <typename Body>
 strobe_status guarded(const Body& body) noexcept {
   try {
     const Status status = body();
-    return status.ok() ? STROBE_OK : fail(status.code(), status.text().c_str());
+    return status.ok() ? STROBE_OK : fail(status.code(), status.text());
   } catch (const std::bad_alloc&) {
     return fail(STROBE_OUT_OF_MEMORY, "out of memory");
   } catch (const std::exception& e) {
@@ -53,12 +62,12 @@ strobe_status guarded(const Body& body) noexcept {
 }
 
 Status null_argument(const char* name) {
-  return {STROBE_INVALID_ARGUMENT, format("%s = NULL, expected a pointer", name)};
+  return invalid(format("%s = NULL, expected a pointer", name));
 }
 
 // What a function that returns text says of a bad argument. strobe_last_error has it too.
 std::string refused(const Status& status) {
-  fail(status.code(), status.text().c_str());
+  fail(status.code(), status.text());
   return (status.code() == STROBE_INVALID_ARGUMENT ? "invalid: " : "") + status.text();
 }
 
@@ -66,10 +75,9 @@ std::string refused(const Status& status) {
 // (`launch` knows which of its arguments' may be). All others have to match.
 Status check_size(const char* name, size_t got, size_t wanted) {
   if (got == wanted) return {};
-  return {
-      STROBE_INVALID_ARGUMENT,
+  return invalid(
       format("%s = %zu, expected %zu (was the struct initialised, and by this version's header?)",
-             name, got, wanted)};
+             name, got, wanted));
 }
 
 // A caller's struct, by the name of the argument.
@@ -81,42 +89,29 @@ Status checked(const char* name, const T* given) {
                     sizeof *given);
 }
 
-size_t copy_text(const std::string& text, char* out, size_t capacity) noexcept {
-  if (out && capacity > 0) {
-    const size_t n = std::min(capacity - 1, text.size());
-    std::memcpy(out, text.data(), n);
-    out[n] = '\0';
-  }
-  return text.size();
-}
-
-template <size_t N>
-void copy_name(char (&out)[N], const std::string& text) {
-  copy_text(text, out, N);
-}
-
 // Runs `body`, which returns text.
 template <typename Body>
 size_t guarded_text(const Body& body, char* out, size_t capacity) noexcept {
   try {
     return copy_text(body(), out, capacity);
   } catch (...) {
-    if (out && capacity > 0) out[0] = '\0';
     fail(STROBE_OUT_OF_MEMORY, "out of memory");
-    return 0;
+    return copy_text("", out, capacity);
   }
+}
+
+// Null where no kernel has this index.
+const Kernel* kernel_at(int32_t index) {
+  const std::span<const Kernel> table = kernel_table();
+  return static_cast<size_t>(index) < table.size() ? &table[static_cast<size_t>(index)] : nullptr;
 }
 
 // The kernel that made the plan. A plan is the caller's memory: do not trust its index.
 Status find_kernel(const Plan* plan, const Kernel** kernel) {
   STROBE_RETURN_IF_ERROR(checked("plan", plan));
-  const std::span<const Kernel> table = kernel_table();
-  const auto index = static_cast<size_t>(plan->kernel_index);
-  if (index >= table.size() || plan->kernel != table[index].name) {
-    return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
-  }
-  *kernel = &table[index];
-  return {};
+  *kernel = kernel_at(plan->kernel_index);
+  if (*kernel && plan->kernel == (*kernel)->name) return {};
+  return invalid("plan: not made by strobe_plan_make");
 }
 
 template <typename Args>
@@ -139,9 +134,8 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   }
   STROBE_RETURN_IF_ERROR(check_size("args.struct_size", args->struct_size, sizeof *args));
   if (plan->problem.direction != direction) {
-    return {STROBE_INVALID_ARGUMENT,
-            format("plan.problem.direction = %d, expected %d (%s)", plan->problem.direction,
-                   direction, direction == STROBE_FORWARD ? "forward" : "backward")};
+    return invalid(format("plan.problem.direction = %d, expected %d (%s)", plan->problem.direction,
+                          direction, direction == STROBE_FORWARD ? "forward" : "backward"));
   }
   STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
   return (kernel->*run)(*plan, *args);
@@ -150,25 +144,19 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
 // No machine has as many bytes, and any product of extents up to it fits 64 bits.
 constexpr int64_t kMaxMaskBytes = int64_t{1} << 58;
 
-Status check_mask_size(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k) {
-  int64_t bytes = 1;
-  for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
-    if (extent <= 1) continue;  // below its least value, the checks of a problem refuse it
-    if (bytes > kMaxMaskBytes / extent) {
-      return {STROBE_INVALID_ARGUMENT,
-              format("batch * heads * seqlen_q * seqlen_k = %" PRId64 " * %" PRId64 " * %" PRId64
-                     " * %" PRId64 ", expected a mask of at most 2^58 bytes",
-                     batch, heads, seqlen_q, seqlen_k)};
-    }
-    bytes *= extent;
-  }
-  return {};
-}
-
 // bytes: of the whole mask.
 Status check_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, float dropout_p,
                   int64_t* bytes) {
-  STROBE_RETURN_IF_ERROR(check_mask_size(batch, heads, seqlen_q, seqlen_k));
+  *bytes = 1;
+  for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
+    if (extent <= 1) continue;  // below its least value, the checks of a problem refuse it
+    if (*bytes > kMaxMaskBytes / extent) {
+      return invalid(format("batch * heads * seqlen_q * seqlen_k = %" PRId64 " * %" PRId64
+                            " * %" PRId64 " * %" PRId64 ", expected a mask of at most 2^58 bytes",
+                            batch, heads, seqlen_q, seqlen_k));
+    }
+    *bytes *= extent;
+  }
   AttentionProblem p;
   strobe_problem_init(&p, sizeof p);
   p.batch = batch;
@@ -182,8 +170,10 @@ Status check_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen
   return {};
 }
 
-void write_mask(const Dropout& dropout, int64_t seqlen_q, int64_t seqlen_k, int64_t first,
-                int64_t count, uint8_t* mask) {
+Status write_mask(const Dropout& dropout, int64_t seqlen_q, int64_t seqlen_k, int64_t first,
+                  int64_t count, uint8_t* mask) {
+  if (count == 0) return {};
+  if (!mask) return null_argument("mask");
   int64_t row = first / seqlen_k, j = first % seqlen_k;
   for (const uint8_t* end = mask + count; mask != end; ++row, j = 0) {
     const auto bh = static_cast<uint32_t>(row / seqlen_q),
@@ -191,6 +181,7 @@ void write_mask(const Dropout& dropout, int64_t seqlen_q, int64_t seqlen_k, int6
     for (; j < seqlen_k && mask != end; ++j)
       *mask++ = dropout.keep(bh, i, static_cast<uint32_t>(j));
   }
+  return {};
 }
 
 }  // namespace
@@ -282,10 +273,7 @@ strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q
   return guarded([&]() -> Status {
     int64_t bytes;
     STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
-    if (bytes == 0) return {};
-    if (!mask) return null_argument("mask");
-    write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, 0, bytes, mask);
-    return {};
+    return write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, 0, bytes, mask);
   });
 }
 
@@ -296,41 +284,22 @@ strobe_status strobe_dropout_mask_part(int64_t batch, int64_t heads, int64_t seq
   return guarded([&]() -> Status {
     int64_t bytes;
     STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
-    if (first < 0 || first > bytes) {
-      return {STROBE_INVALID_ARGUMENT,
-              format("first = %" PRId64 ", expected 0 to %" PRId64, first, bytes)};
-    }
-    if (count < 0 || count > bytes - first) {
-      return {STROBE_INVALID_ARGUMENT,
-              format("count = %" PRId64 ", expected 0 to %" PRId64, count, bytes - first)};
-    }
-    if (count == 0) return {};
-    if (!mask) return null_argument("mask");
-    write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, first, count, mask);
-    return {};
+    STROBE_RETURN_IF_ERROR(check_integer("first", first, 0, bytes));
+    STROBE_RETURN_IF_ERROR(check_integer("count", count, 0, bytes - first));
+    const Dropout dropout = Dropout::make(dropout_p, seed, offset);
+    return write_mask(dropout, seqlen_q, seqlen_k, first, count, mask);
   });
 }
 
 const char* strobe_last_error(void) STROBE_NOEXCEPT { return last_error; }
 
 const char* strobe_status_name(strobe_status status) STROBE_NOEXCEPT {
-  switch (status) {
-    case STROBE_OK:
-      return "STROBE_OK";
-    case STROBE_INVALID_ARGUMENT:
-      return "STROBE_INVALID_ARGUMENT";
-    case STROBE_UNSUPPORTED:
-      return "STROBE_UNSUPPORTED";
-    case STROBE_OUT_OF_MEMORY:
-      return "STROBE_OUT_OF_MEMORY";
-    case STROBE_DEVICE_ERROR:
-      return "STROBE_DEVICE_ERROR";
-    case STROBE_INTERNAL_ERROR:
-      return "STROBE_INTERNAL_ERROR";
-    case STROBE_INTERRUPTED:
-      return "STROBE_INTERRUPTED";
-  }
-  return "unknown status";
+  constexpr const char* kNames[] = {"STROBE_OK",           "STROBE_INVALID_ARGUMENT",
+                                    "STROBE_UNSUPPORTED",  "STROBE_OUT_OF_MEMORY",
+                                    "STROBE_DEVICE_ERROR", "STROBE_INTERNAL_ERROR",
+                                    "STROBE_INTERRUPTED"};
+  static_assert(std::size(kNames) == STROBE_INTERRUPTED + 1);
+  return static_cast<size_t>(status) < std::size(kNames) ? kNames[status] : "unknown status";
 }
 
 #define STROBE_TEXT(x) #x
@@ -341,15 +310,13 @@ const char* strobe_version(void) STROBE_NOEXCEPT {
 }
 
 const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT {
-  const auto table = kernel_table();
-  return static_cast<size_t>(index) < table.size() ? table[static_cast<size_t>(index)].name
-                                                   : nullptr;
+  const Kernel* const kernel = kernel_at(index);
+  return kernel ? kernel->name : nullptr;
 }
 
 const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT {
-  const auto table = kernel_table();
-  return static_cast<size_t>(index) < table.size() ? table[static_cast<size_t>(index)].unavailable()
-                                                   : "no kernel has this index";
+  const Kernel* const kernel = kernel_at(index);
+  return kernel ? kernel->unavailable() : "no kernel has this index";
 }
 
 size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char* text,
@@ -358,15 +325,14 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
       [&]() -> std::string {
         if (Status s = checked("problem", problem); !s.ok()) return refused(s);
         if (Status s = check_problem(*problem); !s.ok()) return refused(s);
-        const auto table = kernel_table();
-        if (static_cast<size_t>(index) >= table.size()) return "no kernel has this index";
-        const Kernel& kernel = table[static_cast<size_t>(index)];
-        if (kernel.device != problem->device) {
-          return format("device = %d, expected %d", problem->device, kernel.device);
+        const Kernel* const kernel = kernel_at(index);
+        if (!kernel) return "no kernel has this index";
+        if (kernel->device != problem->device) {
+          return format("device = %d, expected %d", problem->device, kernel->device);
         }
         AttentionProblem resolved = *problem;
         resolve_defaults(resolved);
-        return kernel.declines(resolved);
+        return kernel->declines(resolved);
       },
       text, capacity);
 }
@@ -417,8 +383,8 @@ strobe_status strobe_cuda_device_info(int32_t index, strobe_cuda_device* device)
       return {};
     }
 #endif
-    return {STROBE_INVALID_ARGUMENT,
-            format("index = %d, expected below the number of CUDA devices, %zu", index, count)};
+    return invalid(
+        format("index = %d, expected below the number of CUDA devices, %zu", index, count));
   });
 }
 
