@@ -11,8 +11,7 @@ namespace strobe {
 
 std::span<const Kernel> kernel_table() {
   static const std::vector<Kernel> table = [] {
-    std::vector<Kernel> all;
-    for (const Kernel& kernel : cpu::kernels()) all.push_back(kernel);
+    std::vector<Kernel> all(cpu::kernels().begin(), cpu::kernels().end());
 #if STROBE_HAVE_CUDA
     for (const Kernel& kernel : cuda::kernels()) all.push_back(kernel);
 #endif

@@ -2,6 +2,8 @@
 
 #include <cinttypes>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace strobe {
 
@@ -20,23 +22,20 @@ const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std:
 
 // Why no kernel takes the problem, in few words: kernels with the same reason share a line.
 std::string refusals(const AttentionProblem& resolved) {
-  std::string names, last, lines, text;
-  const auto flush = [&] {
-    if (!names.empty()) lines += names + " declines: " + last + "\n";
-  };
+  std::vector<std::pair<std::string, std::string>> found;  // names and their reason
+  std::string text;
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.device != resolved.device) continue;
     const char* reason = refusal(kernel, resolved, text);
     if (!reason) continue;
-    if (reason == last && !names.empty()) {
-      names += std::string(", ") + kernel.name;
+    if (!found.empty() && found.back().second == reason) {
+      found.back().first += std::string(", ") + kernel.name;
     } else {
-      flush();
-      names = kernel.name;
-      last = reason;
+      found.emplace_back(kernel.name, reason);
     }
   }
-  flush();
+  std::string lines;
+  for (const auto& [names, reason] : found) lines += names + " declines: " + reason + "\n";
   return lines.empty() ? no_kernels() : lines;
 }
 
