@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/status.h"
+#include "core/checks.h"
 
 namespace strobe::cuda {
 
@@ -37,12 +37,11 @@ inline Status check_device_pointer(const char* name, const void* pointer, int de
   cudaPointerAttributes attributes{};
   if (!pointer || on_device(pointer, device, attributes)) return {};
   if (attributes.type == cudaMemoryTypeDevice) {
-    return {STROBE_INVALID_ARGUMENT, format("%s = %p is memory of device %d, expected device %d",
-                                            name, pointer, attributes.device, device)};
+    return invalid(format("%s = %p is memory of device %d, expected device %d", name, pointer,
+                          attributes.device, device));
   }
-  return {
-      STROBE_INVALID_ARGUMENT,
-      format("%s = %p is host memory, expected memory of CUDA device %d", name, pointer, device)};
+  return invalid(
+      format("%s = %p is host memory, expected memory of CUDA device %d", name, pointer, device));
 }
 
 }  // namespace strobe::cuda

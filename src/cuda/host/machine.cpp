@@ -2,23 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
+#include <string_view>
 
 namespace strobe::cuda {
-
-namespace {
-
-// As much of a text as there is room for.
-template <size_t kSize>
-void copy_text(char (&to)[kSize], const char* from) {
-  const size_t length = std::min(std::strlen(from), kSize - 1);
-  std::memcpy(to, from, length);
-  to[length] = '\0';
-}
-
-}  // namespace
 
 Machine::Machine() {
   if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
@@ -32,14 +19,14 @@ Machine::Machine() {
                              : error == cudaErrorNoDevice || error == cudaSuccess
                                  ? "no NVIDIA GPU"
                                  : cudaGetErrorString(error);
-    copy_text(reason, text);
+    std::string_view(text).copy(reason, sizeof reason - 1);  // as much as there is room for
     return;
   }
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
     DeviceProperties d;
     if (cudaGetDeviceProperties(&properties, i) == cudaSuccess) {
-      copy_text(d.name, properties.name);
+      std::string_view(properties.name).copy(d.name, sizeof d.name - 1);
       d.compute_capability = 10 * properties.major + properties.minor;
       d.multiprocessors = properties.multiProcessorCount;
       d.shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);

@@ -2,11 +2,12 @@
 #ifndef STROBE_CUDA_HOST_MACHINE_H_
 #define STROBE_CUDA_HOST_MACHINE_H_
 
+#include <cinttypes>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "core/status.h"
+#include "core/checks.h"
 
 namespace strobe::cuda {
 
@@ -36,9 +37,9 @@ const Machine& machine();
 inline Status check_device(int64_t device_index) {
   const size_t count = machine().devices.size();
   if (static_cast<size_t>(device_index) < count) return {};
-  return {STROBE_INVALID_ARGUMENT,
-          format("device_index = %lld, expected below the number of CUDA devices, %zu",
-                 static_cast<long long>(device_index), count)};
+  return invalid(format("device_index = %" PRId64
+                        ", expected below the number of CUDA devices, %zu",
+                        device_index, count));
 }
 
 }  // namespace strobe::cuda

@@ -50,17 +50,9 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   add(shape.rows, shape.row_stride, shape.box_rows / heads);
   add(shape.heads / heads, shape.head_stride * heads, 1);
   add(shape.batch, shape.batch_stride, 1);
-  CUtensorMapDataType type;
-  switch (shape.dtype) {
-    case kBfloat16:
-      type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-      break;
-    case kFloat16:
-      type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  if (shape.dtype != kBfloat16 && shape.dtype != kFloat16) return cudaErrorInvalidValue;
+  const CUtensorMapDataType type =
+      shape.dtype == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto encode_now = [&] {
     return encode(&map, type, rank, data, lengths, strides, box, steps,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
