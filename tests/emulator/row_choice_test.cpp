@@ -17,9 +17,9 @@ DecodeConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
   device.compute_capability = 80;
   device.multiprocessors = 20;
   device.shared_bytes = shared_bytes;
-  const int index = find_decode_row(80, p, device, nullptr);
-  EXPECT_GE(index, 0);
-  return row_table<DecodeRow>()[static_cast<size_t>(index)].row->config;
+  const Entry<DecodeRow>* const entry = find_decode_row(80, p, device, nullptr);
+  EXPECT_NE(entry, nullptr);
+  return entry->row->config;
 }
 
 AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {

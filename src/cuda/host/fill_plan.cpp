@@ -1,13 +1,11 @@
 #include "cuda/host/fill_plan.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "core/workspace.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/row_choice.h"
-#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
 
@@ -31,16 +29,10 @@ const Row* row_at(const Plan& plan, int64_t index, int arch) {
 
 template <typename Row>
 size_t workspace_of_row(const AttentionProblem& p, const Row& row) {
+  typename Row::Params params{};
+  fill_params(p, typename Row::Args{}, params);
   Arena arena;
-  if constexpr (std::is_same_v<Row, ForwardRow>) {
-    ForwardParams params{};
-    fill_params(p, ForwardArgs{}, params);
-    row.carve(arena, p, params);
-  } else {
-    BackwardParams params{};
-    fill_params(p, BackwardArgs{}, params);
-    row.carve(arena, p, params);
-  }
+  row.carve(arena, p, params);
   return arena.used();
 }
 
@@ -80,11 +72,17 @@ template size_t workspace_of(const AttentionProblem&, const BackwardRow&, const 
 
 namespace {
 
-// The row of this index, which a plan is for from then on.
+// An entry's place in its table and 1, or 0 for null.
 template <typename Row>
-const Row& take_row(Plan& plan, int index) {
-  const Row& row = *row_table<Row>()[static_cast<size_t>(index)].row;
-  plan.reserved[kRowSlot] = index;
+int64_t number_of(const Entry<Row>* entry) {
+  return entry ? entry - row_table<Row>().data() + 1 : 0;
+}
+
+// The row of this entry, which a plan is for from then on.
+template <typename Row>
+const Row& take_row(Plan& plan, const Entry<Row>* entry) {
+  const Row& row = *entry->row;
+  plan.reserved[kRowSlot] = number_of(entry) - 1;
   plan.tile_q = row.config.tile_q;
   plan.tile_k = row.config.tile_k;
   plan.block_threads = row.shape.threads;
@@ -95,7 +93,7 @@ const Row& take_row(Plan& plan, int index) {
 template <typename Row>
 void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const Row& row = take_row<Row>(plan, find_row<Row>(arch, p, device, nullptr));
+  const Row& row = take_row(plan, find_row<Row>(arch, p, device, nullptr));
   if (p.direction == STROBE_FORWARD) {
     plan.block_q = row.config.tile_q;
     plan.work_items = p.batch * p.heads * ceil_div(p.seqlen_q, plan.block_q);
@@ -107,13 +105,15 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.grid[0] = static_cast<int32_t>(grid.x);
   plan.grid[1] = static_cast<int32_t>(grid.y);
   plan.grid[2] = 1;
-  if (arch == 90) plan.reserved[kUnalignedRowSlot] = find_row<Row>(80, p, device, nullptr) + 1;
+  if (arch == 90) {
+    plan.reserved[kUnalignedRowSlot] = number_of(find_row<Row>(80, p, device, nullptr));
+  }
   plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
 void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const DecodeRow& row = take_row<DecodeRow>(plan, find_decode_row(arch, p, device, nullptr));
+  const DecodeRow& row = take_row(plan, find_decode_row(arch, p, device, nullptr));
   plan.reserved[kDecodesSlot] = 1;
   DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
@@ -130,12 +130,10 @@ void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
     // A row for few queries, of a part of the problem. Where none can be had, none is needed: the
     // row takes all sequences, and no pointers that are not aligned.
     const auto other_bytes = [&](int slot, const AttentionProblem& problem) {
-      const int other = find_decode_row(80, problem, device, nullptr);
-      if (other < 0) return int64_t{0};
-      const int64_t needed =
-          grid_of(*row_table<DecodeRow>()[static_cast<size_t>(other)].row).workspace_bytes;
-      if (needed < 0) return int64_t{0};
-      plan.reserved[slot] = other + 1;
+      const Entry<DecodeRow>* const other = find_decode_row(80, problem, device, nullptr);
+      const int64_t needed = other ? grid_of(*other->row).workspace_bytes : 0;
+      if (!other || needed < 0) return int64_t{0};
+      plan.reserved[slot] = number_of(other);
       return needed;
     };
     const int64_t unaligned = other_bytes(kUnalignedRowSlot, p);

@@ -1,12 +1,12 @@
 #include "cuda/host/row_choice.h"
 
+#include <cinttypes>
 #include <string_view>
 #include <utility>
 
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/fill_params.h"
-#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
 
@@ -53,54 +53,48 @@ bool is_unordered(int arch, int64_t width, const AttentionProblem& p) {
 }  // namespace
 
 template <typename Row>
-int find_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
-             std::string* reason) {
-  const auto rows = row_table<Row>();
+const Entry<Row>* find_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                           std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  int found = -1;
+  const Entry<Row>* found = nullptr;
   int64_t widest = 0, least_shared = 0;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const auto& c = rows[i].row->config;
+  for (const Entry<Row>& entry : row_table<Row>()) {
+    const auto& c = entry.row->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
     widest = max64(widest, c.width);
-    if (c.width < dim) continue;
-    if (is_unordered(arch, c.width, p)) continue;
-    const int64_t shared = rows[i].row->shape.shared_bytes;
+    if (c.width < dim || is_unordered(arch, c.width, p)) continue;
+    const int64_t shared = entry.row->shape.shared_bytes;
     if (shared > device.shared_bytes) {
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    const When when = rows[i].when;  // one of them is what the row can do
-    const bool can = when != When::kPlain || suits(when, c.tile_q, p, device);
-    if (can && is_forced(rows[i].name)) return static_cast<int>(i);
-    if (!suits(when, c.tile_q, p, device)) continue;
-    if (found < 0 || c.width < rows[static_cast<size_t>(found)].row->config.width) {
-      found = static_cast<int>(i);
-    }
+    const bool suited = suits(entry.when, c.tile_q, p, device);
+    const bool can = suited || entry.when != When::kPlain;  // which is what the row can do
+    if (can && is_forced(entry.name)) return &entry;
+    if (suited && (!found || c.width < found->row->config.width)) found = &entry;
   }
-  if (found >= 0 || !reason) return found;
+  if (found || !reason) return found;
   const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
   if (widest == 0) {
     *reason = format("this build has no %s %s kernel of this kind", dtype_name(p.dtype), direction);
   } else if (least_shared > 0) {
-    *reason =
-        format("its tiles take %lld bytes of shared memory, the device has %lld",
-               static_cast<long long>(least_shared), static_cast<long long>(device.shared_bytes));
+    *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
+                     least_shared, device.shared_bytes);
   } else {
-    *reason = format("head_dim = %lld, expected at most %lld in this build (STROBE_CUDA_HEAD_DIMS)",
-                     static_cast<long long>(dim), static_cast<long long>(widest));
+    *reason = format("head_dim = %" PRId64 ", expected at most %" PRId64
+                     " in this build (STROBE_CUDA_HEAD_DIMS)",
+                     dim, widest);
   }
-  return -1;
+  return nullptr;
 }
 
-template int find_row<ForwardRow>(int, const AttentionProblem&, const DeviceProperties&,
-                                  std::string*);
-template int find_row<BackwardRow>(int, const AttentionProblem&, const DeviceProperties&,
-                                   std::string*);
+template const Entry<ForwardRow>* find_row(int, const AttentionProblem&, const DeviceProperties&,
+                                           std::string*);
+template const Entry<BackwardRow>* find_row(int, const AttentionProblem&, const DeviceProperties&,
+                                            std::string*);
 
-int find_decode_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
-                    std::string* reason) {
-  const auto rows = row_table<DecodeRow>();
+const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
+                                        const DeviceProperties& device, std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   // With batch_invariant the longest of packed sequences does not count, since rows differ in their
   // bits: whatever its length, they get the tile that 32 rows of this device get.
@@ -117,31 +111,33 @@ int find_decode_row(int arch, const AttentionProblem& p, const DeviceProperties&
   const double keys_of_heads = static_cast<double>(p.batch) * static_cast<double>(p.heads_kv) *
                                static_cast<double>(p.seqlen_k);
   const bool is_short = !p.batch_invariant && keys_of_heads <= kShortLaunch;
-  int found = -1;
+  const Entry<DecodeRow>* found = nullptr;
   int64_t widest = 0;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const DecodeConfig& c = rows[i].row->config;
+  for (const Entry<DecodeRow>& entry : row_table<DecodeRow>()) {
+    const DecodeConfig& c = entry.row->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
-    if (rows[i].row->shape.shared_bytes > device.shared_bytes) continue;
+    if (entry.row->shape.shared_bytes > device.shared_bytes) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
-    if (is_forced(rows[i].name)) return static_cast<int>(i);
+    if (is_forced(entry.name)) return &entry;
     const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
-    if (rows[i].when == When::kRuns && !runs) continue;
-    if (found >= 0) {
-      const DecodeConfig& best = rows[static_cast<size_t>(found)].row->config;
+    if (entry.when == When::kRuns && !runs) continue;
+    if (found) {
+      const DecodeConfig& best = found->row->config;
       if (c.width > best.width || holds(c) < holds(best)) continue;
       if (c.width == best.width && holds(c) == holds(best) && c.tile_q >= best.tile_q) continue;
     }
-    found = static_cast<int>(i);
+    found = &entry;
   }
-  if (found < 0 && reason && widest == 0) {
+  if (found || !reason) return found;
+  if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
-  } else if (found < 0 && reason) {
-    *reason = format("max(head_dim, head_dim_v) = %lld, expected at most %lld for keys in a cache",
-                     static_cast<long long>(dim), static_cast<long long>(widest));
+  } else {
+    *reason = format("max(head_dim, head_dim_v) = %" PRId64 ", expected at most %" PRId64
+                     " for keys in a cache",
+                     dim, widest);
   }
-  return found;
+  return nullptr;
 }
 
 namespace {
@@ -149,13 +145,11 @@ namespace {
 // Why the kernels that divide keys decline: a problem with a cache, or one that goes the same way.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const int index = find_decode_row(80, p, device, &reason);
-  if (index < 0) return reason;
+  const Entry<DecodeRow>* const entry = find_decode_row(80, p, device, &reason);
+  if (!entry) return reason;
   DecodeUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
-  if (row_table<DecodeRow>()[static_cast<size_t>(index)]
-          .row->carve(params, device.multiprocessors, device.shared_bytes)
-          .workspace_bytes < 0) {
+  if (entry->row->carve(params, device.multiprocessors, device.shared_bytes).workspace_bytes < 0) {
     return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
   }
   return {};
@@ -235,17 +229,16 @@ std::string tma_declines(const AttentionProblem& p) {
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
   // its group each, in 32 bits.
   const int64_t most_items = int64_t{INT32_MAX} - 65536;
-  const int64_t blocks_of_head = p.batch * ceil_div(p.seqlen_k, int64_t{128});
+  const int64_t blocks_of_head = p.batch * ceil_div(p.seqlen_k, 128);
   if (!forward && max64(p.head_dim, p.head_dim_v) > 128 &&
       p.heads > most_items / max64(1, blocks_of_head)) {
-    return format("batch * heads * seqlen_k / 128 = %lld * %lld * %lld, expected at most %lld",
-                  static_cast<long long>(p.batch), static_cast<long long>(p.heads),
-                  static_cast<long long>(ceil_div(p.seqlen_k, int64_t{128})),
-                  static_cast<long long>(most_items));
+    return format("batch * heads * seqlen_k / 128 = %" PRId64 " * %" PRId64 " * %" PRId64
+                  ", expected at most %" PRId64,
+                  p.batch, p.heads, ceil_div(p.seqlen_k, 128), most_items);
   }
   if (forward && p.head_dim_v % 8 != 0) {
-    return format("head_dim_v = %lld, expected a multiple of 8 (TMA writes 16-byte units)",
-                  static_cast<long long>(p.head_dim_v));
+    return format("head_dim_v = %" PRId64 ", expected a multiple of 8 (TMA writes 16-byte units)",
+                  p.head_dim_v);
   }
   const int64_t rows_of_map_q = p.varlen ? p.total_q : p.seqlen_q;
   const int64_t rows_of_map_k = kv_rows(p);
@@ -272,10 +265,9 @@ std::string tma_declines(const AttentionProblem& p) {
                 {"head", t.strides.head, t.heads}};
     for (const auto& dim : dims) {
       if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
-        return format(
-            "%s.%s = %lld elements, expected a positive multiple of 8 (TMA reads "
-            "16-byte units)",
-            t.name, dim.name, static_cast<long long>(dim.stride));
+        return format("%s.%s = %" PRId64
+                      " elements, expected a positive multiple of 8 (TMA reads 16-byte units)",
+                      t.name, dim.name, dim.stride);
       }
     }
   }
@@ -300,10 +292,9 @@ namespace {
 // Why the kernels that read a cache by TMA decline.
 std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const int index = find_decode_row(90, p, device, &reason);
-  if (index < 0) return reason;
-  const auto& row = row_table<DecodeRow>()[static_cast<size_t>(index)];
-  if (!is_forced(row.name) && !has_many_queries(p, device)) {
+  const Entry<DecodeRow>* const entry = find_decode_row(90, p, device, &reason);
+  if (!entry) return reason;
+  if (!is_forced(entry->name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (reason = tma_declines(p); !reason.empty()) return reason;
@@ -313,9 +304,10 @@ std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProper
   }
   if (p.cache != STROBE_CACHE_PAGED) return {};
   if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
-  if (KeyBoxes::make(row.row->config.tile_k, p.page_size).rows == 0) {
-    return format("page_size = %lld, expected a multiple of 8 (TMA reads boxes of eight rows)",
-                  static_cast<long long>(p.page_size));
+  if (KeyBoxes::make(entry->row->config.tile_k, p.page_size).rows == 0) {
+    return format("page_size = %" PRId64
+                  ", expected a multiple of 8 (TMA reads boxes of eight rows)",
+                  p.page_size);
   }
   return {};
 }
@@ -343,8 +335,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
-      return format("%s = %lld, expected at most %lld", name, static_cast<long long>(length),
-                    static_cast<long long>(kLongestSequence));
+      return format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence);
     }
   }
   const bool other_row = arch == 90 && machine().forced_row.find("_sm80_") != std::string::npos;

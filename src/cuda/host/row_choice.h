@@ -6,21 +6,22 @@
 
 #include "core/problem.h"
 #include "cuda/host/machine.h"
+#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
 
-/// Index in row_table<Row>() of the row of this architecture that takes the (resolved) problem on
-/// such a device; -1: none, and *reason, unless null, says why.
+/// The entry of row_table<Row>() whose row of this architecture takes the (resolved) problem on
+/// such a device; null: none, and *reason, unless null, says why.
 template <typename Row>
-int find_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
-             std::string* reason);
+const Entry<Row>* find_row(int arch, const AttentionProblem& problem,
+                           const DeviceProperties& device, std::string* reason);
 
 /// Whether the kernels for keys in a cache take a (resolved) problem that has none: few queries.
 bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperties& device);
 
 /// The same as find_row for keys in a cache, and for problems that go the same way.
-int find_decode_row(int arch, const AttentionProblem& problem, const DeviceProperties& device,
-                    std::string* reason);
+const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& problem,
+                                        const DeviceProperties& device, std::string* reason);
 
 /// Whether some sequences of a (resolved) problem with a cache may have more than few_queries() in
 /// use and others not: these then have a kernel of their own.

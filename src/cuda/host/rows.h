@@ -13,13 +13,20 @@ namespace strobe::cuda {
 
 static_assert(kBfloat16 == STROBE_BFLOAT16 && kFloat16 == STROBE_FLOAT16);
 
-struct ForwardRow {
-  ForwardConfig config;
-  LaunchShape shape;
+/// For keys in whole tensors. Args: of a launch.
+template <typename Config, typename Params_, typename Args_>
+struct TensorRow {
+  using Params = Params_;
+  using Args = Args_;
+
+  Config config;
+  LaunchShape shape;  // backward: of the main kernel
   /// Takes what the kernel needs of the workspace: counts while the arena counts.
-  void (*carve)(Arena& arena, const AttentionProblem& problem, ForwardParams& params);
-  cudaError_t (*launch)(const ForwardParams& params, const LaunchTarget& target);
+  void (*carve)(Arena& arena, const AttentionProblem& problem, Params& params);
+  cudaError_t (*launch)(const Params& params, const LaunchTarget& target);
 };
+using ForwardRow = TensorRow<ForwardConfig, ForwardParams, ForwardArgs>;
+using BackwardRow = TensorRow<BackwardConfig, BackwardParams, BackwardArgs>;
 
 /// The widest of the Hopper backward's kernels whose additions to dQ may have an order.
 inline constexpr int32_t kWidestOrdered = 128;
@@ -69,13 +76,6 @@ constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
 constexpr int32_t few_queries(int64_t group) {
   return static_cast<int32_t>(group < 64 ? 64 / group : 1);
 }
-
-struct BackwardRow {
-  BackwardConfig config;
-  LaunchShape shape;  // of the main kernel
-  void (*carve)(Arena& arena, const AttentionProblem& problem, BackwardParams& params);
-  cudaError_t (*launch)(const BackwardParams& params, const LaunchTarget& target);
-};
 
 }  // namespace strobe::cuda
 
