@@ -6,16 +6,18 @@ namespace strobe::cuda {
 
 namespace {
 
-Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
-  return {const_cast<void*>(data), p.varlen ? 0 : s.batch, s.seqlen, s.head};
+// packed: its sequences lie end to end, and the batch stride is not used.
+Tensor tensor(const void* data, const Strides& s, bool packed) {
+  return {const_cast<void*>(data), packed ? 0 : s.batch, s.seqlen, s.head};
 }
 
 template <typename Args>
 void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   static_cast<Sequences&>(c) = sequences_of(p, a);
-  c.q = tensor(a.q, p.q, p);
-  c.k = tensor(a.k, p.k, p);
-  c.v = tensor(a.v, p.v, p);
+  const bool packed_k = p.varlen && !p.cache;  // a cache is not packed where queries are
+  c.q = tensor(a.q, p.q, p.varlen);
+  c.k = tensor(a.k, p.k, packed_k);
+  c.v = tensor(a.v, p.v, packed_k);
   c.alibi_slopes = p.alibi ? a.alibi_slopes : nullptr;
   c.alibi_batch_stride = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.heads : 0;
   c.dropout = Dropout::make(p.dropout_p, a.dropout_seed, a.dropout_offset);
@@ -36,7 +38,7 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
 
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams& f) {
   fill_common(p, a, f);
-  f.out = tensor(a.out, p.out, p);
+  f.out = tensor(a.out, p.out, p.varlen);
   f.lse = a.lse;
   f.batch_invariant = p.batch_invariant;
 }
@@ -71,16 +73,12 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdatePa
   fill_params(p, a, static_cast<ForwardParams&>(d));
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;
-  d.k.batch_stride = p.k.batch;  // of the cache: it is not packed where queries are
-  d.v.batch_stride = p.v.batch;
   d.float_out = p.out_dtype == STROBE_FLOAT32;
   d.packed_q = p.varlen;
   if (p.append) {
-    d.k_new = tensor(a.k_new, p.k_new, p);
-    d.v_new = tensor(a.v_new, p.v_new, p);
     const bool packed = p.append == STROBE_APPEND_PACKED;  // which queries need not be
-    d.k_new.batch_stride = packed ? 0 : p.k_new.batch;
-    d.v_new.batch_stride = packed ? 0 : p.v_new.batch;
+    d.k_new = tensor(a.k_new, p.k_new, packed);
+    d.v_new = tensor(a.v_new, p.v_new, packed);
   }
   if (p.rotary_dim > 0) {
     d.rotary_cos = a.rotary_cos;
@@ -90,11 +88,11 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdatePa
 
 void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {
   fill_common(p, a, b);
-  b.out = tensor(a.out, p.out, p);
-  b.dout = tensor(a.dout, p.dout, p);
-  b.dq = tensor(a.dq, p.dq, p);
-  b.dk = tensor(a.dk, p.dk, p);
-  b.dv = tensor(a.dv, p.dv, p);
+  b.out = tensor(a.out, p.out, p.varlen);
+  b.dout = tensor(a.dout, p.dout, p.varlen);
+  b.dq = tensor(a.dq, p.dq, p.varlen);
+  b.dk = tensor(a.dk, p.dk, p.varlen);
+  b.dv = tensor(a.dv, p.dv, p.varlen);
   b.lse = a.lse;
   b.dlse = p.has_dlse ? a.dlse : nullptr;
   b.deterministic = p.deterministic;

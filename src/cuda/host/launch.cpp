@@ -2,8 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <type_traits>
 
+#include "core/checks.h"
 #include "core/pointers.h"
 #include "core/workspace.h"
 #include "cuda/host/device_guard.h"
@@ -27,30 +29,13 @@ Status check_pointers(const AttentionProblem& p, const Args& a) {
   return check_device_pointer("workspace", a.workspace, p.device_index);
 }
 
-bool aligned_for_tma(const void* q, const void* k, const void* v, const void* rows_of_q) {
-  return ((reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(k) |
-           reinterpret_cast<uintptr_t>(v) | reinterpret_cast<uintptr_t>(rows_of_q)) &
-          15) == 0;
+bool aligned_for_tma(std::initializer_list<const void*> pointers) {
+  uintptr_t bits = 0;
+  for (const void* const pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
+  return bits % 16 == 0;
 }
-bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.out); }
-bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma(a.q, a.k, a.v, a.dout); }
-
-// Whether rows that are not in use are owed anything.
-bool has_unused_rows(const BackwardParams& p) { return p.Sequences::has_unused_rows(); }
-bool has_unused_rows(const ForwardParams& p) { return p.used_q != nullptr; }
-UnusedRows unused_rows(const ForwardParams& p) { return unused_rows_of(p); }
-UnusedRows unused_rows(const BackwardParams& p) { return unused_rows_of(p); }
-UnusedRows unused_rows(const DecodeParams& p) {
-  UnusedRows rows = unused_rows_of(p);
-  if (p.float_out) {  // zeros of 16 bits, twice as many
-    Tensor& out = rows.queries.tensor;
-    out.batch_stride *= 2;
-    out.row_stride *= 2;
-    out.head_stride *= 2;
-    rows.queries.dim *= 2;
-  }
-  return rows;
-}
+bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.out}); }
+bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.dout}); }
 
 template <typename Row, typename Params, typename Args>
 Status launch_row(int arch, const Plan& plan, const Args& args) {
@@ -59,14 +44,13 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Row* row = row_of<Row>(plan, arch);
-  if (!row) return {STROBE_INVALID_ARGUMENT, "plan: not made by strobe_plan_make"};
+  if (!row) return invalid("plan: not made by strobe_plan_make");
   const bool aligned = arch != 90 || aligned_for_tma(args);
   if (!aligned) {
     row = row_for_unaligned<Row>(plan);
     if (!row) {
-      return {
-          STROBE_INVALID_ARGUMENT,
-          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v)};
+      return invalid(
+          format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v));
     }
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));
@@ -105,7 +89,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     error = row->launch(params, target);
   }
   if (error == cudaSuccess && has_unused_rows(params)) {
-    error = launch_unused_rows(unused_rows(params), target);
+    error = launch_unused_rows(unused_rows_of(params), target);
   }
   if (own) {
     const cudaError_t freed = cudaFreeAsync(workspace, stream);

@@ -26,12 +26,27 @@ struct UnusedRows {
 inline UnusedRows unused_rows_of(const ForwardParams& p) {
   return {p, {p.out, p.heads, p.head_dim_v}, {}, p.lse};
 }
+inline UnusedRows unused_rows_of(const DecodeParams& p) {
+  UnusedRows rows = unused_rows_of(static_cast<const ForwardParams&>(p));
+  if (p.float_out) {  // zeros of 16 bits, twice as many
+    Tensor& out = rows.queries.tensor;
+    out.batch_stride *= 2;
+    out.row_stride *= 2;
+    out.head_stride *= 2;
+    rows.queries.dim *= 2;
+  }
+  return rows;
+}
 inline UnusedRows unused_rows_of(const BackwardParams& p) {
   return {p,
           {p.dq, p.heads, p.head_dim},
           {{p.dk, p.heads_kv, p.head_dim}, {p.dv, p.heads_kv, p.head_dim_v}},
           nullptr};
 }
+
+/// Whether rows that are not in use are owed anything.
+inline bool has_unused_rows(const ForwardParams& p) { return p.used_q != nullptr; }
+inline bool has_unused_rows(const BackwardParams& p) { return p.Sequences::has_unused_rows(); }
 
 /// Writes them. Touches no row in use: before or after the kernels of the direction.
 cudaError_t launch_unused_rows(const UnusedRows& rows, const LaunchTarget& target);
