@@ -11,6 +11,10 @@ namespace strobe {
 
 inline constexpr size_t kWorkspaceAlignment = 64;
 
+STROBE_INLINE constexpr size_t round_up_to_alignment(size_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
 class Arena {
  public:
   /// base null: only count.
@@ -20,8 +24,7 @@ class Arena {
   template <typename T>
   STROBE_INLINE T* take(int64_t count) {
     std::byte* const at = base_ ? base_ + used_ : nullptr;
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    used_ += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    used_ += round_up_to_alignment(static_cast<size_t>(count) * sizeof(T));
     return reinterpret_cast<T*>(at);
   }
   STROBE_INLINE size_t used() const { return used_; }

@@ -5,13 +5,13 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <optional>
 
 #include "core/workspace.h"
 #include "cpu/blocks.h"
 #include "cpu/decode_items.h"
+#include "cpu/score.h"
 #include "cpu/team.h"
 #include "cpu/turnstile.h"
 
@@ -29,7 +29,7 @@ class Interrupt {
   }
 
   // Called before each item. True: no more items.
-  bool wanted(int thread) {
+  bool operator()(int thread) {
     if (!ask_) return false;
     if (thread == 0 && !stopped_.load(std::memory_order_relaxed) && Clock::now() >= next_) {
       if (ask_(data_) != 0) stopped_.store(true, std::memory_order_relaxed);
@@ -55,25 +55,6 @@ class Interrupt {
   std::atomic<bool> stopped_{false};
 };
 
-// Hands out 0 to count - 1 in ascending order. Every item that was handed out is done, even if the
-// rest never is, so that no item waits for ever in turnstile.h.
-class Counter {
- public:
-  explicit Counter(int64_t count) : count_(count) {}
-  template <typename Work>
-  void drain(int thread, Interrupt& interrupt, const Work& work) {
-    while (!interrupt.wanted(thread)) {
-      const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count_) return;
-      work(i);
-    }
-  }
-
- private:
-  std::atomic<int64_t> next_{0};
-  const int64_t count_;
-};
-
 // FLOP that make a launch worth one more thread: waking a thread for less than about a million
 // costs more than it saves.
 constexpr double kFlopPerThread = 1e6;
@@ -87,10 +68,8 @@ constexpr int64_t kLastPieces = 4;
 constexpr int64_t kDeterministicItems = 128;
 
 double flop(const AttentionProblem& p) {
-  const double scores =
-      static_cast<double>(p.heads) *
-      (p.varlen ? static_cast<double>(p.total_q) * static_cast<double>(p.seqlen_k)
-                : static_cast<double>(p.batch * p.seqlen_q) * static_cast<double>(p.seqlen_k));
+  const double scores = static_cast<double>(p.heads) *
+                        (static_cast<double>(rows_q(p)) * static_cast<double>(p.seqlen_k));
   return scores * 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) *
          (p.direction == STROBE_FORWARD ? 1.0 : 2.5);
 }
@@ -225,11 +204,9 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
 
 // dq of queries that are not in use or see no key; dk and dv of keys that are not in use.
 void clear_dq(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
-  if (queries.empty()) return;
   fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
 }
 void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_kv, Range keys) {
-  if (keys.empty()) return;
   fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
 }
@@ -239,9 +216,7 @@ class Workspace {
  public:
   Workspace(void* callers, size_t bytes) : data_(callers) {
     if (data_ || bytes == 0) return;
-    own_.reset(std::aligned_alloc(
-        kWorkspaceAlignment,
-        static_cast<size_t>(round_up(static_cast<int64_t>(bytes), kWorkspaceAlignment))));
+    own_.reset(std::aligned_alloc(kWorkspaceAlignment, round_up_to_alignment(bytes)));
     data_ = own_.get();
     failed_ = !data_;
   }
@@ -256,6 +231,14 @@ class Workspace {
   std::unique_ptr<void, Free> own_;
   bool failed_ = false;
 };
+
+// Where each thread's scratch begins, in a workspace of which the first `shared` bytes are shared.
+auto scratch_of_threads(const Plan& plan, const Workspace& workspace, size_t shared) {
+  const size_t bytes = (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
+                       kWorkspaceAlignment * kWorkspaceAlignment;
+  std::byte* const first = workspace.data() + shared;
+  return [=](int thread) { return first + static_cast<size_t>(thread) * bytes; };
+}
 
 // Bytes of new keys and values that are worth one more thread.
 constexpr int64_t kAppendBytesPerThread = 128 * 1024;
@@ -289,13 +272,14 @@ void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range
   fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
   if (!c.lse) return;
   float* const lse = c.lse + c.lse_index(s, head);
-  std::fill(lse + queries.begin, lse + queries.end, -std::numeric_limits<float>::infinity());
+  std::fill(lse + queries.begin, lse + queries.end, -kInfinity);
 }
 
 void fill_plan(const InstructionSet& isa, Plan& plan) {
   const AttentionProblem& p = plan.problem;
   const int64_t threads = p.threads > 0 ? p.threads : default_threads();
-  const int64_t useful = 1 + static_cast<int64_t>(flop(p) / kFlopPerThread);
+  const int64_t useful = min64(threads, 1 + static_cast<int64_t>(flop(p) / kFlopPerThread));
+  const int64_t wanted = useful == 1 ? 1 : threads * kItemsPerThread;  // work items
   const bool forward = p.direction == STROBE_FORWARD;
   const Tiles tiles = forward ? isa.forward_tiles(p) : isa.backward_tiles(p);
   plan.tile_q = tiles.tile_q;
@@ -304,7 +288,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   size_t scratch = 0, shared = 0;
   const DecodeUse decode(isa, p);
   if (decode.some) {
-    const DecodePlan split(isa, p, min64(threads, useful));
+    const DecodePlan split(isa, p, useful);
     plan.work_items = split.work_items;
     plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
     plan.tile_q = split.shape.heads * split.shape.item_rows;
@@ -315,22 +299,18 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   if (forward && !decode.all) {
     plan.tile_q = tiles.tile_q;
     plan.tile_k = tiles.tile_k;
-    const int64_t others = p.batch * p.heads;
-    plan.block_q = choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, others,
-                                min64(threads, useful) == 1 ? 1 : threads * kItemsPerThread);
+    plan.block_q =
+        choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
     plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
     scratch = std::max(scratch, isa.forward_scratch(forward_context(plan, {})));
   } else if (!forward) {
-    const int64_t others = p.batch * p.heads_kv;
     if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
       // How many rows a sequence is given beyond those that it uses, its neighbours decide.
       plan.block_k = tiles.max_block;
     } else {
       plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
-                                  p.batch_invariant ? p.heads_kv : others,
-                                  p.deterministic               ? kDeterministicItems
-                                  : min64(threads, useful) == 1 ? 1
-                                                                : threads * kItemsPerThread);
+                                  p.batch_invariant ? p.heads_kv : p.batch * p.heads_kv,
+                                  p.deterministic ? kDeterministicItems : wanted);
     }
     plan.work_items = Blocks::of_keys(p, nullptr, plan.block_k).count();
     BackwardContext context = backward_context(plan, {}, isa.lanes);
@@ -339,10 +319,9 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     shared = arena.used();
     scratch = isa.backward_scratch(context);
   }
-  plan.threads = static_cast<int32_t>(max64(1, min64(min64(threads, useful), plan.work_items)));
-  plan.workspace_bytes = shared + static_cast<size_t>(plan.threads) *
-                                      static_cast<size_t>(round_up(static_cast<int64_t>(scratch),
-                                                                   kWorkspaceAlignment));
+  plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
+  plan.workspace_bytes =
+      shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
 }
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
@@ -350,9 +329,9 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   const bool some_q = rows_q(p) > 0;
   const Workspace workspace(args.workspace, some_q ? plan.workspace_bytes : 0);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
-  if (p.append) append(isa, plan, forward_context(plan, args));
-  if (!some_q) return {};
   const ForwardContext context = forward_context(plan, args);
+  if (p.append) append(isa, plan, context);
+  if (!some_q) return {};
   const DecodeUse use(isa, p);
   std::optional<DecodeItems> decoded;
   size_t shared = 0;
@@ -361,30 +340,22 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
     shared = decoded->bytes();
   }
   const int64_t few = decoded ? decoded->count() : 0;
-  std::byte* const scratch_base = workspace.data() + shared;
-  const size_t scratch = (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
-                         kWorkspaceAlignment * kWorkspaceAlignment;
+  const auto scratch = scratch_of_threads(plan, workspace, shared);
   std::optional<ForwardItems> tiled;
   if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
-  Counter next(few + (tiled ? tiled->count() : 0));
-  parallel(plan.threads, [&](int thread) {
-    std::byte* const own = scratch_base + static_cast<size_t>(thread) * scratch;
-    next.drain(thread, interrupt, [&](int64_t n) {
-      if (n < few) {
-        decoded->run(n, own);
-        return;
-      }
-      ForwardItem item = (*tiled)[n - few];
-      const Sequence s = context.sequence(item.batch);
-      if (use.decoded(isa, s.mask.seqlen_q)) return;
-      const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
-      if (!queries.used.empty()) {
-        item.q_end = queries.used.end;
-        isa.forward_block(context, item, own);
-      }
-      fill_unused(context, s, item.head, queries.unused);
-    });
+  const int64_t items = few + (tiled ? tiled->count() : 0);
+  share_out(items, plan.threads, interrupt, [&](int64_t n, int thread) {
+    if (n < few) return decoded->run(n, scratch(thread));
+    ForwardItem item = (*tiled)[n - few];
+    const Sequence s = context.sequence(item.batch);
+    if (use.decoded(isa, s.mask.seqlen_q)) return;
+    const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
+    if (!queries.used.empty()) {
+      item.q_end = queries.used.end;
+      isa.forward_block(context, item, scratch(thread));
+    }
+    fill_unused(context, s, item.head, queries.unused);
   });
   return interrupt.status();
 }
@@ -396,49 +367,40 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   BackwardContext context = backward_context(plan, args, isa.lanes);
   Arena arena(workspace.data());
   carve(arena, context);
-  std::byte* const scratch_base = workspace.data() + arena.used();
-  const size_t scratch = (plan.workspace_bytes - arena.used()) / static_cast<size_t>(plan.threads);
+  const auto scratch = scratch_of_threads(plan, workspace, arena.used());
 
   // Rows of delta that an item makes: whole query tiles, for the dq of those that no key block
   // visits is cleared here.
   const int64_t delta_rows = round_up(256, plan.tile_q);
   const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
-  Counter deltas(delta_blocks.count());
-  parallel(plan.threads, [&](int thread) {
-    deltas.drain(thread, interrupt, [&](int64_t i) {
-      const auto [batch, head, begin] = delta_blocks[i];
-      const Sequence s = context.sequence(batch);
-      const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
-      for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
-        *turn_of(context, batch, head, q) = 0;
-        const Range tile{q, min64(q + plan.tile_q, queries.used.end)};
-        if (s.mask.kv_range(tile).empty()) clear_dq(context, s, head, tile);
-      }
-      if (!queries.used.empty()) {
-        isa.backward_delta(context, {batch, head, begin, queries.used.end},
-                           scratch_base + static_cast<size_t>(thread) * scratch);
-      }
-      clear_dq(context, s, head, queries.unused);
-    });
+  share_out(delta_blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
+    const auto [batch, head, begin] = delta_blocks[i];
+    const Sequence s = context.sequence(batch);
+    const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
+    for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
+      *turn_of(context, batch, head, q) = 0;
+      const Range tile{q, min64(q + plan.tile_q, queries.used.end)};
+      if (s.mask.kv_range(tile).empty()) clear_dq(context, s, head, tile);
+    }
+    if (!queries.used.empty()) {
+      isa.backward_delta(context, {batch, head, begin, queries.used.end}, scratch(thread));
+    }
+    clear_dq(context, s, head, queries.unused);
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
 
   // turnstile.h demands that key blocks come in ascending order. Under a causal mask the longest
   // work then also comes first.
   const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k);
-  Counter items(blocks.count());
-  parallel(plan.threads, [&](int thread) {
-    items.drain(thread, interrupt, [&](int64_t i) {
-      const auto [batch, head, begin] = blocks[i];
-      const Sequence s = context.sequence(batch);
-      const BlockRows keys(begin, plan.block_k, s.mask.seqlen_k, s.rows_k);
-      if (!keys.used.empty()) {
-        isa.backward_block(context, {batch, head, begin, keys.used.end},
-                           scratch_base + static_cast<size_t>(thread) * scratch);
-      }
-      fill_unused_keys(context, s, head, keys.unused);
-    });
+  share_out(blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
+    const auto [batch, head, begin] = blocks[i];
+    const Sequence s = context.sequence(batch);
+    const BlockRows keys(begin, plan.block_k, s.mask.seqlen_k, s.rows_k);
+    if (!keys.used.empty()) {
+      isa.backward_block(context, {batch, head, begin, keys.used.end}, scratch(thread));
+    }
+    fill_unused_keys(context, s, head, keys.unused);
   });
   return interrupt.status();
 }

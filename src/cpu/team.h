@@ -22,17 +22,25 @@ void parallel(int threads, Work work) {
       threads, [](void* data, int thread) { (*static_cast<Work*>(data))(thread); }, &work);
 }
 
-/// Calls work(i) for each i of [0, count), each in one of `threads` threads at most.
-template <typename Work>
-void share_out(int64_t count, int64_t threads, const Work& work) {
+/// Calls work(i, thread) for each i of [0, count), handed out in ascending order to `threads`
+/// threads at most, until stop(thread), which is asked before each. Every i that was handed out is
+/// done, even if the rest never is, so that none waits for ever for another (turnstile.h).
+template <typename Stop, typename Work>
+void share_out(int64_t count, int64_t threads, Stop&& stop, const Work& work) {
   std::atomic<int64_t> next{0};
-  parallel(static_cast<int>(threads), [&](int) {
-    for (;;) {
+  parallel(static_cast<int>(threads), [&](int thread) {
+    while (!stop(thread)) {
       const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
       if (i >= count) return;
-      work(i);
+      work(i, thread);
     }
   });
+}
+/// The same for work(i), which nothing stops.
+template <typename Work>
+void share_out(int64_t count, int64_t threads, const Work& work) {
+  const auto never = [](int) { return false; };
+  share_out(count, threads, never, [&](int64_t i, int) { work(i); });
 }
 
 }  // namespace strobe::cpu
