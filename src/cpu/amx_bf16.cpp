@@ -18,9 +18,7 @@ static void exp2_array(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = _mm512_cvtss_f32(exp2(set(x[i])));
 }
 static void to_floats(int32_t, const void* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    y[i] = to_float(static_cast<const Bf16*>(x)[i]);
-  }
+  for (int64_t i = 0; i < n; ++i) y[i] = to_float(static_cast<const Bf16*>(x)[i]);
 }
 static void from_floats(int32_t, const float* x, void* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -30,9 +28,7 @@ static void from_floats(int32_t, const float* x, void* y, int64_t n) {
 
 }  // namespace amx
 
-#if STROBE_HAVE_AVX512
-extern const DecodeKernel kAvx512Decode;
-#endif
+extern const DecodeKernel kAvx512Decode;  // where it is built
 extern const InstructionSet kAmx;
 const InstructionSet kAmx = {
     "amx",

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,19 +15,7 @@
 
 namespace strobe::cpu {
 
-#if STROBE_HAVE_AMX
-extern const InstructionSet kAmx;
-#endif
-#if STROBE_HAVE_AVX512
-extern const InstructionSet kAvx512;
-#endif
-#if STROBE_HAVE_AVX2
-extern const InstructionSet kAvx2;
-#endif
-#if STROBE_HAVE_NEON
-extern const InstructionSet kNeon;
-#endif
-extern const InstructionSet kPortable;
+extern const InstructionSet kAmx, kAvx512, kAvx2, kNeon, kPortable;  // those that are built
 
 namespace {
 
@@ -52,7 +41,7 @@ constexpr Row kRows[] = {
 #endif
     {"cpu_portable", &kPortable, nullptr, nullptr},
 };
-constexpr size_t kRowCount = sizeof kRows / sizeof kRows[0];
+constexpr size_t kRowCount = std::size(kRows);
 
 bool has(const Row& row) { return !row.needs || cpu_features().*row.needs; }
 
@@ -92,15 +81,10 @@ const char* unavailable() {
   return nullptr;
 }
 
-// Whether the kernels have code for the dtype. A dtype that they do not know must not be read as
-// one that they know.
-bool knows(int32_t dtype) {
-  return dtype == STROBE_FLOAT32 || dtype == STROBE_BFLOAT16 || dtype == STROBE_FLOAT16;
-}
-
 template <size_t kRow>
 std::string declines(const AttentionProblem& problem) {
-  if (!knows(problem.dtype)) {
+  // A dtype that the kernels do not know must not be read as one that they know.
+  if (problem.dtype < STROBE_FLOAT32 || problem.dtype > STROBE_FLOAT16) {
     return format("dtype = %d, expected fp32, bf16 or fp16", problem.dtype);
   }
 #if STROBE_HAVE_AMX
@@ -118,23 +102,21 @@ std::string declines(const AttentionProblem& problem) {
 }
 
 template <size_t kRow>
-void fill(Plan& plan) {
-  fill_plan(*kRows[kRow].isa, plan);
-}
-template <size_t kRow>
-Status run_forward(const Plan& plan, const ForwardArgs& args) {
-  return forward(*kRows[kRow].isa, plan, args);
-}
-template <size_t kRow>
-Status run_backward(const Plan& plan, const BackwardArgs& args) {
-  return backward(*kRows[kRow].isa, plan, args);
+constexpr Kernel kernel() {
+  constexpr const Row& row = kRows[kRow];
+  return {
+      row.kernel,
+      STROBE_CPU,
+      unavailable<kRow>,
+      declines<kRow>,
+      [](Plan& plan) { fill_plan(*row.isa, plan); },
+      [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
+      [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); }};
 }
 
 template <size_t... kRow>
 constexpr auto make_kernels(std::index_sequence<kRow...>) {
-  return std::array<Kernel, sizeof...(kRow)>{Kernel{kRows[kRow].kernel, STROBE_CPU,
-                                                    unavailable<kRow>, declines<kRow>, fill<kRow>,
-                                                    run_forward<kRow>, run_backward<kRow>}...};
+  return std::array{kernel<kRow>()...};
 }
 
 constexpr std::array kKernels = make_kernels(std::make_index_sequence<kRowCount>());
