@@ -1,19 +1,17 @@
 #include "cpu/merge.h"
 
 #include <cmath>
-#include <limits>
 
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "cpu/dispatch.h"
-#include "cpu/kernels.h"
+#include "cpu/score.h"
 #include "cpu/team.h"
 
 namespace strobe::cpu {
 
 namespace {
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // Rows that a thread takes at a time, and values that are worth a thread of their own.
 constexpr int64_t kRowsAtOnce = 64, kValuesPerThread = int64_t{1} << 16;
 
@@ -26,7 +24,7 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
   const float* const lses = a.lses ? a.lses + at(a.lses_strides) : nullptr;
   const float* const outs = a.outs ? a.outs + at(a.outs_strides) : nullptr;
   // NaN is no maximum: it reaches the sum, and makes all of the row NaN.
-  float largest = kMinusInfinity;
+  float largest = -kInfinity;
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lses[n * a.lses_part];
     if (lse > largest) largest = lse;
@@ -34,14 +32,14 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
   float sum = 0;
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lses[n * a.lses_part];
-    if (lse != kMinusInfinity) sum += std::exp(lse - largest);
+    if (lse != -kInfinity) sum += std::exp(lse - largest);
   }
   const bool empty = sum == 0;
   // Weights of at most 1 together: no sum of large values overflows on its way to a smaller result.
   alignas(64) float row[256] = {};
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lses[n * a.lses_part];
-    if (lse == kMinusInfinity) continue;  // without keys: its outs may hold anything
+    if (lse == -kInfinity) continue;  // without keys: its outs may hold anything
     const float weight = std::exp(lse - largest) / sum;
     const float* const part = outs + n * a.outs_part;
     for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] += weight * part[d];
@@ -49,7 +47,7 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
   from_float(a.out_dtype, row,
              static_cast<std::byte*>(a.out) + at(a.out_strides) * element_size(a.out_dtype),
              a.head_dim_v);
-  if (a.lse) a.lse[at(a.lse_strides)] = empty ? kMinusInfinity : largest + std::log(sum);
+  if (a.lse) a.lse[at(a.lse_strides)] = empty ? -kInfinity : largest + std::log(sum);
 }
 
 }  // namespace
