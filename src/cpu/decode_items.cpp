@@ -1,5 +1,8 @@
 #include "cpu/decode_items.h"
 
+#include <algorithm>
+#include <bit>
+
 #include "core/machine.h"
 
 namespace strobe::cpu {
@@ -12,17 +15,11 @@ constexpr int64_t kItemsPerThread = 16;
 // cost little.
 constexpr int64_t kLeastBytes = 128 * 1024;
 
-// The smallest power of 2 that is at least x.
-int64_t power_of_2(int64_t x) {
-  int64_t n = 1;
-  while (n < x) n *= 2;
-  return n;
-}
-
-// Blocks of an item, where there are `blocks` of all sets together.
+// Blocks of an item, a power of 2, where there are `blocks` of all sets together.
 int64_t item_blocks(int64_t blocks, int64_t least, int64_t threads) {
   if (threads == 1) return int64_t{1} << 40;  // nothing is split
-  return power_of_2(max64(least, ceil_div(blocks, threads * kItemsPerThread)));
+  const int64_t each = max64(least, ceil_div(blocks, threads * kItemsPerThread));
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(each)));
 }
 
 }  // namespace
@@ -75,8 +72,7 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
   bool decoded = false;
   for (int64_t b = 0; b < batch; ++b) total += sets * blocks_of(b, decoded).size();
   item_blocks_ = item_blocks(total, plan_.blocks, threads);
-  level_ = 0;
-  while (int64_t{1} << level_ < item_blocks_) ++level_;
+  level_ = std::countr_zero(static_cast<uint64_t>(item_blocks_));
   int64_t items = 0, slots = 0;
   for (int64_t b = 0; b < batch; ++b) {
     memory_.first_item[b] = items;
@@ -88,26 +84,28 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
     if (n > 1) slots += sets * n;
   }
   memory_.first_item[batch] = items;
-  first_item_ = memory_.first_item;
   for (int64_t i = 0; i < batch * sets; ++i) memory_.done[i] = 0;
 }
 
 void DecodeItems::run(int64_t n, std::byte* scratch) const {
   // The sequence: the last one whose first item does not come after this item.
-  int64_t low = 0, high = context_.problem.batch;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (first_item_[middle] <= n ? low : high) = middle;
-  }
-  const Sequence s = context_.sequence(low);
+  const int64_t* const first_items = memory_.first_item;
+  const int64_t b =
+      std::upper_bound(first_items, first_items + context_.problem.batch, n) - first_items - 1;
+  const Sequence s = context_.sequence(b);
   const int64_t sets = plan_.shape.sets();
   const Range blocks = decode_blocks(s.mask);
-  const int64_t count = splits(blocks), place = n - first_item_[low];
+  const int64_t count = splits(blocks), place = n - first_items[b];
   const int64_t set = place / count, split = place % count;
   DecodeItem item =
       plan_.shape.item(set, context_.problem.heads_kv, s.mask.seqlen_q * context_.group());
-  item.batch = low;
-  if (split == 0 && set % plan_.shape.row_sets == 0) fill_unused(s, item.heads);
+  item.batch = b;
+  if (split == 0 && set % plan_.shape.row_sets == 0) {
+    const int64_t group = context_.group();
+    for (int64_t h = item.heads.begin * group; h < item.heads.end * group; ++h) {
+      fill_unused(context_, s, h, {s.mask.seqlen_q, s.rows_q});
+    }
+  }
   if (item.rows.empty()) return;
   if (count == 1) {
     item.blocks = blocks;
@@ -118,13 +116,13 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   item.blocks =
       intersect(blocks, {(first + split) * item_blocks_, (first + split + 1) * item_blocks_});
   float* const slots =
-      memory_.slots + (memory_.first_slot[low] + set * count) * plan_.shape.partial_floats();
+      memory_.slots + (memory_.first_slot[b] + set * count) * plan_.shape.partial_floats();
   const auto slot = [&](int64_t i) {
     return plan_.shape.partial(slots + i * plan_.shape.partial_floats());
   };
   const Partial result = slot(split);
   isa_.decode->blocks(context_, item, &result, scratch);
-  int64_t* const done = memory_.done + low * sets + set;
+  int64_t* const done = memory_.done + b * sets + set;
   if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < count) return;
 
   // Place i of the tree's stack is the slot of the i-th node on it.
@@ -140,14 +138,6 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   tree.end(merge);
   item.blocks = blocks;
   isa_.decode->finish(context_, item, slot(0), scratch);
-}
-
-void DecodeItems::fill_unused(const Sequence& s, Range heads_kv) const {
-  const Range unused{s.mask.seqlen_q, s.rows_q};
-  const int64_t group = context_.group();
-  for (int64_t h = heads_kv.begin * group; h < heads_kv.end * group; ++h) {
-    cpu::fill_unused(context_, s, h, unused);
-  }
 }
 
 }  // namespace strobe::cpu

@@ -44,7 +44,7 @@ class DecodeItems {
   DecodeItems(const InstructionSet& isa, const ForwardContext& context, int64_t threads,
               std::byte* memory);
 
-  int64_t count() const { return first_item_[context_.problem.batch]; }
+  int64_t count() const { return memory_.first_item[context_.problem.batch]; }
   size_t bytes() const { return plan_.bytes; }
   /// Does item n. It writes the results of its sequence if all others of the sequence are done.
   void run(int64_t n, std::byte* scratch) const;
@@ -61,7 +61,6 @@ class DecodeItems {
     if (blocks.size() <= item_blocks_) return 1;
     return (blocks.end - 1) / item_blocks_ - blocks.begin / item_blocks_ + 1;
   }
-  void fill_unused(const Sequence& s, Range heads_kv) const;
 
   const InstructionSet& isa_;
   const ForwardContext& context_;
@@ -69,7 +68,6 @@ class DecodeItems {
   const DecodeUse use_;
   int64_t item_blocks_, level_;  // of a tree of so many blocks
   Memory memory_;
-  const int64_t* first_item_;
 };
 
 /// out and lse of queries that are not in use: zeros, -inf.
