@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -172,21 +173,8 @@ size_t openmp_stack_bytes() {
     const unsigned long long number = std::strtoull(text, &end, 10);
     if (end == text || errno != 0) continue;
     while (*end == ' ' || *end == '\t') ++end;
-    int shift = 10;
-    switch (*end) {
-      case 'b':
-      case 'B':
-        shift = 0;
-        break;
-      case 'm':
-      case 'M':
-        shift = 20;
-        break;
-      case 'g':
-      case 'G':
-        shift = 30;
-        break;
-    }
+    const int unit = std::tolower(static_cast<unsigned char>(*end));
+    const int shift = unit == 'b' ? 0 : unit == 'm' ? 20 : unit == 'g' ? 30 : 10;
     if (number <= SIZE_MAX >> shift) return static_cast<size_t>(number << shift);
   }
   return 0;
