@@ -4,11 +4,6 @@
 #include "cpu/decode-inl.h"
 #include "cpu/forward-inl.h"
 
-#define STROBE_JOIN_(a, b) a##b
-#define STROBE_JOIN(a, b) STROBE_JOIN_(a, b)
-#define STROBE_STRING_(x) #x
-#define STROBE_STRING(x) STROBE_STRING_(x)
-
 namespace strobe::cpu {
 
 namespace STROBE_ISA {
@@ -39,21 +34,21 @@ static void from_float(int32_t dtype, const float* x, void* y, int64_t n) {
 
 }  // namespace STROBE_ISA
 
-extern const DecodeKernel STROBE_JOIN(STROBE_ISA_TABLE, Decode);
-const DecodeKernel STROBE_JOIN(STROBE_ISA_TABLE, Decode) = {
+extern const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode);
+const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode) = {
     STROBE_ISA::kDecodeFew,    STROBE_ISA::kPair,        STROBE_ISA::decode_scratch,
     STROBE_ISA::decode_blocks, STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
 };
 
 extern const InstructionSet STROBE_ISA_TABLE;
 const InstructionSet STROBE_ISA_TABLE = {
-    STROBE_STRING(STROBE_ISA),   STROBE_ISA::forward_tiles,
+    HWY_STR(STROBE_ISA),         STROBE_ISA::forward_tiles,
     STROBE_ISA::backward_tiles,  STROBE_ISA::kLanes,
     STROBE_ISA::forward_scratch, STROBE_ISA::backward_scratch,
     STROBE_ISA::forward_block,   STROBE_ISA::backward_delta,
     STROBE_ISA::backward_block,  STROBE_ISA::exp2_array,
     STROBE_ISA::to_float,        STROBE_ISA::from_float,
-    STROBE_ISA::append_keys,     &STROBE_JOIN(STROBE_ISA_TABLE, Decode),
+    STROBE_ISA::append_keys,     &HWY_CONCAT(STROBE_ISA_TABLE, Decode),
 };
 
 }  // namespace strobe::cpu
