@@ -128,8 +128,7 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
       // again.
       score.value = hn::Mul(score.value, set(softmax.factor));
     } else {
-      score = scorer(score.value, hn::Set(i32, static_cast<int32_t>(position)),
-                     count_from(key_begin + j));
+      score = scorer(score.value, same(position), count_from(key_begin + j));
     }
     const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
     VF dropped = p;
@@ -145,10 +144,7 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
     if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const VI key = count_from(j);
-      const auto lanes = hn::RebindMask(
-          f32, hn::And(hn::Gt(key, hn::Set(i32, static_cast<int32_t>(seen.begin - 1))),
-                       hn::Gt(hn::Set(i32, static_cast<int32_t>(seen.end)), key)));
+      const auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }

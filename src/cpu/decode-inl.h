@@ -224,16 +224,12 @@ struct Decode {
   void weigh(const ScoreOptions& options, int64_t position, int64_t first_key, int64_t count,
              Range seen, float* row, float& max_out, float& sum_out) const {
     const Scorer score{options};
-    const VI at = hn::Set(i32, static_cast<int32_t>(position));
-    const VI begin = hn::Set(i32, static_cast<int32_t>(seen.begin - 1));
-    const VI end = hn::Set(i32, static_cast<int32_t>(seen.end));
+    const VI at = same(position), before = same(seen.begin - 1), end = same(seen.end);
     VF max = set(-kInfinity);
     for (int64_t j = 0; j < count; j += kLanes) {
       VF x = load(row + j);
       if constexpr (!kLinear) x = score(x, at, count_from(first_key + j)).value;
-      const VI key = count_from(j);
-      const auto sees = hn::RebindMask(f32, hn::And(hn::Gt(key, begin), hn::Gt(end, key)));
-      x = hn::IfThenElse(sees, x, set(-kInfinity));
+      x = hn::IfThenElse(sees(before, end, count_from(j)), x, set(-kInfinity));
       store(x, row + j);
       max = hn::Max(x, max);  // the second operand where x is NaN, which the sum shows
     }
@@ -396,14 +392,13 @@ STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float*
 static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                          const DecodeScratch& s, const DecodeShape& shape) {
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
+  const int64_t rows = item.rows.size();
   float power = 2;  // sums of weights over this stay below 1/2
   for (int64_t n = 0; n < item.row_count(); ++n) {
     while (result.sum[n] < kInfinity && power < 2 * result.sum[n]) power *= 2;
   }
   const Partial again = shape.partial(s.again);
   decode_tree(c, item, 1 / power, again, s, shape);
-  float* const was = s.row + shape.dim_v;
   for (int64_t n = 0; n < item.row_count(); ++n) {
     if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
     const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
@@ -411,12 +406,7 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     const RowView out = c.query_rows(c.out, sequence, head_kv * c.group() + row % c.group());
     restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     scale_row(s.row, shape.dim_v, power / again.sum[n]);
-    load_rows(out, c.problem.out_dtype, {query, query + 1}, dim, was, shape.dim_v);
-    for (int64_t e = 0; e < dim; e += kLanes) {
-      const VF x = load(was + e);
-      store(hn::IfThenElse(hn::Lt(hn::Abs(x), set(kInfinity)), x, load(s.row + e)), s.row + e);
-    }
-    store_row(out, c.problem.out_dtype, query, dim, s.row, 1);
+    mend_row(out, c.problem.out_dtype, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
   }
 }
 
@@ -428,20 +418,13 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
     const int64_t query = row / c.group(), head = head_kv * c.group() + row % c.group();
     const bool empty = sequence.mask.row(query).empty();
-    // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
-    const float sum = result.sum[n];
-    float factor = 1 / sum;
-    if (sum == 0) factor = empty ? 0 : __builtin_nanf("");
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
-              s.row, factor);
+              s.row, row_factor(result.sum[n], empty));
     if (!c.lse) continue;
-    const double unit = score_unit(score_options(c, item.batch, head));
     c.lse[c.lse_index(sequence, head) + query] =
-        empty ? -kInfinity
-        : sum == 0
-            ? __builtin_nanf("")
-            : static_cast<float>(static_cast<double>(result.max[n]) * unit + __builtin_log(sum));
+        row_lse(result.sum[n], empty, static_cast<double>(result.max[n]),
+                score_unit(score_options(c, item.batch, head)));
   }
   if (any_nonfinite(result.out, item.row_count(), shape.dim_v, shape.dim_v)) {
     mend_decoded(c, item, result, s, shape);

@@ -108,12 +108,6 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
 }
 
-/// Which lanes' queries see the key.
-STROBE_SIMD hn::Mask<F> sees(VI before, VI end, int64_t key) {
-  const VI k = hn::Set(i32, static_cast<int32_t>(key));
-  return hn::RebindMask(f32, hn::And(hn::Gt(k, before), hn::Gt(end, k)));
-}
-
 /// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
 /// and O have to be multiplied by. Returns whether any alpha differs from 1.
@@ -138,15 +132,11 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
   const int64_t n = keys.size();
   for (int64_t j = 0; j < n; ++j) {
     float* const row = pt + j * kForwardTileQ + first;
+    [[maybe_unused]] const VI key = same(keys.begin + j);
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       VF s = load(row + v * kLanes);
-      if constexpr (!kLinear) {
-        const VI key = hn::Set(i32, static_cast<int32_t>(keys.begin + j));
-        s = score(s, position[v], key).value;
-      }
-      if constexpr (kMasked) {
-        s = hn::IfThenElse(sees(before[v], end[v], keys.begin + j), s, set(-kInfinity));
-      }
+      if constexpr (!kLinear) s = score(s, position[v], key).value;
+      if constexpr (kMasked) s = hn::IfThenElse(sees(before[v], end[v], key), s, set(-kInfinity));
       if constexpr (!kLinear || kMasked) store(s, row + v * kLanes);
       // Max gives its second operand where s is NaN: a NaN score shows in the sum.
       max[v] = hn::Max(s, max[v]);
@@ -223,7 +213,7 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
-        sum = hn::IfThenElse(sees(before, end, keys.begin + j), more, sum);
+        sum = hn::IfThenElse(sees(before, end, same(keys.begin + j)), more, sum);
       }
       store(hn::MulAdd(load(ot), a, sum), ot);
     }
@@ -310,19 +300,9 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
     const bool empty = tile.end[r] <= tile.before[r] + 1;
-    // If all scores that the query sees are -inf, the sum is 0, and 0 / 0 gives the NaN that
-    // standard attention gives.
-    const float sum = tile.sum[r];
-    float factor = 1 / sum;
-    if (empty) factor = 0;
-    if (sum == 0 && !empty) factor = __builtin_nanf("");
-    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv, factor);
-    if (lse)
-      lse[r] =
-          empty ? -kInfinity
-          : sum == 0
-              ? __builtin_nanf("")
-              : static_cast<float>(static_cast<double>(tile.max[r]) * unit + __builtin_log(sum));
+    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
+              row_factor(tile.sum[r], empty));
+    if (lse) lse[r] = row_lse(tile.sum[r], empty, static_cast<double>(tile.max[r]), unit);
   }
 }
 
@@ -348,14 +328,8 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
     if (tile.end[r] <= tile.before[r] + 1) continue;
     float* const row = s.rows + r % 4 * dv;
-    const int64_t query = tile.queries.begin + r;
     scale_row(row, dv, power / tile.sum[r]);
-    load_rows(out, p.out_dtype, {query, query + 1}, p.head_dim_v, s.v, dv);
-    for (int64_t e = 0; e < dv; e += kLanes) {
-      const VF was = load(s.v + e);
-      store(hn::IfThenElse(hn::Lt(hn::Abs(was), set(kInfinity)), was, load(row + e)), row + e);
-    }
-    store_row(out, p.out_dtype, query, p.head_dim_v, row, 1);
+    mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);
   }
 }
 

@@ -38,9 +38,12 @@ constexpr int64_t kLanes = HWY_MAX_BYTES == 1 ? 1 : static_cast<int64_t>(HWY_LAN
 STROBE_SIMD VF load(const float* p) { return hn::Load(f32, p); }
 STROBE_SIMD void store(VF v, float* p) { hn::Store(v, f32, p); }
 STROBE_SIMD VF set(float x) { return hn::Set(f32, x); }
+STROBE_SIMD VI same(int64_t x) { return hn::Set(i32, static_cast<int32_t>(x)); }
 /// Integers from `first` on. Highway's Iota goes through memory, unless its argument is constant.
-STROBE_SIMD VI count_from(int64_t first) {
-  return hn::Add(hn::Set(i32, static_cast<int32_t>(first)), hn::Iota(i32, 0));
+STROBE_SIMD VI count_from(int64_t first) { return hn::Add(same(first), hn::Iota(i32, 0)); }
+/// Lanes whose key lies between the two.
+STROBE_SIMD hn::Mask<F> sees(VI before, VI end, VI key) {
+  return hn::RebindMask(f32, hn::And(hn::Gt(key, before), hn::Gt(end, key)));
 }
 
 /// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
@@ -75,19 +78,13 @@ STROBE_SIMD float float_from_half(const void* p) {
   // The half's exponent, moved into a float's place, is 2^112 too small; the product is exact, and
   // right for denormals too. Infinity and NaN keep the largest exponent instead.
   const uint32_t bits = magnitude << 13;
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  value *= 0x1p112f;
-  uint32_t out;
-  __builtin_memcpy(&out, &value, 4);
-  if (magnitude >= 0x7C00u) out = bits | 0x7F800000u;
-  out |= sign;
-  __builtin_memcpy(&value, &out, 4);
-  return value;
+  const float value = __builtin_bit_cast(float, bits) * 0x1p112f;
+  const uint32_t out =
+      magnitude >= 0x7C00u ? bits | 0x7F800000u : __builtin_bit_cast(uint32_t, value);
+  return __builtin_bit_cast(float, out | sign);
 }
 STROBE_SIMD void half_from_float(float x, void* p) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
+  uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t sign = bits >> 16 & 0x8000u;
   bits &= 0x7FFFFFFFu;
   uint32_t half;
@@ -97,11 +94,7 @@ STROBE_SIMD void half_from_float(float x, void* p) {
     half = 0x7C00u;  // 65520 and more round to infinity
   } else if (bits < 0x38800000u) {
     // A denormal half is a multiple of 2^-24: adding 1/2, whose spacing that is, rounds to it.
-    float magnitude;
-    __builtin_memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5f;
-    __builtin_memcpy(&half, &magnitude, 4);
-    half -= 0x3F000000u;
+    half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, bits) + 0.5f) - 0x3F000000u;
   } else {
     half = (bits + 0xFFFu + (bits >> 13 & 1u) - 0x38000000u) >> 13;  // nearest, ties to even
   }
@@ -203,6 +196,18 @@ STROBE_SIMD void store_row(const RowView& view, int32_t dtype, int64_t row, int6
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         row_from_float(from, factor, dim, reinterpret_cast<T*>(view.row(row)));
       });
+}
+
+/// `row` to the places of a row that hold an infinity or a NaN. was: room for that row.
+STROBE_SIMD void mend_row(const RowView& view, int32_t dtype, int64_t i, int64_t dim, float* row,
+                          float* was) {
+  load_rows(view, dtype, {i, i + 1}, dim, was, 0);
+  for (int64_t e = 0; e < dim; e += kLanes) {
+    const VF x = load(was + e);
+    const auto finite = hn::Lt(hn::Abs(x), set(__builtin_inff()));
+    store(hn::IfThenElse(finite, x, load(row + e)), row + e);
+  }
+  store_row(view, dtype, i, dim, row, 1);
 }
 
 /// Rows that transpose_rows takes at a time, which makes it write whole cache lines of 16 floats.
