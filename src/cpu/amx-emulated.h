@@ -37,12 +37,10 @@ struct EmulatedTiles {
   bool configured;
   Tile tile[kTiles];
 
-  [[noreturn]] static void fail(const char* instruction, const char* why) {
+  static void require(bool holds, const char* instruction, const char* why) {
+    if (holds) return;
     std::fprintf(stderr, "emulated %s: %s\n", instruction, why);
     std::abort();
-  }
-  static void require(bool holds, const char* instruction, const char* why) {
-    if (!holds) fail(instruction, why);
   }
 
   Tile& usable(int t, const char* instruction) {
