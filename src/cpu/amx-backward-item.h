@@ -38,7 +38,6 @@ STROBE_AMX bool any_large(const float* lse, int64_t count) {
 /// that backward will compute, bit for bit, and the sum of the weights. lse does not tell them, and
 /// decoding made it by another kernel's arithmetic, whose scores of 1e7 differ by 1 and more.
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
-  const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
   const int64_t at = c.lse_index(sequence, item.head);
   for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {
@@ -49,9 +48,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     const Forward f{context,
                     sequence,
                     {item.batch, item.head, tile.begin, tile.end},
-                    carve_forward(arena, context),
-                    padded_dim(p.head_dim) / kPair,
-                    padded_dim(p.head_dim_v) / kPair};
+                    carve_forward(arena, context)};
     pack_rows(f.q_rows(tile), kForwardTileQ, f.s.q);
     configure_tiles();
     online_tiles(f, 0, 1, 0);
@@ -178,12 +175,7 @@ static void write_rows(const Backward& b, const Tensor& tensor, const float* sum
     const float* const at = sum + r / kStrip * kStrip * blocks * kPair +
                             r % kStrip / kTile * 2 * kTileFloat + r % kTile * kTile;
     auto* const to = reinterpret_cast<Bf16*>(rows.row(b.item.k_begin + r));
-    for (int64_t e = 0; e < blocks; ++e) {
-      __m512 first, second;
-      pair_columns(load(at + e * 4 * kTileFloat), load(at + (e * 4 + 1) * kTileFloat), first,
-                   second);
-      write_block(first, second, set(factor), dim - e * kPair, to + e * kPair);
-    }
+    write_tile_row(at, set(factor), dim, to);
   }
 }
 
@@ -238,12 +230,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   configure_tiles();
   Arena arena(scratch);
   const AttentionProblem& p = c.problem;
-  const Backward b{c,
-                   c.sequence(item.batch),
-                   item,
-                   carve_backward(arena, c),
-                   padded_dim(p.head_dim) / kPair,
-                   padded_dim(p.head_dim_v) / kPair};
+  const Backward b{c, c.sequence(item.batch), item, carve_backward(arena, c)};
   const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
   const Range tiles = query_visits(mask, b.keys(), kBackwardTileQ).blocks;

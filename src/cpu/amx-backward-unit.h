@@ -19,7 +19,7 @@ constexpr int64_t kUnitTiles = 2 * kTileBf16;  // P or dS of a unit
 /// Which sub-tiles of a query tile see a strip (they are consecutive), which of them see only a
 /// part of it, and whose P and dS are split for dK and dV (kFewKeys, kFewQueries).
 struct StripPlan {
-  int64_t begin, end;
+  Range seen;
   uint32_t masked, split;
 };
 
@@ -82,7 +82,8 @@ struct Backward {
   const Sequence sequence;
   const BackwardItem item;
   const BackwardScratch s;
-  const int64_t d_blocks, dv_blocks;  // of 32
+  const int64_t d_blocks = padded_dim(c.problem.head_dim) / kPair;  // of 32
+  const int64_t dv_blocks = padded_dim(c.problem.head_dim_v) / kPair;
 
   /// Rows of the item's key head, or of one of its query heads.
   STROBE_INLINE Rows key_rows(const Tensor& t, Range rows, int64_t dim) const {
@@ -129,16 +130,15 @@ static void plan_strips(const Backward& b, const QueryTile& t) {
   const int64_t first = t.queries.begin / kSubTile;
   for (int64_t n = 0; n < b.strips(); ++n) {
     StripPlan& plan = b.s.plan[n];
-    plan = {0, 0, 0, 0};
+    plan = {};
     const Range keys = b.strip(n);
     const Visits visits = query_visits(b.sequence.mask, keys, kSubTile);
     const Range seen = intersect(visits.blocks, {first, first + t.sub_tiles()});
     if (seen.empty()) continue;
-    plan.begin = seen.begin - first;
-    plan.end = seen.end - first;
-    for (int64_t i = plan.begin; i < plan.end; ++i) {
-      const bool whole = keys.size() == kStrip && visits.is_full(first + i);
-      plan.masked |= static_cast<uint32_t>(!whole) << i;
+    plan.seen = {seen.begin - first, seen.end - first};
+    for (int64_t i = seen.begin; i < seen.end; ++i) {
+      const bool whole = keys.size() == kStrip && visits.is_full(i);
+      plan.masked |= static_cast<uint32_t>(!whole) << (i - first);
     }
     // The strip and its mask alone decide, and not the query tile.
     plan.split = b.sequence.mask.q_range(keys).size() <= kFewQueries ? ~0u : t.few;
@@ -153,10 +153,7 @@ struct BackwardUnit {
 template <int kSteps>  // pairs of rows issued with each tile product
 class Gradients {
  public:
-  struct Constants {
-    FastExp2 exp2;
-    RoundToPairs pairs;
-  };
+  using Constants = WeightConstants;
 
   STROBE_INLINE Gradients(const Backward& b, const QueryTile& t)
       : b_(b), t_(t), constants_{FastExp2(b.c.problem.scale * kLog2e), {}} {}
@@ -187,7 +184,7 @@ class Gradients {
         p[j / 2][j % 2] = constants.exp2(load(s_ + i * kTile + j * kTileFloat));
         ds[j / 2][j % 2] = _mm512_mul_ps(p[j / 2][j % 2], load(dp_ + i * kTile + j * kTileFloat));
       }
-      write(i, p, ds, constants.pairs);
+      write(i, p, ds, constants.pairs, p_, ds_, ds_pairs_);
     }
   }
   STROBE_INLINE void advance() {
@@ -215,10 +212,6 @@ class Gradients {
   }
   STROBE_INLINE bool split() const {
     return (b_.s.plan[unit_.strip].split >> unit_.sub_tile & 1) != 0;
-  }
-  STROBE_INLINE void write(int64_t i, const __m512 (&p)[2][2], const __m512 (&ds)[2][2],
-                           const RoundToPairs& pairs) {
-    write(i, p, ds, pairs, p_, ds_, ds_pairs_);
   }
   STROBE_INLINE static void write(int64_t i, const __m512 (&p)[2][2], const __m512 (&ds)[2][2],
                                   const RoundToPairs& pairs, Bf16* to_p, Bf16* to_ds,
@@ -269,13 +262,12 @@ class Gradients {
           continue;
         }
         const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
-        const float* const lse = b_.s.lse + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        const float* const delta = b_.s.delta + unit_.sub_tile * kSubTile + j % 2 * kTile;
-        const float* const over_sum = b_.s.over_sum + unit_.sub_tile * kSubTile + j % 2 * kTile;
+        const int64_t at = unit_.sub_tile * kSubTile + j % 2 * kTile;
         // No weight is more than 1, except by lse's rounding error. NaN stays.
         const __m512 bounded = _mm512_min_ps(
-            set(1), exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(lse)), set(kLog2e))));
-        const __m512 whole = _mm512_mul_ps(bounded, load(over_sum));
+            set(1),
+            exp2(_mm512_mul_ps(_mm512_add_ps(score.value, load(b_.s.lse + at)), set(kLog2e))));
+        const __m512 whole = _mm512_mul_ps(bounded, load(b_.s.over_sum + at));
         __m512 weight = whole, gradient = dp;
         if (options.dropout) {
           const auto keep = static_cast<__mmask16>(kept[i + j / 2 * kTile] >> (j % 2 * kTile));
@@ -284,7 +276,7 @@ class Gradients {
           weight = _mm512_mul_ps(weight, scale);
           gradient = _mm512_mul_ps(gradient, scale);
         }
-        gradient = _mm512_mul_ps(whole, _mm512_add_ps(gradient, load(delta)));
+        gradient = _mm512_mul_ps(whole, _mm512_add_ps(gradient, load(b_.s.delta + at)));
         p[j / 2][j % 2] = _mm512_maskz_mov_ps(seen, weight);
         ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, gradient, score.derivative);
       }
@@ -293,7 +285,7 @@ class Gradients {
         for (auto& row : p) row[1] = low_part(row[0]);
         for (auto& row : ds) row[1] = low_part(row[0]);
       }
-      write(i - kTile + left_, p, ds, RoundToPairs());
+      write(i - kTile + left_, p, ds, RoundToPairs(), p_, ds_, ds_pairs_);
     }
     left_ = 0;
   }

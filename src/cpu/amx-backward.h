@@ -125,34 +125,28 @@ class BackwardTile {
       for (int64_t e = 0; e < b_.d_blocks; ++e) {
         const int64_t at = (e * 2 * (kBackwardTileQ / kTile) + n * 2) * kTileFloat;
         const int64_t down = kBackwardTileQ / kTile * kTileFloat;
-        const Quad<const float> in = from ? Quad<const float>{from + at, kTileFloat, down}
-                                          : Quad<const float>{nullptr, 0, 0};
+        const Quad<const float> in = {from ? from + at : nullptr, kTileFloat, down};
         const Quad<float> out = {to + at, kTileFloat, down};
         if (strips.empty()) {
           for (int i = 0; i < 4; ++i) copy_tile(from ? in.at(i) : nullptr, out.at(i));
           continue;
         }
-        Product m = {b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles,
-                     b_.ds_pairs(strips.begin, n),
-                     b_.d_blocks * kUnitTiles,
-                     kTileBf16,
-                     kSubTiles * kUnitTiles,
-                     kTileBf16,
+        const Bf16* const kt = b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles;
+        Product m = {{kt, b_.d_blocks * kUnitTiles, kTileBf16},
+                     {b_.ds_pairs(strips.begin, n), kSubTiles * kUnitTiles, kTileBf16},
                      in,
-                     64,
                      out,
-                     64,
                      strips.size()};
         const Bf16* const low = b_.s.ds_pairs_low + b_.ds_pairs_at(strips.begin, n);
         const bool split = t_.few_keys(n), one_strip = strips.size() == 1;
         if (split && one_strip) {
-          m.a_step = 0;
-          m.b_step = low - m.b;
+          m.a.step = 0;
+          m.b.step = low - m.b.tile;
           m.steps = 2;
         }
         products_.multiply<true>(m, idle, {});
         if (!split || one_strip) continue;
-        m.b = low;
+        m.b.tile = low;
         m.in = {out.tile, out.right, out.down};
         products_.multiply<true>(m, idle, {});
       }
@@ -172,20 +166,19 @@ class BackwardTile {
 
   /// The first unit of a strip or those after it; strip == strips() where there is none.
   STROBE_INLINE BackwardUnit first_unit(int64_t strip) const {
-    while (strip < b_.strips() && b_.s.plan[strip].begin == b_.s.plan[strip].end) ++strip;
-    return {strip, strip < b_.strips() ? b_.s.plan[strip].begin : 0};
+    while (strip < b_.strips() && b_.s.plan[strip].seen.empty()) ++strip;
+    return {strip, strip < b_.strips() ? b_.s.plan[strip].seen.begin : 0};
   }
   STROBE_INLINE BackwardUnit after(BackwardUnit u) const {
     if (u.strip == b_.strips()) return u;
-    if (u.sub_tile + 1 < b_.s.plan[u.strip].end) return {u.strip, u.sub_tile + 1};
+    if (u.sub_tile + 1 < b_.s.plan[u.strip].seen.end) return {u.strip, u.sub_tile + 1};
     return first_unit(u.strip + 1);
   }
   /// The strips that a sub-tile sees; consecutive.
   STROBE_INLINE Range strips_of(int64_t sub_tile) const {
     Range strips{0, 0};
     for (int64_t n = 0; n < b_.strips(); ++n) {
-      const StripPlan& plan = b_.s.plan[n];
-      if (sub_tile < plan.begin || sub_tile >= plan.end) continue;
+      if (!b_.s.plan[n].seen.contains(sub_tile)) continue;
       if (strips.empty()) strips.begin = n;
       strips.end = n + 1;
     }
@@ -212,23 +205,20 @@ class BackwardTile {
   STROBE_INLINE void transposed(BackwardUnit u, int64_t blocks, const Bf16* keys,
                                 const Bf16* queries, const float* initial, float* to, Work& work,
                                 const typename Work::Constants& constants) {
-    const Product m = {keys + u.strip * kStrip * blocks * kPair,
-                       queries + u.sub_tile * kSubTile * blocks * kPair,
-                       kTileBf16,
-                       blocks * kTileBf16,
-                       kTileBf16,
-                       blocks * kTileBf16,
-                       {t_.starts_at_lse ? initial + u.sub_tile * kSubTile : nullptr, kTile, 0},
-                       0,
+    const float* const in = t_.starts_at_lse ? initial + u.sub_tile * kSubTile : nullptr;
+    const int64_t unit = kStrip * blocks * kPair, other = blocks * kTileBf16;
+    static_assert(kStrip == kSubTile);
+    const Product m = {{keys + u.strip * unit, kTileBf16, other},
+                       {queries + u.sub_tile * unit, kTileBf16, other},
+                       {in, kTile, 0, 0},
                        {to, kTileFloat, 2 * kTileFloat},
-                       64,
                        blocks};
     products_.multiply<true>(m, work, constants);
   }
 
   /// dV += P dO and dK += dS Q.
   STROBE_INLINE void finish_strip(int64_t strip) {
-    const Range seen = {b_.s.plan[strip].begin, b_.s.plan[strip].end};
+    const Range seen = b_.s.plan[strip].seen;
     const int64_t d = b_.d_blocks, dv = b_.dv_blocks;
     float* const dv_sum = b_.s.dv + strip * kStrip * dv * kPair;
     float* const dk_sum = b_.s.dk + strip * kStrip * d * kPair;
@@ -260,17 +250,13 @@ class BackwardTile {
     Idle idle;
     for (int64_t e = 0; e < blocks; ++e) {
       float* const at = sum + e * 4 * kTileFloat;
-      const Product m = {weights + seen.begin * kUnitTiles,
-                         rows + (seen.begin * blocks + e) * kUnitTiles,
-                         low ? low - weights : kUnitTiles,
-                         kTileBf16,
-                         low ? 0 : blocks * kUnitTiles,
-                         kTileBf16,
-                         {at, kTileFloat, 2 * kTileFloat},
-                         64,
-                         {at, kTileFloat, 2 * kTileFloat},
-                         64,
-                         low ? 2 : seen.size()};
+      const Bf16* const tile = rows + (seen.begin * blocks + e) * kUnitTiles;
+      const Product m = {
+          {weights + seen.begin * kUnitTiles, low ? low - weights : kUnitTiles, kTileBf16},
+          {tile, low ? 0 : blocks * kUnitTiles, kTileBf16},
+          {at, kTileFloat, 2 * kTileFloat},
+          {at, kTileFloat, 2 * kTileFloat},
+          low ? 2 : seen.size()};
       products_.multiply<false>(m, idle, {});
     }
   }

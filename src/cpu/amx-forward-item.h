@@ -105,17 +105,7 @@ STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float facto
     __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
     return true;
   }
-  const __m512 times = set(factor);
-  __m512 check = _mm512_setzero_ps();
-  for (int64_t b = 0; b < f.dv_blocks; ++b) {
-    __m512 first, second;
-    pair_columns(load(o + b * 4 * kTileFloat), load(o + (b * 4 + 1) * kTileFloat), first, second);
-    write_block(first, second, times, dv - b * kPair, out + b * kPair);
-    // 0 * x is NaN where x is not finite.
-    check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
-    check = _mm512_fmadd_ps(second, _mm512_setzero_ps(), check);
-  }
-  return _mm512_cmpneq_ps_mask(check, check) == 0;
+  return write_tile_row(o, set(factor), dv, out);
 }
 
 /// The sums of 16 rows of 16 values.
@@ -243,13 +233,7 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
 static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
   configure_tiles();
   Arena arena(scratch);
-  const AttentionProblem& p = c.problem;
-  const Forward f{c,
-                  c.sequence(item.batch),
-                  item,
-                  carve_forward(arena, c),
-                  padded_dim(p.head_dim) / kPair,
-                  padded_dim(p.head_dim_v) / kPair};
+  const Forward f{c, c.sequence(item.batch), item, carve_forward(arena, c)};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   float* const lse = c.lse ? c.lse + c.lse_index(f.sequence, item.head) : nullptr;
   for (int64_t t = 0; t < tiles; ++t) {

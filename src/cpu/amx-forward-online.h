@@ -35,7 +35,7 @@ STROBE_AMX void online_scores(const Forward& f, const Unit& u) {
       multiply_quad();
     }
     float* const s = f.s.s + g * kForwardTileQ * kGroup;
-    store_quad({s, kTile, kTile * kGroup}, kGroup * 4);
+    store_quad({s, kTile, kTile * kGroup, kGroup * 4});
   }
 }
 
@@ -67,7 +67,7 @@ STROBE_AMX void online_output(const Forward& f, const Unit& u) {
       tile_load<5>(low + kTileBf16);
       multiply_quad();
     }
-    store_quad({o, kTileFloat, 2 * kTileFloat}, 64);
+    store_quad({o, kTileFloat, 2 * kTileFloat});
   }
 }
 

@@ -81,7 +81,8 @@ struct Forward {
   const Sequence sequence;
   const ForwardItem item;
   const ForwardScratch s;
-  const int64_t d_blocks, dv_blocks;  // of 32
+  const int64_t d_blocks = padded_dim(c.problem.head_dim) / kPair;  // of 32
+  const int64_t dv_blocks = padded_dim(c.problem.head_dim_v) / kPair;
 
   STROBE_INLINE Range tile(int64_t t) const {
     const int64_t begin = item.q_begin + t * kForwardTileQ;
@@ -174,10 +175,7 @@ static void add_nonfinite(const Forward& f, const Unit& unit, const Bf16* p, flo
 template <int kRows>
 class ForwardPipeline {
  public:
-  struct Constants {
-    FastExp2 exp2;
-    RoundToPairs pairs;
-  };
+  using Constants = WeightConstants;
 
   STROBE_INLINE ForwardPipeline(const Forward& f, Range block, Range tiles, bool any_nonfinite)
       : f_(f),
@@ -286,16 +284,11 @@ class ForwardPipeline {
     }
     const Unit& u = unit(made_ - 1);
     const int64_t n = f_.d_blocks;
-    const Product p = {f_.s.q + u.tile * kForwardTileQ * n * kPair,
-                       f_.s.k + (u.key_in_block + s_group_ * kGroup) * n * kPair,
-                       kTileBf16,
-                       n * kTileBf16,
-                       kTileBf16,
-                       n * kTileBf16,
+    const Bf16* const k = f_.s.k + (u.key_in_block + s_group_ * kGroup) * n * kPair;
+    const Product p = {{f_.s.q + u.tile * kForwardTileQ * n * kPair, kTileBf16, n * kTileBf16},
+                       {k, kTileBf16, n * kTileBf16},
                        {f_.reference(u.tile), 0, kTileFloat},
-                       64,
-                       {slot(scored_), kTile, kTile * kGroup},
-                       kGroup * 4,
+                       {slot(scored_), kTile, kTile * kGroup, kGroup * 4},
                        n};
     make_room(constants);
     products_.multiply<true>(p, *this, constants);
@@ -308,16 +301,11 @@ class ForwardPipeline {
     const Unit& u = unit(weights_unit_ - 1);
     const int64_t n = f_.dv_blocks;
     float* const o = f_.o_tile(u.tile) + block * 4 * kTileFloat;
-    const Product p = {weights(weights_unit_ - 1),
-                       f_.s.v + (u.key_in_block * n + block * kGroup) * kPair,
-                       2 * kTileBf16,
-                       kTileBf16,
-                       n * kGroup * kPair,
-                       kTileBf16,
+    const Bf16* const v = f_.s.v + (u.key_in_block * n + block * kGroup) * kPair;
+    const Product p = {{weights(weights_unit_ - 1), 2 * kTileBf16, kTileBf16},
+                       {v, n * kGroup * kPair, kTileBf16},
                        {u.first && !any_nonfinite_ ? nullptr : o, kTileFloat, 2 * kTileFloat},
-                       64,
                        {o, kTileFloat, 2 * kTileFloat},
-                       64,
                        u.groups};
     make_room(constants);
     products_.multiply<false>(p, *this, constants);

@@ -165,6 +165,12 @@ struct RoundToPairs {
   }
 };
 
+/// What makes weights of scores.
+struct WeightConstants {
+  FastExp2 exp2;
+  RoundToPairs pairs;
+};
+
 /// x, with the usual NaN in place of any other NaN: RoundToPairs makes a zero of the NaN
 /// 0xFFFFFFFF. Calculations and bf16 values never give such a NaN; the caller's float32 values may.
 STROBE_AMX float canonical_nan(float x) { return x == x ? x : __builtin_nanf(""); }

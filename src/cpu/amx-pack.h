@@ -159,6 +159,21 @@ STROBE_AMX void write_block(__m512 first, __m512 second, __m512 factor, int64_t 
   _mm512_mask_storeu_epi16(to, lanes(0, count), x);
 }
 
+/// A row of blocks of 2 x 2 tiles with columns in pair order, times `factor`, as `dim` bf16 values.
+/// Returns whether all of the row is finite.
+STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to) {
+  __m512 check = _mm512_setzero_ps();
+  for (int64_t d = 0; d < dim; d += kPair, row += 4 * kTileFloat) {
+    __m512 first, second;
+    pair_columns(load(row), load(row + kTileFloat), first, second);
+    write_block(first, second, factor, dim - d, to + d);
+    // 0 * x is NaN where x is not finite.
+    check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
+    check = _mm512_fmadd_ps(second, _mm512_setzero_ps(), check);
+  }
+  return _mm512_cmpneq_ps_mask(check, check) == 0;
+}
+
 }  // namespace strobe::cpu::amx
 
 #endif  // STROBE_CPU_AMX_PACK_H_

@@ -6,21 +6,22 @@
 
 namespace strobe::cpu::amx {
 
-/// Four float32 tiles [rows 0-15, 16-31][columns 0-15, 16-31]: the first, and how far the others
-/// are from it.
+/// Four float32 tiles [rows 0-15, 16-31][columns 0-15, 16-31]: the first, how far the others are
+/// from it, and how far a row of a tile is from the next: 0 where all rows of a tile are the same.
 template <typename T>
 struct Quad {
   T* tile;
   int64_t right, down;
+  int64_t row_bytes = 64;
 
   STROBE_INLINE T* at(int i) const { return tile + i % 2 * right + i / 2 * down; }
 };
 
-STROBE_AMX void store_quad(const Quad<float>& to, int64_t row_bytes) {
-  tile_store<0>(to.at(0), row_bytes);
-  tile_store<1>(to.at(1), row_bytes);
-  tile_store<2>(to.at(2), row_bytes);
-  tile_store<3>(to.at(3), row_bytes);
+STROBE_AMX void store_quad(const Quad<float>& to) {
+  tile_store<0>(to.at(0), to.row_bytes);
+  tile_store<1>(to.at(1), to.row_bytes);
+  tile_store<2>(to.at(2), to.row_bytes);
+  tile_store<3>(to.at(3), to.row_bytes);
 }
 /// Tiles 0 to 3 += A B: A in tiles 4 (above) and 5, B in tiles 6 (left) and 7.
 STROBE_AMX void multiply_quad() {
@@ -30,15 +31,18 @@ STROBE_AMX void multiply_quad() {
   tile_multiply<3, 5, 7>();
 }
 
-/// out [32][32] = in + A [32][32 steps] B [32 steps][32]. A tile of A or B stands `step` after the
-/// last, and the other row (A) or column (B) of tiles `other` after the first; in elements.
+/// Tiles of A or B: the first, how far each stands after the last, and how far the other row (A) or
+/// column (B) of tiles stands after the first; in elements.
+struct Operand {
+  const Bf16* tile;
+  int64_t step, other;
+};
+
+/// out [32][32] = in + A [32][32 steps] B [32 steps][32].
 struct Product {
-  const Bf16 *a, *b;
-  int64_t a_step, a_other, b_step, b_other;
+  Operand a, b;
   Quad<const float> in;  // null: zero
-  int64_t in_row_bytes;  // from a row to the next; 0 where all rows of a tile are the same
   Quad<float> out;
-  int64_t out_row_bytes;
   int64_t steps;
 };
 
@@ -62,15 +66,13 @@ class Products {
     step<kStreamA, true>(m, 0, work, constants);
     work.written();
     unwritten_ = m.out;
-    out_row_bytes_ = m.out_row_bytes;
     for (int64_t i = 1; i < m.steps; ++i) step<kStreamA, false>(m, i, work, constants);
   }
 
   /// Stores the last product's result.
   STROBE_INLINE void flush() {
-    store_quad(unwritten_, out_row_bytes_);
+    store_quad(unwritten_);
     unwritten_ = {spare_, 0, 0};
-    out_row_bytes_ = 64;
   }
 
  private:
@@ -88,19 +90,19 @@ class Products {
   template <bool kStreamA, bool kFirst, bool kWork, typename Work>
   STROBE_INLINE void step_and_work(const Product& m, int64_t i, Work& work,
                                    const typename Work::Constants& constants) {
-    const Bf16* const a = m.a + i * m.a_step;
-    const Bf16* const b = m.b + i * m.b_step;
+    const Bf16* const a = m.a.tile + i * m.a.step;
+    const Bf16* const b = m.b.tile + i * m.b.step;
     if constexpr (kFirst) next_result<0>(m);
     load_a<kStreamA, 4>(a);
     tile_stream<6>(b);
     tile_multiply<0, 4, 6>();
     if constexpr (kWork) work.template slot<0>(constants);
     if constexpr (kFirst) next_result<1>(m);
-    tile_stream<7>(b + m.b_other);
+    tile_stream<7>(b + m.b.other);
     tile_multiply<1, 4, 7>();
     if constexpr (kWork) work.template slot<1>(constants);
     if constexpr (kFirst) next_result<2>(m);
-    load_a<kStreamA, 5>(a + m.a_other);
+    load_a<kStreamA, 5>(a + m.a.other);
     tile_multiply<2, 5, 6>();
     if constexpr (kWork) work.template slot<2>(constants);
     if constexpr (kFirst) next_result<3>(m);
@@ -118,9 +120,9 @@ class Products {
   }
   template <int kT>
   STROBE_INLINE void next_result(const Product& m) {
-    tile_store<kT>(unwritten_.at(kT), out_row_bytes_);
+    tile_store<kT>(unwritten_.at(kT), unwritten_.row_bytes);
     if (m.in.tile) {
-      tile_load<kT>(m.in.at(kT), m.in_row_bytes);
+      tile_load<kT>(m.in.at(kT), m.in.row_bytes);
     } else {
       tile_zero<kT>();
     }
@@ -128,7 +130,6 @@ class Products {
 
   float* const spare_;  // a tile that is written and never read
   Quad<float> unwritten_;
-  int64_t out_row_bytes_ = 64;
 };
 
 /// No work.
