@@ -15,11 +15,9 @@
 #include "core/options.h"
 #include "core/philox.h"
 #include "cpu/dispatch.h"
-#include "cpu/merge.h"
 #include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
-#include "cuda/host/merge.h"
 #endif
 
 namespace strobe {

@@ -70,7 +70,8 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena;
   carve_backward(arena, context);
-  const size_t own = arena.used(), row_sums = row_sums_scratch(context);
+  const size_t own = arena.used();
+  const size_t row_sums = forward_scratch(context.forward(kForwardTileQ));  // find_row_sums
   return own > row_sums ? own : row_sums;
 }
 

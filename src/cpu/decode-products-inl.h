@@ -35,11 +35,9 @@ template <>
 inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
 #endif
 
-/// Calls body(integral_constant-like<kRows>) for `rows` = 1 to kDecodeMicroRows.
+/// Calls body(Rows<rows>()) for `rows` = 1 to kDecodeMicroRows.
 template <int kRows>
-struct Rows {
-  static constexpr int value = kRows;
-};
+using Rows = std::integral_constant<int, kRows>;
 template <typename Body>
 STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
   static_assert(kDecodeMicroRows == 4);

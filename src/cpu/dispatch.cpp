@@ -58,8 +58,8 @@ struct Forced {
     for (row = 0; row < kRowCount && std::strcmp(kRows[row].isa->name, name) != 0;) ++row;
     if (row < kRowCount && has(kRows[row])) return;
     std::string known;
-    for (const Row& r : kRows) {
-      if (has(r)) known += std::string(known.empty() ? "" : ", ") + r.isa->name;
+    for (const InstructionSet* isa : instruction_sets()) {
+      known += std::string(known.empty() ? "" : ", ") + isa->name;
     }
     error = text;
     std::snprintf(text, sizeof text,

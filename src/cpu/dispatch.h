@@ -1,10 +1,11 @@
-// The CPU's part of the kernel table.
+// What the CPU back end gives to the API: its part of the kernel table, and merging.
 #ifndef STROBE_CPU_DISPATCH_H_
 #define STROBE_CPU_DISPATCH_H_
 
 #include <span>
 
 #include "core/kernel.h"
+#include "core/merge.h"
 #include "cpu/kernels.h"
 
 namespace strobe::cpu {
@@ -18,6 +19,9 @@ std::span<const InstructionSet* const> instruction_sets();
 
 /// Name of the widest one that plans may use.
 const char* widest_in_use();
+
+/// Merges partial results. args: as check_merge leaves them.
+Status merge(const MergeArgs& args);
 
 }  // namespace strobe::cpu
 

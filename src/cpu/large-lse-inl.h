@@ -34,10 +34,6 @@ STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreOptions&
           score_unit(options) * kLog2e, 1 / c.row_sum[lse_at]};
 }
 
-static size_t row_sums_scratch(const BackwardContext& c) {
-  return forward_scratch(c.forward(kForwardTileQ));
-}
-
 /// Fills row_max and row_sum of the item's queries, for each tile in which some row needs them.
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;

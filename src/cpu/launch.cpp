@@ -121,15 +121,12 @@ Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), packed ? 0 : s.batch, s.seqlen, s.head,
           element_size(dtype)};
 }
-Tensor tensor(const void* data, const Strides& s, const AttentionProblem& p) {
-  return tensor(data, s, p.varlen, p.dtype);
-}
 
 template <typename Args>
 void fill_context(const Plan& plan, const Args& args, Context& c) {
   const AttentionProblem& p = plan.problem;
   c.problem = p;
-  c.q = tensor(args.q, p.q, p);
+  c.q = tensor(args.q, p.q, p.varlen, p.dtype);
   c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.dtype);
   c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.dtype);
   static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
@@ -160,11 +157,11 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   const AttentionProblem& p = plan.problem;
   BackwardContext c{};
   fill_context(plan, args, c);
-  c.out = tensor(args.out, p.out, p);
-  c.dout = tensor(args.dout, p.dout, p);
-  c.dq = tensor(args.dq, p.dq, p);
-  c.dk = tensor(args.dk, p.dk, p);
-  c.dv = tensor(args.dv, p.dv, p);
+  c.out = tensor(args.out, p.out, p.varlen, p.dtype);
+  c.dout = tensor(args.dout, p.dout, p.varlen, p.dtype);
+  c.dq = tensor(args.dq, p.dq, p.varlen, p.dtype);
+  c.dk = tensor(args.dk, p.dk, p.varlen, p.dtype);
+  c.dv = tensor(args.dv, p.dv, p.varlen, p.dtype);
   c.lse = args.lse;
   c.dlse = p.has_dlse ? args.dlse : nullptr;
   c.dq_stride = round_up(p.head_dim, lanes);

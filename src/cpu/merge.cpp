@@ -1,5 +1,3 @@
-#include "cpu/merge.h"
-
 #include <cmath>
 
 #include "core/arithmetic.h"

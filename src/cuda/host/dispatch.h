@@ -1,10 +1,11 @@
-// The GPU's part of the kernel table.
+// What the CUDA back end gives to the API: its part of the kernel table, its devices, and merging.
 #ifndef STROBE_CUDA_HOST_DISPATCH_H_
 #define STROBE_CUDA_HOST_DISPATCH_H_
 
 #include <span>
 
 #include "core/kernel.h"
+#include "core/merge.h"
 #include "cuda/host/machine.h"
 
 namespace strobe::cuda {
@@ -16,6 +17,9 @@ std::span<const Kernel> kernels();
 std::span<const DeviceProperties> devices();
 /// Why there are none; "" when there are.
 const char* no_devices_reason();
+
+/// Enqueues the merging of partial results. The arguments have passed check_merge.
+Status merge(const MergeArgs& args);
 
 }  // namespace strobe::cuda
 

@@ -5,9 +5,9 @@
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
+#include "cuda/host/dispatch.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/merge.h"
 
 namespace strobe::cuda {
 
