@@ -166,34 +166,29 @@ static void accumulate_seen_only(const BackwardContext& c, const Sequence& seque
   const auto pair = [&](int64_t query, int64_t key) {
     return (query - q_tile) * kBackwardTileK + key - keys.begin;
   };
-  // row[e] += sum over the queries that see `key` of weight * other[query][e]
-  const auto add_over_queries = [&](const float* weights, const float* other, int64_t width,
-                                    int64_t key, float* row) {
+  // row[e] += sum over n of weight(n) * others[n][e], where others' row 0 is `first`.
+  const auto add = [](float* row, int64_t width, Range range, const auto& weight,
+                      const float* others, int64_t first) {
     for (int64_t e = 0; e < width; e += kLanes) {
       VF sum = hn::Zero(f32);
-      for (int64_t i = queries.begin; i < queries.end; ++i) {
-        if (!mask.allows(i, key)) continue;
-        sum = hn::MulAdd(set(weights[pair(i, key)]), load(other + (i - q_tile) * width + e), sum);
+      for (int64_t n = range.begin; n < range.end; ++n) {
+        sum = hn::MulAdd(set(weight(n)), load(others + (n - first) * width + e), sum);
       }
       store(hn::Add(load(row + e), sum), row + e);
     }
   };
+  const int64_t k_begin = keys.begin - key_offset;  // of the block
   for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const int64_t row = key_offset + key - keys.begin;
-    add_over_queries(s.p, s.dout, dv, key, s.dv + row * dv);
-    add_over_queries(s.ds, s.q, d, key, s.dk + row * d);
+    const int64_t row = key - k_begin;
+    const Range seeing = intersect(mask.q_range({key, key + 1}), queries);
+    const auto p_of = [&](int64_t i) { return s.p[pair(i, key)]; };
+    const auto ds_of = [&](int64_t i) { return s.ds[pair(i, key)]; };
+    add(s.dv + row * dv, dv, seeing, p_of, s.dout, q_tile);
+    add(s.dk + row * d, d, seeing, ds_of, s.q, q_tile);
   }
   for (int64_t i = queries.begin; i < queries.end; ++i) {
-    const Range seen = intersect(mask.row(i), keys);
-    float* const row = dq + (i - q_tile) * d;
-    for (int64_t e = 0; e < d; e += kLanes) {
-      VF sum = hn::Zero(f32);
-      for (int64_t key = seen.begin; key < seen.end; ++key) {
-        const int64_t k_row = key_offset + key - keys.begin;
-        sum = hn::MulAdd(set(s.ds[pair(i, key)]), load(s.k + k_row * d + e), sum);
-      }
-      store(hn::Add(load(row + e), sum), row + e);
-    }
+    const auto ds_of = [&](int64_t key) { return s.ds[pair(i, key)]; };
+    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), ds_of, s.k, k_begin);
   }
 }
 

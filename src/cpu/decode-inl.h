@@ -41,14 +41,20 @@ STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape) {
   return s;
 }
 
+/// Which query of which head row n of an item's partial results is.
+struct DecodedRow {
+  int64_t query, head;
+};
+STROBE_SIMD DecodedRow decoded_row(const ForwardContext& c, const DecodeItem& item, int64_t n) {
+  const int64_t rows = item.rows.size(), row = item.rows.begin + n % rows;
+  return {row / c.group(), (item.heads.begin + n / rows) * c.group() + row % c.group()};
+}
+
 static void decode_merge(const ForwardContext& c, const DecodeItem& item, const Partial& left,
                          const Partial& right) {
   const int64_t dim = round_up(c.problem.head_dim_v, kPair);
-  const int64_t rows = item.rows.size();
   for (int64_t n = 0; n < item.row_count(); ++n) {
-    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
-    const ScoreOptions options =
-        score_options(c, item.batch, head_kv * c.group() + row % c.group());
+    const ScoreOptions options = score_options(c, item.batch, decoded_row(c, item, n).head);
     const float unit = score_unit(options) * kLog2e;
     const float max = left.max[n] > right.max[n] ? left.max[n] : right.max[n];
     const float reference = max == -kInfinity ? 0 : max;
@@ -392,7 +398,6 @@ STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float*
 static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                          const DecodeScratch& s, const DecodeShape& shape) {
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t rows = item.rows.size();
   float power = 2;  // sums of weights over this stay below 1/2
   for (int64_t n = 0; n < item.row_count(); ++n) {
     while (result.sum[n] < kInfinity && power < 2 * result.sum[n]) power *= 2;
@@ -401,9 +406,8 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
   decode_tree(c, item, 1 / power, again, s, shape);
   for (int64_t n = 0; n < item.row_count(); ++n) {
     if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
-    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
-    const int64_t query = row / c.group();
-    const RowView out = c.query_rows(c.out, sequence, head_kv * c.group() + row % c.group());
+    const auto [query, head] = decoded_row(c, item, n);
+    const RowView out = c.query_rows(c.out, sequence, head);
     restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     scale_row(s.row, shape.dim_v, power / again.sum[n]);
     mend_row(out, c.problem.out_dtype, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
@@ -413,10 +417,8 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
 static void finish_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                            const DecodeScratch& s, const DecodeShape& shape) {
   const Sequence sequence = c.sequence(item.batch);
-  const int64_t rows = item.rows.size();
   for (int64_t n = 0; n < item.row_count(); ++n) {
-    const int64_t head_kv = item.heads.begin + n / rows, row = item.rows.begin + n % rows;
-    const int64_t query = row / c.group(), head = head_kv * c.group() + row % c.group();
+    const auto [query, head] = decoded_row(c, item, n);
     const bool empty = sequence.mask.row(query).empty();
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
