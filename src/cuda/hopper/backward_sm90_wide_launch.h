@@ -12,7 +12,6 @@
 #include "cuda/common/static_order.cuh"
 #include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90_wide.cuh"
-#include "cuda/host/backward_sizes.h"
 #include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"

@@ -1,18 +1,35 @@
 // The stages of a backward pass around its main kernel, which a row of kernels.def composes:
-// launch_pre, the main kernel, launch_post.
+// launch_pre, the main kernel, launch_post. And the sizes that decide its scratch, of a problem.
 #ifndef STROBE_CUDA_HOST_BACKWARD_STAGES_H_
 #define STROBE_CUDA_HOST_BACKWARD_STAGES_H_
 
 #include <cstdint>
 
+#include "core/problem.h"
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/backward_post.cuh"
 #include "cuda/common/backward_pre.cuh"
+#include "cuda/common/backward_scratch.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 
 namespace strobe::cuda {
+
+STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
+  return {p.batch,
+          p.heads,
+          p.heads_kv,
+          p.seqlen_q,
+          p.seqlen_k,
+          p.varlen != 0,
+          p.total_q,
+          rows_k(p),
+          p.batch_invariant != 0,
+          p.varlen || p.has_seqused_k,
+          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
+                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
+}
 
 /// What pre and post share of a main kernel: its type, tiles and Form (backward_pre.cuh).
 template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename Form_>

@@ -9,7 +9,6 @@
 #include "core/workspace.h"
 #include "cuda/common/backward_order.cuh"
 #include "cuda/common/config.h"
-#include "cuda/host/backward_sizes.h"
 #include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
