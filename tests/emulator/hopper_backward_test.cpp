@@ -179,19 +179,38 @@ TEST(EmulatedHopperBackward, RowsAskedForLeaveWhatTheyCannotDo) {
 TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
-  // each: then the next item's keys come early. (V has one stage at width 128.)
+  // each: then the next item's keys come early. V has one stage at width 128, and in the general
+  // kernel, which takes dropout.
   const struct {
     const char* name;
     int64_t dim, queries;
     int mbarrier;
-  } waits[] = {{"k.full", 64, 520, 4},     {"k.empty", 64, 100, 5},     {"v.full", 64, 520, 8},
-               {"v.empty", 128, 60, 9},    {"q.full", 64, 520, 12},     {"q.empty", 64, 520, 13},
-               {"dout.full", 64, 520, 16}, {"dout.empty", 64, 520, 17}, {"ds.full", 64, 520, 20},
-               {"ds.empty", 64, 520, 21}};
+    float dropout_p = 0;
+  } waits[] = {{"k.full", 64, 520, 4},
+               {"k.empty", 64, 100, 5},
+               {"v.full", 64, 520, 8},
+               {"v.empty", 128, 60, 9},
+               {"q.full", 64, 520, 12},
+               {"q.empty", 64, 520, 13},
+               {"dout.full", 64, 520, 16},
+               {"dout.empty", 64, 520, 17},
+               {"ds.full", 64, 520, 20},
+               {"ds.empty", 64, 520, 21},
+               {"general k.full", 64, 520, 4, 0.2f},
+               {"general k.empty", 64, 100, 5, 0.2f},
+               {"general v.full", 64, 520, 8, 0.2f},
+               {"general v.empty", 64, 60, 9, 0.2f},
+               {"general q.full", 64, 520, 10, 0.2f},
+               {"general q.empty", 64, 520, 11, 0.2f},
+               {"general dout.full", 64, 520, 14, 0.2f},
+               {"general dout.empty", 64, 520, 15, 0.2f},
+               {"general ds.full", 64, 520, 18, 0.2f},
+               {"general ds.empty", 64, 520, 19, 0.2f}};
   for (const auto& wait : waits) {
     Case c = MakeCase(wait.queries, 520, wait.dim);
     c.heads = c.heads_kv = 1;
     c.deterministic = true;
+    c.dropout_p = wait.dropout_p;
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     const auto run = [&](uint64_t seed, int skipped) {

@@ -60,7 +60,7 @@ struct SeenPairs {
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);
     const Score score = Score::of(p, batch, head);
     const Score::ValueAndDerivative s =
-        Score::Row{score, distance}.template value_and_derivative<true>(qk, 0);
+        Score::Row{score, distance}.template any_value_and_derivative<true>(qk, 0);
     const float reference = weight_reference(p.lse[lse_at], 0.f);
     const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
     float kept = 1.f;

@@ -16,7 +16,8 @@ enum class When : int8_t {
   kSome,        // some keys: up to 4096 on average; also where not plain
   kFewQueries,  // no more tiles than multiprocessors, or the row's tiles are fuller than larger
                 // ones
-  kRuns         // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
+  kRuns,        // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
+  kSmall        // an earlier row of the width takes more shared memory than the device has
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
@@ -44,6 +45,9 @@ struct BackwardConfig {
   int warps;
 };
 
+/// The widest of the Hopper backward's kernels whose additions to dQ may have an order.
+inline constexpr int kWidestOrdered = 128;
+
 /// What a kernel file says of a configuration to the planner.
 struct LaunchShape {
   int threads;           // of a block
@@ -63,7 +67,8 @@ struct LaunchShape {
 // The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
 // on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
 // synchronisation. Where it cannot launch, it launches nothing and returns an error. CMake
-// writes one translation unit per row of kernels.def that puts them into a ForwardRow (rows.h).
+// writes a translation unit for each row of kernels.def that puts them into a ForwardRow (rows.h)
+// for each type.
 // Kernels themselves take a type made of integers: nvcc 13 writes a stub that does not compile for
 // a __global__ template with an argument of class type.
 

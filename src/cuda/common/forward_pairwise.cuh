@@ -63,7 +63,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
     const Score::Row row =
         of_head.row(static_cast<int32_t>(sequence.mask.position(query)), static_cast<int32_t>(key));
-    const float score = row.value_and_derivative<true>(dot, 0).value;
+    const float score = row.any_value_and_derivative<true>(dot, 0).value;
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
     const float weight = exp2_fast(score - reference - kValueShift);

@@ -111,10 +111,10 @@ struct Score {
     }
     /// The same for any options; kPrecise: where the cap is not small.
     template <bool kPrecise>
-    __device__ __forceinline__ ValueAndDerivative value_and_derivative(float qk, int key) const {
-      if (s.cap_log2 > 0.f) {
-        return value_and_derivative < kPrecise ? Cap::kAny : Cap::kSmall > (qk, key);
-      }
+    __device__ __forceinline__ ValueAndDerivative any_value_and_derivative(float qk,
+                                                                           int key) const {
+      constexpr Cap kCap = kPrecise ? Cap::kAny : Cap::kSmall;
+      if (s.cap_log2 > 0.f) return value_and_derivative<kCap>(qk, key);
       return value_and_derivative<Cap::kNone>(qk, key);
     }
 

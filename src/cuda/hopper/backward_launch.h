@@ -1,5 +1,5 @@
-// What the launches of the Hopper backward's kernels share: the maps of the tensors, and the stages
-// around the main kernel.
+// What the launches of the Hopper backward's kernels share: the maps of the tensors, the stages
+// around the main kernel, and which problems take the general one.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 

@@ -27,7 +27,7 @@ namespace strobe::cuda::sm90 {
 enum class StepKind {
   kFirst,   // there is no step before it whose dQ is still to be made
   kNext,    // that step is the last one of the item before
-  kMasked,  // some query does not see some key, or lies past the end
+  kMasked,  // some query does not see some key, or lies past the end; any of the general kernel
   kFull
 };
 
@@ -104,12 +104,13 @@ class BackwardConsumer {
     for (;;) {
       now.advance(block());
       if (now.done(block())) break;
-      // (One copy of the general kernel's step is enough.)
-      if (!Tr::kGeneral && block().visits.is_full(now.tile)) {
-        if constexpr (!Tr::kGeneral) step<StepKind::kFull>(now);
-      } else {
-        step<StepKind::kMasked>(now);
+      if constexpr (!Tr::kGeneral) {  // of whose step one copy is enough
+        if (block().visits.is_full(now.tile)) {
+          step<StepKind::kFull>(now);
+          continue;
+        }
       }
+      step<StepKind::kMasked>(now);
     }
   }
   /// (With a first product that does not add, ptxas has other values in these registers until then,
@@ -194,10 +195,10 @@ class BackwardConsumer {
     uint32_t weights[kTileQ / 4], ds[kTileQ / 4];  // P^T and dS^T, as operands
     float dq[32];                                  // of the step before
 
-    DroppedWeights<Tr::kGeneral ? kTileQ : 0> dropped;
+    DroppedWeights<kTileQ> dropped;
     if constexpr (Tr::kGeneral) {
-      dropped = dropped.draw(p_, block().batch, now.head, now.tile * kTileQ,
-                             block().key_begin + key_row(), lane());
+      dropped = DroppedWeights<kTileQ>::draw(p_, block().batch, now.head, now.tile * kTileQ,
+                                             block().key_begin + key_row(), lane());
     }
     shared_.q_ring.full[stage].wait(at_.phase());
     shared_.dout_ring.full[stage].wait(at_.phase());
@@ -374,7 +375,7 @@ class BackwardConsumer {
     const typename Tr::Block& block = this->block();
     const int lane = this->lane();
     const int32_t distance = block.position + now.tile * kTileQ - block.key_begin - key_row();
-    sm90::take_weights<Tr>(
+    sm90::take_general_weights<Tr>(
         s, score, distance, p_.dropout.enabled(), dropped, [&](int j) { return lses[j]; }, lane,
         seen, weights,
         [&](int j, const uint32_t(&factors)[4]) {
@@ -396,8 +397,8 @@ class BackwardConsumer {
       if constexpr (Tr::kGeneral) {
         uint32_t factors[4];
         ptx::load_shared_words(factors_of(j), factors);
-        sm90::take_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::Form::kScale, deltas[4 * j],
-                         ds + 4 * j);
+        take_general_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::Form::kScale, deltas[4 * j],
+                           ds + 4 * j);
       } else {
         sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
                                   lane, 16 * j, seen, ds + 4 * j);

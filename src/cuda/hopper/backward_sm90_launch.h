@@ -21,6 +21,7 @@ namespace strobe::cuda::sm90 {
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
+  static_assert(kConfig.width <= kWidestOrdered);
   // Where additions have an order, shared memory is not less than where they have none.
   using Plain = BackwardTraitsOf<kConfig, true>;
   using General = BackwardTraitsOf<kConfig, true, true>;

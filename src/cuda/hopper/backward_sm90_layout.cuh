@@ -129,7 +129,8 @@ struct BackwardTraits {
   /// and dP are float32, is a register short of it: there a thread block has one item.
   static constexpr bool kPersistent = kWidth <= 96 || kBf16;
   /// Whether an item's last dQ is made within the first step of the next one, or before that step,
-  /// where there are no registers for it: at width 128, and in fp16 for tiles of 128 queries.
+  /// where there are no registers for it: at width 128, in fp16 for tiles of 128 queries, and in
+  /// the general kernel.
   static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
   /// Whether the number that each step leaves for the next one is in shared memory, where that

@@ -4,8 +4,8 @@
 //     dS = P d(score) / d(scaled q.k) (dP keep / (1 - dropout_p) - delta),   dV = (P keep)^T dO
 //
 // So a step has its weights in two forms. The one with dropout is dV's operand. The other, here
-// called factors, is P times the derivative, and its sign says which weights are dropped: a weight
-// has no sign of its own.
+// called factors, is P times the derivative. A factor's sign says whether its weight is dropped:
+// factors are never negative otherwise.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_SCORES_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_SCORES_CUH_
 
@@ -25,7 +25,8 @@ namespace strobe::cuda::sm90 {
 /// Which of a thread's weights of a tile of queries are dropped.
 template <int kTileQ>
 struct DroppedWeights {
-  uint32_t bits[kTileQ > 0 ? kTileQ / 64 : 1] = {};  // dropped_bit
+  static_assert(kTileQ % 64 == 0);
+  uint32_t bits[kTileQ / 64] = {};  // dropped_bit
 
   /// query: the tile's first one. key: the first of the warp's 16.
   __device__ __forceinline__ static DroppedWeights draw(const CommonParams& p, int32_t batch,
@@ -34,7 +35,7 @@ struct DroppedWeights {
     DroppedWeights dropped;
     if (!p.dropout.enabled()) return dropped;
     Dropout dropout = p.dropout;
-    // (The keys of all rounds would otherwise be kept through all steps, and spilled.)
+    // (Philox's keys of all rounds would otherwise be kept through all steps, and spilled.)
     ptx::make_opaque(dropout.key0);
     ptx::make_opaque(dropout.key1);
     const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
@@ -58,7 +59,7 @@ struct DroppedWeights {
 /// Calls body(cap, drops), a Cap and a bool constant: which softcap a score has, and whether there
 /// is dropout. Softcap with dropout has the form for all caps.
 template <typename Body>
-__device__ __forceinline__ void choose(const Score& score, bool drops, const Body& body) {
+__device__ __forceinline__ void choose_copy(const Score& score, bool drops, const Body& body) {
   using Drops = std::true_type;
   using KeepsAll = std::false_type;
   const Cap cap = score.cap();
@@ -77,13 +78,13 @@ __device__ __forceinline__ void choose(const Score& score, bool drops, const Bod
 /// 15. distance: from the warp's first key to the position of the tile's first query. lse_of(j): of
 /// these queries, as load_of_queries has them.
 template <typename Traits, int kTileQ, typename LseOf, typename Seen, typename Leave>
-__device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2], const Score& score,
-                                             int32_t distance, bool drops,
-                                             const DroppedWeights<kTileQ>& dropped,
-                                             const LseOf& lse_of, int lane, const Seen& seen,
-                                             uint32_t (&weights)[kTileQ / 4], const Leave& leave) {
+__device__ __forceinline__ void take_general_weights(
+    const float (&s)[kTileQ / 2], const Score& score, int32_t distance, bool drops,
+    const DroppedWeights<kTileQ>& dropped, const LseOf& lse_of, int lane, const Seen& seen,
+    uint32_t (&weights)[kTileQ / 4], const Leave& leave) {
   using T = typename Traits::T;
-  choose(score, drops, [&](auto cap, auto with_dropout) {
+  choose_copy(score, drops, [&](auto cap, auto with_dropout) {
+    // One row for all queries: a query one further on is a key one less.
     const Score::Row row{score, static_cast<float>(distance + 2 * (lane % 4) - lane / 4)};
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
@@ -92,9 +93,9 @@ __device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2], const
       float w[8], factor[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int key = 8 * (i / 2 % 2), query = 16 * j + i / 4 * 8 + i % 2;
-        const Score::ValueAndDerivative x =
-            row.template value_and_derivative<decltype(cap)::value>(s[8 * j + i], key - query);
+        const int key_at = 8 * (i / 2 % 2), query_at = 16 * j + i / 4 * 8 + i % 2;
+        const Score::ValueAndDerivative x = row.template value_and_derivative<decltype(cap)::value>(
+            s[8 * j + i], key_at - query_at);
         // No weight is above 1, however coarse lse is.
         w[i] = exp2_fast(min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::Form::kShift));
         if (!seen(i / 2 % 2, 16 * j + query_of(lane, i))) w[i] = 0.f;
@@ -120,8 +121,8 @@ __device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2], const
 /// is. So it gives 0, or a NaN where something is not finite: that shows in its rows of dQ and dK,
 /// which are then computed again (backward_pairwise.cuh).
 template <typename T>
-__device__ __forceinline__ void take_ds(const float* dp, const uint32_t (&factors)[4],
-                                        float dp_scale, const float4& delta, uint32_t* ds) {
+__device__ __forceinline__ void take_general_ds(const float* dp, const uint32_t (&factors)[4],
+                                                float dp_scale, const float4& delta, uint32_t* ds) {
   const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
   float x[8];
 #pragma unroll

@@ -70,7 +70,8 @@ struct Warpgroup {
     ptx::make_opaque(address);
     return address & 0x3ffffu;
   }
-  /// Where P^T of queries 16j to 16j + 15 passes from a thread of one warpgroup to one of the next.
+  /// Where P^T of queries 16j to 16j + 15, of the general kernel its factors, passes from a thread
+  /// of one warpgroup to one of the next.
   __device__ __forceinline__ uint32_t weights_of(int stage, int j) const {
     return ptx::shared_address(shared.weights[stage]) +
            static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
@@ -82,10 +83,7 @@ struct Warpgroup {
   /// Whether a query sees the thread's two keys, 8 rows apart.
   template <bool kMasked>
   __device__ __forceinline__ SeenQueries<kMasked ? 2 : 0> seen(int slot, int32_t tile) const {
-    return SeenQueries < kMasked
-               ? 2
-               : 0 > (ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4),
-                      tile * kQueries);
+    return {ptx::shared_address(shared.limits[slot] + 16 * warp() + lane() / 4), tile * kQueries};
   }
   /// Calls run(block, slot) for item after item.
   template <typename Run>
@@ -258,10 +256,11 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     const Score score = Score::of(Base::p, block.item.batch, head);
     const float4* const lses = reinterpret_cast<const float4*>(shared.lse[stage]) + lane % 4;
     const auto lse_of = [&](int j) { return lses[4 * j]; };
-    sm90::take_weights<Tr>(s, score, position + query - key, Base::p.dropout.enabled(), dropped,
-                           lse_of, lane, seen, weights, [&](int j, const uint32_t(&factors)[4]) {
-                             ptx::store_shared_words(Base::weights_of(stage, j), factors);
-                           });
+    sm90::take_general_weights<Tr>(s, score, position + query - key, Base::p.dropout.enabled(),
+                                   dropped, lse_of, lane, seen, weights,
+                                   [&](int j, const uint32_t(&factors)[4]) {
+                                     ptx::store_shared_words(Base::weights_of(stage, j), factors);
+                                   });
     add_dv(dv, weights);
   }
   /// The end of a step: dV += P^T dO, when the gradients warpgroup has been told of the weights.
@@ -305,10 +304,12 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
         for_each_step(
             block, [](int32_t) {},
             [&](int32_t tile, bool full, bool last) {
-              if (Tr::kGeneral || !full) {
-                step<true>(dk, slot, tile, last);
+              if constexpr (Tr::kGeneral) {
+                step<false>(dk, slot, tile, last);
+              } else if (full) {
+                step<false>(dk, slot, tile, last);
               } else {
-                if constexpr (!Tr::kGeneral) step<false>(dk, slot, tile, last);
+                step<true>(dk, slot, tile, last);
               }
             });
         ++v_at_.count;
@@ -335,28 +336,29 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
         dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
+    // (The general kernel has no registers for all of delta, and a masked step none for it now.)
     float4 delta[kQueries / 16];
-    if constexpr (!kMasked) sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
+    if constexpr (!kMasked && !Tr::kGeneral) {
+      sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
+    }
     shared.ds_ring.empty[stage].wait(at_.free());
     shared.weights_ring.full[stage].wait(at_.phase());
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    if constexpr (kMasked && !Tr::kGeneral) {
-      sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
-    }
-    const auto seen = Base::template seen < kMasked && !Tr::kGeneral > (slot, tile);
+    if constexpr (kMasked) sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
+    const auto seen = Base::template seen<kMasked>(slot, tile);
     if constexpr (!Tr::kGeneral) Base::arrive(shared.dout_ring.empty[dout_stage]);
     if (last) Base::arrive(shared.v_ring.empty[0]);
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
-      uint32_t weights[4];
-      ptx::load_shared_words(Base::weights_of(stage, j), weights);
-      if constexpr (Tr::kGeneral) {  // which has no registers for all of delta
+      uint32_t left[4];
+      ptx::load_shared_words(Base::weights_of(stage, j), left);
+      if constexpr (Tr::kGeneral) {
         const float4* const deltas = reinterpret_cast<const float4*>(shared.delta[dout_stage]);
-        sm90::take_ds<T>(dp + 8 * j, weights, Base::keep_scale() / Tr::Form::kScale,
-                         deltas[4 * j + Base::lane() % 4], ds + 4 * j);
+        sm90::take_general_ds<T>(dp + 8 * j, left, Base::keep_scale() / Tr::Form::kScale,
+                                 deltas[4 * j + Base::lane() % 4], ds + 4 * j);
       } else {
-        sm90::take_ds<T, kMasked>(dp + 8 * j, weights, Tr::Form::kScale, delta[j], Base::lane(),
+        sm90::take_ds<T, kMasked>(dp + 8 * j, left, Tr::Form::kScale, delta[j], Base::lane(),
                                   16 * j, seen, ds + 4 * j);
       }
     }

@@ -68,7 +68,8 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = TraitsOf<kConfig>;
-  if (params.deterministic) return cudaErrorNotSupported;  // the plan never does
+  static_assert(kConfig.width > kWidestOrdered);
+  if (params.deterministic) return cudaErrorNotSupported;  // the plan never asks for it
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);

@@ -24,6 +24,10 @@
 //   request        warp 0 nears the end of a tile     scheduler
 //   ping-pong      (hardware, 1 to W) the warpgroup   warpgroup, before it issues its products
 //                  before has issued its products
+//   end            (hardware, W + 1) warps 0 to 3     consumers
+//                  have no more to do
+//   initialised    (hardware, W + 2 to W + 4; up to   all others, before the first of the above
+//                  width 96) warp 0 has done so
 //
 //   shared memory  panels of 64 columns, 128-byte swizzle  (layout: forward_sm90_layout.cuh)
 //   q              [q stages][W][panel][64][64]     two stages up to width 128, else one
@@ -109,9 +113,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if (Tr::kEarlyTile && warp == 0) {
       if (one_thread) prepare<Tr, kLoader>(shared, maps, order.stagger);
       __syncwarp();
-      announce_barriers<Tr>();
+      announce_barriers<Tr, Awaits::kScheduler>();
+      announce_barriers<Tr, Awaits::kOthers>();
+      announce_barriers<Tr, Awaits::kConsumers>();
     } else if (warp != 2) {  // the scheduler waits itself
-      wait_for_barriers<Tr, Awaits::kLoaders>();
+      wait_for_barriers<Tr, Awaits::kOthers>();
     }
     if constexpr (kCached<Params>) {
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);

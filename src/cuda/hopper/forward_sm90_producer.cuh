@@ -16,38 +16,27 @@
 namespace strobe::cuda::sm90 {
 
 /// Who waits for warp 0 to initialise the barriers in shared memory. Each has a hardware barrier of
-/// its own: compute-sanitizer takes one to which a whole thread block comes at several instructions
-/// for a fault.
-enum class Awaits { kScheduler, kLoaders, kConsumers };
+/// its own: compute-sanitizer reports one that the warps of a thread block reach at different
+/// instructions.
+enum class Awaits { kScheduler, kOthers, kConsumers };
+template <typename Tr, Awaits kWho>
+inline constexpr int kAwaitBarrier = 2 + Tr::kWarpgroups + static_cast<int>(kWho);  // after others'
+/// Those who wait, and warp 0.
+template <typename Tr, Awaits kWho>
+inline constexpr int kAwaitThreads = 32 * (kWho == Awaits::kScheduler ? 2
+                                           : kWho == Awaits::kOthers  ? 3
+                                                                      : 4 * Tr::kWarpgroups + 1);
 
-/// Calls barrier(id, threads), two integral constants: those who wait, and warp 0.
-template <typename Tr, Awaits kWho, typename Barrier>
-__device__ __forceinline__ void at_barrier_of(const Barrier& barrier) {
-  constexpr int kWarps = kWho == Awaits::kScheduler ? 1
-                         : kWho == Awaits::kLoaders ? 2
-                                                    : 4 * Tr::kWarpgroups;
-  constexpr int kFirst = 2 + Tr::kWarpgroups;  // 1 to 1 + W have other uses
-  barrier(std::integral_constant<int, kFirst + static_cast<int>(kWho)>(),
-          std::integral_constant<int, 32 * (kWarps + 1)>());
-}
 /// Waits, once. Without kEarlyTile the kernel has waited before.
 template <typename Tr, Awaits kWho>
 __device__ __forceinline__ void wait_for_barriers() {
-  if constexpr (Tr::kEarlyTile) {
-    at_barrier_of<Tr, kWho>([](auto id, auto threads) {
-      ptx::named_barrier_sync<decltype(id)::value, decltype(threads)::value>();
-    });
-  }
+  if constexpr (Tr::kEarlyTile)
+    ptx::named_barrier_sync<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
 /// Warp 0 has initialised them.
-template <typename Tr>
+template <typename Tr, Awaits kWho>
 __device__ __forceinline__ void announce_barriers() {
-  const auto arrive = [](auto id, auto threads) {
-    ptx::named_barrier_arrive<decltype(id)::value, decltype(threads)::value>();
-  };
-  at_barrier_of<Tr, Awaits::kScheduler>(arrive);
-  at_barrier_of<Tr, Awaits::kLoaders>(arrive);
-  at_barrier_of<Tr, Awaits::kConsumers>(arrive);
+  ptx::named_barrier_arrive<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
 
 /// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile

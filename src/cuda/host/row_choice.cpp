@@ -61,8 +61,9 @@ const Entry<Row>* find_row(int arch, const AttentionProblem& p, const DeviceProp
   for (const Entry<Row>& entry : row_table<Row>()) {
     const auto& c = entry.row->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
+    if (is_unordered(arch, c.width, p)) continue;
     widest = max64(widest, c.width);
-    if (c.width < dim || is_unordered(arch, c.width, p)) continue;
+    if (c.width < dim) continue;
     const int64_t shared = entry.row->shape.shared_bytes;
     if (shared > device.shared_bytes) {
       least_shared = least_shared ? min64(least_shared, shared) : shared;

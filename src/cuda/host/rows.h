@@ -28,9 +28,6 @@ struct TensorRow {
 using ForwardRow = TensorRow<ForwardConfig, ForwardParams, ForwardArgs>;
 using BackwardRow = TensorRow<BackwardConfig, BackwardParams, BackwardArgs>;
 
-/// The widest of the Hopper backward's kernels whose additions to dQ may have an order.
-inline constexpr int32_t kWidestOrdered = 128;
-
 /// What a launch for keys in a cache takes on a device.
 struct DecodeGrid {
   int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts

@@ -33,7 +33,7 @@ inline constexpr int kLsePairs =
 
 /// Scores x of a step to weights: `weight`, packed for dV, and in shared memory, times
 /// d(score) / d(scaled q.k), for the gradients half. lse: the first pairs of lse, the others are
-/// read from lse_at. kPrecise: of value_and_derivative.
+/// read from lse_at. kPrecise: of any_value_and_derivative.
 template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
                                       const BackwardStep& step, Score& score, float (&x)[kM][kN][4],
@@ -90,7 +90,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
           if constexpr (kGeneral) {
             const Score::ValueAndDerivative s =
-                Score::Row{score, distance}.template value_and_derivative<kPrecise>(
+                Score::Row{score, distance}.template any_value_and_derivative<kPrecise>(
                     w, 16 * m + 8 * h - 8 * n - column);
             slope = s.derivative;
             w = s.value - reference;
