@@ -70,9 +70,19 @@ def dump(tool: str, flag: str, path: Path) -> str:
     return run.stdout
 
 
+TYPES = ("bf16", "fp16")  # 1 and 2 of strobe_dtype, which kernels have as a template argument
+
+
+def rows_of(path: Path) -> list[str]:
+    """The rows in an object file: it may have a row of kernels.def in both types."""
+    name = path.name.removesuffix(".cu.o")
+    types = "_".join(t for t in TYPES if f"_{t}_" in name)
+    return [name.replace(types, t) for t in types.split("_")]
+
+
 def parse(tool: str, path: Path) -> list[Kernel]:
     """The main kernels in an object file, and the one before a decode kernel."""
-    row = path.name.removesuffix(".cu.o")
+    rows = {t: row for t in TYPES for row in rows_of(path) if f"_{t}_" in row}
     kernels: dict[tuple[str, str], Kernel] = {}
     current: Kernel | None = None
     arch = ""
@@ -92,7 +102,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = "general" if "Lb1E" in main[2] else "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
-        return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
+        dtype = TYPES[int(re.search(r"(?:ILi|Li[89]0ELi)([12])ELi", symbol)[1]) - 1]
+        return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():
         if m := re.search(r"^arch = (sm_\w+)", line):
@@ -119,9 +130,9 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     return list(kernels.values())
 
 
-def shape(path: Path) -> str:
+def shape(row: str) -> str:
     """A row's name without its type."""
-    return re.sub("_(bf16|fp16)_", "_", path.name)
+    return re.sub("_(bf16|fp16)_", "_", row)
 
 
 def faults(k: Kernel) -> list[str]:
@@ -166,21 +177,23 @@ def main() -> int:
         print("check_kernels: skipped, no cuobjdump (set CUOBJDUMP)")
         return 1 if options.require else 77
     objects = sorted(options.build.glob("src/cuda/CMakeFiles/*/kernels/*.cu.o"))
-    objects = [o for o in objects if options.only in o.name]
+    objects = [o for o in objects if any(options.only in row for row in rows_of(o))]
     if not objects:
         print(f"check_kernels: no objects in {options.build}: build the target strobe_cuda_objects", file=sys.stderr)
         return 1
     print(f"{'row':<38} {'kernel':<8} {'arch':<7} {'regs':>4} {'stack':>5} {'mma':>5} {'ldsm':>5} {'copies':>6} {'lds/sts<16':>10} {'ex2':>4}")
     broken = 0
     with ProcessPoolExecutor() as pool:
-        parsed = list(pool.map(partial(parse, tool), objects))
-    seen = {shape(path) for path, kernels in zip(objects, parsed, strict=True) if kernels}
+        parsed = [k for kernels in pool.map(partial(parse, tool), objects) for k in kernels]
+    rows = [row for path in objects for row in rows_of(path) if options.only in row]
+    seen = {shape(k.row) for k in parsed}
     left_out = 0
-    for path, kernels in zip(objects, parsed, strict=True):
-        if not kernels and options.sample and shape(path) in seen:
+    for row in rows:
+        kernels = [k for k in parsed if k.row == row]
+        if not kernels and options.sample and shape(row) in seen:
             left_out += 1
         elif not kernels:
-            print(f"{path.name}: no main kernel in it", file=sys.stderr)
+            print(f"{row}: no main kernel", file=sys.stderr)
             broken += 1
         for k in sorted(kernels, key=lambda k: (k.arch, k.variant)):
             narrow = k.count(r"(LDS|STS)(?!M)") - k.count(r"(LDS|STS)\.128")
@@ -192,7 +205,7 @@ def main() -> int:
                 print(f"  FAULT: {fault}")
                 broken += 1
     some = f" ({left_out} of them without machine code)" if left_out else ""
-    print(f"check_kernels: {len(objects)} rows{some}, " + (f"{broken} faults" if broken else "no faults"))
+    print(f"check_kernels: {len(rows)} rows{some}, " + (f"{broken} faults" if broken else "no faults"))
     return 1 if broken else 0
 
 

@@ -129,14 +129,17 @@ def check_library(library: Path, *, exports: str, beside: set[str]) -> list[str]
 
 
 def kernel_names() -> list[str]:
-    """The names of the CUDA kernel instances: one of each row of kernels.def."""
+    """The names of the CUDA kernel instances: two of each row of kernels.def."""
     rows = re.findall(
         r"^STROBE_KERNEL\((.*)\)", (ROOT / "src/cuda/kernels.def").read_text(), re.MULTILINE
     )
     names = []
     for row in rows:
-        arch, direction, dtype, width, *shape = (column.strip() for column in row.split(","))
-        names.append(f"{direction}_sm{arch}_{dtype}_{width}_{'x'.join(shape[:4])}")
+        arch, direction, width, *shape = (column.strip() for column in row.split(","))
+        names += [
+            f"{direction}_sm{arch}_{dtype}_{width}_{'x'.join(shape[:4])}"
+            for dtype in ("bf16", "fp16")
+        ]
     return names
 
 

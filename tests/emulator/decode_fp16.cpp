@@ -1,7 +1,7 @@
 #include "decode_kernels.inc"
 
 namespace strobe::cuda {
-#define STROBE_EMULATED_ROW_fp16(name, ...) STROBE_EMULATED_ROW(name, kFloat16, __VA_ARGS__)
-#define STROBE_EMULATED_ROW_bf16(...)
+constexpr int kDtype = kFloat16;
+#define STROBE_KERNEL(...) STROBE_EMULATED_IN(fp16, __VA_ARGS__)
 #include "cuda/kernels.def"
 }  // namespace strobe::cuda

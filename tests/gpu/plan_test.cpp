@@ -2,11 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/row_choice.h"
+#include "cuda/host/row_table.h"
 #include "cuda/host/rows.h"
 #include "plan_for.h"
 
@@ -52,6 +54,35 @@ TEST(CudaPlan, EveryHeadDimHasAForwardKernelOnEveryDevice) {
       }
     }
   }
+}
+
+// A small row has no machine code of 9.0: there an earlier row, with room for its tiles, takes all
+// that this one would.
+template <typename Row>
+void ExpectSmallRowsToBeSpareOnHopper(bool tiles_matter) {
+  const std::span<const Entry<Row>> rows = row_table<Row>();
+  int small = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].when != When::kSmall) continue;
+    ++small;
+    const auto& config = rows[i].row->config;
+    bool has_other = false;
+    for (size_t j = 0; j < i; ++j) {
+      const auto& other = rows[j].row->config;
+      has_other |= other.arch == config.arch && other.dtype == config.dtype &&
+                   other.width == config.width && rows[j].when == When::kAny &&
+                   (!tiles_matter || other.tile_q == config.tile_q) &&
+                   rows[j].row->shape.shared_bytes <= device(90).shared_bytes;
+    }
+    EXPECT_TRUE(has_other) << rows[i].name;
+    EXPECT_LE(rows[i].row->shape.shared_bytes, device(80).shared_bytes) << rows[i].name;
+  }
+  EXPECT_GT(small, 0);
+}
+TEST(CudaPlan, SmallRowsAreSpareOnHopper) {
+  ExpectSmallRowsToBeSpareOnHopper<ForwardRow>(false);
+  ExpectSmallRowsToBeSpareOnHopper<BackwardRow>(false);
+  ExpectSmallRowsToBeSpareOnHopper<DecodeRow>(true);
 }
 
 TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {

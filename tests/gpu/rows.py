@@ -1,4 +1,4 @@
-"""The rows of src/cuda/kernels.def, for tests that run every kernel instance."""
+"""The rows of src/cuda/kernels.def in each type, for tests that run every kernel instance."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 def read_rows(path: Path = ROOT / "src/cuda/kernels.def") -> list[Row]:
     rows = []
     for columns in re.findall(r"^STROBE_KERNEL\((.*?)\)", path.read_text(), re.MULTILINE):
-        arch, direction, dtype, *numbers, when = (c.strip() for c in columns.split(","))
-        rows.append(Row(int(arch), direction, dtype, *(int(n) for n in numbers), when))
+        arch, direction, *numbers, when = (c.strip() for c in columns.split(","))
+        rows += [Row(int(arch), direction, dtype, *(int(n) for n in numbers), when) for dtype in ("bf16", "fp16")]
     return rows
 
 

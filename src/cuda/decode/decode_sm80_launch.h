@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/arithmetic.h"
 #include "core/workspace.h"
@@ -86,20 +87,30 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   return {blocks, static_cast<int64_t>(arena.used())};
 }
 
-/// The kernels with these parameters: for plain scores without chunks, for all, and for tensors of
-/// any alignment.
+/// The kernels with these parameters: for plain scores without chunks, and for all.
 template <typename Shape, typename Params>
-KernelHandle& decode_handle(bool general, bool elements) {
+KernelHandle& decode_handle(bool general) {
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
   static KernelHandle kernels[] = {
       KernelHandle(
           reinterpret_cast<const void*>(&decode_kernel<Shape, false, false, WithoutChunks<Params>>),
           Shape::kSharedBytes),
       KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, false, Params>),
-                   Shape::kSharedBytes),
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, Params>),
                    Shape::kSharedBytes)};
-  return kernels[elements ? 2 : general];
+  return kernels[general];
+}
+/// The one kernel of a shape for tensors of any alignment, new keys and rotary embedding or none;
+/// where a kernel of its own does these, it takes no more than the others.
+template <DecodeConfig kConfig>
+using ElementsParams =
+    std::conditional_t<updates_before(kConfig), DecodeParams, DecodeUpdateParams>;
+template <DecodeConfig kConfig>
+KernelHandle& elements_handle() {
+  using Shape = DecodeShapeOf<kConfig>;
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, ElementsParams<kConfig>>),
+      Shape::kSharedBytes);
+  return kernel;
 }
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
@@ -130,9 +141,14 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
   const bool general =
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.tracks) * static_cast<unsigned>(d.blocks));
+  if (elements || new_elements) {
+    ElementsParams<kConfig> own{};
+    static_cast<Params&>(own) = p;
+    void* args[] = {&own, &d};
+    return elements_handle<kConfig>().launch(grid, Shape::kThreads, args, target);
+  }
   void* args[] = {const_cast<Params*>(&p), &d};
-  return decode_handle<Shape, Params>(general, elements || new_elements)
-      .launch(grid, Shape::kThreads, args, target);
+  return decode_handle<Shape, Params>(general).launch(grid, Shape::kThreads, args, target);
 }
 
 template <DecodeConfig kConfig>

@@ -12,7 +12,7 @@ namespace strobe::cuda {
 namespace {
 
 constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
-               few_queries = When::kFewQueries, runs = When::kRuns;
+               few_queries = When::kFewQueries, runs = When::kRuns, small = When::kSmall;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_forward_ROW(name, when) {&name, #name, when},
