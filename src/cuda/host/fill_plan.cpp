@@ -6,6 +6,7 @@
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/row_choice.h"
+#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
 

@@ -7,6 +7,7 @@
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/fill_params.h"
+#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
 

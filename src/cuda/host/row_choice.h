@@ -6,9 +6,12 @@
 
 #include "core/problem.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/row_table.h"
 
 namespace strobe::cuda {
+
+template <typename Row>
+struct Entry;  // row_table.h
+struct DecodeRow;
 
 /// The entry of row_table<Row>() whose row of this architecture takes the (resolved) problem on
 /// such a device; null: none, and *reason, unless null, says why.
