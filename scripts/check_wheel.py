@@ -26,6 +26,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests/gpu"))
+from rows import ROWS
+
 TAG = "manylinux_2_28_x86_64"
 MOST_BYTES = 70_000_000
 
@@ -130,17 +133,7 @@ def check_library(library: Path, *, exports: str, beside: set[str]) -> list[str]
 
 def kernel_names() -> list[str]:
     """The names of the CUDA kernel instances: two of each row of kernels.def."""
-    rows = re.findall(
-        r"^STROBE_KERNEL\((.*)\)", (ROOT / "src/cuda/kernels.def").read_text(), re.MULTILINE
-    )
-    names = []
-    for row in rows:
-        arch, direction, width, *shape = (column.strip() for column in row.split(","))
-        names += [
-            f"{direction}_sm{arch}_{dtype}_{width}_{'x'.join(shape[:4])}"
-            for dtype in ("bf16", "fp16")
-        ]
-    return names
+    return [row.name for row in ROWS]
 
 
 def cpu_kernels() -> list[str]:

@@ -1,4 +1,4 @@
-"""The rows of src/cuda/kernels.def in each type, for tests that run every kernel instance."""
+"""The rows of src/cuda/kernels.def in each type, for tests that run every kernel instance and for scripts that look for them."""
 
 from __future__ import annotations
 

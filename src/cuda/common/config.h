@@ -66,9 +66,9 @@ struct LaunchShape {
 //
 // The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
 // on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
-// synchronisation. Where it cannot launch, it launches nothing and returns an error. CMake
-// writes a translation unit for each row of kernels.def that puts them into a ForwardRow (rows.h)
-// for each type.
+// synchronisation. Where it cannot launch, it launches nothing and returns an error. For each row
+// of kernels.def CMake writes a translation unit that puts them into a ForwardRow (rows.h) of bf16
+// and one of fp16.
 // Kernels themselves take a type made of integers: nvcc 13 writes a stub that does not compile for
 // a __global__ template with an argument of class type.
 

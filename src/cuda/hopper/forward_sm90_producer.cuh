@@ -19,8 +19,9 @@ namespace strobe::cuda::sm90 {
 /// its own: compute-sanitizer reports one that the warps of a thread block reach at different
 /// instructions.
 enum class Awaits { kScheduler, kOthers, kConsumers };
+/// Its number: 1 to 1 + W have other uses.
 template <typename Tr, Awaits kWho>
-inline constexpr int kAwaitBarrier = 2 + Tr::kWarpgroups + static_cast<int>(kWho);  // after others'
+inline constexpr int kAwaitBarrier = 2 + Tr::kWarpgroups + static_cast<int>(kWho);
 /// Those who wait, and warp 0.
 template <typename Tr, Awaits kWho>
 inline constexpr int kAwaitThreads = 32 * (kWho == Awaits::kScheduler ? 2

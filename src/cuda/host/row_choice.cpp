@@ -71,7 +71,8 @@ const Entry<Row>* find_row(int arch, const AttentionProblem& p, const DeviceProp
       continue;
     }
     const bool suited = suits(entry.when, c.tile_q, p, device);
-    const bool can = suited || entry.when != When::kPlain;  // which is what the row can do
+    // kPlain says what the row can do, any other `when` where it is the faster one.
+    const bool can = suited || entry.when != When::kPlain;
     if (can && is_forced(entry.name)) return &entry;
     if (suited && (!found || c.width < found->row->config.width)) found = &entry;
   }
