@@ -18,7 +18,7 @@ namespace {
 TEST(Decode, SharesAreEqualAndHoldEveryUnitOnce) {
   for (const int32_t blocks : {1, 2, 3, 7, 33, 264}) {
     for (const int32_t total : {1, 2, 6, 7, 8, 100, 263, 264, 265, 1000, 99999}) {
-      const Shares shares = Shares::make(total, blocks);
+      const Shares shares = Shares::make(total, Divisor(static_cast<uint32_t>(blocks)));
       ASSERT_EQ(shares.blocks, std::min(blocks, total));
       ASSERT_EQ(shares.begin(0), 0);
       ASSERT_EQ(shares.begin(shares.blocks), total);
@@ -34,7 +34,7 @@ TEST(Decode, SharesAreEqualAndHoldEveryUnitOnce) {
   }
 }
 
-TEST(Decode, NothingToShareLeavesNoBlock) { EXPECT_EQ(Shares::make(0, 12).blocks, 0); }
+TEST(Decode, NothingToShareLeavesNoBlock) { EXPECT_EQ(Shares::make(0, Divisor(12)).blocks, 0); }
 
 // Every piece of a span that is cut has a slot of its own, and whoever merges finds the pieces in
 // their order.
@@ -45,7 +45,7 @@ TEST(Decode, PiecesAreFoundWhereBlocksLeaveThem) {
     std::vector<int32_t> spans(static_cast<size_t>(1 + below(12)));
     for (int32_t& units : spans) units = 1 + below(round % 2 ? 5 : 40);
     const int32_t total = std::accumulate(spans.begin(), spans.end(), 0);
-    const Shares shares = Shares::make(total, 1 + below(20));
+    const Shares shares = Shares::make(total, Divisor(static_cast<uint32_t>(1 + below(20))));
     std::map<int32_t, std::vector<int32_t>> slots_of_span;  // in order of blocks
     std::set<int32_t> slots;
     std::vector<int32_t> begins{0};

@@ -174,10 +174,10 @@ __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
   const CachedSequences& c = p.cache;
   const int lane = static_cast<int>(threadIdx.x % 32), column = 8 * lane;
   const int64_t rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
-  const int64_t step = int64_t{gridDim.x} * Shape::kWarps;
+  const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  const int64_t step = int64_t{gridDim.x} * gridDim.y * Shape::kWarps;
 #pragma unroll 1
-  for (int64_t n = int64_t{blockIdx.x} * Shape::kWarps + threadIdx.x / 32; n < rows * p.heads_kv;
-       n += step) {
+  for (int64_t n = block * Shape::kWarps + threadIdx.x / 32; n < rows * p.heads_kv; n += step) {
     const int64_t row = n / p.heads_kv;
     const auto head = static_cast<int32_t>(n - row * p.heads_kv);
     const int32_t b =

@@ -1,9 +1,9 @@
 // Attention of a few queries to many keys, as fast as memory can be read: decoding. Compute
 // capability 8.0 and newer.
 //
-//   grid           as many thread blocks as the device runs at once; each reads an equal share of
-//   the keys
-//                  of its track's heads (shares.h)
+//   grid           [blocks][tracks], as many thread blocks as the device runs at once; each reads
+//   an
+//                  equal share of the keys of its track's heads (shares.h)
 //   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
 //                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
 //                  query heads that share the key head. Teams wait for each other only where a
@@ -13,7 +13,7 @@
 //                  Q: the span's, replaced where a span ends
 //                  sums: [team][row] maxima and sums; score: slopes and positions; words: each
 //                  team's free stage, where it puts its O when a span ends; whether this thread
-//                  block merges
+//                  block merges; units of the sequences that a warp has looked at
 //
 // One stage of a ring is always free: the one that was read last. Its copy is issued when the next
 // one is about to be read, so a span's end finds room for O there, while the other stages fill
@@ -36,55 +36,72 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
 
+/// A tile's rows of Q on their way to shared memory, in chunks of 16 bytes.
+template <typename Shape, bool kElements, typename Params>
+struct QueryChunks {
+  static constexpr int kOfRow = Shape::kWidth / 8;
+  static constexpr int kAll = Shape::kTileRows * kOfRow;
+  static constexpr int kOfThread = (kAll + Shape::kThreads - 1) / Shape::kThreads;
+
+  /// This thread's i-th chunk; zeros beyond the tile's rows.
+  __device__ __forceinline__ static void read(uint32_t (&word)[4], const Params& p,
+                                              const Division& d, const Piece& piece, int i) {
+    const int chunk = number(i), row = chunk / kOfRow, column = chunk % kOfRow * 8;
+    const TileRows tile = piece.tile;
+    word[0] = word[1] = word[2] = word[3] = 0;
+    if (row >= tile.count || column >= p.head_dim) return;
+    const auto packed = static_cast<uint32_t>(tile.first + row);
+    const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
+    const char* const from = piece.q + 2 * (p.q.element(0, query, head) + column);
+    if constexpr (kUpdates<Params>) {
+      // Out of range, the position is of no use, and the row becomes NaN.
+      if (column < p.cache.rotary_dim && piece.in_range) {
+        const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
+        rotate_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
+                                        p.head_dim - column);
+        return;
+      }
+    }
+    read_chunk<kElements>(word, from, p.head_dim - column);
+  }
+  __device__ __forceinline__ static void write(const uint32_t (&word)[4], uint32_t q_tile, int i) {
+    const int chunk = number(i), row = chunk / kOfRow, column = chunk % kOfRow * 8;
+    if (kAll % Shape::kThreads != 0 && chunk >= kAll) return;
+    ptx::store_shared_words(q_tile + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
+  }
+
+ private:
+  // Worked out anew each time: registers are short while keys are read.
+  __device__ __forceinline__ static int number(int i) {
+    return ptx::opaque(static_cast<int>(threadIdx.x)) + i * Shape::kThreads;
+  }
+};
+
 /// Copies a tile's rows of Q to shared memory, by the whole thread block; a barrier must follow.
 template <typename Shape, bool kElements, typename Params>
 __device__ __forceinline__ void copy_queries(const Params& p, const Division& d, const Piece& piece,
-                                             uint32_t to) {
-  constexpr int kChunks = Shape::kWidth / 8, kUnroll = kElements ? 1 : 2;
-  const TileRows tile = piece.tile;
+                                             uint32_t q_tile) {
+  using Chunks = QueryChunks<Shape, kElements, Params>;
+  constexpr int kUnroll = kElements ? 1 : 2;
 #pragma unroll kUnroll
-  for (int i = static_cast<int>(threadIdx.x); i < Shape::kTileRows * kChunks;
-       i += Shape::kThreads) {
-    const int row = i / kChunks, column = i % kChunks * 8;
-    uint32_t word[4] = {};
-    if (row < tile.count && column < p.head_dim) {
-      const auto packed = static_cast<uint32_t>(tile.first + row);
-      const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
-      const char* const from = piece.q + 2 * (p.q.element(0, query, head) + column);
-      if constexpr (kUpdates<Params>) {
-        // Out of range, the position is of no use, and the row becomes NaN.
-        if (column < p.cache.rotary_dim && piece.in_range) {
-          const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
-          rotate_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
-                                          p.head_dim - column);
-        } else {
-          read_chunk<kElements>(word, from, p.head_dim - column);
-        }
-      } else {
-        read_chunk<kElements>(word, from, p.head_dim - column);
-      }
-    }
-    ptx::store_shared_words(to + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
+  for (int i = 0; i < Chunks::kOfThread; ++i) {
+    uint32_t word[4];
+    Chunks::read(word, p, d, piece, i);
+    Chunks::write(word, q_tile, i);
   }
 }
 
-/// Writes the share's next piece, which there is.
-template <typename Params>
-__device__ __forceinline__ void next_piece(const Params& p, const Division& d, ShareWalk& walk,
-                                           Piece& x) {
-  walk.next(d, p, x);
-  if constexpr (kUpdates<Params>)
-    x.fresh = new_keys_of(p, p.cached(x.tile.batch), x.tile.head / p.group);
-}
-/// The same for all but the first. Not inlined: there is time.
+/// Writes the share's next piece, which there is. Not inlined: there is time.
 template <typename Params>
 __device__ __noinline__ void later_piece(const Params& p, const Division& d, ShareWalk& walk,
                                          Piece& x) {
-  next_piece(p, d, walk, x);
+  walk.next(d, p, walk.enter(d, p), x);
+  walk.complete(d, p, x);
 }
 
 // A counter holds the launch's nonce above a count of this many bits. There are fewer thread
@@ -92,15 +109,16 @@ __device__ __noinline__ void later_piece(const Params& p, const Division& d, Sha
 // nobody has prepared once in 2^48 counters.
 constexpr int kCountBits = 16;
 
-/// Makes a span's counter one of this launch.
+/// Makes a span's counter one of this launch. A launch leaves it 0, hence that is tried first.
 __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint64_t nonce) {
-  unsigned long long old = *static_cast<volatile unsigned long long*>(counter);
-  while (old >> kCountBits != nonce) {
+  unsigned long long old = 0;
+#pragma unroll 1
+  do {
     const unsigned long long seen =
         atomicCAS(counter, old, static_cast<unsigned long long>(nonce) << kCountBits);
     if (seen == old) break;
     old = seen;
-  }
+  } while (old >> kCountBits != nonce);
 }
 /// Counts a piece whose writes this thread knows of. Whether it was the last of `count`: then this
 /// thread knows of all pieces' writes.
@@ -130,6 +148,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       reinterpret_cast<float2*>(shared + Shape::kRuleOffset) + team * Shape::kTileRows;
   auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
+  int32_t* const warp_words = word + 1;
   auto* const pieces = reinterpret_cast<Piece*>(shared + Shape::kPiecesOffset);
   const auto team_sync = [&] {
     if constexpr (Shape::kTeamWarps == 1) {
@@ -139,35 +158,51 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   };
 
-  // The last warp walks through the share, of which one thread goes on.
+  // One thread walks through the share. The first piece is written by whoever has looked at its
+  // sequence: as much of it as the first copies need.
   constexpr int kWalker = Shape::kThreads - 32;
   static_assert(sizeof(Piece) <= Shape::kPieceBytes);
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
-  if (warp == kWalker / 32) {
+  if (thread == 0) *word = 0;
+  {
     ShareWalk from{};
-    const bool some = from.begin(d, p);
-    if (lane == 0) {
-      *word = some;
-      if (some) next_piece(p, d, from, pieces[0]);
+    Look look;
+    if (from.begin<Shape::kThreads>(d, p, look, warp_words, word)) {
+      const bool any = from.more(), known = from.in_span();
+      if (any && known) from.next(d, p, look.sequence, pieces[0]);
       *walk = from;
+      // A share of chunks may begin where the span that was looked at ends.
+      if (any && !known) later_piece(p, d, *walk, pieces[0]);
+      *word = any;
     }
   }
   __syncthreads();
   const bool some = *word != 0;
   KeyCopies<Shape, kElements, Params> copies(p, pieces, ring);
   if (some) {
-    copies.fill(0, 1);
-    copy_queries<Shape, kElements>(p, d, pieces[0], q_tile);
+    using Chunks = QueryChunks<Shape, kElements, Params>;
+    // Q is asked for before the keys, where no more is to be done for it than to load it.
+    if constexpr (!kUpdates<Params> && !kElements) {
+      uint32_t q[Chunks::kOfThread][4];
+#pragma unroll
+      for (int i = 0; i < Chunks::kOfThread; ++i) Chunks::read(q[i], p, d, pieces[0], i);
+      copies.fill(0, 1);
+#pragma unroll
+      for (int i = 0; i < Chunks::kOfThread; ++i) Chunks::write(q[i], q_tile, i);
+    } else {
+      copies.fill(0, 1);
+      copy_queries<Shape, kElements>(p, d, pieces[0], q_tile);
+    }
     if (thread == kWalker) {
+      walk->complete(d, p, pieces[0]);
 #pragma unroll 1
       for (int i = 1; i < kPiecesKnown && walk->more(); ++i) later_piece(p, d, *walk, pieces[i]);
     }
   }
   if constexpr (kUpdates<Params>) append<Shape, kElements>(p);  // while the first keys come
   if (!some) return;
-  __syncthreads();
 
   DecodeWarp<Shape, kRule> w;
   int32_t done = 0;  // tiles of this team
@@ -176,9 +211,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = n + kPiecesKnown;
     const auto whole = [&] { return now.pieces.count == 1; };
+    w.begin(p, d, now, slice, score_rows);
+    if (n == 0) __syncthreads();  // Q is there, and all is known of the first pieces
     if (thread == kWalker && walk->more()) later_piece(p, d, *walk, pieces[known % kPiecesKept]);
     if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
-    w.begin(p, d, now, q_tile, slice, score_rows);
+    w.take_queries(q_tile, slice);
     copies.fill(done, known);
     {
       // Where O and the scores leave no registers, the numbers stay in shared memory.

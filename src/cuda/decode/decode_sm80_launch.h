@@ -27,7 +27,7 @@ constexpr LaunchShape decode_shape() {
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-/// How the keys are split: a function of shapes and the device. (`alike`, `nonce` and pointers
+/// How the keys are split: a function of shapes and the device. (`nonce` and pointers
 /// aside.)
 template <DecodeConfig kConfig>
 Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
@@ -58,7 +58,7 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
   }
   const int64_t units =
       int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
-  d.blocks = static_cast<int32_t>(max64(1, min64(blocks / d.tracks, units)));
+  d.blocks = Divisor(static_cast<uint32_t>(max64(1, min64(blocks / d.tracks, units))));
   d.group = Divisor(static_cast<uint32_t>(p.group));
   return d;
 }
@@ -78,7 +78,7 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, DecodeShapeOf<kConfig>::kUnit));
   constexpr int64_t kMost = int64_t{1} << 30;
-  const int64_t blocks = int64_t{d.tracks} * d.blocks;
+  const int64_t blocks = int64_t{d.tracks} * d.blocks.value;
   // Numbers of units, pieces and counters are of 32 bits.
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {blocks, -1};
   Arena arena;
@@ -119,10 +119,6 @@ template <DecodeConfig kConfig>
 Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
   carve<kConfig>(arena, p, d);
-  const CachedSequences& c = p.cache;
-  d.alike = !(c.cu_q || c.used_q || c.used_k || c.q_position || c.prefix || c.leftpad ||
-              c.entries || c.cu_new || c.rotary_position);
-  if (d.alike) d.units = d.cut.of(c.sequence(0).mask, d.heads_per_track);
   static std::atomic<uint64_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   constexpr uint64_t kNonceBits = 64 - kCountBits;
@@ -140,7 +136,7 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
                         !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
   const bool general =
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
-  const dim3 grid(static_cast<unsigned>(d.tracks) * static_cast<unsigned>(d.blocks));
+  const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
   if (elements || new_elements) {
     ElementsParams<kConfig> own{};
     static_cast<Params&>(own) = p;

@@ -35,7 +35,7 @@ struct DecodeShape {
   static constexpr int kSumsOffset = kQOffset + kTileRows * kPitch;         // [team][row]: float2
   static constexpr int kRuleOffset = kSumsOffset + kTeams * kTileRows * 8;  // the same
   static constexpr int kWordsOffset = kRuleOffset + kTeams * kTileRows * 8;
-  static constexpr int kPiecesOffset = kWordsOffset + (kTeams + 1 + 7) / 8 * 8 * 4;
+  static constexpr int kPiecesOffset = kWordsOffset + (kTeams + 1 + kWarps + 7) / 8 * 8 * 4;
   static constexpr int kSharedBytes = kPiecesOffset + 7 * kPieceBytes;
 
   /// Whether Q's fragments stay in registers: there is room beside O and few scores.

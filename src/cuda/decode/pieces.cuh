@@ -20,20 +20,20 @@ struct Piece {
   TileRows tile;
   const char* q;      // of query 0 of the sequence, and of the first query head of the key head's
   char* out;          // the same
-  int64_t lse;        // the same, in elements
+  int64_t lse_row;    // of query 0 of the sequence and head 0, in elements
   const char *k, *v;  // the head's elements in row 0 of entry 0 of the cache, or of page 0
   KeyRows rows;       // where the keys are
-  BasicMask<int32_t> mask;  // of the tile's queries, the first of which is `first_query`
-  int32_t first_query;
-  int32_t rotary_start;  // of the sequence
-  int32_t in_range;      // whether the sequence's numbers are; else its rows are NaN
-  int32_t key, units;    // the first unit's first key; units of this piece
-  int32_t begin, end;    // keys that some row of the tile sees
-  int32_t counter;       // of the span
-  int32_t slot;          // of this piece in the workspace
-  SpanPieces pieces;     // of the span, with slots of the workspace
-  int32_t more;          // whether the share goes on
-  NewKeys fresh;         // where there are any
+  BasicMask<int32_t> mask;     // of the tile's queries, the first of which is `first_query`
+  int32_t first_query, q_row;  // of the sequence: its first row in q and out
+  int32_t rotary_start;        // of the sequence
+  int32_t in_range;            // whether the sequence's numbers are; else its rows are NaN
+  int32_t key, units;          // the first unit's first key; units of this piece
+  int32_t begin, end;          // keys that some row of the tile sees
+  int32_t counter;             // of the span
+  int32_t slot;                // of this piece in the workspace
+  SpanPieces pieces;           // of the span, with slots of the workspace
+  int32_t more;                // whether the share goes on
+  NewKeys fresh;               // where there are any
 };
 
 /// Pieces that are known ahead of the one that is computed: the copies may be so far ahead.
@@ -44,66 +44,91 @@ inline constexpr int kPiecesKept = kPiecesKnown + 2;
 
 #if defined(__CUDACC__)
 
-/// Walks through a share. By a whole warp until it has begun; then by one thread.
+/// Walks through a share. By the whole thread block until it has begun; then by one thread.
 class ShareWalk {
  public:
-  /// False where the thread block has no share.
-  template <typename Params>
-  __device__ bool begin(const Division& d, const Params& p) {
-    track_ = static_cast<int32_t>(blockIdx.x) % d.tracks;
-    block_ = static_cast<int32_t>(blockIdx.x) / d.tracks;
+  /// To the begin of the share. True for one thread, which is at it and knows what `look` says of
+  /// its sequence; for none where the thread block has no share. words: shared, one for each warp;
+  /// word: another.
+  template <int kThreads, typename Params>
+  __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look& look,
+                                        int32_t* words, int32_t* word) {
+    track_ = static_cast<int32_t>(blockIdx.x);
+    block_ = static_cast<int32_t>(blockIdx.y);
     heads_ = Place::heads(d, p, track_);
     const bool chunked = d.cut.most_chunks > 0;
-    int32_t begin = 0;
-    // To the end of the line, of the share where there are chunks, and to its begin.
+    // To the end of the line; then to the end of the share, where there are chunks, and to its
+    // begin. Of a batch that has a thread for each sequence, all are in sight after the first.
     constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
+    int32_t begin = 0;
 #pragma unroll 1
-    for (int step = kEndOfLine; step <= kBegin; ++step) {
+    for (int step = kEndOfLine;; ++step) {
       if (step == kEndOfShare && (!chunked || block_ + 1 >= shares_.blocks)) continue;
       const int32_t unit = step == kEndOfLine ? INT32_MAX : step == kEndOfShare ? end_ : begin;
-      const int32_t found = place_.find(d, p, heads_, unit);
-      // With chunks a share goes from the first that begins in it to the end of the last one.
-      const int32_t skip =
-          chunked && step != kEndOfLine ? place_.s.next_chunk(place_.unit) - place_.unit : 0;
-      if (step == kEndOfLine) {
-        shares_ = Shares::make(found, d.blocks);
-        if (block_ >= shares_.blocks) return false;
-        begin = shares_.begin(block_);
-        end_ = shares_.begin(block_ + 1);
-      } else if (step == kEndOfShare) {
-        end_ += skip;
-      } else {
-        begin += skip;
-        place_.unit += skip;
+      if (step == kEndOfLine || p.cache.batch > kThreads) {
+        int32_t found = 0;
+#pragma unroll 1
+        for (int32_t first = 0; first < p.cache.batch && found <= unit; first += kThreads) {
+          if (step != kEndOfLine || first > 0) __syncthreads();
+          found = look.at<kThreads>(d, p, heads_, first, found, words);
+        }
+        if (step == kEndOfLine) {
+          shares_ = Shares::make(found, d.blocks);
+          if (block_ >= shares_.blocks) return false;
+          begin = shares_.begin(block_);
+          end_ = shares_.begin(block_ + 1);
+          continue;
+        }
       }
+      // With chunks a share goes from the first that begins in it to the end of the last one.
+      int32_t skip = 0;
+      const bool holds = look.holds(unit);
+      if (holds) {
+        place_ = Place::of(look, unit);
+        if (chunked) skip = place_.s.next_chunk(place_.unit) - place_.unit;
+      }
+      if (step == kBegin) {
+        place_.unit += skip;
+        left_ = end_ - begin - skip;
+        return holds;
+      }
+      if (holds) *word = skip;
+      __syncthreads();
+      end_ += *word;
+      __syncthreads();
     }
-    left_ = end_ - begin;
-    return left_ > 0;
   }
 
   /// Whether there is another piece.
   __device__ bool more() const { return left_ > 0; }
-  /// Writes the next piece; there is one.
+  /// Whether the next piece is of the span that the walk is in.
+  __device__ bool in_span() const { return place_.unit < place_.s.units; }
+  /// To the span of the next piece, which there is. Returns its sequence.
   template <typename Params>
-  __device__ __forceinline__ void next(const Division& d, const Params& p, Piece& x) {
-    const bool chunked = d.cut.most_chunks > 0;
-    if (place_.unit == place_.s.units) place_.next_span(d, p, heads_);
+  __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
+    if (!in_span()) place_.next_span(d, p, heads_);
+    return p.cached(place_.batch);
+  }
+  /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
+  /// is in, whose sequence this is.
+  template <typename Params>
+  __device__ __forceinline__ void next(const Division& d, const Params& p,
+                                       const CachedSequence& sequence, Piece& x) {
     const SequenceUnits& s = place_.s;
+    const bool chunked = d.cut.most_chunks > 0;
     const int32_t rest = chunked ? min(s.units - place_.unit, s.chunk) : s.units - place_.unit;
     x.units = min(rest, left_);
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = track_ * d.heads_per_track + head;
-    const CachedSequence sequence = p.cached(place_.batch);
     const auto rows = static_cast<int32_t>(sequence.mask.seqlen_q) * p.group;
     const int32_t first = tile * (1 << d.cut.tile_shift),
                   count = min(rows - first, 1 << d.cut.tile_shift);
     x.tile = {place_.batch, head_kv * p.group, first, count};
     x.q = static_cast<const char*>(p.q.data) +
           2 * p.q.element(sequence.batch, sequence.q_row, x.tile.head);
-    x.out = static_cast<char*>(p.out.data) +
-            (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row, x.tile.head);
-    x.lse = sequence.lse_row + x.tile.head * p.lse_head_stride;
+    x.q_row = static_cast<int32_t>(sequence.q_row);
+    x.lse_row = sequence.lse_row;
     x.rotary_start = static_cast<int32_t>(sequence.rotary_start);
     x.in_range = sequence.in_range;
     const auto query_of = [&](int32_t row) {
@@ -119,32 +144,43 @@ class ShareWalk {
     x.rows = sequence.keys;
     x.k = static_cast<const char*>(p.k.data) + 2 * p.k.element(0, 0, head_kv);
     x.v = static_cast<const char*>(p.v.data) + 2 * p.v.element(0, 0, head_kv);
-    x.counter = (track_ * p.cache.batch + place_.batch) * d.most_spans() + place_.span;
-    const int32_t slots = track_ * d.slots_of_track(p.cache.batch);
-    if (chunked) {
-      const int32_t first_slot =
-          slots + (place_.batch * d.most_spans() + place_.span) * d.cut.most_chunks;
+    if constexpr (kUpdates<Params>) x.fresh = new_keys_of(p, sequence, head_kv);
+    left_ -= x.units;
+    x.more = left_ > 0;
+    ++pieces_;
+    place_.unit += x.units;
+  }
+  /// The rest of the piece that next() wrote last: what nobody needs to know before the piece has
+  /// been computed.
+  __device__ __forceinline__ void complete(const Division& d, const DecodeParams& p,
+                                           Piece& x) const {
+    x.out = static_cast<char*>(p.out.data) +
+            (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);
+    const int32_t batch_size = p.cache.batch;
+    const SequenceUnits& s = place_.s;
+    const int32_t unit = place_.unit - x.units;
+    const int32_t span = place_.batch * d.most_spans() + place_.span;
+    x.counter = track_ * batch_size * d.most_spans() + span;
+    const int32_t slots = track_ * d.slots_of_track(batch_size);
+    if (d.cut.most_chunks > 0) {
+      const int32_t first_slot = slots + span * d.cut.most_chunks;
       x.pieces = {first_slot, first_slot + 1, 1, s.chunks()};
-      x.slot = first_slot + place_.unit / s.chunk;
+      x.slot = first_slot + unit / s.chunk;
     } else if (x.units == s.units) {
       x.pieces = {0, 0, 0, 1};
     } else {
-      x.pieces = SpanPieces::of_shares(shares_, end_ - left_ - place_.unit, s.units);
+      x.pieces = SpanPieces::of_shares(shares_, end_ - left_ - x.units - unit, s.units);
       x.pieces.first_slot += slots;
       x.pieces.second_slot += slots;
-      x.slot = slots + 2 * block_ + (first_ ? 0 : 1);
+      x.slot = slots + 2 * block_ + (pieces_ == 1 ? 0 : 1);
     }
-    left_ -= x.units;
-    x.more = left_ > 0;
-    first_ = false;
-    place_.unit += x.units;
   }
 
  private:
   Place place_{};
   Shares shares_{};
   int32_t track_ = 0, block_ = 0, heads_ = 0, end_ = 0, left_ = 0;
-  bool first_ = true;
+  int32_t pieces_ = 0;  // that are written
 };
 
 #endif  // __CUDACC__

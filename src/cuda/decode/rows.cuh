@@ -82,7 +82,9 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const bool some_key = !piece.mask.row(query - piece.first_query).empty();
   RowResult result = finish_row(some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
-  if (p.lse && lane == 0) p.lse[piece.lse + head * p.lse_head_stride + query] = result.lse;
+  if (p.lse && lane == 0) {
+    p.lse[piece.lse_row + (piece.tile.head + head) * p.lse_head_stride + query] = result.lse;
+  }
   char* const out = piece.out + (p.float_out ? 4 : 2) * p.out.element(0, query, head);
   const int column = kColumns * lane;
   const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
@@ -134,6 +136,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
   constexpr int kColumns = Shape::kColumns;
   // Pieces read at once: enough bytes on their way to cover for L2's latency.
   constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
+  static_assert(32 % kBatch == 0);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const TileRows tile = now.tile;
   const SpanPieces pieces = now.pieces;
@@ -143,12 +146,25 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
                ? __ldcg(d.piece_sums + int64_t{pieces.slot(piece)} * d.piece_rows + row)
                : make_float2(-infinity(), 0.f);
   };
+  float x[kBatch][kColumns];
+  const auto read = [&](int32_t row, int32_t from) {  // O of the pieces from there on
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (from + j < count) {
+        read_written(x[j],
+                     d.piece_o + kColumns * lane +
+                         (int64_t{pieces.slot(from + j)} * d.piece_rows + row) * Shape::kWidth);
+      }
+    }
+  };
   int32_t row = static_cast<int32_t>(threadIdx.x / 32);
   float2 next = sums(row, lane);
 #pragma unroll 1
   for (; row < tile.count; row += Shape::kWarps) {
     const float2 first = next;
-    next = sums(row + Shape::kWarps, lane);  // on its way while this row is merged
+    // On their way while this row's pieces are weighed: the first of its O, the next row's sums.
+    read(row, 0);
+    next = sums(row + Shape::kWarps, lane);
     OpenRow<kColumns> open;
     open.max = first.x;
 #pragma unroll 1
@@ -156,30 +172,21 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
       open.max = fmaxf(open.max, sums(row, piece).x);
     for (int step = 16; step > 0; step /= 2)
       open.max = fmaxf(open.max, __shfl_xor_sync(0xffffffffu, open.max, step));
+    float weight = 0.f;  // of this lane's piece
 #pragma unroll 1
-    for (int32_t from = 0; from < count; from += 32) {
-      const float2 mine = from == 0 ? first : sums(row, from + lane);
-      const float weight = OpenRow<kColumns>::weight(mine.x, open.max);
-      float sum = mine.y * weight;
-      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-      open.sum += sum;
-      const int32_t here = min(count - from, 32);
-#pragma unroll 1
-      for (int32_t i = 0; i < here; i += kBatch) {
-        float x[kBatch][kColumns];
+    for (int32_t from = 0; from < count; from += kBatch) {
+      if (from % 32 == 0) {
+        const float2 mine = from == 0 ? first : sums(row, from + lane);
+        weight = OpenRow<kColumns>::weight(mine.x, open.max);
+        float sum = mine.y * weight;
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        open.sum += sum;
+      }
+      if (from > 0) read(row, from);
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          if (i + j < here) {
-            read_written(x[j], d.piece_o + kColumns * lane +
-                                   (int64_t{pieces.slot(from + i + j)} * d.piece_rows + row) *
-                                       Shape::kWidth);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float w = __shfl_sync(0xffffffffu, weight, (i + j) % 32);
-          if (i + j < here) open.add(x[j], w);
-        }
+      for (int j = 0; j < kBatch; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, (from + j) % 32);
+        if (from + j < count) open.add(x[j], w);
       }
     }
     finish<Shape, kRule, kElements>(p, d, now, row, open);

@@ -27,6 +27,7 @@
 #include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/sequence.h"
+#include "cuda/common/static_order.cuh"
 
 namespace strobe::cuda {
 
@@ -78,10 +79,11 @@ struct KeyCut {
 struct Shares {
   int32_t blocks, least, larger;  // units of the smaller shares; how many have one more
 
-  STROBE_INLINE static constexpr Shares make(int32_t total, int32_t blocks) {
-    if (total < blocks) blocks = total;
-    if (blocks < 1) return {0, 1, 0};
-    return {blocks, total / blocks, total % blocks};
+  STROBE_INLINE static constexpr Shares make(int32_t total, const Divisor& blocks) {
+    const auto most = static_cast<int32_t>(blocks.value);
+    if (total <= most) return {total, 1, 0};
+    const auto least = static_cast<int32_t>(blocks.divide(static_cast<uint32_t>(total)));
+    return {most, least, total - least * most};
   }
   STROBE_INLINE constexpr int32_t begin(int32_t block) const {
     return block * least + (block < larger ? block : larger);

@@ -27,11 +27,11 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees
 
-  /// Before the first keys of a piece, whose Q lies at the shared address `q_tile`; score_rows, of
-  /// the team: gets slopes and positions; slice: which 16 rows.
+  /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
+  /// positions; slice: which 16 rows.
   template <typename Params>
   __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
-                                        uint32_t q_tile, int slice, float2* score_rows) {
+                                        int slice, float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     const TileRows tile = piece.tile;
 #pragma unroll
@@ -59,6 +59,11 @@ struct DecodeWarp {
       }
     }
     if constexpr (kRule) __syncwarp();
+  }
+
+  /// Before the first keys of the piece, whose Q lies at the shared address `q_tile`.
+  __device__ __forceinline__ void take_queries(uint32_t q_tile, int slice) {
+    const auto lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
     q_address = q_tile + static_cast<uint32_t>((16 * slice + lane % 16) * kPitch + lane / 16 * 16);
