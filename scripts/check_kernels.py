@@ -43,7 +43,7 @@ SMALL = {row.name for row in ROWS if row.when == "small"}
 class Kernel:
     row: str
     name: str  # forward, backward, decode
-    variant: str  # plain; general: any score; ordered: plain and deterministic; elements: decoding of unaligned rows
+    variant: str  # plain; general: any score; ordered: deterministic; stores dQ: without a sum; elements: decoding of unaligned rows
     arch: str
     registers: int = 0
     stack: int = 0
@@ -100,8 +100,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if main[1] == "decode":
             variants |= {"Lb1ELb0E": "general", "Lb1ELb1E": "elements"}
         variant = variants.get(main[2], "general")
-        if "BackwardTraits" in symbol:  # ordered, general
-            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general"), strict=True) if bit == "1"]
+        if "BackwardTraits" in symbol:  # ordered, general, stores dQ
+            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general", "stores dQ"), strict=True) if bit == "1"]
             variant = "+".join(names) or "plain"
         elif "WideTraits" in symbol:
             variant = "general" if "Lb1E" in main[2] else "plain"
@@ -186,7 +186,7 @@ def main() -> int:
     if not objects:
         print(f"check_kernels: no objects in {options.build}: build the target strobe_cuda_objects", file=sys.stderr)
         return 1
-    print(f"{'row':<38} {'kernel':<8} {'arch':<7} {'regs':>4} {'stack':>5} {'mma':>5} {'ldsm':>5} {'copies':>6} {'lds/sts<16':>10} {'ex2':>4}")
+    print(f"{'row':<38} {'kernel':<17} {'arch':<7} {'regs':>4} {'stack':>5} {'mma':>5} {'ldsm':>5} {'copies':>6} {'lds/sts<16':>10} {'ex2':>4}")
     broken = 0
     with ProcessPoolExecutor() as pool:
         parsed = [k for kernels in pool.map(partial(parse, tool), objects) for k in kernels]
@@ -204,7 +204,7 @@ def main() -> int:
         for k in sorted(kernels, key=lambda k: (k.arch, k.variant)):
             narrow = k.count(r"(LDS|STS)(?!M)") - k.count(r"(LDS|STS)\.128")
             print(
-                f"{k.row:<38} {k.variant:<8} {k.arch:<7} {k.registers:>4} {k.stack:>5} {k.count('HG?MMA'):>5} "
+                f"{k.row:<38} {k.variant:<17} {k.arch:<7} {k.registers:>4} {k.stack:>5} {k.count('HG?MMA'):>5} "
                 f"{k.count('LDSM'):>5} {k.count('LDGSTS|UTMALDG'):>6} {narrow:>10} {k.count('MUFU.EX2'):>4}"
             )
             for fault in faults(k):

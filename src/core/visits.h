@@ -14,6 +14,7 @@ struct Visits {
   Range blocks;  // to be visited; those outside hold no pair that the mask allows
   Range full;    // of those, the ones whose every row is there and whose every pair is allowed
 
+  STROBE_INLINE constexpr bool is_visited(int64_t block) const { return blocks.contains(block); }
   STROBE_INLINE constexpr bool is_full(int64_t block) const { return full.contains(block); }
 };
 

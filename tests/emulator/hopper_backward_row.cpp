@@ -57,6 +57,8 @@ void enlist() {
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true, true>>);
+  emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, false, true>>);
+  emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true, true>>);
 }
 
 #endif

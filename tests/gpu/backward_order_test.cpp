@@ -186,6 +186,39 @@ TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
   EXPECT_EQ(carve(300, -1).dq_nonfinite, nullptr);
 }
 
+// Where a main kernel writes dQ itself, there is no sum of it, and nothing else lies in dQ.
+TEST(BackwardScratch, LeavesDqAloneWithoutASum) {
+  alignas(64) static std::byte memory[1 << 22], dq[1 << 20];
+  BackwardSizes sizes{};
+  sizes.batch = sizes.heads = sizes.heads_kv = 2, sizes.seqlen_q = sizes.seqlen_k = 100;
+  sizes.dq_bytes = sizeof dq;
+  size_t used[2];
+  for (const bool sums : {false, true}) {
+    Arena arena(memory), count;
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, dq, 16, sums);
+    carve_backward(count, sizes, 64, 128, 128, 0, nullptr, 16, sums);
+    EXPECT_EQ(count.used(), arena.used());
+    used[sums] = arena.used();
+    const auto* const lse = reinterpret_cast<const std::byte*>(scratch.lse);
+    EXPECT_EQ(lse >= dq && lse < dq + sizeof dq, sums);
+    EXPECT_EQ(scratch.dq != nullptr, sums);
+  }
+  EXPECT_LT(used[0], used[1]);
+}
+
+TEST(BackwardScratch, OneBlockOfKeysAddsOnce) {
+  BackwardSizes sizes{};
+  for (const bool batch_invariant : {false, true}) {
+    for (const bool lengths_differ : {false, true}) {
+      sizes.batch_invariant = batch_invariant, sizes.lengths_differ = lengths_differ;
+      for (const int64_t keys : {0, 1, 128, 129}) {
+        sizes.seqlen_k = keys;
+        EXPECT_EQ(adds_once(sizes, 128), keys <= 128 && !(batch_invariant && lengths_differ));
+      }
+    }
+  }
+}
+
 // Every row of every head is in one tile, and tiles of the scratch are in memory as they are
 // numbered.
 TEST(QueryTile, CoversEveryRowOnce) {

@@ -485,6 +485,36 @@ TEST(CudaPlan, HoppersBackwardHasTheWorkspaceOfMmaSyncToo) {
   }
 }
 
+// Hopper's kernel writes dQ itself where no sequence has a second block of keys: it needs no sum.
+TEST(CudaPlan, HoppersBackwardHasNoSumOfOneAddition) {
+  const auto bytes_of = [](const AttentionProblem& p) {
+    Plan plan;
+    const Status s = plan_for(p, device(90), plan);
+    EXPECT_TRUE(s.ok()) << s.text();
+    const BackwardRow* const row = row_of<BackwardRow>(plan, 90);
+    EXPECT_NE(row, nullptr);
+    return row ? workspace_of<BackwardRow>(plan.problem, *row, nullptr) : 0;
+  };
+  AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
+  p.heads_kv = p.heads, p.batch = 40;  // items enough: groups have no parts
+  const auto sum = static_cast<size_t>(p.batch * p.heads * p.seqlen_q * 64) * sizeof(float);
+  for (const bool varlen : {false, true}) {
+    p.varlen = varlen;
+    if (varlen) p.total_q = p.batch * p.seqlen_q, p.total_k = p.batch * 64;
+    p.seqlen_k = 129;
+    EXPECT_GT(bytes_of(p), sum);
+    p.seqlen_k = 128;
+    const size_t without = bytes_of(p);
+    EXPECT_LT(without, sum / 4);
+    p.deterministic = 1;
+    EXPECT_EQ(bytes_of(p), without);
+    // The longest of other sequences is not to count.
+    p.batch_invariant = 1;
+    EXPECT_EQ(bytes_of(p) > sum, varlen);
+    p.deterministic = p.batch_invariant = 0;
+  }
+}
+
 // A bound of the lengths may be anything; what is planned goes by the rows that there are.
 TEST(CudaPlan, AHugeBoundOfPackedSequencesCostsNothing) {
   for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {

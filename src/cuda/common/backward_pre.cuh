@@ -62,7 +62,20 @@ struct ExchangeForm {
   static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
                                              // else backward_pairwise.cuh comes after it
   static constexpr bool kPreparesKeys = false;  // prepare_keys(p, scratch, i) for each key block i
+  static constexpr bool kMayStoreDq = false;    // it writes dQ itself where scratch.dq is null
 };
+
+/// Sets rows of a tile of dQ to zero, from `begin` on as far as the tile and the sequence go.
+template <int kTileQ, int kWidth>
+__device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
+  constexpr int kChunks = kWidth / 8;
+  constexpr uint32_t kZeros[4] = {};
+  const bool aligned = dq.aligned();
+  const int chunks = min(kTileQ, dq.rows - begin) * kChunks;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < chunks; i += kPreThreads)
+    store_words(dq.row(begin + i / kChunks), i % kChunks * 8, dq.dim, aligned, kZeros);
+}
 
 /// One thread block per query tile.
 template <typename T, int kTileQ, int kWidth, typename Form>
@@ -86,6 +99,18 @@ __global__ void __launch_bounds__(kPreThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
+  const bool sums_dq = !Form::kMayStoreDq || scratch.dq != nullptr;
+  if (!sums_dq) {
+    if (thread == 0) scratch.dq_nonfinite[at] = 0;
+    // The main kernel writes the tiles that the sequence's one block of keys visits. (There is no
+    // block of keys past the problem's bound.)
+    const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
+    if (!query_visits(sequence.mask, keys, kTileQ).is_visited(tile.begin / kTileQ)) {
+      clear_dq<kTileQ, kWidth>(
+          rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
+      return;
+    }
+  }
   if (thread < counters) {
     // With an order of additions to dQ each key tile waits for its number, from the first one to
     // add.
@@ -98,7 +123,7 @@ __global__ void __launch_bounds__(kPreThreads)
     scratch.additions[at * counters + thread] = first;
   }
 
-  if (Form::kZeroSum && !scratch.items_zero) {
+  if (Form::kZeroSum && sums_dq && !scratch.items_zero) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
     // (backward_math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));

@@ -106,11 +106,18 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
   return ceil_div(group, ceil_div(group, parts));
 }
 
+/// Whether no tile of dQ gets a second addition, since no sequence has a second block of keys: then
+/// there need be no sum, and a main kernel may write dQ itself. With batch_invariant the longest of
+/// other sequences does not count.
+STROBE_INLINE constexpr bool adds_once(const BackwardSizes& s, int64_t tile_k) {
+  return s.seqlen_k <= tile_k && !(s.batch_invariant && s.lengths_differ);
+}
+
 struct BackwardScratch {
   float* lse;    // [heads, tiles, tile_q]: weight_reference(lse), in the main kernel's order
   float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
   float* dq;     // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
-                 // order of sum_offset
+                 // order of sum_offset. Null where the main kernel writes dQ itself
   uint32_t* nonfinite;      // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
                             // that does not ask beforehand, [items, warps]: dK or dV do
   uint32_t* any_nonfinite;  // of such a kernel: whether it has set one of them. If not, none is
@@ -139,19 +146,21 @@ STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const Bac
   return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);
 }
 
-/// dq: dQ itself, or null while the arena counts. The post kernel writes it, last: until then lse
-/// and delta live there, where there is room.
-/// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
-/// negative where it is one that asks beforehand.
+/// dq: dQ itself, or null while the arena counts. Where there is a sum of it, the post kernel
+/// writes it, last: until then lse and delta live there, where there is room. key_flags:
+/// `nonfinite` words that the main kernel writes (none where there are no keys); negative where it
+/// is one that asks beforehand. sums_dq: whether there is a sum of dQ, which the main kernel does
+/// not write itself.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
-                                             void* dq, int64_t key_flags = -1) {
+                                             void* dq, int64_t key_flags = -1,
+                                             bool sums_dq = true) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
   constexpr uintptr_t kAlignment = kWorkspaceAlignment;
-  if (s.dq_bytes >= 2 * all * tile_q * int64_t{sizeof(float)} + int64_t{kAlignment}) {
+  if (sums_dq && s.dq_bytes >= 2 * all * tile_q * int64_t{sizeof(float)} + int64_t{kAlignment}) {
     const uintptr_t at = (reinterpret_cast<uintptr_t>(dq) + kAlignment - 1) & ~(kAlignment - 1);
     c.lse = dq ? reinterpret_cast<float*>(at) : nullptr;
     c.delta = dq ? c.lse + all * tile_q : nullptr;
@@ -159,7 +168,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
     c.lse = arena.take<float>(all * tile_q);
     c.delta = arena.take<float>(all * tile_q);
   }
-  c.dq = arena.take<float>(all * tile_q * width);
+  if (sums_dq) c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
   if (key_flags >= 0) c.dq_nonfinite = arena.take<uint32_t>(all);
   c.additions = arena.take<uint32_t>(all * counters);

@@ -48,6 +48,10 @@
 //   wait dP | dS = P (dP - delta), left in shared memory | issue dK += dS^T Q
 //   wait dQ, add it to the sum in global memory | wait dV, free dO | wait dK, free Q
 //
+// Where no sequence has a second block of keys, dQ is stored in place of that addition, in the
+// caller's type (kStoresDq); there is no sum then. (That has branches while dV and dK are in
+// flight, of which ptxas takes no notice.)
+//
 // That is the kernel for plain scores. The general one, for softcap, ALiBi and dropout, has
 // branches in P: it waits for S with nothing else in flight, then issues dP, dQ and dV
 // (docs/hopper-backward.md).
@@ -60,9 +64,9 @@
 //
 // Other kernels of the launch, in their order (host/backward_stages.h): before this one
 // backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns
-// the sum of dQ into dQ, backward_pairwise.cuh computes marked rows again, and those of dQ that are
-// not finite, from the pairs that the mask allows, and where a group has parts their dK and dV are
-// added (backward_post.cuh).
+// the sum of dQ, where there is one, into dQ, backward_pairwise.cuh computes marked rows again, and
+// those of dQ that are not finite, from the pairs that the mask allows, and where a group has parts
+// their dK and dV are added (backward_post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 

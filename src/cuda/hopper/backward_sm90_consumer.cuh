@@ -169,7 +169,7 @@ class BackwardConsumer {
     }
   }
   __device__ __forceinline__ int lane() const {
-    return Tr::kGeneral ? ptx::thread_again() % 32 : static_cast<int>(threadIdx.x % 32);
+    return Tr::kLaneAgain ? ptx::thread_again() % 32 : static_cast<int>(threadIdx.x % 32);
   }
   __device__ __forceinline__ int warp() const { return ptx::thread_again() / 32 % 4; }
   /// The warp's first row of the block of keys.
@@ -262,7 +262,7 @@ class BackwardConsumer {
       ptx::pin(dq);
       arrive(shared_.ds_ring.empty[stage ^ 1]);
       if constexpr (kKind == StepKind::kNext) arrive(shared_.k_ring.empty[item_.stage() ^ 1]);
-      add_dq(dq);
+      leave_dq(dq);
     }
     ptx::wgmma_wait<1>();
     ptx::pin(dv_);
@@ -270,6 +270,7 @@ class BackwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin(dk_);
     arrive(shared_.q_ring.empty[stage]);
+    if constexpr (Tr::kStoresDq) keep_dq_rows(now);
     tile_before() = static_cast<uint32_t>(now.head) * scratch_.tiles + block().scratch +
                     static_cast<uint32_t>(now.tile);
     ++at_.count;
@@ -287,7 +288,7 @@ class BackwardConsumer {
     ptx::pin(dq);
     arrive(shared_.ds_ring.empty[last.stage()]);
     arrive(shared_.k_ring.empty[item_stage]);
-    add_dq(dq);
+    leave_dq(dq);
   }
   __device__ __forceinline__ RingPosition<Tr::kStages> before() const { return {at_.count - 1}; }
 
@@ -408,10 +409,23 @@ class BackwardConsumer {
   __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kTileQ / 4], int stage) {
     store_rows<typename Tr::DsTile>(ptx::shared_address(shared_.ds[stage]), key_row(), lane(), ds);
   }
+  /// The first of the warp's 16 x 8 blocks of a tile of dQ.
+  __device__ __forceinline__ int dq_row_block() const {
+    return warp() + (Tr::kDqByColumns ? 0 : 4 * warpgroup_);
+  }
+  __device__ __forceinline__ int dq_column_block() const {
+    return Tr::kDqByColumns ? 8 * warpgroup_ : 0;
+  }
+  __device__ __forceinline__ void leave_dq(const float (&dq)[32]) {
+    if constexpr (Tr::kStoresDq) {
+      store_dq(dq);
+    } else {
+      add_dq(dq);
+    }
+  }
   /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
   __device__ __forceinline__ void add_dq(const float (&dq)[32]) {
-    const int row_block = warp() + (Tr::kDqByColumns ? 0 : 4 * warpgroup_);
-    const int column_block = Tr::kDqByColumns ? 8 * warpgroup_ : 0;
+    const int row_block = dq_row_block(), column_block = dq_column_block();
     float* const sum = scratch_.dq + int64_t{tile_before()} * (kTileQ * kWidth) +
                        (row_block * (kWidth / 8) + column_block) * 128 + sum_offset(lane());
 #pragma unroll
@@ -419,6 +433,29 @@ class BackwardConsumer {
       const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
       // (Of the second panel, at width 96, half are columns that nothing has.)
       if (kWidth >= 64 + 8 * (j + 1) || column_block == 0) sum_add(sum + 128 * j, x);
+    }
+  }
+  __device__ __forceinline__ RowsView& dq_before() { return shared_.dq_before[key_row() / 16]; }
+  /// For store_dq in the next step, which makes this one's dQ.
+  __device__ __forceinline__ void keep_dq_rows(const QueryStep& now) {
+    __syncwarp();  // all have read what was there
+    if (lane() == 0) {
+      const typename Tr::Block& block = this->block();
+      const int32_t first = now.tile * kTileQ;
+      dq_before() = rows_view(p_.dq, block.map_batch, block.map_q + first, now.head,
+                              block.seqlen_q - first, p_.head_dim);
+    }
+    __syncwarp();
+  }
+  /// Writes dQ of the step before. A product of a weight of 0 may be why it is not finite.
+  __device__ __forceinline__ void store_dq(const float (&dq)[32]) {
+    const int lane = ptx::thread_again() % 32, row = 16 * dq_row_block() + lane / 4;
+    const RowsView before = dq_before();
+    store_accumulators<T>(before, row, 8 * dq_column_block(),
+                          reinterpret_cast<const float(&)[1][8][4]>(dq), p_.scale, lane);
+    if ((row < before.rows && not_finite(dq, 0)) || (row + 8 < before.rows && not_finite(dq, 1))) {
+      scratch_.dq_nonfinite[tile_before()] = 1;
+      *scratch_.any_nonfinite = 1;
     }
   }
 

@@ -25,7 +25,21 @@ constexpr LaunchShape backward_shape() {
   // Where additions have an order, shared memory is not less than where they have none.
   using Plain = BackwardTraitsOf<kConfig, true>;
   using General = BackwardTraitsOf<kConfig, true, true>;
-  return {Plain::kThreads, max64(sizeof(typename Plain::Shared), sizeof(typename General::Shared))};
+  using Stores = BackwardTraitsOf<kConfig, false, true, true>;
+  return {Plain::kThreads,
+          max64(sizeof(typename Stores::Shared),
+                max64(sizeof(typename Plain::Shared), sizeof(typename General::Shared)))};
+}
+
+/// Whether the main kernel writes dQ itself, of a problem or of a launch's params.
+template <BackwardConfig kConfig, typename Problem>
+bool stores_dq(const Problem& p) {
+  return adds_once(sizes_of(p), kConfig.tile_k);
+}
+/// Whether additions to dQ have an order: where there are some.
+template <BackwardConfig kConfig, typename Problem>
+bool has_order(const Problem& p) {
+  return p.deterministic && !stores_dq<kConfig>(p);
 }
 
 /// Whether the main kernel sets sums of dQ to zero: their bytes, all heads together and of one
@@ -41,7 +55,7 @@ template <BackwardConfig kConfig, typename Problem>
 bool items_zero(const Problem& p) {
   const BackwardSizes sizes = sizes_of(p);
   constexpr int64_t kRowBytes = int64_t{kConfig.width} * sizeof(float);
-  return !p.deterministic &&
+  return !p.deterministic && !stores_dq<kConfig>(p) &&
          items_zero_sums(
              sizes.heads * scratch_tiles(sizes, kConfig.tile_q) * kConfig.tile_q * kRowBytes,
              ceil_div(sizes.seqlen_q, kConfig.tile_q) * kConfig.tile_q * kRowBytes);
@@ -50,15 +64,15 @@ bool items_zero(const Problem& p) {
 /// Counters of a query tile: one, where additions to its dQ have an order, or wait for zeros.
 template <BackwardConfig kConfig, typename Problem>
 int32_t counters_of(const Problem& p) {
-  return p.deterministic || items_zero<kConfig>(p) ? 1 : 0;
+  return has_order<kConfig>(p) || items_zero<kConfig>(p) ? 1 : 0;
 }
 
 template <BackwardConfig kConfig>
 BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters, void* dq) {
   using Tr = BackwardTraitsOf<kConfig>;
-  BackwardScratch scratch =
-      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
-                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps);
+  BackwardScratch scratch = carve_backward(
+      arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
+      backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !adds_once(sizes, kConfig.tile_k));
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
   return scratch;
@@ -78,11 +92,10 @@ uint32_t blocks_of(int64_t items, const LaunchTarget& target) {
 }
 
 /// The main kernel. items: of its own kind.
-template <BackwardConfig kConfig, bool kOrdered, bool kGeneral>
+template <typename Tr>
 cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                          typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
-                          BackwardMaps& maps, const LaunchTarget& target) {
-  using Tr = BackwardTraitsOf<kConfig, kOrdered, kGeneral>;
+                          typename Tr::Items items, int64_t count, BackwardMaps& maps,
+                          const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
   const uint32_t blocks = blocks_of<Tr>(count, target);
@@ -91,14 +104,14 @@ cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardO
 }
 
 /// The same, for plain scores or any.
-template <BackwardConfig kConfig, bool kOrdered>
+template <BackwardConfig kConfig, bool kOrdered, bool kStoresDq>
 cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                         typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
                         BackwardMaps& maps, const LaunchTarget& target) {
-  return is_general(p)
-             ? launch_kernel<kConfig, kOrdered, true>(p, scratch, order, items, count, maps, target)
-             : launch_kernel<kConfig, kOrdered, false>(p, scratch, order, items, count, maps,
-                                                       target);
+  using Plain = BackwardTraitsOf<kConfig, kOrdered, false, kStoresDq>;
+  using General = BackwardTraitsOf<kConfig, kOrdered, true, kStoresDq>;
+  return is_general(p) ? launch_kernel<General>(p, scratch, order, items, count, maps, target)
+                       : launch_kernel<Plain>(p, scratch, order, items, count, maps, target);
 }
 
 /// Query tiles that a key block visits, at most.
@@ -130,18 +143,22 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const OrderedItems ordered =
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
                          p.rule.later_see_more(), p.batch_invariant != 0);
-  if (p.deterministic) scratch.descending = ordered.descending;
-  scratch.items_zero = items > 0 && counters > 0 && !p.deterministic ? 1 : 0;
+  const bool in_order = has_order<kConfig>(p);
+  if (in_order) scratch.descending = ordered.descending;
+  scratch.items_zero = items > 0 && counters > 0 && !in_order ? 1 : 0;
   // Where thread blocks wait for others, all items are drawn.
-  if (!p.deterministic && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
+  if (!in_order && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =
       BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
-        return p.deterministic
-                   ? launch_main<kConfig, true>(p, scratch, order, ordered, items, maps, target)
-                   : launch_main<kConfig, false>(p, scratch, order, item_order, items, maps,
-                                                 target);
+        if (stores_dq<kConfig>(p))
+          return launch_main<kConfig, false, true>(p, scratch, order, item_order, items, maps,
+                                                   target);
+        return in_order ? launch_main<kConfig, true, false>(p, scratch, order, ordered, items, maps,
+                                                            target)
+                        : launch_main<kConfig, false, false>(p, scratch, order, item_order, items,
+                                                             maps, target);
       });
 }
 

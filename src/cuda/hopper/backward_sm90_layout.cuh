@@ -9,6 +9,7 @@
 #include "cuda/common/backward_pre.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
+#include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/seen_queries.cuh"
 #include "cuda/common/tile.cuh"
@@ -91,10 +92,13 @@ struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
 /// A BackwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type.
 /// kOrdered: of the kernel whose additions to dQ have an order. kGeneral: of the one that knows
-/// softcap, ALiBi and dropout.
-template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_, bool kGeneral_>
+/// softcap, ALiBi and dropout. kStoresDq: of the one that writes dQ itself, in place of the one
+/// addition that each of its tiles gets (adds_once).
+template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_, bool kGeneral_,
+          bool kStoresDq_>
 struct BackwardTraits {
-  static constexpr bool kOrdered = kOrdered_, kGeneral = kGeneral_;
+  static constexpr bool kOrdered = kOrdered_, kGeneral = kGeneral_, kStoresDq = kStoresDq_;
+  static_assert(!(kOrdered && kStoresDq), "one addition has no order");
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
@@ -137,11 +141,15 @@ struct BackwardTraits {
   /// saves a spill.
   static constexpr bool kTileInShared = kWidth == 64 && !kBf16;
 
+  /// Whether a thread asks for its lane again and again, where that saves a spill.
+  static constexpr bool kLaneAgain = kGeneral || (kStoresDq && kPersistent);
+
   /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
   /// 2^12 (backward_scratch.cuh).
   struct Form {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = true;
+    static constexpr bool kMayStoreDq = true;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,
                                                         uint32_t index) {
@@ -161,12 +169,15 @@ struct BackwardTraits {
     Ring<kStages> q_ring, dout_ring, ds_ring;
     // Of each consumer thread, from its scores to its dS: there are no registers for them.
     alignas(16) uint32_t factors[kGeneral ? kTileQ / 16 : 1][kGeneral ? 32 * kWarps : 1][4];
+    // The rows of dQ of the tile of the step before, for each warp.
+    RowsView dq_before[kStoresDq ? kWarps : 1];
   };
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 
-template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false>
-using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral>;
+template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false, bool kStoresDq = false>
+using BackwardTraitsOf =
+    BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral, kStoresDq>;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;

@@ -75,6 +75,7 @@ struct WideTraits {
   struct Form {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = false;
+    static constexpr bool kMayStoreDq = false;
   };
 
   struct alignas(1024) Shared {

@@ -50,17 +50,19 @@ struct BackwardStages {
     return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
   }
 
-  /// dQ; and dK and dV where they come in parts.
+  /// dQ, unless the main kernel has written it; and dK and dV where they come in parts.
   static cudaError_t launch_post(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                                  const LaunchTarget& target) {
     int64_t items = query_tiles(p, scratch.tiles);
     if (items > 0) {
-      const GridSize grid = grid_for(items);
-      void* args[] = {&p, &scratch, &items};
-      static KernelHandle kernel(
-          reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
-      STROBE_RETURN_IF_CUDA_ERROR(
-          kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks));
+      if (scratch.dq) {
+        const GridSize grid = grid_for(items);
+        void* args[] = {&p, &scratch, &items};
+        static KernelHandle kernel(
+            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
+        STROBE_RETURN_IF_CUDA_ERROR(
+            kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks));
+      }
       if constexpr (!Form::kAsks) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
         static KernelHandle pairwise(
