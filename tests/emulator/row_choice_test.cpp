@@ -27,7 +27,9 @@ AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
   p.dtype = STROBE_BFLOAT16;
   p.cache = STROBE_CACHE_PAGED;
   p.page_size = 16;
+  p.batch = 64;
   p.seqlen_q = seqlen_q;
+  p.seqlen_k = 8192;
   p.heads_kv = 2;
   p.heads = 2 * group;
   p.head_dim = p.head_dim_v = head_dim;
@@ -50,6 +52,21 @@ TEST(DecodeRowChoice, TakesTheFewestRowsThatHoldASequences) {
   EXPECT_EQ(Chosen(Problem(16, 4, 128), kAmpere).tile_q, 64);
   EXPECT_EQ(Chosen(Problem(16, 4, 128), kAda).tile_q, 16);
   EXPECT_EQ(Chosen(Problem(16, 4, 256), kHopper).width, 256);
+}
+
+TEST(DecodeRowChoice, KeysThatL2HoldsAreReadByTwoTilesOf32Rows) {
+  AttentionProblem p = Problem(16, 4, 128);
+  p.batch = 8;  // 2^17 keys of both heads
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  p.seqlen_k += 1;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+  p = Problem(17, 4, 128);  // three tiles of 32 would be too many
+  p.batch = 1;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+  // The batch does not choose where bits must not depend on it.
+  p = Problem(16, 4, 128);
+  p.batch = 1, p.batch_invariant = 1;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
 }
 
 TEST(DecodeRowChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {

@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
     if (thread == kWalker) {
       walk->complete(d, p, pieces[0]);
-#pragma unroll 1
-      for (int i = 1; i < kPiecesKnown && walk->more(); ++i) later_piece(p, d, *walk, pieces[i]);
+      if (walk->more()) later_piece(p, d, *walk, pieces[1]);
     }
   }
   if constexpr (kUpdates<Params>) append<Shape, kElements>(p);  // while the first keys come
@@ -209,11 +208,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
     const Piece& now = pieces[n % kPiecesKept];
-    const int32_t known = n + kPiecesKnown;
+    const int32_t known = pieces_known(n);
     const auto whole = [&] { return now.pieces.count == 1; };
     w.begin(p, d, now, slice, score_rows);
     if (n == 0) __syncthreads();  // Q is there, and all is known of the first pieces
-    if (thread == kWalker && walk->more()) later_piece(p, d, *walk, pieces[known % kPiecesKept]);
+    if (thread == kWalker) {
+#pragma unroll 1
+      for (int32_t i = known; i < pieces_known(n + 1) && walk->more(); ++i)
+        later_piece(p, d, *walk, pieces[i % kPiecesKept]);
+    }
     if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
     w.take_queries(q_tile, slice);
     copies.fill(done, known);

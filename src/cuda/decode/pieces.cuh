@@ -36,8 +36,13 @@ struct Piece {
   NewKeys fresh;               // where there are any
 };
 
-/// Pieces that are known ahead of the one that is computed: the copies may be so far ahead.
+/// Pieces that are known ahead of the one that is computed, at most: the copies may be so far ahead.
 inline constexpr int kPiecesKnown = 4;
+/// The number of pieces, from the first, that are known when piece n is computed. Two at first, for
+/// each takes a thread some microseconds, and two more during each piece until they are enough.
+STROBE_INLINE constexpr int32_t pieces_known(int32_t n) {
+  return n + 2 < kPiecesKnown ? 2 * n + 2 : n + kPiecesKnown;
+}
 /// Pieces in shared memory, in turn: while one is computed, the next that becomes known is written,
 /// and slow warps still look at the one before.
 inline constexpr int kPiecesKept = kPiecesKnown + 2;
@@ -106,8 +111,7 @@ class ShareWalk {
   /// To the span of the next piece, which there is. Returns its sequence.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
-    if (!in_span()) place_.next_span(d, p, heads_);
-    return p.cached(place_.batch);
+    return place_.enter_span(d, p, heads_);
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.

@@ -93,16 +93,24 @@ struct Place {
     return {look.s, look.batch, span, own - span * look.s.units};
   }
 
-  /// To the first unit of the next span, which is there.
+  /// To the first unit of the next span, which is there, if this span has no further unit. Returns
+  /// the sequence, which is looked at once: whoever walks keeps a team of warps waiting.
   template <typename Params>
-  __device__ __forceinline__ void next_span(const Division& d, const Params& p, int32_t heads) {
-    unit = 0;
-    if (++span < s.spans) return;
-    span = 0;
-    do {  // sequences without queries have no spans
-      if (++batch >= p.cache.batch) return;
-      s = d.cut.of(p.cached(batch).mask, heads);
-    } while (s.spans == 0);
+  __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
+                                                       int32_t heads) {
+    bool other = false;
+    if (unit == s.units) {
+      unit = 0;
+      other = ++span == s.spans;
+    }
+    if (other) span = 0, ++batch;
+    CachedSequence sequence = p.cached(batch);
+    if (!other) return sequence;
+    for (;;) {
+      s = d.cut.of(sequence.mask, heads);
+      if (s.spans > 0) return sequence;
+      sequence = p.cached(++batch);  // those without queries have no spans
+    }
   }
 };
 
