@@ -100,6 +100,34 @@ TEST(EmulatedDecode, UpdatesOfWideRowsAgreeWithTheOracle) {
   }
 }
 
+// A thread looks at a sequence: in the widest rows there are 64 of them, in others 128.
+TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
+  constexpr size_t kSequences = 140;
+  int tried = 0;
+  for (uint64_t seed = 60000; tried < 6; ++seed) {
+    CacheCase c = DrawCase(seed);
+    const bool is_wide = std::max(c.head_dim, c.head_dim_v) > 128;
+    if (!c.paged || c.append != STROBE_APPEND_NONE || c.rotary_dim > 0 || c.heads_kv > 2 ||
+        c.most_rows > 300 || c.longest_queries() > 3 || is_wide != (tried % 3 == 2))
+      continue;
+    const std::vector<CacheSequence> few = c.sequences;
+    for (size_t i = 0; c.sequences.size() < kSequences; ++i)
+      c.sequences.push_back(few[i * 7 % few.size()]);
+    c.batch_invariant = tried % 2 == 1;
+    DrawMachine(seed, c);
+    strobe::emulator::machine().forced_row.clear();
+    if (!is_wide) {
+      strobe::emulator::machine().forced_row = c.dtype == DType::kBFloat16
+                                                   ? "decode_sm80_bf16_128_16x16x3x4"
+                                                   : "decode_sm80_fp16_128_16x16x3x4";
+      strobe::emulator::machine().devices[0].shared_bytes = 227 << 10;
+    }
+    ++tried;
+    ASSERT_EQ(RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), "") << "seed " << seed << "\n"
+                                                                     << ToString(c);
+  }
+}
+
 // Few queries on whole tensors, dense and packed, go the same way: the planner takes their keys for
 // a cache.
 TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {

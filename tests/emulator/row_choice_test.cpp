@@ -54,7 +54,7 @@ TEST(DecodeRowChoice, TakesTheFewestRowsThatHoldASequences) {
   EXPECT_EQ(Chosen(Problem(16, 4, 256), kHopper).width, 256);
 }
 
-TEST(DecodeRowChoice, KeysThatL2HoldsAreReadByTwoTilesOf32Rows) {
+TEST(DecodeRowChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   AttentionProblem p = Problem(16, 4, 128);
   p.batch = 8;  // 2^17 keys of both heads
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);

@@ -1,5 +1,6 @@
 // What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
-// the form in which the main kernel reads them.
+// the form in which the main kernel reads them, and zeros: of the sum of dQ, or of those rows of dQ
+// itself that nobody else writes.
 #ifndef STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
 #define STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
 

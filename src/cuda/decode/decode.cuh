@@ -1,9 +1,8 @@
 // Attention of a few queries to many keys, as fast as memory can be read: decoding. Compute
 // capability 8.0 and newer.
 //
-//   grid           [blocks][tracks], as many thread blocks as the device runs at once; each reads
-//   an
-//                  equal share of the keys of its track's heads (shares.h)
+//   grid           [blocks][tracks]: as many thread blocks as the device runs at once. Each reads
+//                  an equal share of the keys of its track's heads (shares.h)
 //   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
 //                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
 //                  query heads that share the key head. Teams wait for each other only where a
@@ -165,7 +164,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
-  if (thread == 0) *word = 0;
+  if (thread == 0) *word = 0;  // what all find there if no thread has a piece to write
   {
     ShareWalk from{};
     Look look;
@@ -173,7 +172,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       const bool any = from.more(), known = from.in_span();
       if (any && known) from.next(d, p, look.sequence, pieces[0]);
       *walk = from;
-      // A share of chunks may begin where the span that was looked at ends.
+      // A share of chunks may begin where the span that was looked at ends. (That piece is
+      // completed twice, to the same words.)
       if (any && !known) later_piece(p, d, *walk, pieces[0]);
       *word = any;
     }

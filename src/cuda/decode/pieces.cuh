@@ -14,8 +14,8 @@ struct TileRows {
   int32_t batch, head, first, count;
 };
 
-/// What a share holds of a span, with all that copies, products and merging need to know of it: one
-/// thread finds it out, for a launch reads each instruction that it executes from memory first.
+/// What a share holds of a span, with all that copies, products and merging need to know of it, so
+/// that it is found out once: a launch reads each instruction that it executes from memory first.
 struct Piece {
   TileRows tile;
   const char* q;      // of query 0 of the sequence, and of the first query head of the key head's
@@ -36,7 +36,7 @@ struct Piece {
   NewKeys fresh;               // where there are any
 };
 
-/// Pieces that are known ahead of the one that is computed, at most: the copies may be so far ahead.
+/// Pieces that are known ahead of the one that is computed, at most: copies may be so far ahead.
 inline constexpr int kPiecesKnown = 4;
 /// The number of pieces, from the first, that are known when piece n is computed. Two at first, for
 /// each takes a thread some microseconds, and two more during each piece until they are enough.
@@ -54,7 +54,7 @@ class ShareWalk {
  public:
   /// To the begin of the share. True for one thread, which is at it and knows what `look` says of
   /// its sequence; for none where the thread block has no share. words: shared, one for each warp;
-  /// word: another.
+  /// word: another, which is used up to the last barrier in here.
   template <int kThreads, typename Params>
   __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look& look,
                                         int32_t* words, int32_t* word) {

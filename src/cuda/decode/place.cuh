@@ -33,8 +33,8 @@ struct Division {
 #if defined(__CUDACC__)
 
 /// The sequences that a thread block looks at together, one for each thread, and where their units
-/// lie in the line of a track. Each is looked at once, by threads beside each other: a launch with
-/// cold caches executes most instructions once, and what counts is how many follow each other.
+/// lie in the line of a track. Threads look at them beside each other: a launch with cold caches
+/// executes most instructions once, and what counts is how many follow each other.
 struct Look {
   CachedSequence sequence;
   SequenceUnits s;
@@ -106,11 +106,12 @@ struct Place {
     if (other) span = 0, ++batch;
     CachedSequence sequence = p.cached(batch);
     if (!other) return sequence;
-    for (;;) {
+    s = d.cut.of(sequence.mask, heads);
+    while (s.spans == 0 && batch + 1 < p.cache.batch) {  // sequences without queries have no spans
+      sequence = p.cached(++batch);
       s = d.cut.of(sequence.mask, heads);
-      if (s.spans > 0) return sequence;
-      sequence = p.cached(++batch);  // those without queries have no spans
     }
+    return sequence;
   }
 };
 

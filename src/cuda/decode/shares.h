@@ -75,7 +75,7 @@ struct KeyCut {
   }
 };
 
-/// Equal shares of `total` units, to within one: at most `thread blocks`, none of them empty.
+/// Equal shares of `total` units, to within one: at most `blocks`, none of them empty.
 struct Shares {
   int32_t blocks, least, larger;  // units of the smaller shares; how many have one more
 

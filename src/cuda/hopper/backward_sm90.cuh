@@ -50,7 +50,8 @@
 //
 // Where no sequence has a second block of keys, dQ is stored in place of that addition, in the
 // caller's type (kStoresDq); there is no sum then. (That has branches while dV and dK are in
-// flight, of which ptxas takes no notice.)
+// flight, around stores that touch no accumulator of theirs: ptxas does not serialise these, and
+// scripts/check_kernels.py fails if it ever does.)
 //
 // That is the kernel for plain scores. The general one, for softcap, ALiBi and dropout, has
 // branches in P: it waits for S with nothing else in flight, then issues dP, dQ and dV

@@ -107,13 +107,14 @@ const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
   const bool any_length = p.batch_invariant && p.varlen;
   const double keys_of_heads = static_cast<double>(p.batch) * static_cast<double>(p.heads_kv) *
                                static_cast<double>(p.seqlen_k);
-  // Where L2 holds the keys, two tiles of 32 rows read them faster than one of 64: on an H100 by 15
-  // to 20 % at 2^16 keys of all heads, in pages of 16 by 13 %; at 2^18 one of 64 is 5 % faster.
-  constexpr double kKeysInL2 = 1 << 17;
-  const bool in_l2 = !p.batch_invariant && keys_of_heads <= kKeysInL2;
+  // Of few keys two tiles of 32 rows are read faster than one of 64, since L2 has them for the
+  // second: on an H100 by 15 to 20 % at 2^16 keys of 128 dimensions of all heads, in pages of 16 by
+  // 13 %; at 2^18 one of 64 is 5 % faster.
+  constexpr double kFewKeys = 1 << 17;
   constexpr int64_t kTwoTiles = 64, kHalf = 32;
+  const bool few_keys = !p.batch_invariant && keys_of_heads <= kFewKeys;
   int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
-  if (in_l2 && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
+  if (few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
   const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
