@@ -147,7 +147,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
-            hostile = ["--hostile", "--count", "40", *(["--prompts"] if row.arch == 90 else [])]
+            hostile = ["--hostile", "--count", "16", *(["--prompts"] if row.arch == 90 else [])]
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
         return found
 

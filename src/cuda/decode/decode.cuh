@@ -145,9 +145,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   auto* const sums = reinterpret_cast<float2*>(shared + Shape::kSumsOffset);
   auto* const score_rows =
       reinterpret_cast<float2*>(shared + Shape::kRuleOffset) + team * Shape::kTileRows;
-  auto* const free_stage = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
+  // The words that are read together come first: a read of 16 bytes takes no other word with it.
+  auto* const warp_words = reinterpret_cast<int32_t*>(shared + Shape::kWordsOffset);
+  int32_t* const free_stage = warp_words + Shape::kWarps;
   int32_t* const word = free_stage + Shape::kTeams;  // what one thread tells all
-  int32_t* const warp_words = word + 1;
   auto* const pieces = reinterpret_cast<Piece*>(shared + Shape::kPiecesOffset);
   const auto team_sync = [&] {
     if constexpr (Shape::kTeamWarps == 1) {
