@@ -23,17 +23,18 @@ struct Piece {
   int64_t lse_row;    // of query 0 of the sequence and head 0, in elements
   const char *k, *v;  // the head's elements in row 0 of entry 0 of the cache, or of page 0
   KeyRows rows;       // where the keys are
-  BasicMask<int32_t> mask;     // of the tile's queries, the first of which is `first_query`
-  int32_t first_query, q_row;  // of the sequence: its first row in q and out
-  int32_t rotary_start;        // of the sequence
-  int32_t in_range;            // whether the sequence's numbers are; else its rows are NaN
-  int32_t key, units;          // the first unit's first key; units of this piece
-  int32_t begin, end;          // keys that some row of the tile sees
-  int32_t counter;             // of the span
-  int32_t slot;                // of this piece in the workspace
-  SpanPieces pieces;           // of the span, with slots of the workspace
-  int32_t more;                // whether the share goes on
-  NewKeys fresh;               // where there are any
+  BasicMask<int32_t> mask;  // of the tile's queries, the first of which is `first_query`
+  int32_t first_query;
+  int32_t q_row;         // the sequence's first row in q and out
+  int32_t rotary_start;  // of the sequence
+  int32_t in_range;      // whether the sequence's numbers are; else its rows are NaN
+  int32_t key, units;    // the first unit's first key; units of this piece
+  int32_t begin, end;    // keys that some row of the tile sees
+  int32_t counter;       // of the span
+  int32_t slot;          // of this piece in the workspace
+  SpanPieces pieces;     // of the span, with slots of the workspace
+  int32_t more;          // whether the share goes on
+  NewKeys fresh;         // where there are any
 };
 
 /// Pieces that are known ahead of the one that is computed, at most: copies may be so far ahead.
