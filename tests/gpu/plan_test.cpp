@@ -189,6 +189,7 @@ TEST(CudaPlan, KeysInACacheHaveAKernelOnEveryDevice) {
           EXPECT_STREQ(plan.kernel, "cuda_sm80");
           EXPECT_LE(plan.shared_bytes, device(cc).shared_bytes);
           EXPECT_GE(plan.grid[0], 1);
+          EXPECT_EQ(plan.work_items, int64_t{plan.grid[0]} * plan.grid[1]);
           EXPECT_GT(plan.workspace_bytes, 0U);
         }
       }

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
   extern __shared__ __align__(128) char shared[];
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int team = warp / Shape::kTeamWarps, slice = warp % Shape::kTeamWarps;
   const uint32_t ring =
       ptx::shared_address(shared) + static_cast<uint32_t>(team * kStages * Shape::kStage);
@@ -241,13 +241,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     // --- The teams' rows together ---
     team_sync();
-    const int32_t free = (done + kStages - 1) % kStages;
-    w.leave(reinterpret_cast<float*>(shared + (team * kStages + free) * Shape::kStage),
-            sums + team * Shape::kTileRows, slice, now.tile.count);
-    if (thread % Shape::kTeamThreads == 0) free_stage[team] = free;
+    // Worked out anew, as all that follows from it: registers are short while keys are read.
+    const int late = ptx::opaque(thread), late_lane = late % 32;
+    {
+      const int own = late / Shape::kTeamThreads, free = (done + kStages - 1) % kStages;
+      w.leave(reinterpret_cast<float*>(shared + (own * kStages + free) * Shape::kStage),
+              sums + own * Shape::kTileRows, late % Shape::kTeamThreads, now.tile.count);
+      if (late % Shape::kTeamThreads == 0) free_stage[own] = free;
+    }
     __syncthreads();
 #pragma unroll 1
-    for (int32_t row = warp; row < now.tile.count; row += Shape::kWarps) {
+    for (int32_t row = late / 32; row < now.tile.count; row += Shape::kWarps) {
       OpenRow<kColumns> open;
 #pragma unroll
       for (int t = 0; t < Shape::kTeams; ++t)
@@ -260,15 +264,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         float x[kColumns];
         read_columns(x, reinterpret_cast<const float*>(shared + (t * kStages + free_stage[t]) *
                                                                     Shape::kStage) +
-                            row * Shape::kOPitch + kColumns * lane);
+                            row * Shape::kOPitch + kColumns * late_lane);
         open.add(x, weight);
       }
       if (whole()) {
         finish<Shape, kRule, kElements>(p, d, now, row, open);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
-        write_columns(d.piece_o + at * Shape::kWidth + kColumns * lane, open.o);
-        if (lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
+        write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
+        if (late_lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
     if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
@@ -276,7 +280,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     // --- The span's pieces together, by who comes last ---
     if (!whole()) {
-      if (thread == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
+      if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
       if (*word) merge_pieces<Shape, kRule, kElements>(p, d, now);
     }

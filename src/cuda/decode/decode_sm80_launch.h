@@ -78,13 +78,13 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, DecodeShapeOf<kConfig>::kUnit));
   constexpr int64_t kMost = int64_t{1} << 30;
-  const int64_t blocks = int64_t{d.tracks} * d.blocks.value;
+  const int64_t blocks = d.blocks.value;
   // Numbers of units, pieces and counters are of 32 bits.
-  if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {blocks, -1};
+  if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {d.tracks, blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
   if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
-  return {blocks, static_cast<int64_t>(arena.used())};
+  return {d.tracks, blocks, static_cast<int64_t>(arena.used())};
 }
 
 /// The kernels with these parameters: for plain scores without chunks, and for all.

@@ -10,6 +10,7 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/opaque.h"
 
 namespace strobe::cuda {
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
                                        int32_t row, const OpenRow<Shape::kColumns>& open) {
   using T = typename Shape::T;
   constexpr int kColumns = Shape::kColumns;
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
@@ -134,10 +135,13 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now) {
   constexpr int kColumns = Shape::kColumns;
-  // Pieces read at once: enough bytes on their way to cover for L2's latency.
-  constexpr int kBatch = 64 / kColumns < 16 ? 64 / kColumns : 16;
+  // Pieces read at once: enough bytes on their way to cover for L2's latency, as far as there are
+  // registers for them.
+  constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
+  constexpr int kBatch = kFloats / kColumns < 16 ? kFloats / kColumns : 16;
   static_assert(32 % kBatch == 0);
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  // Worked out anew, as all that follows from it: registers are short while keys are read.
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
   const TileRows tile = now.tile;
   const SpanPieces pieces = now.pieces;
   const int32_t count = pieces.count;
@@ -157,7 +161,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
       }
     }
   };
-  int32_t row = static_cast<int32_t>(threadIdx.x / 32);
+  int32_t row = thread / 32;
   float2 next = sums(row, lane);
 #pragma unroll 1
   for (; row < tile.count; row += Shape::kWarps) {

@@ -10,6 +10,7 @@
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
+#include "cuda/ptx/opaque.h"
 
 namespace strobe::cuda {
 
@@ -32,7 +33,8 @@ struct DecodeWarp {
   template <typename Params>
   __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
                                         int slice, float2* score_rows) {
-    const auto lane = static_cast<int>(threadIdx.x % 32);
+    // Worked out anew, as all that follows from it: registers are short while keys are read.
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     const TileRows tile = piece.tile;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -102,10 +104,10 @@ struct DecodeWarp {
     multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
   }
 
-  /// Leaves O at `rows`, [16 rows of this warp][kOPitch], and maxima and sums at `sums`; count: of
-  /// the tile's rows.
-  __device__ __forceinline__ void leave(float* rows, float2* sums, int slice, int32_t count) {
-    const auto lane = static_cast<int>(threadIdx.x % 32);
+  /// Leaves O at `rows`, [16 rows of each warp of the team][kOPitch], and maxima and sums at
+  /// `sums`; thread: of the team; count: of the tile's rows.
+  __device__ __forceinline__ void leave(float* rows, float2* sums, int thread, int32_t count) {
+    const int slice = thread / 32, lane = thread % 32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);

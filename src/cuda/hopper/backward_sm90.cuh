@@ -12,7 +12,8 @@
 //                        step
 //   1, 2      24         see to it that dQ's sums are zero before anybody adds
 //                        (backward_sm90_zeros.cuh), or keep the order of the additions, where
-//                        they have one (backward_sm90_turns.cuh)
+//                        they have one (backward_sm90_turns.cuh); without sums (kStoresDq) they
+//                        arrive at barriers alone
 //   3         24         idle: a warpgroup gives its registers away as a whole
 //   4 to 7    240        consumer warpgroup 0: keys 0 to 63 (backward_sm90_consumer.cuh)
 //   8 to 11   240        consumer warpgroup 1: keys 64 to 127

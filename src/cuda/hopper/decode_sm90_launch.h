@@ -37,7 +37,7 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   const int64_t tiles = most_tiles<kConfig>(p);
   take_workspace(arena, tiles);
   if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
-  return {min64(tiles, multiprocessors), static_cast<int64_t>(arena.used())};
+  return {min64(tiles, multiprocessors), 1, static_cast<int64_t>(arena.used())};
 }
 
 /// What update_kernel.cuh asks for.

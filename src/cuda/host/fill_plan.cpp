@@ -123,9 +123,10 @@ void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
   };
   const DecodeGrid grid = grid_of(row);
   plan.block_q = row.config.tile_q;
-  plan.work_items = grid.blocks;
-  plan.grid[0] = static_cast<int32_t>(grid.blocks);
-  plan.grid[1] = plan.grid[2] = 1;
+  plan.work_items = grid.x * grid.y;
+  plan.grid[0] = static_cast<int32_t>(grid.x);
+  plan.grid[1] = static_cast<int32_t>(grid.y);
+  plan.grid[2] = 1;
   int64_t bytes = grid.workspace_bytes;
   if (arch == 90) {
     // A row for few queries, of a part of the problem. Where none can be had, none is needed: the

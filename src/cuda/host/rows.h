@@ -30,7 +30,8 @@ using BackwardRow = TensorRow<BackwardConfig, BackwardParams, BackwardArgs>;
 
 /// What a launch for keys in a cache takes on a device.
 struct DecodeGrid {
-  int64_t blocks, workspace_bytes;  // bytes negative: the problem has too many parts
+  int64_t x, y;             // thread blocks
+  int64_t workspace_bytes;  // negative: the problem has too many parts
 };
 
 /// The widest of the mma.sync kernels for keys in a cache that take new keys and rotary embedding
