@@ -165,6 +165,8 @@ def faults(k: Kernel) -> list[str]:
     if k.name == "backward":
         if k.arch in ("sm_90", "sm_90a") and k.count(r"REDG?\.E\.ADD\.F") != k.count(r"REDG?\.E\.ADD\.F32x4"):
             found.append("dQ is not added four values at a time")
+        if "stores dQ" in k.variant and k.count(r"REDG?\..*"):
+            found.append("dQ is added to a sum, expected that it is stored")
         if not k.count(r"STG?\.E.*128"):
             found.append("dK and dV are not stored in 16 bytes")
     return found
