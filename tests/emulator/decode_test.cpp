@@ -3,10 +3,12 @@
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 400; 60 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+//   STROBE_CUDA_ROW        rows with this in their name come first, on a device with 227 KB
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -58,6 +60,10 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
         rows[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(rows.size()) - 1))];
     if (row.row->config.dtype == (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
       machine.forced_row = row.name;
+  }
+  if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
+    machine.forced_row = asked;
+    device.shared_bytes = 227 << 10;
   }
   strobe::emulator::settings().seed = seed;
   strobe::emulator::settings().blocks_at_once = rng.Chance(0.5) ? 1 : 3;
