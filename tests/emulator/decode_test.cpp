@@ -3,7 +3,7 @@
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 400; 60 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
-//   STROBE_CUDA_ROW        rows with this in their name come first, on a device with 227 KB
+//   STROBE_CUDA_ROW        rows with this in their name come first (227 KB of shared memory)
 #include <gtest/gtest.h>
 
 #include <algorithm>

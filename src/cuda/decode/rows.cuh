@@ -76,7 +76,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
                                        int32_t row, const OpenRow<Shape::kColumns>& open) {
   using T = typename Shape::T;
   constexpr int kColumns = Shape::kColumns;
-  const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+  const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;  // as in merge_pieces()
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
