@@ -19,6 +19,7 @@ import argparse
 import collections
 import copy
 import ctypes
+import functools
 import itertools
 import math
 import random
@@ -152,18 +153,34 @@ def gathered(t: Tensors, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def check_close(name: str, x: torch.Tensor, ref: torch.Tensor, near: list[torch.Tensor], floor: float = 1e-5) -> None:
-    """Within twice the comparators' largest error; NaN and infinities in the same places."""
+def check_close(
+    name: str, x: torch.Tensor, ref: torch.Tensor, near: list[torch.Tensor], floor: float = 1e-5,
+    draws: Callable[[], list[torch.Tensor]] = list,
+) -> None:  # fmt: skip
+    """Within twice the comparators' largest error; NaN and infinities in the same places. `draws`: more comparators, made
+    where those do not do."""
     x, ref = x.double(), ref.double()
     if x.numel() == 0:
         return
     finite = torch.isfinite(ref)
     assert bool(((x == ref) | finite | (x.isnan() & ref.isnan())).all()), f"{name}: special values differ"
+
+    def worst(of: torch.Tensor) -> float:
+        return float(torch.where(finite, (of.double() - ref).abs(), 0).nan_to_num(0).max())
+
     error = torch.where(finite, (x - ref).abs(), 0)
     got = math.inf if bool(torch.isnan(error).any()) else float(error.max())
-    largest = max(float(torch.where(finite, (c.double() - ref).abs(), 0).nan_to_num(0).max()) for c in near)
-    limit = 2 * largest + floor
+    limit = 2 * max(map(worst, near)) + floor
+    if not got <= limit:
+        limit = 2 * max(map(worst, [*near, *draws()])) + floor
     assert got <= limit, f"{name}: error {got:.3g}, allowed {limit:.3g}"
+
+
+def drawn(t: Tensors, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """More comparators of a sequence's out. One way of rounding may be exact by luck: where one key has all the weight, or
+    where there are few values."""
+    outs = [t.attention(b, q, k, v, torch.float64, stored_weights=True)[0] for _ in range(4)]
+    return [st.rounded_at_random(out, t.c.dtype, t.generator) for out in outs]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -210,7 +227,7 @@ def check(t: Tensors, before: list[torch.Tensor]) -> None:
         if t.c.rotary_dim:  # turned queries are rounded: one way of rounding is too few where there are few rows
             rounded = [st.rounded_at_random(q, t.c.dtype, t.generator) for _ in range(4)]
             near += [t.attention(b, x, k, v, torch.float32) for x in rounded]
-        check_close(f"out of sequence {b}", out[:n], ref, [x for x, _ in near])
+        check_close(f"out of sequence {b}", out[:n], ref, [x for x, _ in near], draws=functools.partial(drawn, t, b, q, k, v))
         check_close(f"lse of sequence {b}", lse[:, :n], ref_lse, [x for _, x in near])
     for storage in (t.out_storage, t.lse_storage):
         assert bool(storage[:ZONE].isnan().all() and storage[-ZONE:].isnan().all()), "a red zone was written"

@@ -381,9 +381,10 @@ class Tensors:
         return see & (j >= st.HIDDEN_KEYS), (i - j).abs()
 
     def attention(
-        self, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, stored_weights: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [nq, heads, dim] and lse [heads, nq] of sequence b, in plain tensor operations of `dtype`."""
+        """out [nq, heads, dim] and lse [heads, nq] of sequence b, in plain tensor operations of `dtype`; stored_weights:
+        with weights rounded at random."""
         c, group = self.c, self.c.heads // self.c.heads_kv
         q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
         see, distance = self.seen(b)
@@ -394,6 +395,8 @@ class Tensors:
             slopes = self.slopes if c.alibi == 1 else self.slopes[b]
             score = score - slopes.to(dtype)[:, None, None] * distance.to(dtype)
         p, lse = st.softmax(score, see)
+        if stored_weights:
+            p = st.with_rounded_weights(p, c.dtype, self.generator)
         out = torch.einsum("hqk,khd->qhd", p, v)
         out[~see.any(-1)] = 0
         return out, lse

@@ -270,8 +270,8 @@ def reference(
     """out [seqlen_q, heads, head_dim_v] and lse [heads, seqlen_q], in plain tensor operations of `dtype`.
 
     With dtype float64 this is the oracle, with the case's own dtype the comparator. A key that a row
-    does not see contributes nothing, whatever K and V hold there. With `stored_weights` each weight is
-    off by a random part of what rounding it to the case's dtype may cost, wherever the weights' scale is.
+    does not see contributes nothing, whatever K and V hold there. With `stored_weights` the weights are
+    `with_rounded_weights` of the case's dtype.
     """
     group = case.heads // case.heads_kv
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -281,8 +281,7 @@ def reference(
     some = seen.any(-1)
     p, lse = softmax(s, seen)
     if stored_weights is not None:
-        spacing = torch.finfo(case.dtype).eps / 2
-        p = p * (1 + spacing * (2 * torch.rand(p.shape, generator=stored_weights, device=p.device, dtype=dtype) - 1))
+        p = with_rounded_weights(p, case.dtype, stored_weights)
     if keep is not None:
         p = p * keep.to(dtype) / (1 - case.dropout_p)
     finite = torch.isfinite(v)
@@ -427,6 +426,12 @@ def tensor_core_noise(dout: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     lengths = torch.einsum("qh,kh->hqk", dout.norm(dim=-1), v.norm(dim=-1))
     steps = math.sqrt(max(1, math.ceil(v.shape[-1] / 16)))
     return (torch.rand_like(lengths) * 2 - 1) * lengths * (2.0**-23 * steps)
+
+
+def with_rounded_weights(p: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Each weight off by a random part of what rounding it to `dtype` may cost, wherever the weights' scale is."""
+    spacing = torch.finfo(dtype).eps / 2
+    return p * (1 + spacing * (2 * torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype) - 1))
 
 
 def rounded_at_random(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
