@@ -3,13 +3,13 @@
 # see OpenMP's barriers, so launches of this build make plain threads (src/cpu/team.cpp). What orders the work (items,
 # turns, interrupts, callers beside each other) is as in every build.
 # STROBE_CPU_ISAS: of the kernels, NATIVE for all of this machine's (portable: their source is that of the others).
-# STROBE_RANDOM_CASES: random problems (100). STROBE_TSAN_ALL=1: all of determinism_test too, some ten minutes, and the
-# emulator's own test with the Hopper backward.
+# STROBE_RANDOM_CASES: random problems (100). STROBE_TSAN_ALL=1: all of determinism_test too, some ten minutes, the
+# emulator's own test with the Hopper backward, and the decode kernels in fp16.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
-scripts/build.sh tsan -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}" -- random_test determinism_test interrupt_test emulator_decode_test \
-  ${STROBE_TSAN_ALL:+emulator_run_time_test emulator_hopper_backward_test}
+scripts/build.sh tsan -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}" ${STROBE_TSAN_ALL:+-DSTROBE_SANITIZE_ALL_KERNELS=ON} -- \
+  random_test determinism_test interrupt_test emulator_decode_test ${STROBE_TSAN_ALL:+emulator_run_time_test emulator_hopper_backward_test}
 export TSAN_OPTIONS=halt_on_error=1 STROBE_RANDOM_CASES=${STROBE_RANDOM_CASES:-100}
 export STROBE_EMULATOR_CASES=${STROBE_EMULATOR_CASES:-30}
 filter='Reentrancy.OnePlan*'

@@ -25,19 +25,21 @@ namespace {
 using oracle::DType;
 using oracle::Rng;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint64_t kCases = 60;
-#else
-constexpr uint64_t kCases = 400;
-#endif
+constexpr uint64_t kCases = kSanitized ? 60 : 400;
 constexpr int kMostFailuresShown = 5;
+
+/// Whether the program has kernels of this type.
+bool IsEmulated(DType dtype) {
+  return (dtype == DType::kBFloat16 && STROBE_EMULATES_decode_bf16) ||
+         (dtype == DType::kFloat16 && STROBE_EMULATES_decode_fp16);
+}
 
 /// A case of cache_case.h that the decode kernels take; every sixteenth has long sequences, which
 /// several thread blocks share at any width.
 CacheCase DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
     CacheCase c = GenerateCacheCase(seed + (again << 32));
-    if (c.dtype == DType::kFloat32) continue;
+    if (!IsEmulated(c.dtype)) continue;
     if (seed % 16 == 0 && c.most_rows < 300) continue;
     return c;
   }
@@ -140,7 +142,7 @@ TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
   int tried = 0;
   for (uint64_t seed = 40000; tried < static_cast<int>(kCases) / 4; ++seed) {
     const Case c = GenerateCase(seed);
-    if (c.dtype == DType::kFloat32 || c.dropout_p > 0 || c.longest_q() > 40) continue;
+    if (!IsEmulated(c.dtype) || c.dropout_p > 0 || c.longest_q() > 40) continue;
     if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
     ++tried;
     DrawMachine(seed, {});

@@ -24,11 +24,7 @@ using strobe::CachedSequences;
 using strobe::Divider;
 using strobe::KeyRows;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint64_t kCases = 300;
-#else
-constexpr uint64_t kCases = 2000;
-#endif
+constexpr uint64_t kCases = kSanitized ? 300 : 2000;
 constexpr int kMostFailuresShown = 10;
 
 /// "" or what is wrong with the case.

@@ -6,19 +6,15 @@
 #include <thread>
 #include <vector>
 
+#include "environment.h"
 #include "gtest/gtest.h"
 #include "strobe/strobe.hpp"
 
 namespace {
 
 // Seconds on two cores, and more than the library's first two questions take on any machine.
-#if defined(__SANITIZE_THREAD__)
-constexpr int64_t kLong = 2048, kWhole = 512;
-#elif defined(__SANITIZE_ADDRESS__)
-constexpr int64_t kLong = 3072, kWhole = 1024;
-#else
-constexpr int64_t kLong = 32768, kWhole = 6144;
-#endif
+using strobe_test::kSanitized;
+constexpr int64_t kLong = kSanitized ? 1280 : 32768, kWhole = kSanitized ? 384 : 6144;
 constexpr int64_t kHeads = 4, kHeadDim = 64;
 
 // What the library's question finds.

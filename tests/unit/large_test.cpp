@@ -11,6 +11,7 @@
 
 #include "comparator.h"
 #include "compare.h"
+#include "environment.h"
 #include "fixture.h"
 #include "gtest/gtest.h"
 
@@ -19,11 +20,7 @@ namespace {
 
 using oracle::DType;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kLong = 3000;
-#else
-constexpr int64_t kLong = 20000;
-#endif
+constexpr int64_t kLong = kSanitized ? 3000 : 20000;
 
 // The rows of out and lse that were computed, as tensors of their own.
 oracle::Tensor Pick(const oracle::Tensor& t, const std::vector<int64_t>& rows) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "environment.h"
 #include "gtest/gtest.h"
 #include "runner.h"
 
@@ -151,13 +152,8 @@ TEST(Softmax, MinusInfinityIsWeightZero) {
   }
 }
 
-// Under a sanitizer one problem of five, which goes round the twelve of a mask: ten times slower,
-// and looking for something else.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kOneOf = 5;
-#else
-constexpr int kOneOf = 1;
-#endif
+// Under a sanitizer one problem of five, which goes round the twelve of a mask.
+constexpr int kOneOf = kSanitized ? 5 : 1;
 
 // NaN and infinity at one place of one input, tile borders and corners included, under several
 // masks.
