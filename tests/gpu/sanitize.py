@@ -7,7 +7,9 @@
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
 check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. racecheck
 follows an mbarrier's arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp
-arrives (src/cuda/ptx/barrier.h). One line a run.
+arrives (src/cuda/ptx/barrier.h). It also needs compute-sanitizer 2026.4 (CUDA 13.5; pip's nvidia-cuda-sanitizer-api
+13.5) on PATH: that of CUDA 13.0 loses track of barriers once teams of several warps wait at named ones, and reports
+races where there are none. One line a run.
 """
 
 from __future__ import annotations

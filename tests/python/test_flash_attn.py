@@ -409,6 +409,8 @@ def test_threads() -> None:
 
 FORK = """
 import os, signal
+# With a GPU, PyTorch's autograd refuses to go on in a forked process.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from test_flash_attn import _forward_and_backward, _same
 wanted = _forward_and_backward(5)
 child = os.fork()

@@ -324,6 +324,7 @@ def test_dropout_by_keys() -> None:
 SHARDED = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"  # four devices, where there is a GPU too
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 import strobe.jax
