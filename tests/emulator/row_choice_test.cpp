@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/host/row_table.h"
+#include "emulated_device.h"
 
 namespace strobe::cuda {
 namespace {
@@ -13,6 +14,7 @@ namespace {
 constexpr int64_t kHopper = 227 << 10, kAmpere = 163 << 10, kAda = 99 << 10;
 
 DecodeConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
+  emulator::machine().forced_row.clear();  // another test's
   DeviceProperties device;
   device.compute_capability = 80;
   device.multiprocessors = 20;
