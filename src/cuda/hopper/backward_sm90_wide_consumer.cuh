@@ -58,6 +58,11 @@ struct Warpgroup {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
+  /// Frees a place of a ring that this warp has read by ordinary loads, and that TMA writes next.
+  __device__ __forceinline__ static void release(ptx::Barrier& empty) {
+    ptx::fence_proxy_async();
+    arrive(empty);
+  }
   /// In the ring of dO, of a step's place in the other rings.
   __device__ __forceinline__ static RingPosition<Tr::kDoutStages> dout_at(RingPosition<2> at) {
     return {at.count};
@@ -268,7 +273,7 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
                                          const uint32_t (&weights)[kQueries / 4]) {
     const int stage = at_.stage();
     Base::arrive(shared.weights_ring.full[stage]);
-    Base::arrive(shared.q_ring.empty[stage]);
+    Base::release(shared.q_ring.empty[stage]);
 
     const int dout_stage = Base::dout_at(at_).stage();
     shared.dout_ring.full[dout_stage].wait(Base::dout_at(at_).phase());
@@ -347,7 +352,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     ptx::pin(dp);
     if constexpr (kMasked) sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
     const auto seen = Base::template seen<kMasked>(slot, tile);
-    if constexpr (!Tr::kGeneral) Base::arrive(shared.dout_ring.empty[dout_stage]);
+    if constexpr (!Tr::kGeneral) Base::release(shared.dout_ring.empty[dout_stage]);
     if (last) Base::arrive(shared.v_ring.empty[0]);
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
@@ -362,7 +367,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
                                   16 * j, seen, ds + 4 * j);
       }
     }
-    if constexpr (Tr::kGeneral) Base::arrive(shared.dout_ring.empty[dout_stage]);
+    if constexpr (Tr::kGeneral) Base::release(shared.dout_ring.empty[dout_stage]);
     leave_ds(ds, stage);
     Base::arrive(shared.weights_ring.empty[stage]);
 

@@ -80,7 +80,8 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-/// Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.
+/// Makes this thread's ordinary writes to shared memory visible to TMA and wgmma, and keeps its
+/// ordinary reads before what they write there.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
