@@ -3,9 +3,8 @@
 
     scripts/check_kernels.py [BUILD]            table of all instances, exit 1 where a rule is broken
     scripts/check_kernels.py BUILD --only 128   instances with this in their name
-    scripts/check_kernels.py BUILD --sample     of a build with STROBE_CUDA_SAMPLE: a shape's machine code in one type is enough
 
-BUILD is a build tree with CUDA objects (build/cuda). Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc, or
+BUILD is a build tree with CUDA objects (build/cuda); of one with STROBE_CUDA_SAMPLE only what has machine code is looked at. Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc, or
 from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel, decode_kernel) of each architecture:
@@ -135,11 +134,6 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     return list(kernels.values())
 
 
-def shape(row: str) -> str:
-    """A row's name without its type."""
-    return re.sub("_(bf16|fp16)_", "_", row)
-
-
 def faults(k: Kernel) -> list[str]:
     found = []
     if k.stack > 0:
@@ -176,7 +170,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Registers, spills, products and access widths of every kernel.")
     parser.add_argument("build", nargs="?", type=Path, default=ROOT / "build/cuda")
     parser.add_argument("--only", default="", help="part of the rows' names")
-    parser.add_argument("--sample", action="store_true", help="take rows without machine code whose shape has some in another type")
     parser.add_argument("--require", action="store_true", help="fail where cuobjdump is missing")
     options = parser.parse_args()
     tool = find_cuobjdump()
@@ -193,12 +186,11 @@ def main() -> int:
     with ProcessPoolExecutor() as pool:
         parsed = [k for kernels in pool.map(partial(parse, tool), objects) for k in kernels]
     rows = [row for path in objects for row in rows_of(path) if options.only in row]
-    seen = {shape(k.row) for k in parsed}
     spare = SMALL if all(k.arch.startswith("sm_90") for k in parsed) else set()
     left_out = 0
     for row in rows:
         kernels = [k for k in parsed if k.row == row]
-        if not kernels and (row in spare or (options.sample and shape(row) in seen)):
+        if not kernels and row in spare:
             left_out += 1
         elif not kernels:
             print(f"{row}: no main kernel", file=sys.stderr)

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
-scripts/build.sh tsan -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}" ${STROBE_TSAN_ALL:+-DSTROBE_SANITIZE_ALL_KERNELS=ON} -- \
+scripts/build.sh tsan -DSTROBE_CPU_ISAS="${STROBE_CPU_ISAS:-portable}" ${STROBE_TSAN_ALL:+-DSTROBE_SANITIZE_ALL=ON} -- \
   random_test determinism_test interrupt_test emulator_decode_test ${STROBE_TSAN_ALL:+emulator_run_time_test emulator_hopper_backward_test}
 export TSAN_OPTIONS=halt_on_error=1 STROBE_RANDOM_CASES=${STROBE_RANDOM_CASES:-100}
 export STROBE_EMULATOR_CASES=${STROBE_EMULATOR_CASES:-30}

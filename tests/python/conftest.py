@@ -18,6 +18,10 @@ import pytest
 # Read when NumPy is first imported. Its small products are no work for several threads, and threads
 # that wait for each other on a busy machine take 30 times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Read when JAX is. Its compiler would spend most of these tests on optimising what runs once.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 if importlib.util.find_spec("strobe") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
