@@ -137,12 +137,17 @@ struct BackwardTraits {
   /// the general kernel.
   static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
+  /// In the build for racecheck other kernels are short of registers than in that for use.
+  static constexpr bool kChecked128 = ptx::kWarpArrivals > 1 && kWidth == 128 && !kGeneral;
+
   /// Whether the number that each step leaves for the next one is in shared memory, where that
   /// saves a spill.
-  static constexpr bool kTileInShared = kWidth == 64 && !kBf16;
+  static constexpr bool kTileInShared =
+      (kWidth == 64 && !kBf16) || (kChecked128 && kBf16 != kStoresDq);
 
   /// Whether a thread asks for its lane again and again, where that saves a spill.
-  static constexpr bool kLaneAgain = kGeneral || (kStoresDq && kPersistent);
+  static constexpr bool kLaneAgain =
+      kGeneral || (kStoresDq && kPersistent) || (kChecked128 && kBf16);
 
   /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
   /// 2^12 (backward_scratch.cuh).

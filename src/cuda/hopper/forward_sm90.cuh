@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);
     } else {
-      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps, !order.is_fixed<kWhole>());
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kWhole>(shared, p, order);

@@ -32,12 +32,18 @@ struct TileOrder {
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
+
+  /// kMay: else `fixed` is not looked at.
+  template <bool kMay>
+  STROBE_INLINE bool is_fixed() const {
+    return kMay && fixed;
+  }
 };
 
 #if defined(__CUDACC__)
 
-/// The tiles of one thread block, kTileRows rows each; to be run by one warp. kMayBeFixed: else
-/// TileOrder::fixed is not looked at. pack: log2 of the heads of a tile.
+/// The tiles of one thread block, kTileRows rows each; to be run by one warp. kMayBeFixed: as in
+/// TileOrder::is_fixed. pack: log2 of the heads of a tile.
 template <int kTileRows, bool kMayBeFixed, typename Sequences>
 class TileScheduler {
  public:
@@ -59,7 +65,7 @@ class TileScheduler {
   }
 
   /// Whether the next tiles are known beforehand; else the later one asks, the better.
-  __device__ bool fixed() const { return kMayBeFixed && order_.fixed; }
+  __device__ bool fixed() const { return order_.template is_fixed<kMayBeFixed>(); }
 
   /// Number of the tile that next() gave.
   __device__ int32_t number() const { return next_; }
