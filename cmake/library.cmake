@@ -68,27 +68,26 @@ endfunction()
 # What hwy/detect_targets.h wants for HWY_AVX2 and HWY_AVX3, and what core/machine.cpp asks the CPU for: the same list.
 set(avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2 -DHWY_DISABLE_PCLMUL_AES)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512)
-if(STROBE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
-  # Clang 14 takes minutes over this file with both sanitizers; the asan preset, by GCC, has both.
-  set(amx_sanitize -fno-sanitize=undefined)
-endif()
-# AddressSanitizer's marks at each begin and end of a vector's scope are half of GCC's time over these files, and nothing
-# there outlives its scope by a pointer.
+# Kernels under sanitizers. Of GCC's time over them half is for AddressSanitizer's marks at each begin and end of a vector's
+# scope, which nothing there outlives by a pointer; Clang 14 takes minutes with both sanitizers, and the asan preset, by GCC,
+# has both.
 if(STROBE_SANITIZE MATCHES address AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  set(unscoped -fno-sanitize-address-use-after-scope)
+  set(sanitize -fno-sanitize-address-use-after-scope)
+elseif(STROBE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  set(sanitize -fno-sanitize=undefined)
 endif()
 # The kernels say themselves where a product and a sum are one operation: a compiler that fuses more has forward and
 # backward round a score differently.
-set(unfused -ffp-contract=off ${unscoped})
-strobe_isa(portable src/cpu/kernels_portable.cpp ${unfused})
+set(kernel -ffp-contract=off ${sanitize})
+strobe_isa(portable src/cpu/kernels_portable.cpp ${kernel})
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${unfused})
-  strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${unfused})
+  strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${kernel})
+  strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${kernel})
   # Nothing there throws; without the flag GCC 12 refers to the shared handler of exceptions all the same.
-  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} ${unfused} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions ${amx_sanitize})
+  strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} ${kernel} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   # Highway's HWY_NEON includes AES on 64-bit Arm.
-  strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto ${unfused})
+  strobe_isa(neon src/cpu/kernels_neon.cpp -march=armv8-a+crypto ${kernel})
 endif()
 
 target_include_directories(strobe_objects

@@ -69,11 +69,11 @@
 namespace strobe::cuda::sm90 {
 
 /// Prepares the barriers. One thread. kLoader: arrivals of each of the warps 0 and 1.
-template <typename Tr, uint32_t kLoader>
+template <typename Tr, uint32_t kLoader, bool kWhole>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
-                        const Stagger& stagger) {
+                        const TileOrder& order) {
   constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
-  stagger.wait(blockIdx.x);
+  order.stagger.wait(blockIdx.x);
   ptx::tma_prefetch(maps.q);
   ptx::tma_prefetch(maps.k);
   ptx::tma_prefetch(maps.v);
@@ -82,7 +82,9 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   shared.k_ring.init(1, kWarps * kOfWarp);
   shared.v_ring.init(1, kWarps * kOfWarp);
   shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2 * kLoader);
-  shared.request.init(1);
+  // Where the scheduler takes tiles unasked no phase ends: compute-sanitizer reports those that
+  // nobody waits for.
+  shared.request.init(order.is_fixed<kWhole>() ? ptx::kMostArrivals : 1);
   shared.suspects = -1;
   ptx::fence_barrier_init();
 }
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if constexpr (!Tr::kEarlyTile) {
-    if (threadIdx.x == 0) prepare<Tr, kLoader>(shared, maps, order.stagger);
+    if (threadIdx.x == 0) prepare<Tr, kLoader, kWhole>(shared, maps, order);
     __syncthreads();
   }
 
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
     if (Tr::kEarlyTile && warp == 0) {
-      if (one_thread) prepare<Tr, kLoader>(shared, maps, order.stagger);
+      if (one_thread) prepare<Tr, kLoader, kWhole>(shared, maps, order);
       __syncwarp();
       announce_barriers<Tr, Awaits::kScheduler>();
       announce_barriers<Tr, Awaits::kOthers>();
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);
     } else {
-      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps, !order.is_fixed<kWhole>());
+      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kWhole>(shared, p, order);

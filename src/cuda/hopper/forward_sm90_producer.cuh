@@ -140,10 +140,9 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
   }
 }
 
-/// K and V, by one thread: K one block ahead of V, also from tile to tile. asks: whether the
-/// scheduler waits to be asked for the next tile.
+/// K and V, by one thread: K one block ahead of V, also from tile to tile.
 template <typename Tr>
-__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps, bool asks) {
+__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   struct Place {
     int row, head, batch;
     uint32_t idle;  // consumer warps that do not need the block
@@ -171,8 +170,7 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps, boo
     Place place{0, tile.head_kv, tile.map_batch, 0};
     // The scheduler gets as much time for the next tile as four steps take: two in which this warp
     // runs ahead, two to find the tile.
-    const int request =
-        asks ? max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1)) : -1;
+    const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
     for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
       if (n == request) shared.request.arrive();
       // Consumers now finish the tile before: without its last V they would wait for ever.

@@ -20,6 +20,9 @@ inline constexpr uint32_t kWarpArrivals = 32;
 inline constexpr uint32_t kWarpArrivals = 1;
 #endif
 
+/// The most arrivals that end a barrier's phase.
+inline constexpr uint32_t kMostArrivals = (1u << 20) - 1;
+
 /// Whether this lane arrives for its warp.
 __device__ __forceinline__ bool arrives(int lane) { return kWarpArrivals == 32 || lane == 0; }
 

@@ -10,6 +10,7 @@
 namespace strobe::cuda::ptx {
 
 inline constexpr uint32_t kWarpArrivals = 1;
+inline constexpr uint32_t kMostArrivals = (1u << 20) - 1;
 inline bool arrives(int lane) { return lane == 0; }
 
 inline void barrier_init(uint32_t barrier, uint32_t count) {
