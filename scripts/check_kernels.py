@@ -4,8 +4,9 @@
     scripts/check_kernels.py [BUILD]            table of all instances, exit 1 where a rule is broken
     scripts/check_kernels.py BUILD --only 128   instances with this in their name
 
-BUILD is a build tree with CUDA objects (build/cuda); of one with STROBE_CUDA_SAMPLE only what has machine code is looked at. Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc, or
-from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without one it exits with 77 (skipped), unless --require is given.
+BUILD is a build tree with CUDA objects (build/cuda); of one with STROBE_CUDA_SAMPLE only what has machine code is looked
+at. Needs cuobjdump: $CUOBJDUMP, on PATH, beside nvcc, or from PyPI in build/venv (nvidia-cuda-cuobjdump, triton). Without
+one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel, decode_kernel) of each architecture:
   spills     none; nor of the kernel before a decode kernel (update_kernel)
