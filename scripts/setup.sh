@@ -74,7 +74,7 @@ if [ "$part" != demo ]; then
   if ! cmp -s "$requirements" "$have"; then
     echo "setup: installing the Python packages of $requirements into $venv $why"
     python3 -m venv "$venv"
-    "$venv/bin/pip" install -qq -r "$requirements"
+    "$venv/bin/pip" install -qq --no-compile -r "$requirements"  # most files are never imported
     cp "$requirements" "$have"
   fi
 fi
