@@ -33,12 +33,14 @@ file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
 list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp" ${basics})
 add_library(strobe_tool STATIC ${sources})
 target_link_libraries(strobe_tool PUBLIC strobe_basics PRIVATE strobe_flags)
+# Templates of other libraries take long to optimise, with sanitizers minutes. Of the tool the reference alone computes.
+set(optimised -O1)
 if(STROBE_SANITIZE)
-  # Sanitizers and templates of other libraries take minutes to optimise together. Nothing here computes.
-  target_compile_options(strobe_basics PRIVATE -O0)
-  set_source_files_properties(
-    src/cli/bench.cpp src/cli/bench_decode.cpp src/cli/command_line.cpp src/cli/info.cpp PROPERTIES COMPILE_OPTIONS -O0)
+  set(optimised -O0)
 endif()
+target_compile_options(strobe_basics PRIVATE ${optimised})
+list(FILTER sources EXCLUDE REGEX "/reference\\.cpp$")
+set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS ${optimised})
 
 # `--device cuda` copies tensors to the GPU and back itself.
 if(TARGET strobe_cuda_objects)

@@ -74,7 +74,7 @@ if [ "$part" != demo ]; then
   if ! cmp -s "$requirements" "$have"; then
     echo "setup: installing the Python packages of $requirements into $venv $why"
     python3 -m venv "$venv"
-    "$venv/bin/pip" install -qq --no-compile -r "$requirements"  # most files are never imported
+    "$venv/bin/pip" install -qq --no-compile -r "$requirements"  # most of its files are never imported
     cp "$requirements" "$have"
   fi
 fi
@@ -87,7 +87,7 @@ if [ "$part" = test ] || [ "$part" = ci ]; then
   have=build/venv/$(basename "$requirements")
   if ! cat "$requirements" "$alone" | cmp -s - "$have"; then
     torch=$(sed -n '/^torch==/p' "$requirements")
-    install() { build/venv/bin/pip install -qq "$@"; }
+    install() { build/venv/bin/pip install -qq --no-compile "$@"; }
     # shellcheck disable=SC2086 # options may be among the words, such as --index-url
     if build/venv/bin/python -c "import torch" 2>/dev/null || install --retries 1 ${STROBE_TEST_TORCH:-$torch+cpu} >build/setup.log 2>&1
     then
