@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <sstream>
+#include <utility>
 
 namespace strobe_test {
 namespace {
@@ -34,11 +35,29 @@ void ChooseShapes(CacheCase& c, Rng& rng) {
   const int64_t dims[] = {64, 128, 32, 80, 256};
   c.head_dim = rng.Chance(0.5) ? rng.Pick(dims) : rng.Integer(1, 80);
   c.head_dim_v = rng.Chance(0.7) ? c.head_dim : rng.Integer(1, 80);
-  c.layout = static_cast<CacheLayout>(rng.Integer(0, 4));
+  c.layout = static_cast<CacheLayout>(rng.Integer(0, 3));
   if (c.head_dim != c.head_dim_v && c.layout == CacheLayout::kInterleaved) {
     c.layout = CacheLayout::kHeadsFirst;
   }
-  c.shift = rng.Chance(0.3) ? rng.Integer(1, 9) : 0;
+}
+
+// Mostly as an allocator gives it, or in units of 16 bytes; each tensor by itself.
+Spacing DrawSpacing(Rng& rng) {
+  Spacing s;
+  if (rng.Chance(0.45)) return s;
+  const int64_t unit = rng.Chance(0.5) ? 8 : 1;
+  if (rng.Chance(0.4)) s.shift = unit * rng.Integer(1, 9);
+  for (int64_t* const pad : {&s.pad_batch, &s.pad_row, &s.pad_head})
+    if (rng.Chance(0.3)) *pad = unit * rng.Integer(1, 3);
+  const int64_t odd[] = {1, 7, -3, 12};
+  if (rng.Chance(0.3)) s.odd_stride = rng.Pick(odd);
+  return s;
+}
+
+void ChooseSpacings(CacheCase& c, Rng& rng) {
+  for (Spacing* const s : {&c.q, &c.k, &c.v, &c.k_new, &c.v_new, &c.out}) *s = DrawSpacing(rng);
+  for (int64_t* const shift : {&c.shift_lse, &c.shift_cos, &c.shift_sin})
+    if (rng.Chance(0.2)) *shift = rng.Integer(1, 9);
 }
 
 void ChooseMask(CacheCase& c, Rng& rng) {
@@ -219,6 +238,7 @@ CacheCase GenerateCacheCase(uint64_t seed) {
   c.with_lse = rng.Chance(0.8);
   c.batch_invariant = rng.Chance(0.3);
   c.threads = static_cast<int32_t>(rng.Integer(1, 4));
+  ChooseSpacings(c, rng);
   return c;
 }
 
@@ -231,7 +251,15 @@ std::string ToString(const CacheCase& c) {
     << (c.varlen ? ", varlen" : "") << (c.causal ? ", causal" : "") << ", window " << c.window_left
     << " " << c.window_right << ", chunk " << c.chunk << ", softcap " << c.softcap << ", alibi "
     << c.alibi << ", rotary " << c.rotary_dim << (c.interleaved ? " interleaved" : "")
-    << ", threads " << c.threads << "\n";
+    << ", threads " << c.threads << "\n ";
+  const std::pair<const char*, const Spacing*> spacings[] = {
+      {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
+      {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};
+  for (const auto& [name, of] : spacings) {
+    s << " " << name << " +" << of->shift << " (pads " << of->pad_batch << " " << of->pad_row << " "
+      << of->pad_head << ", odd " << of->odd_stride << ")";
+  }
+  s << "\n";
   for (const CacheSequence& q : c.sequences) {
     s << "  queries " << q.used_queries << " of " << q.queries << ", rows " << q.leftpad << " to "
       << q.used << " + " << q.added;

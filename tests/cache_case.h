@@ -16,8 +16,15 @@ enum class CacheLayout {
   kRowsFirst,    // [entries, rows, heads, dim], K and V apart
   kHeadsFirst,   // [entries, heads, rows, dim]
   kInterleaved,  // one pool [entries, K and V, rows, heads, dim]
-  kPadded,       // unused elements after each row, head and entry
   kDescending    // [entries, rows, heads, dim], K and V apart, the last head first in memory
+};
+
+/// What there is to a tensor's place in memory besides the order of its dimensions. Each tensor of
+/// a case has its own: kernels choose by what the least aligned of those that they look at allows.
+struct Spacing {
+  int64_t shift = 0;                                 // elements off 64-byte alignment
+  int64_t pad_batch = 0, pad_row = 0, pad_head = 0;  // unused elements after each entry
+  int64_t odd_stride = 0;  // of dimensions with one entry, whose stride means nothing; 0: the true
 };
 
 /// One sequence.
@@ -51,7 +58,8 @@ struct CacheCase {
   bool interleaved = false, with_rotary_position = false;
   bool with_lse = true, batch_invariant = false;
   int32_t threads = 1;
-  int64_t shift = 0;  // elements by which tensors stand off their alignment
+  Spacing q, k, v, k_new, v_new, out;                   // of an interleaved pool that of k
+  int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 
   int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
   int64_t queries() const;  // of all sequences, in use or not

@@ -25,25 +25,33 @@ void Fill(const Strided& t, Rng& rng) {
   t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { t.Set(e, rng.Normal()); });
 }
 
+void GiveOddStrides(Strided& t, const Spacing& spacing) {
+  if (spacing.odd_stride == 0) return;
+  if (t.batch <= 1) t.strides.batch = spacing.odd_stride;
+  if (t.rows <= 1) t.strides.seqlen = spacing.odd_stride;
+  if (t.heads <= 1) t.strides.head = spacing.odd_stride;
+}
+
 }  // namespace
 
-Guarded* CacheFixture::Allocate(int64_t elements, DType dtype) {
+Guarded* CacheFixture::Allocate(int64_t elements, DType dtype, int64_t shift) {
   const int64_t size = oracle::ElementSize(dtype);
-  memory_.push_back(std::make_unique<Guarded>(elements, size, case_.shift * size));
+  memory_.push_back(std::make_unique<Guarded>(elements, size, shift * size));
   return memory_.back().get();
 }
 
 Strided CacheFixture::Place(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
-                            int64_t pad) {
+                            const Spacing& spacing) {
   Strided t;
   t.dtype = dtype;
   t.batch = batch;
   t.rows = rows;
   t.heads = heads;
   t.dim = dim;
-  const int64_t head = dim + pad, row = heads * head + pad;
-  t.strides = {rows * row + pad, row, head, 1};
-  t.memory = Allocate(batch * t.strides.batch, dtype);
+  const int64_t head = dim + spacing.pad_head, row = heads * head + spacing.pad_row;
+  t.strides = {rows * row + spacing.pad_batch, row, head, 1};
+  t.memory = Allocate(batch * t.strides.batch, dtype, spacing.shift);
+  GiveOddStrides(t, spacing);
   return t;
 }
 
@@ -53,31 +61,32 @@ void CacheFixture::PlaceCache() {
   Strided* const tensors[] = {&k, &v};
   Guarded* pool = nullptr;
   for (int n = 0; n < 2; ++n) {
+    const Spacing& spacing = n == 0 || c.layout == CacheLayout::kInterleaved ? c.k : c.v;
     Strided& t = *tensors[n];
-    const int64_t dim = dims[n], plane = c.rows * c.heads_kv * dim;
-    if (c.layout == CacheLayout::kRowsFirst || c.layout == CacheLayout::kPadded) {
-      t = Place(c.dtype, c.entries, c.rows, c.heads_kv, dim,
-                c.layout == CacheLayout::kPadded ? 3 : 0);
+    if (c.layout == CacheLayout::kRowsFirst) {
+      t = Place(c.dtype, c.entries, c.rows, c.heads_kv, dims[n], spacing);
       continue;
     }
+    const int64_t head = dims[n] + spacing.pad_head, plane = c.rows * c.heads_kv * head;
     t.dtype = c.dtype;
     t.batch = c.entries;
     t.rows = c.rows;
     t.heads = c.heads_kv;
-    t.dim = dim;
+    t.dim = dims[n];
     if (c.layout == CacheLayout::kHeadsFirst) {
-      t.strides = {plane, dim, c.rows * dim, 1};
-      t.memory = Allocate(c.entries * plane, c.dtype);
+      t.strides = {plane + spacing.pad_batch, head, c.rows * head, 1};
+      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
     } else if (c.layout == CacheLayout::kDescending) {
-      t.strides = {plane, c.heads_kv * dim, -dim, 1};
-      t.memory = Allocate(c.entries * plane, c.dtype);
-      t.origin = (c.heads_kv - 1) * dim;
+      t.strides = {plane + spacing.pad_batch, c.heads_kv * head, -head, 1};
+      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
+      t.origin = (c.heads_kv - 1) * head;
     } else {
-      if (!pool) pool = Allocate(c.entries * 2 * plane, c.dtype);
+      if (!pool) pool = Allocate(c.entries * 2 * plane, c.dtype, spacing.shift);
       t.memory = pool;
       t.origin = n * plane;
-      t.strides = {2 * plane, c.heads_kv * dim, dim, 1};
+      t.strides = {2 * plane, c.heads_kv * head, head, 1};
     }
+    GiveOddStrides(t, spacing);
   }
 }
 
@@ -104,8 +113,11 @@ void CacheFixture::FillCache(Rng& rng) {
 
 void CacheFixture::FillRotary(Rng& rng) {
   const int64_t pairs = case_.rotary_dim / 2;
-  cosines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, 0);
-  sines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, 0);
+  Spacing spacing;
+  spacing.shift = case_.shift_cos;
+  cosines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, spacing);
+  spacing.shift = case_.shift_sin;
+  sines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, spacing);
   cosines_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
     const double angle = rng.Uniform(0, 6.28);
     cosines_.Set(e, std::cos(angle));
@@ -136,13 +148,14 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   const int64_t batch = c.varlen ? 1 : c.batch();
   const int64_t rows = c.varlen ? c.queries() : c.sequences[0].queries;
   const bool packed = c.append == STROBE_APPEND_PACKED;
-  const int64_t rows_new = packed ? c.added() : c.longest_added(), pad = c.seed % 3 ? 0 : 2;
-  q = Place(c.dtype, batch, rows, c.heads, c.head_dim, pad);
-  out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, pad);
-  k_new = Place(c.dtype, packed ? 1 : c.batch(), rows_new, c.heads_kv, c.head_dim, pad);
-  v_new = Place(c.dtype, packed ? 1 : c.batch(), rows_new, c.heads_kv, c.head_dim_v, 0);
+  const int64_t rows_new = packed ? c.added() : c.longest_added();
+  const int64_t batch_new = packed ? 1 : c.batch();
+  q = Place(c.dtype, batch, rows, c.heads, c.head_dim, c.q);
+  out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, c.out);
+  k_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim, c.k_new);
+  v_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim_v, c.v_new);
   lse = {nullptr, DType::kFloat32, batch, rows, c.heads, 1, 0, {c.heads * rows, 1, rows, 1}};
-  lse.memory = Allocate(batch * rows * c.heads, DType::kFloat32);
+  lse.memory = Allocate(batch * rows * c.heads, DType::kFloat32, c.shift_lse);
   PlaceCache();
   SetArrays();
 

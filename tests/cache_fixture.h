@@ -40,9 +40,9 @@ class CacheFixture {
       rotary_position;
 
  private:
-  Guarded* Allocate(int64_t elements, oracle::DType dtype);
+  Guarded* Allocate(int64_t elements, oracle::DType dtype, int64_t shift);
   Strided Place(oracle::DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
-                int64_t pad);
+                const Spacing& spacing);
   void PlaceCache();
   void FillCache(oracle::Rng& rng);
   void FillRotary(oracle::Rng& rng);

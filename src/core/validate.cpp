@@ -147,18 +147,31 @@ void resolve_defaults(AttentionProblem& p) {
   if (packed_new) p.seqlen_new = min64(p.seqlen_new, p.total_new);
   if (std::isnan(p.scale)) p.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = kv_rows(p);
-  make_contiguous(p.q, nq, p.heads, p.head_dim);
-  make_contiguous(p.k, nk, p.heads_kv, p.head_dim);
-  make_contiguous(p.v, nk, p.heads_kv, p.head_dim_v);
-  make_contiguous(p.out, nq, p.heads, p.head_dim_v);
-  make_contiguous(p.dout, nq, p.heads, p.head_dim_v);
-  make_contiguous(p.dq, nq, p.heads, p.head_dim);
-  make_contiguous(p.dk, nk, p.heads_kv, p.head_dim);
-  make_contiguous(p.dv, nk, p.heads_kv, p.head_dim_v);
+  const auto settle = [&](strobe_strides& s, int64_t batch, int64_t rows, int64_t heads,
+                          int64_t dim) {
+    make_contiguous(s, rows, heads, dim);
+    // The stride of a dimension with one entry means nothing, and kernels choose by strides: 0 is a
+    // multiple of whatever they ask for. With batch_invariant a batch of one goes where a larger
+    // one of its strides goes.
+    if (batch <= 1 && !p.batch_invariant) s.batch = 0;
+    if (rows <= 1) s.seqlen = 0;
+    if (heads <= 1) s.head = 0;
+  };
+  const int64_t entries_q = p.varlen ? 1 : p.batch;
+  const int64_t entries_k = p.varlen && !p.cache ? 1 : kv_entries(p);
+  settle(p.q, entries_q, nq, p.heads, p.head_dim);
+  settle(p.k, entries_k, nk, p.heads_kv, p.head_dim);
+  settle(p.v, entries_k, nk, p.heads_kv, p.head_dim_v);
+  settle(p.out, entries_q, nq, p.heads, p.head_dim_v);
+  settle(p.dout, entries_q, nq, p.heads, p.head_dim_v);
+  settle(p.dq, entries_q, nq, p.heads, p.head_dim);
+  settle(p.dk, entries_k, nk, p.heads_kv, p.head_dim);
+  settle(p.dv, entries_k, nk, p.heads_kv, p.head_dim_v);
   if (!p.append) return;
   const int64_t rows_new = packed_new ? p.total_new : p.seqlen_new;
-  make_contiguous(p.k_new, rows_new, p.heads_kv, p.head_dim);
-  make_contiguous(p.v_new, rows_new, p.heads_kv, p.head_dim_v);
+  const int64_t entries_new = packed_new ? 1 : p.batch;
+  settle(p.k_new, entries_new, rows_new, p.heads_kv, p.head_dim);
+  settle(p.v_new, entries_new, rows_new, p.heads_kv, p.head_dim_v);
 }
 
 namespace {

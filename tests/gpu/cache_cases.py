@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import strobe_torch as st
 import torch
 
 ZONE = 4096
 NONE, DENSE, PACKED = 0, 1, 2  # append
-ROWS_FIRST, HEADS_FIRST, INTERLEAVED, PADDED = range(4)  # layouts of the cache
+TMA_READS = ("q", "k", "v", "out")  # and writes
+ROWS_FIRST, HEADS_FIRST, INTERLEAVED = range(3)  # layouts of the cache
 
 
 @dataclass
@@ -37,6 +38,26 @@ class Sequence:
     @property
     def keys(self) -> int:
         return self.used - self.leftpad + self.added
+
+
+@dataclass(frozen=True)
+class Spacing:
+    """A tensor's place in memory besides the order of its dimensions. Each tensor of a case has its own: kernels choose by
+    what the least aligned of those that they look at allows."""
+
+    shift: int = 0  # elements off the allocator's alignment
+    pads: tuple[int, int, int] = (0, 0, 0)  # unused elements after each entry of the three outer dimensions
+    odd_stride: int = 0  # of dimensions with one entry, whose stride means nothing; 0: the true one
+
+
+def draw_spacing(r: random.Random, units: bool) -> Spacing:
+    """units: of 16 bytes, which TMA reads."""
+    if r.random() < 0.45:
+        return Spacing()
+    unit = 8 if units or r.random() < 0.5 else 1
+    shift = unit * r.randint(1, 9) if r.random() < 0.4 else 0
+    pads = [unit * r.randint(1, 3) if r.random() < 0.3 else 0 for _ in range(3)]
+    return Spacing(shift, (pads[0], pads[1], pads[2]), r.choice((1, 7, 12)) if r.random() < 0.3 else 0)
 
 
 @dataclass
@@ -69,6 +90,7 @@ class CacheCase:
     rotary_rows: int = 0
     interleaved: bool = False
     batch_invariant: bool = False
+    prompts: bool = False
 
     @property
     def batch(self) -> int:
@@ -90,6 +112,14 @@ class CacheCase:
     def longest_new(self) -> int:
         return max(s.added for s in self.sequences)
 
+    def spacing(self, of: str) -> Spacing:
+        """Of q, k, v, k_new, v_new, out, lse, cos or sin."""
+        units = self.prompts and of in TMA_READS
+        spacing = draw_spacing(random.Random(f"{self.seed} {of}"), units)
+        if units and self.batch_invariant:
+            return replace(spacing, odd_stride=0)  # a batch of one goes where a larger one goes
+        return spacing
+
 
 def length(r: random.Random, most: int) -> int:
     return r.choice((0, min(1, most), most, *(r.randint(0, most) for _ in range(5))))
@@ -100,7 +130,7 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
     sequences some with many and some with few."""
     r = random.Random(seed)
     heads_kv = r.choice((1, 1, 2, 3, 8))
-    dim = r.choice((64, 128, 128, 96, 256, 80, 8 * r.randint(1, 32) if prompts else r.randint(1, 256)))
+    dim = r.choice((64, 128, 128, 96, 256, 80, 8 * r.randint(1, 32) if prompts and r.random() < 0.5 else r.randint(1, 256)))
     dtype = r.choice(dtypes)
     queries = r.choice((70, 130, 300, 300) if prompts else (1, 1, 1, 4, 16, 70, 300))
     varlen = r.random() < 0.5
@@ -118,10 +148,12 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
         most_rows = r.randint(0, most_rows)
     c = CacheCase(
         seed, dtype, torch.float32 if r.random() < (0 if prompts else 0.25) else dtype, heads_kv * r.choice((1, 2, 4, 5, 8)), heads_kv, dim,
-        dim if r.random() < 0.8 else 8 * r.randint(1, 32) if prompts else r.randint(1, 256), paged, r.randint(0, 3), 0, rows, columns, most_rows, sequences,
+        dim if r.random() < 0.8 else 8 * r.randint(1, 32) if prompts else r.randint(1, 256), paged, r.randint(0, 2), 0, rows, columns, most_rows, sequences,
         varlen=varlen, causal=r.random() < 0.5, softcap=r.choice((0.0, 0.0, 0.0, 15.0)), alibi=r.choice((0, 0, 0, 1, 2)),
-        batch_invariant=r.random() < 0.3,
+        batch_invariant=r.random() < 0.3, prompts=prompts,
     )  # fmt: skip
+    if prompts:  # TMA writes whole units of out
+        c.head_dim_v = (c.head_dim_v + 7) // 8 * 8
     if c.head_dim != c.head_dim_v and c.layout == INTERLEAVED:
         c.layout = HEADS_FIRST
     for name, chance in (("seqused_q", 0.2), ("seqused_k", 0.9), ("leftpad", 0.25), ("q_position", 0.15)):
@@ -231,16 +263,17 @@ class Tensors:
         self.c, self.device = c, torch.device(device)
         self.generator = torch.Generator(device=device).manual_seed(c.seed)
         shape = (c.total, c.heads) if c.varlen else (c.batch, c.longest, c.heads)
-        self.q = self.random(*shape, c.head_dim).to(c.dtype)
-        self.out_storage, self.out = self.guarded((*shape, c.head_dim_v), c.out_dtype)
+        self.q = self.filled("q", (*shape, c.head_dim))
+        self.out_storage, self.out = self.place("out", (*shape, c.head_dim_v), c.out_dtype)
         lse = (c.heads, c.total) if c.varlen else (c.batch, c.heads, c.longest)
-        self.lse_storage, self.lse = self.guarded(lse, torch.float32)
+        self.lse_storage, self.lse = self.place("lse", lse, torch.float32, contiguous=True)
         new = (sum(s.added for s in c.sequences),) if c.append == PACKED else (c.batch, c.longest_new)
-        self.k_new = self.random(*new, c.heads_kv, c.head_dim).to(c.dtype)
-        self.v_new = self.random(*new, c.heads_kv, c.head_dim_v).to(c.dtype)
+        self.k_new = self.filled("k_new", (*new, c.heads_kv, c.head_dim))
+        self.v_new = self.filled("v_new", (*new, c.heads_kv, c.head_dim_v))
         self._place_cache()
         angles = 6.28 * torch.rand(c.rotary_rows, c.rotary_dim // 2, generator=self.generator, device=device)
-        self.cos, self.sin = angles.cos().to(c.dtype), angles.sin().to(c.dtype)
+        self.cos = self.place("cos", tuple(angles.shape), c.dtype, contiguous=True)[1].copy_(angles.cos())
+        self.sin = self.place("sin", tuple(angles.shape), c.dtype, contiguous=True)[1].copy_(angles.sin())
         slopes = (c.heads,) if c.alibi == 1 else (c.batch, c.heads)
         self.slopes = 0.2 * torch.rand(slopes, generator=self.generator, device=device) if c.alibi else None
         for b, s in enumerate(c.sequences):
@@ -250,34 +283,38 @@ class Tensors:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)
 
-    def guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        storage = torch.full((2 * ZONE + math.prod(shape),), math.nan, dtype=dtype, device=self.device)
-        return storage, storage[ZONE : ZONE + math.prod(shape)].view(shape)
+    def place(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory full of NaN, and between red zones in it a tensor where the case's spacing puts it."""
+        spacing = self.c.spacing(name)
+        pads = (0, 0, 0) if contiguous else spacing.pads
+        of_units = name in TMA_READS and self.c.prompts
+        strides, span = [1], shape[-1]
+        for size, pad in zip(reversed(shape[:-1]), [*reversed(pads), 0], strict=False):
+            span += pad
+            if of_units and len(strides) == 1:
+                span = (span + 7) // 8 * 8
+            strides.insert(0, spacing.odd_stride if size == 1 and spacing.odd_stride and not contiguous else span)
+            span *= size
+        storage = torch.full((2 * ZONE + spacing.shift + span,), math.nan, dtype=dtype, device=self.device)
+        return storage, storage.as_strided(shape, strides, ZONE + spacing.shift)
+
+    def filled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.place(name, shape, self.c.dtype)[1].copy_(self.random(*shape))
 
     def _place_cache(self) -> None:
         c = self.c
-        self.pools, views = [], []
-        for dim in (c.head_dim, c.head_dim_v):
-            shapes = {
-                ROWS_FIRST: (c.entries, c.rows, c.heads_kv, dim),
-                HEADS_FIRST: (c.entries, c.heads_kv, c.rows, dim),
-                INTERLEAVED: (c.entries, 2, c.rows, c.heads_kv, dim),
-                PADDED: (c.entries, c.rows + 1, c.heads_kv + 1, dim + (8 if c.seed % 2 else 3)),
-            }
-            if c.layout == INTERLEAVED and self.pools:
-                views.append(views[0])
-                continue
-            storage, view = self.guarded(shapes[c.layout], c.dtype)
-            self.pools.append(storage)
-            views.append(view)
-        self.k, self.v = views
+        if c.layout == INTERLEAVED:
+            pool, both = self.place("k", (c.entries, 2, c.rows, c.heads_kv, c.head_dim), c.dtype)
+            self.pools, (self.k, self.v) = [pool], both.unbind(1)
+        else:
+            inner = (c.heads_kv, c.rows) if c.layout == HEADS_FIRST else (c.rows, c.heads_kv)
+            k_pool, self.k = self.place("k", (c.entries, *inner, c.head_dim), c.dtype)
+            v_pool, self.v = self.place("v", (c.entries, *inner, c.head_dim_v), c.dtype)
+            self.pools = [k_pool, v_pool]
         if c.layout == HEADS_FIRST:
-            self.k, self.v = (view.transpose(1, 2) for view in views)
-        elif c.layout == INTERLEAVED:
-            self.k, self.v = views[0][:, 0], views[0][:, 1]
-        elif c.layout == PADDED:
-            self.k = views[0][:, : c.rows, : c.heads_kv, : c.head_dim]
-            self.v = views[1][:, : c.rows, : c.heads_kv, : c.head_dim_v]
+            self.k, self.v = self.k.transpose(1, 2), self.v.transpose(1, 2)
         for s in c.sequences:
             at = self.places(s, 0, s.used - s.leftpad)
             if at[0].numel():

@@ -16,7 +16,8 @@
 
 namespace strobe::cuda {
 
-/// Where the new keys of a sequence are: key j, from `begin` on, at k + j rows.
+/// Where the new keys of a sequence are: key j, from `begin` on, at k + j rows. Where the cache has
+/// them already, `begin` is past every key.
 struct NewKeys {
   const char *k, *v;
   int32_t begin;
@@ -57,7 +58,7 @@ struct Rotation {
 
   /// position: in range, where anything is rotated.
   __device__ __forceinline__ static Rotation at(const DecodeUpdateParams& p, int64_t position) {
-    return {&p, position * (p.cache.rotary_dim / 2)};
+    return {&p, p.rotary_cos ? position * (p.cache.rotary_dim / 2) : -1};
   }
   /// Element d of the row after the embedding, rounded once.
   __device__ __forceinline__ T value(const T* row, int d) const {
@@ -150,7 +151,7 @@ __device__ __forceinline__ NewKeys new_keys_of(const DecodeUpdateParams& p, cons
     return static_cast<const char*>(t.data) +
            2 * t.element(s.new_entry, s.new_row - s.new_begin, head_kv);
   };
-  return {row(p.k_new), row(p.v_new), static_cast<int32_t>(s.new_begin),
+  return {row(p.k_new), row(p.v_new), p.k_new.data ? static_cast<int32_t>(s.new_begin) : INT32_MAX,
           static_cast<int32_t>(s.rotary_start - s.new_begin)};
 }
 
@@ -171,6 +172,7 @@ __device__ __forceinline__ int32_t sequence_of_row(const int32_t* begins, int32_
 template <typename Shape, bool kElements>
 __device__ __forceinline__ void append(const DecodeUpdateParams& p) {
   static_assert(Shape::kWidth / 8 <= 32, "a lane has one chunk of a row");
+  if (!p.k_new.data) return;
   const CachedSequences& c = p.cache;
   const int lane = static_cast<int>(threadIdx.x % 32), column = 8 * lane;
   const int64_t rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;

@@ -53,7 +53,9 @@ struct DecodeParams : ForwardParams {
 };
 
 /// The same, and what is done to the cache besides reading it: kernels that only read take the base
-/// alone.
+/// alone. A kernel that could do it and finds it done, since another one of the launch went before
+/// it, has null pointers here: it reads every key from the cache and takes queries as they are,
+/// though `cache` still counts the new keys.
 struct DecodeUpdateParams : DecodeParams {
   Tensor k_new, v_new;  // of each sequence, or packed, of as many rows as `cache` says
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]

@@ -58,8 +58,10 @@ struct QueryChunks {
     const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
     const char* const from = piece.q + 2 * (p.q.element(0, query, head) + column);
     if constexpr (kUpdates<Params>) {
-      // Out of range, the position is of no use, and the row becomes NaN.
-      if (column < p.cache.rotary_dim && piece.in_range) {
+      // Out of range, the position is of no use, and the row becomes NaN. (Kernels for whole units
+      // are launched with these parameters only where they rotate themselves.)
+      const bool rotates = !kElements || p.rotary_cos;
+      if (rotates && column < p.cache.rotary_dim && piece.in_range) {
         const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
         rotate_chunk<typename Shape::T>(word, p, from - 2 * column, position, column,
                                         p.head_dim - column);

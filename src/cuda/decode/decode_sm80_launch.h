@@ -99,8 +99,8 @@ KernelHandle& decode_handle(bool general) {
                    Shape::kSharedBytes)};
   return kernels[general];
 }
-/// The one kernel of a shape for tensors of any alignment, new keys and rotary embedding or none;
-/// where a kernel of its own does these, it takes no more than the others.
+/// The one kernel of a shape for tensors of any alignment, whether it appends and rotates or not;
+/// rows that leave that to a kernel of its own take the parameters of those that only read.
 template <DecodeConfig kConfig>
 using ElementsParams =
     std::conditional_t<updates_before(kConfig), DecodeParams, DecodeUpdateParams>;
@@ -138,7 +138,7 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
       p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
   const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
   if (elements || new_elements) {
-    ElementsParams<kConfig> own{};
+    ElementsParams<kConfig> own{};  // of parameters that only read, nothing new: null pointers
     static_cast<Params&>(own) = p;
     void* args[] = {&own, &d};
     return elements_handle<kConfig>().launch(grid, Shape::kThreads, args, target);

@@ -57,8 +57,11 @@ __device__ __forceinline__ void load_boxes(uint8_t* tile, const CUtensorMap& map
       }
       ptx::fence_proxy_async();
     }
-    __syncwarp();
   }
+  // Every lane has seen that the stage is free before lane 0 lets the block arrive: where its box
+  // is the only one, consumers could free the stage again, and a lane that still waits cannot tell
+  // that phase from the one before.
+  __syncwarp();
   if (lane == 0) full.arrive_expect(bytes);
   if (!there) return;
 #pragma unroll 1
