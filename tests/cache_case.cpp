@@ -191,7 +191,7 @@ void ChooseRotary(CacheCase& c, Rng& rng) {
 }  // namespace
 
 int64_t CacheCase::queries() const {
-  int64_t n = 0;
+  int64_t n = varlen ? past_q : 0;
   for (const CacheSequence& s : sequences) n += s.queries;
   return n;
 }
@@ -239,6 +239,8 @@ CacheCase GenerateCacheCase(uint64_t seed) {
   c.batch_invariant = rng.Chance(0.3);
   c.threads = static_cast<int32_t>(rng.Integer(1, 4));
   ChooseSpacings(c, rng);
+  if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
+  if (c.append == STROBE_APPEND_PACKED && rng.Chance(0.2)) c.past_new = rng.Integer(1, 20);
   return c;
 }
 
@@ -248,10 +250,10 @@ std::string ToString(const CacheCase& c) {
     << c.heads << "/" << c.heads_kv << ", dims " << c.head_dim << "/" << c.head_dim_v << ", "
     << (c.paged ? "pages " : "entries ") << c.entries << " x " << c.rows << ", seqlen_k "
     << c.most_rows << ", layout " << static_cast<int>(c.layout) << ", append " << c.append
-    << (c.varlen ? ", varlen" : "") << (c.causal ? ", causal" : "") << ", window " << c.window_left
-    << " " << c.window_right << ", chunk " << c.chunk << ", softcap " << c.softcap << ", alibi "
-    << c.alibi << ", rotary " << c.rotary_dim << (c.interleaved ? " interleaved" : "")
-    << ", threads " << c.threads << "\n ";
+    << (c.varlen ? ", varlen" : "") << ", past the end " << c.past_q << "/" << c.past_new
+    << (c.causal ? ", causal" : "") << ", window " << c.window_left << " " << c.window_right
+    << ", chunk " << c.chunk << ", softcap " << c.softcap << ", alibi " << c.alibi << ", rotary "
+    << c.rotary_dim << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

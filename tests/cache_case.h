@@ -46,6 +46,7 @@ struct CacheCase {
   int64_t columns = 0, table_stride = 0;  // paged
   int64_t most_rows = 0;                  // seqlen_k
   int32_t append = STROBE_APPEND_NONE;
+  int64_t past_q = 0, past_new = 0;  // packed: rows past the end of the last sequence
   bool varlen = false, with_used_q = false, with_lengths = true, with_leftpad = false;
   bool with_entries = false, with_q_position = false, with_prefix = false;
   std::vector<CacheSequence> sequences;
@@ -62,7 +63,7 @@ struct CacheCase {
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 
   int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
-  int64_t queries() const;  // of all sequences, in use or not
+  int64_t queries() const;  // of all sequences, in use or not, and those past their end
   int64_t added() const;
   int64_t longest_queries() const;
   int64_t longest_added() const;

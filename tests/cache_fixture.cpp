@@ -148,7 +148,7 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   const int64_t batch = c.varlen ? 1 : c.batch();
   const int64_t rows = c.varlen ? c.queries() : c.sequences[0].queries;
   const bool packed = c.append == STROBE_APPEND_PACKED;
-  const int64_t rows_new = packed ? c.added() : c.longest_added();
+  const int64_t rows_new = packed ? c.added() + c.past_new : c.longest_added();
   const int64_t batch_new = packed ? 1 : c.batch();
   q = Place(c.dtype, batch, rows, c.heads, c.head_dim, c.q);
   out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, c.out);
@@ -233,7 +233,7 @@ strobe_problem CacheFixture::Problem() const {
     p.k_new = k_new.strides;
     p.v_new = v_new.strides;
   }
-  if (c.append == STROBE_APPEND_PACKED) p.total_new = c.added();
+  if (c.append == STROBE_APPEND_PACKED) p.total_new = c.added() + c.past_new;
   if (c.rotary_dim) {
     p.rotary_dim = c.rotary_dim;
     p.rotary_rows = c.rotary_rows;

@@ -37,6 +37,11 @@ class PlainCache {
   void Run() {
     for (int64_t b = 0; b < p_.batch; ++b) Append(all_.sequence(b));
     for (int64_t b = 0; b < p_.batch; ++b) Attend(all_.sequence(b));
+    if (!p_.varlen) return;
+    strobe::CachedSequence nobody{};  // the rows past the end of the last
+    nobody.q_row = nobody.lse_row = a_.cu_seqlens_q[p_.batch];
+    nobody.rows_q = p_.total_q - nobody.q_row;
+    Attend(nobody);
   }
 
  private:

@@ -184,12 +184,12 @@ void Fixture::PoisonUnused() const {
       if (!used[static_cast<size_t>(row)]) t.Set(e, std::nan(""));
     });
   };
-  if (case_.has_seqused_q) {
+  if (case_.has_seqused_q || case_.past_q > 0) {
     poison(q, case_.q, true);
     poison(dout, case_.dout, true);
     poison(dlse_, {}, true);
   }
-  if (case_.has_seqused_k) {
+  if (case_.has_seqused_k || case_.past_k > 0) {
     poison(k, case_.k, false);
     poison(v, case_.v, false);
   }

@@ -243,12 +243,8 @@ std::string Join(const std::vector<T>& values) {
 
 int64_t Case::longest_q() const { return *std::max_element(seqlens_q.begin(), seqlens_q.end()); }
 int64_t Case::longest_k() const { return *std::max_element(seqlens_k.begin(), seqlens_k.end()); }
-int64_t Case::rows_q() const {
-  return std::accumulate(seqlens_q.begin(), seqlens_q.end(), int64_t{0});
-}
-int64_t Case::rows_k() const {
-  return std::accumulate(seqlens_k.begin(), seqlens_k.end(), int64_t{0});
-}
+int64_t Case::rows_q() const { return std::accumulate(seqlens_q.begin(), seqlens_q.end(), past_q); }
+int64_t Case::rows_k() const { return std::accumulate(seqlens_k.begin(), seqlens_k.end(), past_k); }
 
 int64_t Case::Work() const {
   int64_t scores = 0;
@@ -282,14 +278,22 @@ Case GenerateCase(uint64_t seed) {
   c.without_lse = rng.Chance(0.1);
   c.fields_defaulted = rng.Chance(0.5);
   PickSequences(rng, c);
+  const bool same_rows = c.packing == Packing::kQkv;
+  if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
+  if (c.varlen && rng.Chance(0.2)) c.past_k = rng.Integer(1, 70);
+  if (same_rows) c.past_k = c.past_q;
   return c;
 }
 
 std::string ToString(const Case& c) {
   std::ostringstream text;
   text << "seed " << c.seed << ": " << oracle::Name(c.dtype) << ", seqlens_q {" << Join(c.seqlens_q)
-       << "}, seqlens_k {" << Join(c.seqlens_k) << "}" << (c.varlen ? " varlen" : "") << ", heads "
-       << c.heads << "/" << c.heads_kv << ", head_dim " << c.head_dim << "/" << c.head_dim_v;
+       << "}, seqlens_k {" << Join(c.seqlens_k) << "}" << (c.varlen ? " varlen" : "")
+       << (c.past_q || c.past_k
+               ? ", past the end " + std::to_string(c.past_q) + "/" + std::to_string(c.past_k)
+               : "")
+       << ", heads " << c.heads << "/" << c.heads_kv << ", head_dim " << c.head_dim << "/"
+       << c.head_dim_v;
   strobe::for_each_option(c, [&](const strobe::Option& option, auto value) {
     if (static_cast<double>(value) != option.otherwise && !(value != value))
       text << ", " << option.field << " " << +value;

@@ -43,6 +43,8 @@ struct Case : strobe::Options {
   int64_t slack_q = 0,
           slack_k = 0;  // varlen: by how much the given longest lengths exceed the true ones
 
+  int64_t past_q = 0, past_k = 0;  // varlen: rows past the end of the last sequence
+
   uint64_t dropout_seed = 0, dropout_offset = 0;
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
   /// must not matter: NaN, where the memory is no other row's too.
@@ -60,7 +62,7 @@ struct Case : strobe::Options {
   int64_t batch() const { return static_cast<int64_t>(seqlens_q.size()); }
   int64_t longest_q() const;
   int64_t longest_k() const;
-  int64_t rows_q() const;  // of all sequences together
+  int64_t rows_q() const;  // of all sequences together, and those past their end
   int64_t rows_k() const;
   /// Multiplications of one of the five matrix products, unmasked.
   int64_t Work() const;

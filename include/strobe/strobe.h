@@ -119,7 +119,7 @@ typedef struct strobe_problem {
   int32_t varlen;  /* 1: sequences are packed end to end and the arguments carry cu_seqlens_q and
                       cu_seqlens_k */
   int32_t causal;  /* 1: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned) */
-  int64_t total_q; /* varlen: rows of q, all sequences together */
+  int64_t total_q; /* varlen: rows of q, all sequences together, and rows past their end */
   int64_t total_k; /* varlen: rows of k and v, all sequences together */
 
   /* Sliding window: query i sees keys in [i + seqlen_k - seqlen_q - window_left, i + seqlen_k -
@@ -230,7 +230,9 @@ typedef struct strobe_forward_args {
   const void* v; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
   void* out;     /* [batch, seqlen_q, heads, head_dim_v], or [total_q, ...] */
   float* lse;    /* [batch, heads, seqlen_q], or [heads, total_q]; contiguous. NULL: not wanted */
-  const int32_t* cu_seqlens_q; /* varlen: [batch + 1], from 0 to total_q, not decreasing */
+  /* varlen: [batch + 1], from 0 to at most total_q, not decreasing. Rows past the last are no
+   * sequence's: never read, their out is 0, their lse -inf, their gradients are 0. */
+  const int32_t* cu_seqlens_q;
   const int32_t* cu_seqlens_k; /* varlen: [batch + 1] */
   const float* alibi_slopes;   /* [heads] or [batch, heads], when the problem has ALiBi */
   uint64_t dropout_seed, dropout_offset; /* of the Philox generator, when dropout_p > 0 */

@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
         q: (total_q, heads, head_dim).
         k: (total_k, heads_kv, head_dim).
         v: (total_k, heads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to total: where sequences begin and
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: where sequences begin and
             the last one ends.
         max_seqlen_q, max_seqlen_k: the longest sequences, or upper bounds.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
@@ -217,7 +217,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: (total, 3, heads, head_dim), read where it lies.
-        cu_seqlens: int32, (batch + 1,), from 0 to total.
+        cu_seqlens: int32, (batch + 1,), from 0 to at most total.
         max_seqlen: the longest sequence, or an upper bound.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_varlen_func`.

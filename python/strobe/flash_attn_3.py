@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
             there.
         k, v: as there, or with cu_seqlens_k_new (total_new, heads_kv, ...).
         page_table: block_table there.
-        cu_seqlens_q, cu_seqlens_k_new: int32, (batch + 1,), from 0 to total.
+        cu_seqlens_q, cu_seqlens_k_new: int32, (batch + 1,), from 0 to at most total.
         max_seqlen_q: the longest sequence of queries with cu_seqlens_q, or an upper bound; None:
             found from cu_seqlens_q, if that is in the CPU's memory.
         rotary_seqlens: int32, (batch,): the position of each sequence's first query and new key;

@@ -208,6 +208,24 @@ void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
 }
 
+// Rows of packed tensors past the end of the last sequence, which are nobody's: as rows that are
+// not in use.
+Range past_end(const int32_t* begins, int64_t batch, int64_t total) {
+  return {begins ? min64(max64(begins[batch], 0), total) : total, total};
+}
+void fill_past_end(const ForwardContext& c) {
+  const AttentionProblem& p = c.problem;
+  const Range rows = past_end(c.sequences.cu_q, p.batch, p.total_q);
+  for (int64_t head = 0; head < p.heads; ++head) fill_unused(c, Sequence{}, head, rows);
+}
+void fill_past_end(const BackwardContext& c) {
+  const AttentionProblem& p = c.problem;
+  const Range queries = past_end(c.sequences.cu_q, p.batch, p.total_q);
+  const Range keys = past_end(c.sequences.cu_k, p.batch, p.total_k);
+  for (int64_t head = 0; head < p.heads; ++head) clear_dq(c, Sequence{}, head, queries);
+  for (int64_t head = 0; head < p.heads_kv; ++head) fill_unused_keys(c, Sequence{}, head, keys);
+}
+
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {
  public:
@@ -354,6 +372,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
     }
     fill_unused(context, s, item.head, queries.unused);
   });
+  fill_past_end(context);
   return interrupt.status();
 }
 
@@ -399,6 +418,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     }
     fill_unused_keys(context, s, head, keys.unused);
   });
+  fill_past_end(context);
   return interrupt.status();
 }
 

@@ -73,7 +73,7 @@ class Launch:
         strided = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
         if c.append:
             p.append, p.seqlen_new = c.append, c.longest_new
-            p.total_new = sum(s.added for s in c.sequences) if c.append == PACKED else 0
+            p.total_new = c.total_new if c.append == PACKED else 0
             strided |= {"k_new": t.k_new, "v_new": t.v_new}
         p.rotary_dim, p.rotary_rows, p.rotary_interleaved = c.rotary_dim, c.rotary_rows, int(c.interleaved)
         for name, tensor in strided.items():
@@ -130,6 +130,8 @@ def run_plain(t: Tensors) -> None:
             there = (0 <= entry) & (entry < c.entries)
             t.k[entry[there], row[there]] = t.turned_keys(b).to(c.dtype)[there]
             t.v[entry[there], row[there]] = t.new_rows(t.v_new, b)[there]
+    if c.past:
+        t.out[-c.past :], t.lse[:, -c.past :] = 0, -math.inf
     for b, s in enumerate(c.sequences):
         out, lse, n = t.queries(t.out, b), t.lse_of(b), s.used_queries
         out[n:], lse[:, n:] = 0, -math.inf
@@ -213,6 +215,9 @@ def check_cache(t: Tensors, before: list[torch.Tensor]) -> None:
 
 def check(t: Tensors, before: list[torch.Tensor]) -> None:
     check_cache(t, before)
+    if t.c.past:
+        assert bool((t.out[-t.c.past :] == 0).all()), "out: rows past the end of the last sequence, expected 0"
+        assert bool((t.lse[:, -t.c.past :] == -math.inf).all()), "lse: rows past the end of the last sequence, expected -inf"
     for b, s in enumerate(t.c.sequences):
         out, lse, n = t.queries(t.out, b), t.lse_of(b), s.used_queries
         assert bool((out[n:] == 0).all()), f"out of sequence {b}: rows that are not in use, expected 0"

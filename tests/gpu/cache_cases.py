@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import strobe_torch as st
 import torch
+from spacing import Spacing, place
+from spacing import draw as draw_spacing
 
-ZONE = 4096
 NONE, DENSE, PACKED = 0, 1, 2  # append
 TMA_READS = ("q", "k", "v", "out")  # and writes
 ROWS_FIRST, HEADS_FIRST, INTERLEAVED = range(3)  # layouts of the cache
@@ -38,26 +39,6 @@ class Sequence:
     @property
     def keys(self) -> int:
         return self.used - self.leftpad + self.added
-
-
-@dataclass(frozen=True)
-class Spacing:
-    """A tensor's place in memory besides the order of its dimensions. Each tensor of a case has its own: kernels choose by
-    what the least aligned of those that they look at allows."""
-
-    shift: int = 0  # elements off the allocator's alignment
-    pads: tuple[int, int, int] = (0, 0, 0)  # unused elements after each entry of the three outer dimensions
-    odd_stride: int = 0  # of dimensions with one entry, whose stride means nothing; 0: the true one
-
-
-def draw_spacing(r: random.Random, units: bool) -> Spacing:
-    """units: of 16 bytes, which TMA reads."""
-    if r.random() < 0.45:
-        return Spacing()
-    unit = 8 if units or r.random() < 0.5 else 1
-    shift = unit * r.randint(1, 9) if r.random() < 0.4 else 0
-    pads = [unit * r.randint(1, 3) if r.random() < 0.3 else 0 for _ in range(3)]
-    return Spacing(shift, (pads[0], pads[1], pads[2]), r.choice((1, 7, 12)) if r.random() < 0.3 else 0)
 
 
 @dataclass
@@ -91,6 +72,8 @@ class CacheCase:
     interleaved: bool = False
     batch_invariant: bool = False
     prompts: bool = False
+    past: int = 0  # packed queries: rows past the end of the last sequence
+    past_new: int = 0  # packed new keys: likewise
 
     @property
     def batch(self) -> int:
@@ -102,7 +85,11 @@ class CacheCase:
 
     @property
     def total(self) -> int:
-        return sum(s.queries for s in self.sequences)
+        return self.past + sum(s.queries for s in self.sequences)
+
+    @property
+    def total_new(self) -> int:
+        return self.past_new + sum(s.added for s in self.sequences)
 
     @property
     def longest(self) -> int:
@@ -115,7 +102,7 @@ class CacheCase:
     def spacing(self, of: str) -> Spacing:
         """Of q, k, v, k_new, v_new, out, lse, cos or sin."""
         units = self.prompts and of in TMA_READS
-        spacing = draw_spacing(random.Random(f"{self.seed} {of}"), units)
+        spacing = draw_spacing(f"{self.seed} {of}", units)
         if units and self.batch_invariant:
             return replace(spacing, odd_stride=0)  # a batch of one goes where a larger one goes
         return spacing
@@ -152,6 +139,8 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
         varlen=varlen, causal=r.random() < 0.5, softcap=r.choice((0.0, 0.0, 0.0, 15.0)), alibi=r.choice((0, 0, 0, 1, 2)),
         batch_invariant=r.random() < 0.3, prompts=prompts,
     )  # fmt: skip
+    c.past = r.randint(1, 200) if varlen and r.random() < 0.2 else 0
+    c.past_new = r.randint(1, 40) if r.random() < 0.2 else 0
     if prompts:  # TMA writes whole units of out
         c.head_dim_v = (c.head_dim_v + 7) // 8 * 8
     if c.head_dim != c.head_dim_v and c.layout == INTERLEAVED:
@@ -267,7 +256,7 @@ class Tensors:
         self.out_storage, self.out = self.place("out", (*shape, c.head_dim_v), c.out_dtype)
         lse = (c.heads, c.total) if c.varlen else (c.batch, c.heads, c.longest)
         self.lse_storage, self.lse = self.place("lse", lse, torch.float32, contiguous=True)
-        new = (sum(s.added for s in c.sequences),) if c.append == PACKED else (c.batch, c.longest_new)
+        new = (c.total_new,) if c.append == PACKED else (c.batch, c.longest_new)
         self.k_new = self.filled("k_new", (*new, c.heads_kv, c.head_dim))
         self.v_new = self.filled("v_new", (*new, c.heads_kv, c.head_dim_v))
         self._place_cache()
@@ -278,6 +267,8 @@ class Tensors:
         self.slopes = 0.2 * torch.rand(slopes, generator=self.generator, device=device) if c.alibi else None
         for b, s in enumerate(c.sequences):
             self.queries(self.q, b)[s.used_queries :] = math.nan
+        if c.past:
+            self.q[-c.past :] = math.nan
         self.arrays = self.make_arrays()
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -286,19 +277,11 @@ class Tensors:
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory full of NaN, and between red zones in it a tensor where the case's spacing puts it."""
+        """Memory full of NaN, and in it a tensor where the case's spacing puts it."""
         spacing = self.c.spacing(name)
-        pads = (0, 0, 0) if contiguous else spacing.pads
-        of_units = name in TMA_READS and self.c.prompts
-        strides, span = [1], shape[-1]
-        for size, pad in zip(reversed(shape[:-1]), [*reversed(pads), 0], strict=False):
-            span += pad
-            if of_units and len(strides) == 1:
-                span = (span + 7) // 8 * 8
-            strides.insert(0, spacing.odd_stride if size == 1 and spacing.odd_stride and not contiguous else span)
-            span *= size
-        storage = torch.full((2 * ZONE + spacing.shift + span,), math.nan, dtype=dtype, device=self.device)
-        return storage, storage.as_strided(shape, strides, ZONE + spacing.shift)
+        if contiguous:
+            spacing = Spacing(spacing.shift)
+        return place(shape, dtype, spacing, math.nan, self.device, self.c.prompts and name in TMA_READS)
 
     def filled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.place(name, shape, self.c.dtype)[1].copy_(self.random(*shape))

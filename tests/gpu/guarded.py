@@ -11,6 +11,7 @@ from collections.abc import Callable
 import strobe_torch as st
 import torch
 from device import DEV, synchronize
+from spacing import Spacing, place
 from strobe_torch import Backward, Case, Forward
 
 _end = math.inf  # time.monotonic() when tests have to stop
@@ -30,19 +31,21 @@ def out_of_time() -> bool:
 
 
 POISON = -6.0e4  # representable, after rounding, in all three types
-ZONE = 4096  # values before and after each output
+
+# Where a problem's tensors stand, by their names.
+Spacings = Callable[[str], Spacing]
+
+
+def alike(_: str) -> Spacing:
+    """All as the allocator gives them."""
+    return Spacing()
 
 
 class Guarded:
-    """A tensor between red zones, all poisoned. `strides`: of a larger layout that it is cut from."""
+    """A tensor between red zones, all poisoned."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pad: int = 0, shift: int = 0):
-        self.shape, self.pad = shape, pad
-        inner = (*shape[:-1], shape[-1] + pad)
-        count = math.prod(inner)
-        self.storage = torch.full((ZONE + shift + count + ZONE,), POISON, dtype=dtype, device=DEV)
-        at = self.storage[ZONE + shift : ZONE + shift + count].view(inner)
-        self.tensor = at[..., : shape[-1]]
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, spacing: Spacing = Spacing()):  # noqa: B008 - frozen
+        self.storage, self.tensor = place(shape, dtype, spacing, POISON, DEV)
 
     def touched_outside(self) -> bool:
         copy = self.storage.clone()
@@ -52,18 +55,23 @@ class Guarded:
         return not bool((copy == poison).all())
 
 
-def make_inputs(
-    case: Case, seed: int, pad: int = 0, shift: int = 0, sigma: float = 1.0
-) -> dict[str, torch.Tensor]:
+def make_inputs(case: Case, seed: int, spacings: Spacings = alike, sigma: float = 1.0) -> dict[str, torch.Tensor]:
     g = torch.Generator(device=DEV).manual_seed(seed)
 
     def one(name: str) -> torch.Tensor:
-        shape = case.shape(name)
-        inner = (*shape[:-1], shape[-1] + pad)
-        flat = torch.randn(math.prod(inner) + shift, generator=g, device=DEV) * sigma
-        return flat.to(case.dtype)[shift:].view(inner)[..., : shape[-1]]
+        tensor = place(case.shape(name), case.dtype, spacings(name), math.nan, DEV)[1]
+        tensor.copy_(torch.randn(tensor.shape, generator=g, device=DEV) * sigma)
+        forget_past(case, name, tensor)
+        return tensor
 
     return {name: one(name) for name in ("q", "k", "v")}
+
+
+def forget_past(case: Case, name: str, tensor: torch.Tensor) -> None:
+    """NaN in the rows that are no sequence's: nothing reads them."""
+    past = case.past[0 if name in ("q", "dout") else 1]
+    if past:
+        tensor[-past:] = math.nan
 
 
 def worst(x: torch.Tensor, ref: torch.Tensor) -> float:
@@ -102,10 +110,10 @@ def check_close(
     return got / limit if limit else 0.0
 
 
-def run_case(case: Case, seed: int, pad: int = 0, shift: int = 0, sigma: float = 1.0,
+def run_case(case: Case, seed: int, spacings: Spacings = alike, sigma: float = 1.0,
              change: Callable[[dict[str, torch.Tensor]], None] | None = None, backward: bool = False) -> float:  # fmt: skip
     """One case against the reference: the worst error over what is allowed."""
-    x = make_inputs(case, seed, pad, shift, sigma)
+    x = make_inputs(case, seed, spacings, sigma)
     if change:
         change(x)
     before = {name: tensor.clone() for name, tensor in x.items()}
@@ -114,7 +122,7 @@ def run_case(case: Case, seed: int, pad: int = 0, shift: int = 0, sigma: float =
         shape = (case.heads,) if case.alibi == 1 else (case.batch, case.heads)
         slopes = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(DEV) * 0.3
     keep = st.host_dropout_mask(case, seed, 5) if case.dropout_p > 0 else None
-    out = Guarded(case.shape("out"), case.dtype, pad, shift)
+    out = Guarded(case.shape("out"), case.dtype, spacings("out"))
     lse = Guarded(case.lse_shape(), torch.float32)
     forward = Forward(case, **x, out=out.tensor, lse=lse.tensor, alibi_slopes=slopes, seed=seed, offset=5)
     forward.run()
@@ -133,7 +141,7 @@ def run_case(case: Case, seed: int, pad: int = 0, shift: int = 0, sigma: float =
     # lse is float32 whatever the inputs are: hold it to the input dtype's rule.
     check_close("lse", lse.tensor, ref_lse, other_lse)
     if backward:
-        ratio = max(ratio, run_backward(case, x, out.tensor, lse.tensor, seed, pad, shift, slopes, keep))
+        ratio = max(ratio, run_backward(case, x, out.tensor, lse.tensor, seed, spacings, slopes, keep))
     for name, tensor in x.items():
         if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
             raise AssertionError(f"{name}: an input has changed")
@@ -141,16 +149,15 @@ def run_case(case: Case, seed: int, pad: int = 0, shift: int = 0, sigma: float =
 
 
 def run_backward(
-    case: Case, x: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor, seed: int, pad: int,
-    shift: int, slopes: torch.Tensor | None, keep: torch.Tensor | None,
+    case: Case, x: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor, seed: int, spacings: Spacings,
+    slopes: torch.Tensor | None, keep: torch.Tensor | None,
 ) -> float:  # fmt: skip
     g = torch.Generator(device=DEV).manual_seed(seed + 1)
-    shape = case.shape("out")
-    inner = (*shape[:-1], shape[-1] + pad)
-    flat = torch.randn(math.prod(inner) + shift, generator=g, device=DEV).to(case.dtype)
-    dout = flat[shift:].view(inner)[..., : shape[-1]]
+    dout = place(case.shape("out"), case.dtype, spacings("dout"), math.nan, DEV)[1]
+    dout.copy_(torch.randn(dout.shape, generator=g, device=DEV))
+    forget_past(case, "dout", dout)
     dlse = torch.randn(case.lse_shape(), generator=g, device=DEV) if case.has_dlse else None
-    grads = {name: Guarded(case.shape(name), case.dtype, pad, shift) for name in ("dq", "dk", "dv")}
+    grads = {name: Guarded(case.shape(name), case.dtype, spacings(name)) for name in ("dq", "dk", "dv")}
     tensors = {**x, "out": out, "dout": dout, **{name: guarded.tensor for name, guarded in grads.items()}}
     launch = Backward(case, tensors, lse, dlse, slopes, seed=seed, offset=5)
     launch.run()

@@ -19,6 +19,7 @@ tests/gpu/sanitize.py has compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -37,8 +38,9 @@ import extremes
 import promises
 import strobe_torch as st
 import torch
-from guarded import make_inputs, out_of_time, run_case, stop_after
+from guarded import alike, make_inputs, out_of_time, run_case, stop_after
 from rows import ROWS, Row
+from spacing import Spacing, draw
 from strobe_torch import Backward, Case, Forward, lib
 
 
@@ -62,6 +64,7 @@ def random_case(r: random.Random) -> Case:
         batch = r.randint(1, 5)
         case["lengths_q"] = [length() for _ in range(batch)]
         case["lengths_k"] = [length() for _ in range(batch)]
+        case["past"] = (r.choice([0, 0, 0, r.randint(1, 300)]), r.choice([0, 0, 0, r.randint(1, 300)]))
     else:
         case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length()}
     if r.random() < 0.3:
@@ -79,6 +82,10 @@ def random_case(r: random.Random) -> Case:
     return Case(**case)
 
 
+def spacing_of(seed: int, units: bool, name: str) -> Spacing:
+    return draw(f"{seed} {name}", units)
+
+
 def has_backward_yardstick(case: Case) -> bool:
     """With one visible key a weight is 1 and its gradient 0: dropout then leaves nothing but the rounding of
     out in the gradient, for which the comparator is no yardstick."""
@@ -94,15 +101,16 @@ def test_random(options: argparse.Namespace) -> str:
             break
         r = random.Random(seed)
         case = random_case(r)
-        pad, shift = (0, 0) if r.random() < 0.6 else (r.choice([0, 8, 3]), r.choice([0, 8, 1]))
+        spaced, units = r.random() < 0.6, r.random() < 0.4
         sigma = r.choice([1.0, 1.0, 1.0, 0.1, 3.0])
         backward = r.random() < 0.6 and has_backward_yardstick(case)
         done += 1
         try:
-            run_case(case, seed, pad, shift, sigma, backward=backward)
+            spacings = functools.partial(spacing_of, seed, units) if spaced else alike
+            run_case(case, seed, spacings, sigma, backward=backward)
         except Exception as e:  # noqa: BLE001 - every failure is to be reported
             failures += 1
-            print(f"  seed {seed} pad {pad} shift {shift} sigma {sigma} backward {backward}: {case}\n    {type(e).__name__}: {e}", flush=True)
+            print(f"  seed {seed} spaced {spaced} units {units} sigma {sigma} backward {backward}: {case}\n    {type(e).__name__}: {e}", flush=True)
             if failures >= 12 or isinstance(e, torch.AcceleratorError if hasattr(torch, "AcceleratorError") else ()):
                 break
     assert failures == 0, f"{failures} of {done} random problems failed"
@@ -176,7 +184,8 @@ def test_row(options: argparse.Namespace) -> str:
         plan = lib.make_plan(st.problem_of(case, row.direction == "backward", **shapes))
         at_row = (plan.tile_q, plan.tile_k, lib.text(plan.kernel)) == (row.tile_q, row.tile_k, f"cuda_sm{row.arch}")
         assert at_row, f"case {number} went to {lib.text(plan.kernel)} {plan.tile_q}x{plan.tile_k}"
-        run_case(case, number, pad=int(odd), shift=int(odd), backward=row.direction == "backward")
+        spacings = functools.partial(spacing_of, number, False) if odd else alike
+        run_case(case, number, spacings, backward=row.direction == "backward")
     return f"{row.name}: {len(small_cases(row))} problems"
 
 

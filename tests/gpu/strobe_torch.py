@@ -45,6 +45,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     lengths_q: list[int] = field(default_factory=list)  # varlen when not empty
     lengths_k: list[int] = field(default_factory=list)
+    past: tuple[int, int] = (0, 0)  # varlen: rows of queries and of keys past the end of the last sequence
 
     def __post_init__(self) -> None:
         self.heads_kv = self.heads_kv or self.heads
@@ -58,6 +59,11 @@ class Case:
         return bool(self.lengths_q)
 
     @property
+    def totals(self) -> tuple[int, int]:
+        """Rows of queries and of keys, varlen."""
+        return sum(self.lengths_q) + self.past[0], sum(self.lengths_k) + self.past[1]
+
+    @property
     def real_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if math.isnan(self.scale) else self.scale
 
@@ -68,12 +74,12 @@ class Case:
         dim = self.head_dim if name in ("q", "k") else self.head_dim_v
         queries = name in ("q", "out")
         if self.varlen:
-            return (sum(self.lengths_q if queries else self.lengths_k), heads, dim)
+            return (self.totals[0 if queries else 1], heads, dim)
         return (self.batch, self.seqlen_q if queries else self.seqlen_k, heads, dim)
 
     def lse_shape(self) -> tuple[int, ...]:
         if self.varlen:
-            return (self.heads, sum(self.lengths_q))
+            return (self.heads, self.totals[0])
         return (self.batch, self.heads, self.seqlen_q)
 
 
@@ -88,7 +94,7 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
     p.head_dim, p.head_dim_v = case.head_dim, case.head_dim_v
     p.varlen, p.causal = int(case.varlen), int(case.causal)
     if case.varlen:
-        p.total_q, p.total_k = sum(case.lengths_q), sum(case.lengths_k)
+        p.total_q, p.total_k = case.totals
     p.window_left, p.window_right = case.window
     p.scale, p.softcap, p.dropout_p, p.alibi = case.scale, case.softcap, case.dropout_p, case.alibi
     p.has_dlse, p.deterministic = int(case.has_dlse and backward), int(case.deterministic)
@@ -384,6 +390,9 @@ def full_reference(
         outs.append(out)
         lses.append(lse)
     if case.varlen:
+        past = case.past[0]
+        outs.append(outs[0].new_zeros(past, *outs[0].shape[1:]))
+        lses.append(lses[0].new_full((case.heads, past), -math.inf))
         return torch.cat(outs), torch.cat(lses, dim=-1)
     return torch.stack(outs), torch.stack(lses)
 
@@ -417,6 +426,9 @@ def full_reference_backward(
         )  # fmt: skip
         for all_of_it, one in zip(grads, found, strict=True):
             all_of_it.append(one)
+    if case.varlen:
+        for all_of_it, past in zip(grads, (case.past[0], case.past[1], case.past[1]), strict=True):
+            all_of_it.append(all_of_it[0].new_zeros(past, *all_of_it[0].shape[1:]))
     return [torch.cat(g) if case.varlen else torch.stack(g) for g in grads]
 
 

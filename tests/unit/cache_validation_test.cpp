@@ -198,7 +198,7 @@ TEST(CacheValidation, BadArgumentsAreRefusedByName) {
       {[](L& l) { l.table[2] = 9; }, "block_table[0][2] = 9, expected 0 to 8"},
       {[](L& l) { l.table[5] = -1; }, "block_table[1][1] = -1, expected 0 to 8"},
       {[](L& l) { l.starts[0] = 1; }, "cu_seqlens_k_new[0] = 1, expected 0"},
-      {[](L& l) { l.starts[2] = 4; }, "cu_seqlens_k_new[2] = 4, expected total_new = 5"},
+      {[](L& l) { l.starts[2] = 6; }, "cu_seqlens_k_new[2] = 6, expected at most total_new = 5"},
       {[](L& l) { l.starts[1] = 0; },
        "cu_seqlens_k_new: sequence 1 has length 5, expected at most seqlen_new = 4"},
       {[](L& l) { l.starts[1] = 4, l.starts[2] = 3; },

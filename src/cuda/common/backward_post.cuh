@@ -7,6 +7,7 @@
 #include "cuda/common/backward_math.cuh"
 #include "cuda/common/backward_pairwise.cuh"
 #include "cuda/common/backward_pre.cuh"
+#include "cuda/common/rows_past_end.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/next_kernel.h"
 
@@ -46,6 +47,11 @@ __global__ void __launch_bounds__(kPostThreads)
     ptx::wait_for_kernel_before();
   }
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (p.cu_q) {
+    constexpr int kWarps = kPostThreads / 32;
+    clear_past_end_of_dq(p, {index * kWarps + static_cast<int>(threadIdx.x) / 32,
+                             int64_t{gridDim.x} * gridDim.y * kWarps});
+  }
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);

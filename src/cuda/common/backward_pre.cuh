@@ -14,6 +14,7 @@
 #include "cuda/common/backward_scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
+#include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/next_kernel.h"
 
@@ -93,6 +94,12 @@ __global__ void __launch_bounds__(kPreThreads)
   if constexpr (Form::kPreparesKeys) {
     if (index < scratch.key_blocks) Form::prepare_keys(p, scratch, static_cast<uint32_t>(index));
   }
+  constexpr int kWarps = kPreThreads / 32;
+  const WarpOfLaunch own{index * kWarps + static_cast<int>(threadIdx.x / 32),
+                         int64_t{gridDim.x} * gridDim.y * kWarps};
+  if (p.cu_k) clear_past_end_of_keys(p, own);
+  // With a sum of dQ the kernel after the main one does it: dQ's memory may hold lse until then.
+  if (p.cu_q && !scratch.dq) clear_past_end_of_dq(p, own);
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);

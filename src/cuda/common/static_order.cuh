@@ -69,7 +69,8 @@ struct StaticOrder {
     // an A100's 40 MB.
     constexpr int64_t kGroupBytes = int64_t{32} << 20;
     StaticOrder o{};
-    o.tiles = static_cast<uint32_t>(ceil_div(p.seqlen_q, tile_q));
+    // Of packed sequences that are all empty one: rows past the end of the last get zeros.
+    o.tiles = static_cast<uint32_t>(max64(p.cu_q ? 1 : 0, ceil_div(p.seqlen_q, tile_q)));
     o.batch_heads = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads);
     o.items = int64_t{o.batch_heads} * o.tiles;
     int64_t group = 1;

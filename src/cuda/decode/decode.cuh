@@ -27,6 +27,7 @@
 #include <cstdint>
 
 #include "cuda/cache/cache_update.cuh"
+#include "cuda/common/rows_past_end.cuh"
 #include "cuda/decode/key_copies.cuh"
 #include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"
@@ -203,7 +204,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (walk->more()) later_piece(p, d, *walk, pieces[1]);
     }
   }
-  if constexpr (kUpdates<Params>) append<Shape, kElements>(p);  // while the first keys come
+  // While the first keys come.
+  if constexpr (kUpdates<Params>) append<Shape, kElements>(p);
+  if (p.cu_q && has_rows_past_end(p)) {
+    const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+    clear_past_end(p, p.float_out ? 2 : 1,
+                   {block * Shape::kWarps + warp, int64_t{gridDim.x} * gridDim.y * Shape::kWarps});
+  }
   if (!some) return;
 
   DecodeWarp<Shape, kRule> w;

@@ -58,6 +58,7 @@
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 
 #include "cuda/cache/cached_row.cuh"
+#include "cuda/common/rows_past_end.cuh"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
@@ -135,6 +136,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr, Awaits::kConsumers>();
+    if (p.cu_q && has_rows_past_end(p)) {  // while the first blocks are on their way
+      clear_past_end(p, 1,
+                     {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
+    }
     Consumer<Tr, kGeneral, kWhole, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {

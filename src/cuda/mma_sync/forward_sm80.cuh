@@ -41,6 +41,7 @@
 #include "cuda/common/config.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
+#include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile_mask.h"
@@ -194,6 +195,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     const auto seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
     const int32_t begin = item.tile * kTileQ;
+    if (p.cu_q && item.batch == p.batch - 1) {  // the last sequence's thread blocks
+      constexpr int kWarps = kThreads / 32;
+      const int64_t block = int64_t{item.tile} * p.heads + item.head;
+      clear_past_end(p, 1, {block * kWarps + thread / 32, int64_t{order.tiles} * p.heads * kWarps});
+    }
     if (begin >= seqlen_q) return;  // a shorter sequence than the longest
     const TileMask mask = sequence.mask.tile(begin, kTileQ);
     const RowsView q = rows_view(p.q, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim);
