@@ -233,8 +233,8 @@ typedef struct strobe_forward_args {
   /* varlen: [batch + 1], from 0 to at most total_q, not decreasing. Rows past the last are no
    * sequence's: never read, their out is 0, their lse -inf, their gradients are 0. */
   const int32_t* cu_seqlens_q;
-  const int32_t* cu_seqlens_k; /* varlen: [batch + 1] */
-  const float* alibi_slopes;   /* [heads] or [batch, heads], when the problem has ALiBi */
+  const int32_t* cu_seqlens_k;           /* varlen: [batch + 1] */
+  const float* alibi_slopes;             /* [heads] or [batch, heads], when the problem has ALiBi */
   uint64_t dropout_seed, dropout_offset; /* of the Philox generator, when dropout_p > 0 */
   void* workspace; /* at least workspace_bytes, 64-byte aligned. NULL: the library allocates its own
                     */
