@@ -8,11 +8,11 @@
 #include <memory>
 #include <optional>
 
+#include "core/team.h"
 #include "core/workspace.h"
 #include "cpu/blocks.h"
 #include "cpu/decode_items.h"
 #include "cpu/score.h"
-#include "cpu/team.h"
 #include "cpu/turnstile.h"
 
 namespace strobe::cpu {
