@@ -10,6 +10,7 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <string>
 #include <strobe/strobe.hpp>
 #include <vector>

@@ -74,6 +74,8 @@ class Launch {
 
   // Makes the plan and the tensors. A backward launch gets what the forward one gives.
   void Prepare() {
+    // New keys of several sequences go to one place: in one order, of one thread.
+    p.threads = p.append == STROBE_APPEND_NONE ? 2 : 1;
     const int64_t rows_q = p.varlen ? p.total_q : p.batch * p.seqlen_q;
     const int64_t size = p.dtype == STROBE_FLOAT32 ? 4 : 2, angles = p.rotary_dim / 2;
     const int64_t query = p.heads * p.head_dim, key = p.heads_kv * p.head_dim;
@@ -280,18 +282,21 @@ Launch Contiguous(strobe_dtype dtype, int64_t batch) {
   return l;
 }
 
-// A paged one. Each sequence has as many new keys as queries.
+// A paged one. A sequence of many queries has as many new keys.
 Launch Paged(strobe_dtype dtype, int64_t queries, int64_t batch) {
   Launch l(STROBE_FORWARD, dtype);
   l.p.batch = batch;
-  l.p.seqlen_q = l.p.seqlen_new = queries;
+  l.p.seqlen_q = queries;
   l.p.cache = STROBE_CACHE_PAGED;
   l.p.pages = l.entries_k = 40;
   l.p.page_size = l.rows_k = 24;
   l.p.pages_per_sequence = 30;
   l.p.seqlen_k = 720;
-  l.p.append = STROBE_APPEND_DENSE;
-  l.rows_new = batch * queries;
+  if (queries > 20) {
+    l.p.append = STROBE_APPEND_DENSE;
+    l.p.seqlen_new = queries;
+    l.rows_new = batch * queries;
+  }
   l.p.rotary_dim = 32;
   l.p.rotary_rows = 720;
   l.p.has_seqused_k = 1;
@@ -346,8 +351,6 @@ Launch LongLaunch(const Kind& kind) {
   const strobe_dtype dtype = kDTypes[(&kind - kKinds) % 2];
   for (Size size = kSanitized ? Size{4, 1} : Size{8, 6};; size.batch *= 2) {
     Launch l = kind.make(dtype, size);
-    // New keys of several sequences go to one place: in one order, of one thread.
-    l.p.threads = l.p.append == STROBE_APPEND_NONE ? 2 : 1;
     l.Prepare();
     int asked = 0;
     const auto count = [](void* data) -> int32_t { return ++*static_cast<int*>(data), 0; };
@@ -402,7 +405,6 @@ TEST(ChangingNumbers, AnotherThreadMayWriteThem) {
       for (const Kind& kind : kKinds) {
         SCOPED_TRACE(kind.name);
         Launch l = kind.make(dtype, {9, 1});
-        l.p.threads = 2;
         l.Prepare();
         std::atomic<bool> stop{false};
         std::thread writer([&] {
