@@ -15,7 +15,6 @@
 // "+huge" for huge pages. Printed are the least time of each contender and its median in
 // microseconds, and both over the first contender's; with one thread its processor time as well.
 #include <dlfcn.h>
-#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -251,11 +250,7 @@ void run(const Problem& p, const std::vector<Library>& libraries) {
       static_cast<size_t>(p.batch * p.seqlen_k * p.heads_kv * p.head_dim) * p.element();
   const auto call = [&](size_t i) {
     if (i == n) {
-      for (const Memory* m : {&k, &v}) {
-#pragma omp parallel num_threads(p.threads)
-        strobe::cli::StreamingReadShare(m->at, read_bytes, omp_get_thread_num(),
-                                        omp_get_num_threads());
-      }
+      strobe::cli::StreamingRead({k.at, v.at}, read_bytes, p.threads);
       return;
     }
     if (backward) {

@@ -17,11 +17,11 @@ strobe_sources(sources
   src/core/merge.cpp
   src/core/validate.cpp
   src/core/validate_cache.cpp
+  src/core/team.cpp
   src/cpu/decode_items.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp
-  src/cpu/merge.cpp
-  src/cpu/team.cpp)
+  src/cpu/merge.cpp)
 add_library(strobe_objects OBJECT ${sources})
 
 # Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.

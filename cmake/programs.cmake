@@ -25,7 +25,7 @@ list(TRANSFORM basics REPLACE "(.+)" "${PROJECT_SOURCE_DIR}/src/cli/\\1.cpp")
 add_library(strobe_basics STATIC ${basics})
 target_include_directories(strobe_basics PUBLIC "${PROJECT_SOURCE_DIR}/src")
 target_link_libraries(strobe_basics
-  PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json OpenMP::OpenMP_CXX
+  PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json
   PRIVATE strobe_flags)
 
 # What the tool shares with the fuzz targets: its commands, tables, the float64 reference.

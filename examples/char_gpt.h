@@ -84,12 +84,17 @@ class WeightsReader {
     const auto characters = static_cast<int64_t>(w.alphabet.size());
     w.dim = Columns("token.weight");
     w.head_dim = w.dim / w.heads;
-    if (w.head_dim * w.heads != w.dim || w.head_dim % 2 != 0 || w.head_dim == 0) {
+    // Whoever makes tables of that size believes it.
+    constexpr int64_t kMostDim = 256;  // of Strobe's heads
+    if (w.head_dim * w.heads != w.dim || w.head_dim % 2 != 0 || w.head_dim == 0 ||
+        w.head_dim > kMostDim) {
       Refuse(
           fmt::format("heads = {} in its metadata, expected what divides the {} columns of "
-                      "token.weight into heads of an even size",
-                      w.heads, w.dim));
+                      "token.weight into heads of an even size of at most {}",
+                      w.heads, w.dim, kMostDim));
     }
+    // A block's matrices have dim * dim values: with one of them the file is as large as it says.
+    (void)Find("blocks.0.qkv.weight");
     w.token = Table("token.weight", characters, w.dim);
     for (;;) {
       const std::string block = fmt::format("blocks.{}.", w.blocks.size());

@@ -10,6 +10,7 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <string>
 #include <strobe/strobe.hpp>
 #include <vector>
@@ -31,6 +32,7 @@ using namespace strobe::cli;
 
 constexpr const char* kDataFile = "data/minilm_layer3_512.safetensors";
 constexpr double kMemoryLimit = 4e9;  // bytes that standard attention may take
+constexpr int64_t kLongest = 16384;   // tokens of the tables
 // Seconds since the start by which each half of each table has to be done. What would take longer
 // is left out, so that the demo ends in time on any machine; Strobe's half is the one to see.
 struct Deadlines {
@@ -52,6 +54,26 @@ struct Capture {
   }
 };
 
+// A small file may ask for a large demo: standard attention takes tokens * tokens, and the tables
+// repeat the tensors to kLongest tokens.
+void CheckRoom(const std::string& path, int64_t tokens, int64_t heads, int64_t dim) {
+  constexpr int64_t kMostDim = 256;  // the library's
+  if (dim > kMostDim) {
+    throw UserError(
+        fmt::format("{}: q has head_dim {}, expected at most {}", PathText(path), dim, kMostDim));
+  }
+  const double exact = StandardAttention<double>::ExtraBytes(tokens, heads, true);
+  const double tensors = 8.0 * sizeof(float) * static_cast<double>(heads) *
+                         static_cast<double>(dim) * static_cast<double>(kLongest);
+  if (std::max(exact, tensors) > kMemoryLimit) {
+    throw UserError(fmt::format(
+        "{}: q has {} tokens and {} heads of {}, expected what takes 4 GB at most: its attention "
+        "in "
+        "float64 takes {}, its tensors of {} tokens take {}",
+        PathText(path), tokens, heads, dim, BytesText(exact), kLongest, BytesText(tensors)));
+  }
+}
+
 Capture ReadCapture(const std::string& path) {
   SafetensorsFile file(path);
   Capture c;
@@ -72,6 +94,7 @@ Capture ReadCapture(const std::string& path) {
           "multiples of 32, all alike",
           PathText(path), name, info->dtype, ShapeText(info->shape)));
     }
+    CheckRoom(path, info->shape[1], info->shape[2], info->shape[3]);
     const std::span<const std::byte> data = file.Read(*info);
     values->resize(data.size() / sizeof(float));
     std::memcpy(values->data(), data.data(), data.size());
@@ -461,9 +484,9 @@ int Demo(const std::string& path) {
       "  Inputs: the captured tensors, repeated to length, with 10 % of noise. Standard: the "
       "three\n");
   Print("  steps, in blocked and vectorised loops on the same {} threads.\n\n", m.cpu_threads);
-  CostTable(capture, m.cpu_isa, false, watch).Run(16384);
+  CostTable(capture, m.cpu_isa, false, watch).Run(kLongest);
   Heading("3. Forward and backward");
-  CostTable(capture, m.cpu_isa, true, watch).Run(8192);
+  CostTable(capture, m.cpu_isa, true, watch).Run(kLongest / 2);
   ShowNext();
   Flush();
   return right ? 0 : 1;
@@ -477,6 +500,9 @@ int main(int argc, char** argv) {
     const std::string beside = std::string(STROBE_EXAMPLES) + "/" + strobe::demo::kDataFile;
     const std::string here = std::filesystem::proximate(beside).string();
     return strobe::demo::Demo(argc > 1 ? argv[1] : here.size() < beside.size() ? here : beside);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "demo: out of memory\n");
+    return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "demo: %s\n", error.what());
     return 2;

@@ -55,25 +55,6 @@ class Engine {
   // No sequence may grow longer than most_rows.
   Engine(const Weights& weights, int64_t pages, int64_t page_size, int64_t most_rows)
       : weights_(weights), pool_(pages, page_size) {
-    const auto values = static_cast<size_t>(pages * page_size * weights.dim);
-    for (size_t n = 0; n < weights.blocks.size(); ++n) {
-      // NaN: were a row read that no sequence has written, all texts would show it.
-      const std::vector<float> unwritten(values, std::numeric_limits<float>::quiet_NaN());
-      caches_.push_back({unwritten, unwritten});
-    }
-
-    // The angle of a position and a pair of dimensions.
-    const int64_t half = weights.head_dim / 2;
-    for (int64_t position = 0; position < most_rows; ++position) {
-      for (int64_t n = 0; n < half; ++n) {
-        const double exponent = -static_cast<double>(n) / static_cast<double>(half);
-        const double angle =
-            static_cast<double>(position) * std::pow(weights.rotary_base, exponent);
-        cosines_.push_back(static_cast<float>(std::cos(angle)));
-        sines_.push_back(static_cast<float>(std::sin(angle)));
-      }
-    }
-
     // What all steps have in common; Step adds how many tokens there are.
     problem_.heads = weights.heads;
     problem_.head_dim = weights.head_dim;
@@ -93,6 +74,28 @@ class Engine {
     // The projection gives rows [3, heads, head_dim]. Strobe reads q, k and v where they are.
     problem_.q = {.batch = 0, .seqlen = 3 * weights.dim, .head = weights.head_dim, .dim = 1};
     problem_.k_new = problem_.v_new = problem_.q;
+    // What Strobe does not take is refused before there is memory for it.
+    problem_.seqlen_q = problem_.seqlen_new = problem_.total_q = problem_.total_new = 1;
+    (void)Plan(problem_);
+
+    const auto values = static_cast<size_t>(pages * page_size * weights.dim);
+    for (size_t n = 0; n < weights.blocks.size(); ++n) {
+      // NaN: were a row read that no sequence has written, all texts would show it.
+      const std::vector<float> unwritten(values, std::numeric_limits<float>::quiet_NaN());
+      caches_.push_back({unwritten, unwritten});
+    }
+
+    // The angle of a position and a pair of dimensions.
+    const int64_t half = weights.head_dim / 2;
+    for (int64_t position = 0; position < most_rows; ++position) {
+      for (int64_t n = 0; n < half; ++n) {
+        const double exponent = -static_cast<double>(n) / static_cast<double>(half);
+        const double angle =
+            static_cast<double>(position) * std::pow(weights.rotary_base, exponent);
+        cosines_.push_back(static_cast<float>(std::cos(angle)));
+        sines_.push_back(static_cast<float>(std::sin(angle)));
+      }
+    }
   }
 
   // Runs the model on tokens of each sequence that the cache does not have yet, at most `chunk`: a

@@ -3,21 +3,24 @@
 // (FlashAttention-2 paper, section 2.2).
 //
 // Written to be a fair opponent: packed and register-blocked matrix products, a vectorised
-// exponential, the widest instruction set that Strobe uses too, OpenMP over heads and rows, and
+// exponential, the widest instruction set that Strobe uses too, threads over heads and rows, and
 // softmax in place, so that one matrix is enough for the forward pass. In double it is also the
 // truth that errors are measured against.
 #ifndef STROBE_EXAMPLES_STANDARD_ATTENTION_H_
 #define STROBE_EXAMPLES_STANDARD_ATTENTION_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string_view>
 #include <type_traits>
-#include <vector>
+
+#include "core/team.h"
 
 namespace strobe::demo {
 
@@ -253,16 +256,19 @@ class StandardAttention {
   // Memory that the operating system has handed out already, so that no timing counts that.
   [[nodiscard]] std::unique_ptr<T[]> Touched() const {
     std::unique_ptr<T[]> memory(new T[static_cast<size_t>(heads_ * seqlen_ * seqlen_)]);
-#pragma omp parallel for
-    for (int64_t row = 0; row < heads_ * seqlen_; ++row)
-      std::fill_n(&memory[row * seqlen_], seqlen_, T{0});
+    EachRow([&](int64_t at) { std::fill_n(&memory[at], seqlen_, T{0}); });
     return memory;
   }
 
+  // work(where the row begins), each thread with the rows of one run.
   template <typename Work>
   void EachRow(Work work) const {
-#pragma omp parallel for
-    for (int64_t row = 0; row < heads_ * seqlen_; ++row) work(row * seqlen_);
+    const int64_t rows = heads_ * seqlen_, threads = default_threads();
+    const int64_t run = (rows + threads - 1) / threads;
+    share_out(threads, threads, [&](int64_t n) {
+      const int64_t end = std::min(rows, (n + 1) * run);
+      for (int64_t row = n * run; row < end; ++row) work(row * seqlen_);
+    });
   }
 
   void Round(T* row) const {
@@ -278,24 +284,26 @@ class StandardAttention {
   void Multiply(Operand a, bool transpose_a, Operand b, bool transpose_b, Operand c, int64_t rows,
                 int64_t depth, int64_t cols) const {
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
-#pragma omp parallel
-    {
-      std::vector<T> packed_a(kBlockRows * kBlockDepth);
-      std::vector<T> packed_b(kBlockDepth * kBlockCols);
-#pragma omp for collapse(2) schedule(dynamic)
-      for (int64_t h = 0; h < heads_; ++h) {
-        for (int64_t block = 0; block < blocks; ++block) {
-          const int64_t row = block * kBlockRows;
-          Matrix<T> ma = {a.data + h * a.head_stride, a.row_stride, 1};
-          Matrix<T> mb = {b.data + h * b.head_stride, b.row_stride, 1};
-          if (transpose_a) ma = ma.Transposed();
-          if (transpose_b) mb = mb.Transposed();
-          ma.data += row * ma.row_stride;
-          Block(ma, mb, c.data + h * c.head_stride + row * c.row_stride, c.row_stride,
-                std::min(kBlockRows, rows - row), depth, cols, packed_a.data(), packed_b.data());
-        }
+    constexpr size_t kPackedA = kBlockRows * kBlockDepth, kPackedB = kBlockDepth * kBlockCols;
+    const std::unique_ptr<T[]> callers(new T[kPackedA + kPackedB]);
+    std::atomic<int64_t> next{0};
+    parallel(default_threads(), [&](int thread) {
+      // The others do without a thread for which there is no memory.
+      const std::unique_ptr<T[]> own(thread == 0 ? nullptr
+                                                 : new (std::nothrow) T[kPackedA + kPackedB]);
+      T* const packed = thread == 0 ? callers.get() : own.get();
+      if (packed == nullptr) return;
+      for (int64_t n; (n = next.fetch_add(1, std::memory_order_relaxed)) < heads_ * blocks;) {
+        const int64_t h = n / blocks, row = n % blocks * kBlockRows;
+        Matrix<T> ma = {a.data + h * a.head_stride, a.row_stride, 1};
+        Matrix<T> mb = {b.data + h * b.head_stride, b.row_stride, 1};
+        if (transpose_a) ma = ma.Transposed();
+        if (transpose_b) mb = mb.Transposed();
+        ma.data += row * ma.row_stride;
+        Block(ma, mb, c.data + h * c.head_stride + row * c.row_stride, c.row_stride,
+              std::min(kBlockRows, rows - row), depth, cols, packed, packed + kPackedA);
       }
-    }
+    });
   }
 
   // At most kBlockRows rows of one product.

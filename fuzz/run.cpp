@@ -1,8 +1,10 @@
 // `strobe run` from the command line and the bytes of a file to the launch and the output file:
-// flags drawn from the input, the file as it stands. It ends with 0 or 2; a failure is one short
-// text of printable characters; the output file is whole or was not made.
+// words before the command and flags after it drawn from the input, the file as it stands. It ends
+// with 0 or 2; a failure is one short text of printable characters; the output file is whole or was
+// not made.
 //
-// Input: a number of flags, for each a byte or two, then the file.
+// Input: a byte with the numbers of flags (its low bits) and of words, a byte for each word, for
+// each flag a byte or two, then the file.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -65,20 +67,29 @@ constexpr std::array<Flag, 19> kFlags = {{{"--causal", 0, kNone},
                                           {"--out-float32", 0, kNone},
                                           {"--rotary-interleaved", 0, kNone}}};
 
-std::vector<std::string> TakeFlags(std::span<const uint8_t>* input) {
+// What may stand before `run`. Of the commands, those that end at once whatever follows.
+constexpr std::array kWords = {"help", "--help", "--version", "info", "run",  "bench",
+                               "",     "--",     "-x",        "--x",  "word", "run=bench"};
+
+// All arguments from the command on, or from the words before it, and how many words those are.
+std::vector<std::string> TakeArguments(std::span<const uint8_t>* input, int* words) {
   const auto take = [input] {
     const uint8_t byte = input->empty() ? 0 : input->front();
     *input = input->subspan(input->empty() ? 0 : 1);
     return byte;
   };
-  std::vector<std::string> flags;
-  for (int count = take() % 8; count > 0; --count) {
+  std::vector<std::string> arguments;
+  const int counts = take();
+  *words = counts / 8 % 4;
+  for (int n = 0; n < *words; ++n) arguments.emplace_back(kWords[take() % kWords.size()]);
+  arguments.emplace_back("run");
+  for (int count = counts % 8; count > 0; --count) {
     const Flag& flag = kFlags[take() % kFlags.size()];
-    flags.emplace_back(flag.name);
+    arguments.emplace_back(flag.name);
     for (int i = 0; i < flag.values; ++i)
-      flags.emplace_back(flag.choices[take() % flag.choices.size()]);
+      arguments.emplace_back(flag.choices[take() % flag.choices.size()]);
   }
-  return flags;
+  return arguments;
 }
 
 // In memory, so that nothing waits for a disk. Its path can be opened as often as one likes.
@@ -110,8 +121,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   // more without having the bytes are what is to be refused.
   constexpr size_t kMaxFile = 1 << 14;
   std::span<const uint8_t> input(data, size);
-  std::vector<std::string> arguments = {"strobe", "run"};
-  for (std::string& flag : TakeFlags(&input)) arguments.push_back(std::move(flag));
+  std::vector<std::string> arguments = {"strobe"};
+  int words = 0;
+  for (std::string& argument : TakeArguments(&input, &words))
+    arguments.push_back(std::move(argument));
   if (input.size() > kMaxFile) return 0;
 
   const MemoryFile file(input);
@@ -128,7 +141,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const bool made = std::filesystem::exists(output);
   if (outcome.exit_code == 0) {
     Require(outcome.error.empty(), "an error with exit code 0", outcome.error);
-    Require(made, "no output", output);
+    if (!made) {  // --help, --version
+      Require(words > 0, "no output", output);
+      return 0;
+    }
     SafetensorsFile result(output);  // throws unless the tensors fill the file
     Require(result.header().Find("out") != nullptr, "no out in", output);
     unlink(output.c_str());

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Which folder of src/ may include which: the rooms of docs/architecture.md.
+"""Which folder of src/ may include which: the rooms of docs/architecture.md. And that one file alone asks OpenMP for
+threads, in src/, examples/ and bench/: its run time ends a process that is at a limit, unless it is asked with care.
 
     scripts/check_rooms.py [SRC]    exit 1 where a file includes what is not in its room
 """
@@ -30,6 +31,8 @@ ROOMS = {
 # The host side of a kernel. Device code includes none of them.
 LAUNCH = "_launch.h"
 LAUNCHES_ALSO = ["cuda/host"]
+TEAM = "src/core/team.cpp"
+OPENMP = re.compile(r"\s*#\s*(include\s*<omp\.h>|pragma\s+omp\s+parallel)")
 GENERATED = {"cuda_rows.inc": "cuda/host"}
 
 
@@ -64,9 +67,21 @@ def faults(source: Path) -> tuple[int, list[str]]:
     return files, found
 
 
+def teams(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{number}: asks OpenMP, expected core/team.h"
+        for folder in ("src", "examples", "bench")
+        for path in sorted((root / folder).rglob("*"))
+        if path.suffix in (".h", ".cpp", ".cuh", ".cu") and path != root / TEAM
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if OPENMP.match(line)
+    ]
+
+
 def main() -> int:
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "src"
     files, found = faults(source)
+    found += teams(source.parent)
     print("\n".join(found + [f"check_rooms: {files} files, " + (f"{len(found)} faults" if found else "no faults")]))
     return 1 if found or not files else 0
 

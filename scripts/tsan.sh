@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests under ThreadSanitizer, which reports two threads at one place in memory with no order between them. It does not
-# see OpenMP's barriers, so launches of this build make plain threads (src/cpu/team.cpp). What orders the work (items,
+# see OpenMP's barriers, so launches of this build make plain threads (src/core/team.cpp). What orders the work (items,
 # turns, interrupts, callers beside each other) is as in every build.
 # STROBE_CPU_ISAS: of the kernels, NATIVE for all of this machine's (portable: their source is that of the others).
 # STROBE_RANDOM_CASES: random problems (100). STROBE_TSAN_ALL=1: all of determinism_test too, some ten minutes, the

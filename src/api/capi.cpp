@@ -14,8 +14,8 @@
 #include "core/merge.h"
 #include "core/options.h"
 #include "core/philox.h"
+#include "core/team.h"
 #include "cpu/dispatch.h"
-#include "cpu/team.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
 #endif
@@ -346,7 +346,7 @@ strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT {
     for (const auto* isa : cpu::instruction_sets())
       isas += (isas.empty() ? "" : " ") + std::string(isa->name);
     copy_name(m.cpu_isas, isas);
-    m.cpu_threads = cpu::default_threads();
+    m.cpu_threads = default_threads();
 #if STROBE_HAVE_CUDA
     m.cuda_devices = static_cast<int32_t>(cuda::devices().size());
     copy_name(m.cuda_reason, cuda::no_devices_reason());

@@ -1,7 +1,6 @@
 // `strobe bench --decode`: a few queries for each sequence against a long KV cache, beside a plain
 // read of as many bytes by as many threads (on a GPU beside a copy on the device).
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
@@ -155,11 +154,7 @@ class Layers {
       mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, bytes);
       return;
     }
-#pragma omp parallel num_threads(threads)
-    for (const void* tensor : {args.k, args.v}) {
-      StreamingReadShare(static_cast<const std::byte*>(tensor), bytes, omp_get_thread_num(),
-                         omp_get_num_threads());
-    }
+    StreamingRead({args.k, args.v}, bytes, threads);
   }
 
   Problem problem_;

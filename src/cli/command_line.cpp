@@ -33,6 +33,7 @@ const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
 const Choices<Which> kDirectionNames = {
     {"forward", Which::kForward}, {"backward", Which::kBackward}, {"both", Which::kBoth}};
 constexpr int64_t kMaxInt32 = 0x7fffffff;
+constexpr const char* kCommands = "info, run, check or bench";  // help is not worth a line
 
 void AddThreads(CLI::App& app, int64_t* threads) {
   constexpr int64_t kMaxThreads = 65536;  // the library's
@@ -184,6 +185,25 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "  strobe bench --json > bench.json");
 }
 
+void AddHelp(CLI::App& app, std::string* command) {
+  app.add_option("COMMAND", *command, "info, run, check, bench; none: of the program")
+      ->type_name("");
+  app.footer("Example:\n  strobe help bench");
+}
+
+// What `strobe --help` prints, or with a command's name `strobe COMMAND --help`.
+int Help(const CLI::App& app, const std::string& name) {
+  const auto print = [&app](const CLI::App* about, const std::string& title) {
+    Print("{}", app.get_formatter()->make_help(about, title, CLI::AppFormatMode::Normal));
+    return 0;
+  };
+  if (name.empty()) return print(&app, app.get_name());
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == name) return print(command, app.get_name() + " " + name);
+  }
+  throw UserError(fmt::format("COMMAND = {}, expected {}", Printable(name), kCommands));
+}
+
 std::vector<std::string> FlagNames(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
@@ -195,6 +215,11 @@ std::vector<std::string> FlagNames(const CLI::App& app) {
 // CLI11's complaints in the form of all our errors.
 std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
   const auto commands = app.get_subcommands();
+  // What stands before a command, or in place of one, is the program's.
+  if (const std::vector<std::string> words = app.remaining(); !words.empty()) {
+    const std::string got = words.front().empty() ? "\"\"" : Printable(words.front());
+    return fmt::format("{}, expected the command {}", got, kCommands);
+  }
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr && !commands.empty()) {
     const std::string text =
         error.what();  // "--window: 2 required LEFT RIGHT missing", "causal was given ..."
@@ -208,12 +233,10 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
   }
   if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr)
     return Printable(error.what(), kMaxMessage);
-  if (commands.empty()) {
-    return fmt::format("{}, expected the command info, run, check or bench",
-                       Printable(app.remaining().front()));
-  }
-  const CLI::App& command = *commands.front();
-  const std::string got = command.remaining().front();
+  const std::vector<std::string> words = app.remaining(true);
+  if (words.empty() || commands.empty()) return Printable(error.what(), kMaxMessage);
+  const CLI::App& command = *commands.front();  // the only one: Parse demands that
+  const std::string& got = words.front();
   if (got.rfind('-', 0) != 0) return fmt::format("{} is one argument too many", Printable(got));
   // Not of kilobytes: the distance takes a time in proportion to the length.
   const std::string near =
@@ -250,12 +273,14 @@ Outcome Parse(int argc, const char* const* argv) {
   app.option_defaults()->group("Flags")->take_last();
   app.get_help_ptr()->group("Flags");
   app.get_version_ptr()->group("Flags");
-  app.footer("`strobe COMMAND --help` has each command's flags and an example.");
+  app.footer("`strobe help COMMAND` has each command's flags and an example.");
+  app.require_subcommand(0, 1);
 
   InfoOptions info;
   RunOptions run;
   CheckOptions check;
   BenchOptions bench;
+  std::string about;
   struct Command {
     CLI::App* app;
     std::function<int()> run;
@@ -273,6 +298,8 @@ Outcome Parse(int argc, const char* const* argv) {
   add("run", "Attention over the tensors of a safetensors file", &run, AddRun, Run);
   add("check", "Test this installation against float64", &check, AddCheck, Check);
   add("bench", "Time forward and backward over a grid of shapes", &bench, AddBench, Bench);
+  add("help", "Print what --help prints, of the program or of a command", &about, AddHelp,
+      [&app](const std::string& command) { return Help(app, command); });
 
   const auto name = [&app] {
     return app.get_subcommands().empty() ? "" : app.get_subcommands().front()->get_name();
@@ -290,12 +317,12 @@ Outcome Parse(int argc, const char* const* argv) {
       Print("{}", text.str());
       return Done(exit_code);
     } catch (const CLI::ParseError& error) {
-      return Fail(name(), ParseErrorText(app, error));
+      return Fail(app.remaining().empty() ? name() : "", ParseErrorText(app, error));
     }
     for (const Command& command : commands) {
       if (command.app->parsed()) return Done(command.run());
     }
-    return Fail("", "expected a command: info, run, check or bench");
+    return Fail("", fmt::format("expected a command: {}", kCommands));
   } catch (const std::bad_alloc&) {
     return Fail(name(), "out of memory");
   } catch (const UserError& error) {

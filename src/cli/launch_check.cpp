@@ -10,9 +10,9 @@ void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args)
   here.device = STROBE_CPU;
   strobe_forward_args checked = args;
   checked.workspace = nullptr;  // its size is the plan's affair
-  if (const Status status = check_args(here, 0, checked); !status.ok()) {
-    throw UserError(status.text());
-  }
+  Status status = check_args(here, 0, checked);
+  if (status.ok()) status = check_numbers(here, checked);
+  if (!status.ok()) throw UserError(status.text());
 }
 
 CacheWork WorkOf(const strobe_problem& problem, const strobe_forward_args& args) {

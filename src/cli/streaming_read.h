@@ -6,6 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+
+#include "core/team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -55,10 +58,15 @@ inline void StreamingRead(const std::byte* begin, size_t bytes) {
   internal::ReadWords(begin, bytes);
 }
 
-// The share of thread `thread` of `threads`.
-inline void StreamingReadShare(const std::byte* begin, size_t bytes, int thread, int threads) {
+// The same of each of some tensors, in as many shares as `threads`, and on as many threads if the
+// system makes them.
+inline void StreamingRead(std::initializer_list<const void*> tensors, size_t bytes, int threads) {
   const size_t share = bytes / static_cast<size_t>(threads) / kReadStep * kReadStep;
-  StreamingRead(begin + static_cast<size_t>(thread) * share, share);
+  share_out(threads, threads, [&](int64_t n) {
+    for (const void* tensor : tensors) {
+      StreamingRead(static_cast<const std::byte*>(tensor) + static_cast<size_t>(n) * share, share);
+    }
+  });
 }
 
 }  // namespace strobe::cli

@@ -55,7 +55,7 @@ struct KeyRows {
     const int64_t row = first + key;
     if (!pages) return {entry, row, true};
     const int32_t column = page_size.quotient(static_cast<int32_t>(row));
-    const int32_t page = pages[column];
+    const int32_t page = read_once(pages + column);
     return {page, row - int64_t{column} * page_size.divisor, has(page)};
   }
   /// Whether there is an entry, or page, of this number: the table may hold anything.

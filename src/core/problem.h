@@ -29,11 +29,17 @@ void resolve_defaults(AttentionProblem& problem);
 /// its business.
 Status check_problem(const AttentionProblem& problem);
 
-/// Checks of launch arguments against a resolved problem: pointers, alignment, workspace. On the
-/// CPU also the values of cu_seqlens.
+/// Checks of launch arguments against a resolved problem: pointers, alignment, workspace.
 Status check_args(const AttentionProblem& problem, size_t workspace_bytes, const ForwardArgs& args);
 Status check_args(const AttentionProblem& problem, size_t workspace_bytes,
                   const BackwardArgs& args);
+
+/// Checks of the numbers in a launch's arrays, which lie in the CPU's memory; the arguments passed
+/// check_args. What another thread may change meanwhile has to be copied before: what is found good
+/// here is good afterwards, but for the block table, whose entries are asked for again
+/// (KeyRows::place).
+Status check_numbers(const AttentionProblem& problem, const ForwardArgs& args);
+Status check_numbers(const AttentionProblem& problem, const BackwardArgs& args);
 
 /// One line: "forward bf16 batch 2 x heads 8/2 x seqlen 512/1024 x head_dim 64 causal ...".
 std::string to_string(const AttentionProblem& problem);

@@ -178,7 +178,7 @@ namespace {
 
 // The values of the arrays that every launch may carry, where they lie in the CPU's memory.
 template <typename Args>
-Status check_numbers(const AttentionProblem& p, const Args& a) {
+Status check_arrays(const AttentionProblem& p, const Args& a) {
   const int32_t* const cu_q = p.varlen ? a.cu_seqlens_q : nullptr;
   const int32_t* const cu_k = p.varlen && !p.cache ? a.cu_seqlens_k : nullptr;
   if (cu_q) {
@@ -212,7 +212,6 @@ Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Arg
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
-  if (p.device == STROBE_CPU) STROBE_RETURN_IF_ERROR(check_numbers(p, a));
   STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));
   if (!a.workspace || a.workspace_bytes >= workspace_bytes) return {};
   return invalid(
@@ -222,11 +221,18 @@ Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Arg
 }  // namespace
 
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const ForwardArgs& a) {
-  STROBE_RETURN_IF_ERROR(check_launch(p, workspace_bytes, a));
-  return p.cache && p.device == STROBE_CPU ? check_cache_numbers(p, a) : Status();
+  return check_launch(p, workspace_bytes, a);
 }
 Status check_args(const AttentionProblem& p, size_t workspace_bytes, const BackwardArgs& a) {
   return check_launch(p, workspace_bytes, a);
+}
+
+Status check_numbers(const AttentionProblem& p, const ForwardArgs& a) {
+  STROBE_RETURN_IF_ERROR(check_arrays(p, a));
+  return p.cache ? check_cache_numbers(p, a) : Status();
+}
+Status check_numbers(const AttentionProblem& p, const BackwardArgs& a) {
+  return check_arrays(p, a);
 }
 
 std::string to_string(const AttentionProblem& p) {

@@ -173,9 +173,10 @@ Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b
   if (p.cache == STROBE_CACHE_PAGED && pad < used + added) {
     const int32_t* const row = a.block_table + b * p.block_table_stride;
     for (int64_t n = pad / p.page_size; n * p.page_size < used + added; ++n) {
-      if (0 <= row[n] && row[n] < p.pages) continue;
+      const int32_t page = read_once(row + n);
+      if (0 <= page && page < p.pages) continue;
       return invalid(format("block_table[%" PRId64 "][%" PRId64 "] = %d, expected 0 to %" PRId64, b,
-                            n, row[n], p.pages - 1));
+                            n, page, p.pages - 1));
     }
   }
   return {};

@@ -42,18 +42,18 @@ static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
   const CachedSequence s = c.sequences.sequence(batch);
   const int64_t dim = p.head_dim, rotated = p.rotary_dim;
   HWY_ALIGN float values[256 + kLanes];
-  for (int64_t head = 0; head < p.heads_kv; ++head) {
-    const auto row = [&](const Tensor& t, int64_t key) {
-      return t.element(s.new_entry, s.new_row + key - s.new_begin, head);
-    };
-    const RowView k = c.key_rows(c.k, s, head), v = c.key_rows(c.v, s, head);
-    for (int64_t key = keys.begin; key < keys.end; ++key) {
-      const std::byte* const from = row(c.k_new, key);
-      __builtin_memcpy(v.row(key), row(c.v_new, key),
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const KeyRows::Place place = s.keys.place(key);
+    if (!place.there) continue;  // the caller has changed the page's number since it was checked
+    const int64_t row_new = s.new_row + key - s.new_begin;
+    for (int64_t head = 0; head < p.heads_kv; ++head) {
+      const std::byte* const from = c.k_new.element(s.new_entry, row_new, head);
+      __builtin_memcpy(c.v.element(place.entry, place.row, head),
+                       c.v_new.element(s.new_entry, row_new, head),
                        static_cast<size_t>(p.head_dim_v * c.v.element_size));
       for_dtype(
           p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-            auto* const to = reinterpret_cast<T*>(k.row(key));
+            auto* const to = reinterpret_cast<T*>(c.k.element(place.entry, place.row, head));
             if (rotated > 0) {
               row_to_float(reinterpret_cast<const T*>(from), rotated, values);
               rotate_row(c, s.rotary_start + key - s.new_begin, values);

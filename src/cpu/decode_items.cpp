@@ -55,12 +55,11 @@ DecodeItems::Memory DecodeItems::carve(Arena& arena, const AttentionProblem& p,
 }
 
 DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& context, int64_t threads,
-                         std::byte* memory)
+                         Arena& arena)
     : isa_(isa),
       context_(context),
       plan_(isa, context.problem, threads),
       use_(isa, context.problem) {
-  Arena arena(memory);
   memory_ = carve(arena, context.problem, plan_);
   const int64_t batch = context.problem.batch, sets = plan_.shape.sets();
   const auto blocks_of = [&](int64_t b, bool& decoded) {

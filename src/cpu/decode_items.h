@@ -25,14 +25,14 @@ struct DecodeUse {
   }
 };
 
-/// How a plan decodes. The workspace of a launch begins with what DecodeItems needs.
+/// How a plan decodes.
 struct DecodePlan {
   DecodeShape shape;
   int64_t blocks;       // of keys that an item has at least, unless the sequence has fewer
   int64_t work_items;   // when all sequences have all keys that they may have
   int64_t item_blocks;  // of such an item
   int64_t slots;        // partial results that a launch may keep
-  size_t bytes;         // of workspace
+  size_t bytes;         // of workspace that DecodeItems needs
 
   /// threads: that a launch may use.
   DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads);
@@ -40,12 +40,11 @@ struct DecodePlan {
 
 class DecodeItems {
  public:
-  /// memory: DecodePlan::bytes. None of the context's sequences is looked at before.
+  /// Takes DecodePlan::bytes of the arena.
   DecodeItems(const InstructionSet& isa, const ForwardContext& context, int64_t threads,
-              std::byte* memory);
+              Arena& arena);
 
   int64_t count() const { return memory_.first_item[context_.problem.batch]; }
-  size_t bytes() const { return plan_.bytes; }
   /// Does item n. It writes the results of its sequence if all others of the sequence are done.
   void run(int64_t n, std::byte* scratch) const;
 

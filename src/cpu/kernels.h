@@ -36,8 +36,12 @@ struct RowView {
   KeyRows keys{};          // has pages then
 
   STROBE_INLINE std::byte* row(int64_t i) const {
-    if (keys.pages) return first + keys.place(i).offset(page_bytes, row_bytes);
-    return first + i * row_bytes;
+    if (!keys.pages) return first + i * row_bytes;
+    KeyRows::Place place = keys.place(i);
+    // All pages were there when the launch began. Where the caller has changed a number since then,
+    // the result is of no use, and any page will do.
+    if (!place.there) place.entry = 0;
+    return first + place.offset(page_bytes, row_bytes);
   }
   /// The end of the run of rows from row i on that lie row_bytes apart: `end` at most.
   STROBE_INLINE int64_t run_end(int64_t i, int64_t end) const { return keys.run_end(i, end); }

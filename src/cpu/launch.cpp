@@ -7,12 +7,14 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <type_traits>
 
+#include "core/options.h"
+#include "core/team.h"
 #include "core/workspace.h"
 #include "cpu/blocks.h"
 #include "cpu/decode_items.h"
 #include "cpu/score.h"
-#include "cpu/team.h"
 #include "cpu/turnstile.h"
 
 namespace strobe::cpu {
@@ -276,6 +278,49 @@ void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& c
   });
 }
 
+// visit(array, length) for each array of numbers that a launch carries, but for the block table.
+template <typename Args, typename Visit>
+void for_each_number_array(const AttentionProblem& p, Args& a, const Visit& visit) {
+  if (p.varlen) visit(a.cu_seqlens_q, p.batch + 1);
+  if (p.varlen && !p.cache) visit(a.cu_seqlens_k, p.batch + 1);
+  for_each_array(p, a, [&](const OptionArray&, int32_t wanted, const int32_t*& numbers) {
+    if (wanted) visit(numbers, p.batch);
+  });
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (p.append == STROBE_APPEND_PACKED) visit(a.cu_seqlens_k_new, p.batch + 1);
+    for_each_cache_array(p, a, [&](const char*, int32_t wanted, const int32_t*& numbers) {
+      if (wanted) visit(numbers, p.batch);
+    });
+  }
+}
+
+// The arguments with these arrays in the arena. Other threads may write to the caller's arrays
+// while the launch runs, as a scheduler does that prepares the next step. How the work is divided,
+// where rows lie and who waits for whom all come from these numbers and have to go together, so
+// that the launch reads each number once, before it checks them, and from then on knows its own
+// alone. The block table is too large for that: its entries have to go with nothing, and RowView
+// checks each where it is used.
+template <typename Args>
+Args own_numbers(const AttentionProblem& p, Args args, Arena& arena) {
+  for_each_number_array(p, args, [&](const int32_t*& numbers, int64_t length) {
+    int32_t* const own = arena.take<int32_t>(length);
+    for (int64_t i = 0; own && i < length; ++i) own[i] = read_once(numbers + i);
+    numbers = own;
+  });
+  return args;
+}
+
+// Bytes of a workspace that they take.
+size_t number_bytes(const AttentionProblem& p) {
+  Arena arena;
+  if (p.direction == STROBE_FORWARD) {
+    own_numbers(p, ForwardArgs{}, arena);
+  } else {
+    own_numbers(p, BackwardArgs{}, arena);
+  }
+  return arena.used();
+}
+
 Status no_memory(size_t bytes) {
   return {STROBE_OUT_OF_MEMORY, format("a workspace of %zu bytes could not be allocated", bytes)};
 }
@@ -300,7 +345,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   plan.tile_q = tiles.tile_q;
   plan.tile_k = tiles.tile_k;
   plan.work_items = 0;
-  size_t scratch = 0, shared = 0;
+  size_t scratch = 0, shared = number_bytes(p);
   const DecodeUse decode(isa, p);
   if (decode.some) {
     const DecodePlan split(isa, p, useful);
@@ -308,7 +353,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
     plan.tile_q = split.shape.heads * split.shape.item_rows;
     plan.tile_k = kDecodeKeys;
-    shared = split.bytes;
+    shared += split.bytes;
     scratch = isa.decode->scratch(forward_context(plan, {}));
   }
   if (forward && !decode.all) {
@@ -331,7 +376,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     BackwardContext context = backward_context(plan, {}, isa.lanes);
     Arena arena;
     carve(arena, context);
-    shared = arena.used();
+    shared += arena.used();
     scratch = isa.backward_scratch(context);
   }
   plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
@@ -339,23 +384,23 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
       shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
 }
 
-Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args) {
+Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& callers) {
   const AttentionProblem& p = plan.problem;
   const bool some_q = rows_q(p) > 0;
-  const Workspace workspace(args.workspace, some_q ? plan.workspace_bytes : 0);
-  if (workspace.failed()) return no_memory(plan.workspace_bytes);
+  const size_t bytes = some_q ? plan.workspace_bytes : number_bytes(p);
+  const Workspace workspace(callers.workspace, bytes);
+  if (workspace.failed()) return no_memory(bytes);
+  Arena arena(workspace.data());
+  const ForwardArgs args = own_numbers(p, callers, arena);
+  STROBE_RETURN_IF_ERROR(check_numbers(p, args));
   const ForwardContext context = forward_context(plan, args);
   if (p.append) append(isa, plan, context);
   if (!some_q) return {};
   const DecodeUse use(isa, p);
   std::optional<DecodeItems> decoded;
-  size_t shared = 0;
-  if (use.some) {
-    decoded.emplace(isa, context, plan.threads, workspace.data());
-    shared = decoded->bytes();
-  }
+  if (use.some) decoded.emplace(isa, context, plan.threads, arena);
   const int64_t few = decoded ? decoded->count() : 0;
-  const auto scratch = scratch_of_threads(plan, workspace, shared);
+  const auto scratch = scratch_of_threads(plan, workspace, arena.used());
   std::optional<ForwardItems> tiled;
   if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
@@ -376,12 +421,14 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& a
   return interrupt.status();
 }
 
-Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args) {
+Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& callers) {
   const AttentionProblem& p = plan.problem;
-  const Workspace workspace(args.workspace, plan.workspace_bytes);
+  const Workspace workspace(callers.workspace, plan.workspace_bytes);
   if (workspace.failed()) return no_memory(plan.workspace_bytes);
-  BackwardContext context = backward_context(plan, args, isa.lanes);
   Arena arena(workspace.data());
+  const BackwardArgs args = own_numbers(p, callers, arena);
+  STROBE_RETURN_IF_ERROR(check_numbers(p, args));
+  BackwardContext context = backward_context(plan, args, isa.lanes);
   carve(arena, context);
   const auto scratch = scratch_of_threads(plan, workspace, arena.used());
 

@@ -2,9 +2,9 @@
 
 #include "core/arithmetic.h"
 #include "core/problem.h"
+#include "core/team.h"
 #include "cpu/dispatch.h"
 #include "cpu/score.h"
-#include "cpu/team.h"
 
 namespace strobe::cpu {
 

@@ -61,6 +61,15 @@ def test_help_has_an_example(command: str) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS, "help"])
+def test_help_is_a_command_too(command: str) -> None:
+    words = command.split()
+    result = strobe("help", *words)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout == strobe(*words, "--help").stdout
+
+
 def test_info() -> None:
     result = strobe("info")
     assert result.returncode == 0

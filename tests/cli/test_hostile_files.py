@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tool import (
+    CLI,
+    limited,
+    limits_address_space,
     needs_cli,
     raw,
     refused,
@@ -148,3 +154,94 @@ def test_changed_bytes_never_crash(plain: Path, tmp_path: Path) -> None:
             damaged[source.randrange(8 + length)] = source.randrange(256)
         path.write_bytes(damaged)
         assert strobe("run", path, "--repeat", "1").returncode in (0, 2)
+
+
+# Of the examples beside the tool: a small file, or one that is large and holds nothing, takes no
+# memory beyond its own size before it is refused.
+
+
+def example(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run an example in a gigabyte of address space."""
+    program = Path(CLI).with_name(name)
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"no {program}")
+    return subprocess.run(
+        [*limited("AS", 1 << 30), program, *args],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def zeros(path: Path, shapes: dict[str, list[int]], metadata: dict[str, str]) -> Path:
+    """A file of float32 zeros, which takes no room on the disk."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    content = raw(header)
+    path.write_bytes(content)
+    os.truncate(path, len(content) + at)
+    return path
+
+
+def char_gpt(dim: int, blocks: int) -> dict[str, list[int]]:
+    """What the weights of `generate` are, for an alphabet of one character."""
+    shapes = {"token.weight": [1, dim]}
+    for n in range(blocks):
+        for norm in ("attention_norm", "feed_forward_norm"):
+            shapes |= {f"blocks.{n}.{norm}.{x}": [dim] for x in ("weight", "bias")}
+        layers = {"qkv": (dim, 3 * dim), "projection": (dim, dim)}
+        layers |= {"up": (dim, 4 * dim), "down": (4 * dim, dim)}
+        for layer, (first, last) in layers.items():
+            shapes |= {f"blocks.{n}.{layer}.weight": [last, first]}
+            shapes |= {f"blocks.{n}.{layer}.bias": [last]}
+    shapes |= {"norm.weight": [dim], "norm.bias": [dim]}
+    return shapes | {"head.weight": [1, dim], "head.bias": [1]}
+
+
+@limits_address_space
+@pytest.mark.parametrize(
+    ("dim", "blocks", "numbers", "words"),
+    [
+        (64, 2, {}, ""),
+        (64, 2, {"heads": "32", "context": "2147483647", "rotary_base": "1e30"}, ""),
+        (1 << 24, 0, {"heads": "1"}, "heads = 1 in its metadata, expected what divides the 1677"),
+        (1 << 24, 0, {"heads": "65536"}, "no tensor blocks.0.qkv.weight"),
+        (258, 1, {"heads": "1"}, "heads of an even size of at most 256"),
+        (64, 2, {"heads": "2147483647"}, "heads = 2147483647 in its metadata"),
+        (64, 2, {"heads": "2147483648"}, "heads = 2147483648, expected a whole number from 1 to"),
+        (64, 2, {"context": "-1"}, "context = -1, expected a whole number from 1 to"),
+    ],
+)
+def test_generate_believes_no_weights(
+    tmp_path: Path, dim: int, blocks: int, numbers: dict[str, str], words: str
+) -> None:
+    metadata = {"alphabet": "a", "heads": "2", "context": "8", "rotary_base": "1e4"}
+    metadata |= {"norm_epsilon": "1e-5", **numbers}
+    path = zeros(tmp_path / "weights", char_gpt(dim, blocks), metadata)
+    result = example("generate", "a", "--length", "300", "--weights", path)
+    assert result.returncode == (2 if words else 0), result.stderr
+    assert words in result.stderr
+    assert bool(result.stderr) == bool(words)
+
+
+@limits_address_space
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([1, 1 << 16, 1, 32], "65536 tokens and 1 heads of 32, expected what takes 4 GB at most"),
+        ([1, 32, 1 << 10, 32], "32 tokens and 1024 heads of 32, expected what takes 4 GB at most"),
+        ([1, 32, 1, 1 << 16], "head_dim 65536, expected at most 256"),
+        ([1, 1 << 40, 0, 32], "expected F32 [1, tokens, heads, head_dim]"),
+    ],
+)
+def test_demo_believes_no_capture(tmp_path: Path, shape: list[int], words: str) -> None:
+    path = zeros(tmp_path / "capture", dict.fromkeys(("q", "k", "v", "dout"), shape), {})
+    result = example("strobe_demo", path)
+    assert result.returncode == 2
+    assert words in result.stderr

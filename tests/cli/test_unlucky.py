@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -23,6 +24,7 @@ from tool import (
     Tensors,
     V,
     limited,
+    limits_address_space,
     load,
     needs_cli,
     qkv,
@@ -33,9 +35,6 @@ from tool import (
 )
 
 pytestmark = needs_cli
-limits_address_space = pytest.mark.skipif(
-    bool(CLI) and b"__asan_init" in Path(CLI).read_bytes(), reason="AddressSanitizer needs it all"
-)
 BENCH = ["bench", "--seqlen", "16", "--head-dim", "8", "--heads", "1", "--min-time", "0"]
 
 
@@ -371,6 +370,24 @@ def test_a_little_memory_is_an_error(plain: Path) -> None:
     )
     assert result.returncode == 2
     assert "out of memory" in result.stderr
+
+
+@limits_address_space
+def test_more_threads_than_the_system_makes() -> None:
+    """GNU's OpenMP would end the process: the launch, and the read beside it, do with fewer."""
+    # So much work that the plan wants all threads.
+    work = ["--batch", "64", "--heads", "64", "--heads-kv", "1", "--seqlen-k", "4096"]
+    args = ["bench", "--decode", "--min-time", "0", "--threads", "4000", "--dtype", "bf16", *work]
+    result = subprocess.run(
+        [*limited("AS", 4 << 30), CLI, *args, "--head-dim", "64", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert json.loads(result.stdout)["results"][0]["threads"] >= 512  # of the plan
 
 
 # Which order of dimensions is meant.

@@ -19,6 +19,9 @@ import pytest
 
 CLI = os.environ.get("STROBE_CLI", "")
 needs_cli = pytest.mark.skipif(not CLI, reason="STROBE_CLI does not name the program")
+limits_address_space = pytest.mark.skipif(
+    bool(CLI) and b"__asan_init" in Path(CLI).read_bytes(), reason="AddressSanitizer needs it all"
+)
 
 FORMATS = {"F32": "f", "I32": "i", "F16": "e", "U8": "B", "F64": "d", "I64": "q"}
 FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B"}  # as bytes

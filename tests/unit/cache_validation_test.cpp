@@ -170,7 +170,10 @@ struct Launch {
     a.rotary_position = position;
     a.block_table = table;
   }
-  std::string Text() const { return strobe::check_args(p, 0, a).text(); }
+  std::string Text() const {
+    const strobe::Status status = strobe::check_args(p, 0, a);
+    return status.ok() ? strobe::check_numbers(p, a).text() : status.text();
+  }
 };
 
 TEST(CacheValidation, BadArgumentsAreRefusedByName) {

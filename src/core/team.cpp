@@ -9,7 +9,7 @@
 //  had
 //    a pool, whoever had made that pool. In the child that thread therefore makes threads of its
 //    own for each launch.
-#include "cpu/team.h"
+#include "core/team.h"
 
 #include <omp.h>
 #include <pthread.h>
@@ -29,7 +29,7 @@
 #include <sys/syscall.h>
 #endif
 
-namespace strobe::cpu {
+namespace strobe {
 
 namespace {
 
@@ -294,4 +294,4 @@ void run_team(int threads, Work work, void* data) {
   }
 }
 
-}  // namespace strobe::cpu
+}  // namespace strobe

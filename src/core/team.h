@@ -1,11 +1,11 @@
-// The threads of a launch.
-#ifndef STROBE_CPU_TEAM_H_
-#define STROBE_CPU_TEAM_H_
+// The threads of a launch, and of what the tool and the examples compute beside launches.
+#ifndef STROBE_CORE_TEAM_H_
+#define STROBE_CORE_TEAM_H_
 
 #include <atomic>
 #include <cstdint>
 
-namespace strobe::cpu {
+namespace strobe {
 
 /// OpenMP's number of threads (OMP_NUM_THREADS).
 int default_threads();
@@ -43,6 +43,6 @@ void share_out(int64_t count, int64_t threads, const Work& work) {
   share_out(count, threads, never, [&](int64_t i, int) { work(i); });
 }
 
-}  // namespace strobe::cpu
+}  // namespace strobe
 
-#endif  // STROBE_CPU_TEAM_H_
+#endif  // STROBE_CORE_TEAM_H_
