@@ -168,8 +168,8 @@ def flash_attn_varlen_func(
         q: (total_q, heads, head_dim).
         k: (total_k, heads_kv, head_dim).
         v: (total_k, heads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: where sequences begin and
-            the last one ends.
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: where sequences
+            begin and the last one ends.
         max_seqlen_q, max_seqlen_k: the longest sequences, or upper bounds.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
         softcap, deterministic, return_attn_probs: as `flash_attn_func`.

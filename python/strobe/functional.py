@@ -93,8 +93,8 @@ def attention(
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
             the same weights, in forward and backward, whatever the number of threads: see
             `dropout_mask`.
-        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: sequences of different
-            lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: sequences of
+            different lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
         max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
             found from cu_seqlens, if those are in the CPU's memory.
         batch_invariant: a sequence's bits depend neither on the other sequences of the batch nor on
