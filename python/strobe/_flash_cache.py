@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -176,9 +175,13 @@ def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
     arrays = {name: options.get(name) for name in _ARRAYS}
     if wants_value_checks(q) and isinstance(k, torch.Tensor):
         window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
-        with suppress(AttributeError, IndexError, RuntimeError, TypeError):
+        try:
             moving = bool(options.get("causal")) or window != (-1, -1) or chunk > 0
             check_values(q, k, arrays, moving)
+        except Error:
+            raise
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            pass
 
 
 def wants_value_checks(q: Tensor) -> bool:
