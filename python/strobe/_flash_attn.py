@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch
 from . import _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
-from ._values import flag, integer, pair, real
+from ._values import constant, flag, integer, pair, real
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -232,9 +232,9 @@ def differentiates_forward() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-def _refuse_tangents(*tensors: Tensor) -> None:
+def _refuse_tangents(*tensors: Tensor | None) -> None:
     """PyTorch itself would drop them without a word."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise Unsupported(
             "forward-mode differentiation of attention is not supported: use backward-mode, or "
             "plain tensor operations"
@@ -259,6 +259,8 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     more: the tail of the operator's arguments, `_options.ROWS`.
     """
+    if options[5] is not None:
+        constant("alibi_slopes", options[5])
     tracing = _is_tracing()
     if not tracing and not more:
         try:
@@ -317,7 +319,7 @@ def _checked(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
     if not _is_tracing() and differentiates_forward():
-        _refuse_tangents(q, k, v)
+        _refuse_tangents(q, k, v, alibi_slopes)
     q, k, v = autocast(q, k, v)
     left, right = pair("window_size", window_size, as_integer)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)

@@ -24,7 +24,7 @@ from ._flash_attn import (
 )
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
-from ._values import integer, pair
+from ._values import constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -86,6 +86,8 @@ def call(
 
     options: of `strobe.attention_with_kvcache`; names: what the caller calls them.
     """
+    if options.get("alibi_slopes") is not None:
+        constant("alibi_slopes", options["alibi_slopes"])
     tracing = torch.compiler.is_dynamo_compiling()
     is_tensor = not tracing and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
@@ -158,6 +160,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
     options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
     options["window"] = options.pop("window_left"), options.pop("window_right")
+    constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
     if options["attention_chunk"] == 0:  # a rare option, which costs time
         del options["attention_chunk"]

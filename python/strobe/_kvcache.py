@@ -15,6 +15,7 @@ from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._options import CacheOptions, documented_with_cache
 from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
+from ._values import constant
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,6 +79,8 @@ def attention_with_kvcache(
         captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
         sequence are NaN then.
     """
+    if "alibi_slopes" in options:
+        constant("alibi_slopes", options["alibi_slopes"])
     if getattr(q, "is_cuda", False) is True:  # only there has Python to look at values
         from . import _flash_cache
 

@@ -25,6 +25,7 @@ import torch
 from . import _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
+from ._values import no_gradient_by
 from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
@@ -165,6 +166,7 @@ def _fake_backward(
 # ----------------------------------------------------------------------------------------- autograd
 
 _SAVED: Final = object()  # in place of an option that was saved as a tensor
+_SLOPES: Final = 5  # the place of alibi_slopes among the arguments of attention_forward
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any) -> None:
@@ -193,6 +195,8 @@ def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
+    if ctx.needs_input_grad[_SLOPES]:
+        raise no_gradient_by("alibi_slopes")
     _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 

@@ -66,7 +66,8 @@ def flash_attn_func(
             i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds
-            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. A constant:
+            slopes that require a gradient are refused, unless no gradients are recorded.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_attn_probs: return (out, softmax_lse, S_dmask).
 
@@ -83,7 +84,8 @@ def flash_attn_func(
     Raises:
         strobe.InvalidArgument: arguments that contradict each other or break a rule above; a
             ValueError. The text names the argument, what was got and what was wanted.
-        strobe.Unsupported: no kernel takes this, with each one's reason; a NotImplementedError.
+        strobe.Unsupported: no kernel takes this, with each one's reason; or a gradient that there
+            is not is asked for; a NotImplementedError. Both are RuntimeErrors too.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs)

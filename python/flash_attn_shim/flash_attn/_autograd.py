@@ -13,7 +13,7 @@ import torch
 import strobe
 from strobe import _operators
 from strobe._flash_attn import as_flag, as_integer
-from strobe._values import pair
+from strobe._values import constant, pair
 
 from . import _flash_attn_gpu as gpu
 
@@ -32,8 +32,13 @@ def _forward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_softmax: bool,
+    is_grad_enabled: bool,
 ) -> Any:
-    """What each forward does. lengths: cu_seqlens and max_seqlen of q and k; None: dense."""
+    """What each forward does. lengths: cu_seqlens and max_seqlen of q and k; None: dense.
+    is_grad_enabled: outside of the autograd function, in which it never is.
+    """
+    with torch.set_grad_enabled(as_flag("is_grad_enabled", is_grad_enabled)):
+        constant("alibi_slopes", alibi_slopes)
     window = pair("window_size", window_size, as_integer)
     options = gpu.checked_options(dropout_p, softmax_scale, causal, *window, softcap)
     lengths = gpu.DENSE if lengths is None else gpu.checked_lengths(*lengths)
@@ -98,6 +103,7 @@ class FlashAttnFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -136,6 +142,7 @@ class FlashAttnQKVPackedFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -175,6 +182,7 @@ class FlashAttnKVPackedFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -226,6 +234,7 @@ class FlashAttnVarlenFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -266,6 +275,7 @@ class FlashAttnVarlenQKVPackedFunc(torch.autograd.Function):  # type: ignore[mis
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -309,6 +319,7 @@ class FlashAttnVarlenKVPackedFunc(torch.autograd.Function):  # type: ignore[misc
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod

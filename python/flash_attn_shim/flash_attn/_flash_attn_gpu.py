@@ -14,6 +14,7 @@ import strobe
 from strobe import _flash_attn, _flash_cache, _operators, _options, _s_dmask
 from strobe._arrays import check_memory
 from strobe._errors import first_line, renamed
+from strobe._values import constant
 from strobe.flash_attn import flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -102,6 +103,7 @@ def varlen_fwd(
             )
         _, softmax_scale, causal, *window, softcap = options
         _check_tensors({"q": q, "v": v}, {"out": (out, "q", "v")})
+        constant("alibi_slopes", alibi_slopes)
         with torch.no_grad():
             found, lse = _flash_cache.paged_varlen(
                 *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale),
@@ -365,6 +367,7 @@ def forward(
         )
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
     given |= {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    constant("alibi_slopes", alibi_slopes)
     _check_tensors(given, {"out": (out, "q", "v")}, lengths)
     return_softmax = _flash_attn.as_flag("return_softmax", return_softmax)
     dropout = options[0] > 0
@@ -398,6 +401,7 @@ def _backward(
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
     given |= {"cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
     given |= {"alibi_slopes": alibi_slopes, "rng_state": rng_state}
+    constant("alibi_slopes", alibi_slopes)
     targets = {f"d{x}": (target, x, x) for x, target in zip("qkv", results, strict=True)}
     _check_tensors(given, targets, lengths)
     deterministic = _flash_attn.as_flag("deterministic", deterministic)
