@@ -22,6 +22,7 @@ Result: TypeAlias = Any
 # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 Lengths: TypeAlias = tuple[Any, Any, Any, Any]
 DENSE: Final[Lengths] = (None, None, None, None)
+NO_WINDOW: Final = (-1, -1)
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 Options: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 
@@ -197,6 +198,23 @@ def as_integer(name: str, value: Any) -> Any:
     return integer(name, value)
 
 
+def limited(window: Any) -> Any:
+    """`window` for the extension: a negative side, in flash_attn no limit whatever the number, is
+    -1. What is no pair of plain integers stays as it is: `as_limit` takes or refuses it.
+    """
+    if type(window) is tuple and len(window) == 2:
+        left, right = window
+        if type(left) is int and type(right) is int and (left < -1 or right < -1):
+            return max(left, -1), max(right, -1)
+    return window
+
+
+def as_limit(name: str, value: Any) -> Any:
+    """One side of a window as an integer: -1 for any negative number."""
+    side = as_integer(name, value)
+    return side if side >= -1 else -1
+
+
 def as_number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
     return value if type(value) is float or isinstance(value, torch.SymFloat) else real(name, value)
@@ -259,6 +277,8 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     more: the tail of the operator's arguments, `_options.ROWS`.
     """
+    if options[3] is not NO_WINDOW:
+        options = (*options[:3], limited(options[3]), *options[4:])
     if options[5] is not None:
         constant("alibi_slopes", options[5])
     tracing = _is_tracing()
@@ -321,7 +341,7 @@ def _checked(
     if not _is_tracing() and differentiates_forward():
         _refuse_tangents(q, k, v, alibi_slopes)
     q, k, v = autocast(q, k, v)
-    left, right = pair("window_size", window_size, as_integer)
+    left, right = pair("window_size", window_size, as_limit)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:

@@ -13,13 +13,16 @@ from . import _core
 from ._arrays import cannot_be_read
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
+    NO_WINDOW,
     Result,
     as_flag,
     as_integer,
+    as_limit,
     as_number,
     check_tensor,
     diagnose,
     in_our_words,
+    limited,
     taken,
 )
 from ._operators import _LIBRARY, define, is_transformed, new_results
@@ -86,6 +89,8 @@ def call(
 
     options: of `strobe.attention_with_kvcache`; names: what the caller calls them.
     """
+    if options["window"] is not NO_WINDOW:
+        options["window"] = limited(options["window"])
     if options.get("alibi_slopes") is not None:
         constant("alibi_slopes", options["alibi_slopes"])
     tracing = torch.compiler.is_dynamo_compiling()
@@ -108,7 +113,7 @@ def call(
                 "expected a torch.Tensor"
             )
     return_lse = as_flag("return_softmax_lse", return_lse)
-    every["window_left"], every["window_right"] = pair("window_size", every["window"], as_integer)
+    every["window_left"], every["window_right"] = pair("window_size", every["window"], as_limit)
     given = [every[name] for name in _ARRAYS]
     for name, kind in _PLAIN.items():
         value, convert = every[name], _CONVERTERS[kind.rstrip("?")]
@@ -308,7 +313,7 @@ def paged_varlen(
     block_table: Any,
     softmax_scale: Any = None,
     causal: Any = False,
-    window_size: Any = (-1, -1),
+    window_size: Any = NO_WINDOW,
     softcap: Any = 0.0,
     alibi_slopes: Any = None,
     seqused_k: Any = None,

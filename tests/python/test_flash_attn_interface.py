@@ -319,7 +319,7 @@ def test_refusals(interface: Any) -> None:
         ((q, k, v, 1.5, 0.2, True, -1, -1, 0.0, None, False), "dropout_p = 1.5"),
         ((q, k, v, 0.0, "x", True, -1, -1, 0.0, None, False), "softmax_scale = 'x'"),
         ((q, k, v, 0.0, float("nan"), True, -1, -1, 0.0, None, False), "softmax_scale = nan"),
-        ((q, k, v, 0.0, 0.2, False, -7, 2, 0.0, None, False), "window_size_left = -7"),
+        ((q, k, v, 0.0, 0.2, False, "x", 2, 0.0, None, False), "window_size_left = 'x'"),
         ((q, k, v, 0.0, 0.2, False, -1, 1.5, 0.0, None, False), "window_size_right = 1.5"),
         (
             (q, k, v, (), 0.2, False, -1, -1, 0.0, None, False),

@@ -12,7 +12,7 @@ import torch
 
 import strobe
 from strobe import _operators
-from strobe._flash_attn import as_flag, as_integer
+from strobe._flash_attn import as_flag, as_limit
 from strobe._values import constant, pair
 
 from . import _flash_attn_gpu as gpu
@@ -39,7 +39,7 @@ def _forward(
     """
     with torch.set_grad_enabled(as_flag("is_grad_enabled", is_grad_enabled)):
         constant("alibi_slopes", alibi_slopes)
-    window = pair("window_size", window_size, as_integer)
+    window = pair("window_size", window_size, as_limit)
     options = gpu.checked_options(dropout_p, softmax_scale, causal, *window, softcap)
     lengths = gpu.DENSE if lengths is None else gpu.checked_lengths(*lengths)
     return_softmax = as_flag("return_softmax", return_softmax)

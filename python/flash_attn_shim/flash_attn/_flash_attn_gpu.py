@@ -281,15 +281,9 @@ def _arguments(
     return (*tensors, max_seqlen_q, max_seqlen_k, *options, deterministic)
 
 
-def _window(*sides: Any) -> tuple[Any, Any]:
-    left, right = (
-        _flash_attn.as_integer(f"window_size_{name}", side)
-        for name, side in zip(("left", "right"), sides, strict=True)
-    )
-    for name, side in (("left", left), ("right", right)):
-        if side < -1:
-            raise strobe.InvalidArgument(f"window_size_{name} = {side}, expected at least -1")
-    return left, right
+def _window(left: Any, right: Any) -> tuple[Any, Any]:
+    limit = _flash_attn.as_limit
+    return limit("window_size_left", left), limit("window_size_right", right)
 
 
 def checked_options(
