@@ -161,6 +161,8 @@ def taken(name: str, x: Tensor, take: Callable[[Tensor], Any]) -> Any:
     """take(x), with an error of ours: x may be freed, or of a class without operators."""
     try:
         return take(x)
+    except Error:
+        raise
     except Exception as error:
         if _is_tracing():
             raise

@@ -297,6 +297,43 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     return torch.full((batch,), given, dtype=torch.int32, device=q.device)
 
 
+def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
+    """The rows `index` (cache_batch_idx) of a table of pages, as FlashAttention-3 reads them.
+
+    A number out of range is refused where `wants_value_checks` would look at it; elsewhere its
+    sequence has pages that are out of range themselves.
+    """
+    check_tensor(name, table, ("cache_batch", "pages_per_sequence"))
+    check_tensor("cache_batch_idx", index, ("batch",))
+    for each, x in ((name, table), ("cache_batch_idx", index)):
+        if x.dtype != torch.int32:
+            raise InvalidArgument(f"{each}.dtype = {x.dtype}, expected torch.int32")
+    if index.device != table.device:
+        raise InvalidArgument(
+            f"cache_batch_idx is on {index.device}, expected {table.device} as {name}"
+        )
+    entries = table.shape[0]
+    if entries == 0:
+        raise InvalidArgument(
+            f"{name}.shape[0] = 0, expected at least 1 (cache_batch_idx is given)"
+        )
+
+    def choose(index: Tensor) -> Tensor:
+        good = (index >= 0) & (index < entries)
+        looks = not torch.compiler.is_dynamo_compiling() and type(index) is torch.Tensor
+        if looks and (index.is_cpu or wants_value_checks(index)) and not bool(good.all()):
+            at = int((~good).nonzero()[0])
+            raise InvalidArgument(
+                f"cache_batch_idx[{at}] = {int(index[at])}, expected 0 to {entries - 1} (a row of "
+                f"{name})"
+            )
+        rows = table.index_select(0, index.clamp(0, entries - 1))
+        return torch.where(good[:, None], rows, -1)
+
+    chosen: Tensor = taken("cache_batch_idx", index, choose)
+    return chosen
+
+
 def rotary_start(options: dict[str, Any]) -> None:
     """flash_attn counts positions from the cache's first row, a left pad included."""
     if options["leftpad"] is not None and options["rotary_cos"] is not None:

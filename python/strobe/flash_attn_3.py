@@ -172,12 +172,13 @@ def flash_attn_with_kvcache(
         k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad: as
             there.
         k, v: as there, or with cu_seqlens_k_new (total_new, heads_kv, ...).
-        page_table: block_table there.
+        page_table: block_table there. With cache_batch_idx, sequence b has the pages of the table's
+            row cache_batch_idx[b], so that the table may have other rows than q has sequences.
         cu_seqlens_q, cu_seqlens_k_new: int32, (batch + 1,), from 0 to total.
         max_seqlen_q: the longest sequence of queries with cu_seqlens_q, or an upper bound; None:
             found from cu_seqlens_q, if that is in the CPU's memory.
         rotary_seqlens: int32, (batch,): the position of each sequence's first query and new key;
-            None: cache_seqlens.
+            None: cache_seqlens. Without rotary_cos nothing is rotated, and it changes nothing.
         softmax_scale, causal, window_size, softcap, rotary_interleaved: as there.
         attention_chunk: as `flash_attn_func`.
         qv, q_descale, k_descale, v_descale: refused, expected None.
@@ -189,6 +190,12 @@ def flash_attn_with_kvcache(
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _refuse(scheduler_metadata=scheduler_metadata)
+    if cache_batch_idx is not None and page_table is not None:
+        page_table = _flash_cache.chosen_pages("page_table", page_table, cache_batch_idx)
+        cache_batch_idx = None
+    if rotary_seqlens is not None and rotary_cos is None and rotary_sin is None:
+        check_tensor("rotary_seqlens", rotary_seqlens, ("batch",))
+        rotary_seqlens = None
     options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
