@@ -84,17 +84,19 @@ def call(
     options: dict[str, Any],
     return_lse: Any = True,
     names: dict[str, str] = NAMES,
+    recorded: bool = False,
 ) -> Result:
     """out, or (out, lse), of queries with a cache, without a gradient.
 
-    options: of `strobe.attention_with_kvcache`; names: what the caller calls them.
+    options: of `strobe.attention_with_kvcache`; names: what the caller calls them. recorded: as
+    results that autograd knows, whose backward pass is refused.
     """
     if options["window"] is not NO_WINDOW:
         options["window"] = limited(options["window"])
     if options.get("alibi_slopes") is not None:
         constant("alibi_slopes", options["alibi_slopes"])
     tracing = torch.compiler.is_dynamo_compiling()
-    is_tensor = not tracing and isinstance(q, torch.Tensor)
+    is_tensor = not tracing and not recorded and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
         try:  # what is wrong here is said below
             return _core.kvcache(q, k, v, None, return_lse, False, options)
@@ -119,15 +121,16 @@ def call(
         value, convert = every[name], _CONVERTERS[kind.rstrip("?")]
         optional = value is None and kind.endswith("?")
         given.append(None if optional else convert(names.get(name, name), value))
+    operator = _recorded if recorded else _operator
     if tracing:
-        found = _operator(q, k, v, *given)
+        found = operator(q, k, v, *given)
         return found if return_lse else found[0]
     if is_transformed():
         raise Unsupported(
             "attention with a key-value cache under torch.func's transforms (vmap, grad) is not "
             "supported: a cache is written in place and has no backward pass"
         )
-    kernel = _kernel if _core.unwatched(q, k, v) else _operator
+    kernel = _kernel if not recorded and _core.unwatched(q, k, v) else operator
     try:
         try:
             found = kernel(q, k, v, *given)
@@ -267,15 +270,62 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 
 # ----------------------------------------------------------------------------------------- operator
 
-_SCHEMA: Final = (
-    "(Tensor q, Tensor(a!) k, Tensor(b!) v, "
-    + "".join(f"Tensor? {name}, " for name in _ARRAYS)
+_OPTIONS: Final = (
+    "".join(f"Tensor? {name}, " for name in _ARRAYS)
     + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
     + ") -> (Tensor, Tensor)"
 )
-_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, new_results)
+_operator: Final = define(
+    "attention_with_kvcache",
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, " + _OPTIONS,
+    _kernel,
+    new_results,
+)
 # No gradient, as in flash_attn.
 _LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
+
+
+# As in flash_attn, packed queries over pages may require a gradient, and the error is that of their
+# backward pass, which knows no pages. It is an operator, so that PyTorch's compiler can trace it.
+
+
+def no_gradient() -> Unsupported:
+    """What the backward pass of attention over pages says."""
+    return Unsupported(
+        "the gradient of attention with block_table: a paged cache has no backward pass, expected "
+        "torch.no_grad() or tensors that require none"
+    )
+
+
+def _no_gradient(gradient: Tensor, shape: Any) -> Tensor:
+    raise no_gradient()
+
+
+_gradient: Final = define(
+    "paged_attention_backward",
+    "(Tensor gradient, SymInt[] shape) -> Tensor",
+    _no_gradient,
+    lambda gradient, shape: gradient.new_empty(shape),
+)
+
+
+def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.shapes = [x.shape for x in inputs[:3]]
+    ctx.others = len(inputs) - 3
+
+
+def _refuse(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    return (*(_gradient(gradient, shape) for shape in ctx.shapes), *(None,) * ctx.others)
+
+
+_recorded: Final = define(
+    "paged_attention",
+    "(Tensor q, Tensor k, Tensor v, " + _OPTIONS,
+    _kernel,
+    new_results,
+    _refuse,
+    _keep_shapes,
+)
 
 
 # ------------------------------------------------------------------------------- flash_attn's own
@@ -356,14 +406,12 @@ def paged_varlen(
     seqused_k: Any = None,
     leftpad_k: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func with a block_table: (out, lse)."""
-    if torch.is_grad_enabled() and any(
+    """flash_attn_varlen_func with a block_table: (out, lse). Where q, k or v requires a gradient,
+    so do they, and the backward pass is refused.
+    """
+    recorded = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
-    ):
-        raise Unsupported(
-            "block_table with q, k or v that requires a gradient: a paged cache has no backward "
-            "pass, expected torch.no_grad() or tensors that require none"
-        )
+    )
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     if seqused_k is None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
@@ -382,5 +430,5 @@ def paged_varlen(
     }
     names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
-    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names)
+    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names, recorded=recorded)
     return found

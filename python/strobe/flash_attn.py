@@ -179,7 +179,8 @@ def flash_attn_varlen_func(
         alibi_slopes: float32, (heads,) or (batch, heads).
         block_table: int32, (batch, pages_per_sequence): k and v are pages
             (pages, page_size, heads_kv, head_dim) of a cache, and cu_seqlens_k says how many keys
-            each sequence has there: see `flash_attn_with_kvcache`. Without dropout and gradients.
+            each sequence has there: see `flash_attn_with_kvcache`. Without dropout; where q, k or v
+            requires a gradient, the backward pass is a strobe.Unsupported.
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse, S_dmask): softmax_lse is

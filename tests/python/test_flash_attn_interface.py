@@ -169,6 +169,27 @@ def test_a_cache_by_position(interface: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("return_softmax", [False, True])
+def test_the_autograd_function_of_pages_has_no_backward_pass(
+    return_softmax: bool, interface: Any
+) -> None:
+    """As flash_attn's own, it computes where a gradient is required; then it says no."""
+    q = torch.randn(2, 4, 16, requires_grad=True)
+    cache = [torch.randn(3, 8, 2, 16) for _ in range(2)]
+    table, offsets = torch.tensor([[2, 1], [1, 0]]).int(), torch.arange(3, dtype=torch.int32)
+    lengths = (offsets, torch.tensor([0, 4, 14]).int(), 1, 10)
+    tail = (0.0, None, True, (5, -1), 0.0, torch.rand(4), False, return_softmax)
+    wanted = interface.flash_attn_varlen_func(q, *cache, *lengths, *tail, block_table=table)
+    found = interface.FlashAttnVarlenFunc.apply(q, *cache, *lengths, *tail, table, True)
+    if not return_softmax:
+        found, wanted = (found,), (wanted,)
+    assert_equal(found, wanted)
+    for results in (found, wanted):
+        for x in results[:2]:
+            with pytest.raises(strobe.Unsupported, match=r"gradient of attention with block_table"):
+                x.sum().backward(retain_graph=True)
+
+
 APPLY = ["", "QKVPacked", "KVPacked"]
 
 
@@ -298,10 +319,6 @@ def test_refusals(interface: Any) -> None:
     forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
     with pytest.raises(NotImplementedError, match=r"^leftpad_k without block_table"):
         forward(q, k, v, *lengths, 0.0, 0.2, True, leftpad_k=OFFSETS[:2])
-    tail: tuple[Any, ...] = (0.0, None, True, (-1, -1), 0.0, None, False, False)
-    with pytest.raises(NotImplementedError, match=r"^block_table: a paged cache has no backward"):
-        interface.FlashAttnVarlenFunc.apply(q, k, v, *lengths, *tail, OFFSETS[:2])
-
     out, lse, _, _ = forward(q, k, v, *lengths, 0.3, 0.2, True)
     tensors = (dout, q, k, v, out, lse)
     rest = (*lengths, 0.3, 0.2, True, -1, -1, 0.0, None, False)

@@ -5,7 +5,7 @@ original's: against float64 over caches of `kvcache_cases`, and against each oth
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -224,19 +224,33 @@ def test_positions_of_a_rotary_embedding_that_there_is_not() -> None:
 
 
 def test_no_gradient() -> None:
-    given = simple()
+    given, varlen = simple(), cast("Any", flash_attn_varlen_func)
     given["q"].requires_grad_()
     assert not flash_attn_with_kvcache(**given).requires_grad
     packed = given["q"].flatten(0, 1)
     offsets = torch.arange(3, dtype=torch.int32)
     table = torch.zeros(2, 1, dtype=torch.int32)
-    pages = (packed, given["k_cache"], given["v_cache"], offsets, offsets, 1, 1)
-    with pytest.raises(strobe.Unsupported, match="block_table with q, k or v that requires"):
-        flash_attn_varlen_func(*pages, block_table=table)
+    pages: Any = (packed, given["k_cache"], given["v_cache"], offsets, offsets, 1, 1)
+    def attend(*tensors: Tensor) -> Any:
+        return varlen(
+            *tensors, *pages[3:], block_table=table, causal=True, return_attn_probs=True
+        )[:2]
+
+    # As flash_attn, it computes where a gradient is required, and has no backward pass.
     with torch.no_grad():
-        flash_attn_varlen_func(*pages, block_table=table)
-        with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
-            flash_attn_varlen_func(*pages, 0.1, block_table=table)
+        wanted = attend(*pages[:3])
+        assert not wanted[0].requires_grad
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for which in range(3):
+        tensors = [x.detach().requires_grad_(n == which) for n, x in enumerate(pages[:3])]
+        for function in (attend, compiled):
+            found = function(*tensors)
+            for x, y in zip(found, wanted, strict=True):
+                assert torch.equal(x, y)
+                with pytest.raises(strobe.Unsupported, match=r"^the gradient of attention with bl"):
+                    x.sum().backward(retain_graph=True)
+    with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
+        varlen(*pages, 0.1, block_table=table)
 
 
 def table_of(*numbers: int) -> Tensor:
