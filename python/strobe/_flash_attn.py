@@ -227,6 +227,25 @@ def as_flag(name: str, value: Any) -> Any:
     return value if type(value) is bool or isinstance(value, torch.SymBool) else flag(name, value)
 
 
+# What arguments that change no result have to be, and whether None will do.
+_UNUSED: Final = {
+    "num_splits": (as_integer, False),
+    "sm_margin": (as_integer, False),
+    "max_seqlen_k": (as_integer, True),
+    "pack_gqa": (as_flag, True),
+    "zero_tensors": (as_flag, False),
+    "deterministic": (as_flag, False),
+}
+
+
+def check_unused(**arguments: Any) -> None:
+    """Refuses arguments of the wrong type where they change no result, as where they do."""
+    for name, value in arguments.items():
+        convert, optional = _UNUSED[name]
+        if not (optional and value is None):
+            convert(name, value)
+
+
 def autocast_dtype(x: Tensor) -> Any:
     """What autocast casts tensors like `x` to, or None."""
     device = x.device.type

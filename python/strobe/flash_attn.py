@@ -24,7 +24,18 @@ from __future__ import annotations
 
 from . import _flash_cache
 from ._errors import InvalidArgument
-from ._flash_attn import DENSE, NO_WINDOW, Result, Tensor, call, check_tensor, taken
+from ._flash_attn import (
+    DENSE,
+    NO_WINDOW,
+    Result,
+    Tensor,
+    as_flag,
+    as_number,
+    call,
+    check_tensor,
+    check_unused,
+    taken,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -192,13 +203,15 @@ def flash_attn_varlen_func(
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     if block_table is not None:
-        if dropout_p != 0:
+        check_unused(max_seqlen_k=max_seqlen_k, deterministic=deterministic)
+        if as_number("dropout_p", dropout_p) != 0:
             raise InvalidArgument(f"dropout_p = {dropout_p!r} with block_table, expected 0")
+        with_lse = as_flag("return_attn_probs", return_attn_probs)
         out, lse = _flash_cache.paged_varlen(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table),
             *(softmax_scale, causal, window_size, softcap, alibi_slopes),
         )
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        return (out, lse, q.new_empty(0)) if with_lse else out
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs)
@@ -343,5 +356,7 @@ def flash_attn_with_kvcache(
         "softcap": softcap,
         "rotary_interleaved": rotary_interleaved,
     }
+    if type(num_splits) is not int:
+        check_unused(num_splits=num_splits)
     _flash_cache.rotary_start(options)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse)

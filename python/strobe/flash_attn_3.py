@@ -28,6 +28,7 @@ from ._flash_attn import (
     as_integer,
     call,
     check_tensor,
+    check_unused,
     taken,
 )
 from ._merge import merge
@@ -78,6 +79,8 @@ def flash_attn_func(
     Raises: as there.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
 
@@ -125,6 +128,8 @@ def flash_attn_varlen_func(
     Raises: as `flash_attn_func`.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -189,6 +194,8 @@ def flash_attn_with_kvcache(
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     _refuse(scheduler_metadata=scheduler_metadata)
     if cache_batch_idx is not None and page_table is not None:
         page_table = _flash_cache.chosen_pages("page_table", page_table, cache_batch_idx)

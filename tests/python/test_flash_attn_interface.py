@@ -163,6 +163,16 @@ def test_a_cache_by_position(interface: Any) -> None:
         q[:, 0], *cache, *lengths, 0.0, None, True, block_table=table
     )
     assert_equal((packed[0][:, None], packed[1].t()[..., None]), wanted)
+    again = interface._flash_attn_varlen_forward(
+        *(q[:, 0], *cache, *lengths, 0.0, None, True), block_table=table, num_splits=3
+    )
+    assert_equal(again, packed)
+    for name in ("num_splits", "zero_tensors"):
+        wrong = {name: torch.ones(2)}
+        with pytest.raises(strobe.InvalidArgument, match=f"^{name} .*shape"):
+            interface._flash_attn_varlen_forward(
+                *(q[:, 0], *cache, *lengths, 0.0, None, True), block_table=table, **wrong
+            )
     with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.3 with block_table"):
         interface._flash_attn_varlen_forward(
             q[:, 0], *cache, *lengths, 0.3, None, True, block_table=table

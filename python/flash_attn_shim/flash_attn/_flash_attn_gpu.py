@@ -85,17 +85,19 @@ def varlen_fwd(
     softcap: float,
     return_softmax: bool,
     gen: Any = None,
+    num_splits: int = 0,
 ) -> list[Tensor]:
     """Attention of packed sequences, (total, heads, head_dim). Returns what `fwd` does.
 
     seqused_k: int32 (batch,): so many keys of each sequence are used, the first ones.
     block_table: int32 (batch, pages_per_sequence): k and v are pages of a cache, of which
     leftpad_k, int32 (batch,), skips the first rows of each sequence. Without dropout.
-    zero_tensors changes nothing: all of out and softmax_lse is written.
+    zero_tensors changes nothing: all of out and softmax_lse is written. Nor does num_splits.
     """
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
+    _flash_attn.check_unused(zero_tensors=zero_tensors, num_splits=num_splits)
     if block_table is not None:
         if options[0] != 0 or gen is not None:
             raise strobe.InvalidArgument(
@@ -195,6 +197,7 @@ def varlen_bwd(
         As `bwd`, but softmax_d is (heads, total_q + 128 * batch), where the rows of sequence b
         begin at cu_seqlens_q[b] + 128 * b. zero_tensors changes nothing.
     """
+    _flash_attn.check_unused(zero_tensors=zero_tensors)
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
@@ -249,6 +252,7 @@ def fwd_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table, softmax_scale, causal),
         *(window, softcap, rotary_interleaved, alibi_slopes),
+        num_splits=num_splits,
         return_softmax_lse=True,
     )
     return [_write("out", out, found), lse]
