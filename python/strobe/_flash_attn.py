@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch
 from . import _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
+from ._plans import NoSequences
 from ._values import constant, flag, integer, pair, real
 
 Tensor: TypeAlias = torch.Tensor
@@ -310,7 +311,7 @@ def call(
                 return _operators.record(q, k, v, found)
             if found is not None:
                 return found
-        except InvalidArgument:
+        except (InvalidArgument, NoSequences):
             pass  # below, a contiguous copy may help, and if not, the message is given
     plain = not tracing and is_plain(q, k, v)
     q, k, v, arguments = _checked(q, k, v, lengths, options, packed)

@@ -27,6 +27,7 @@ from ._flash_attn import (
 )
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
+from ._plans import NoSequences, answer, no_lengths
 from ._values import constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
@@ -172,7 +173,13 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     check_options(q, k, options)
     if options["attention_chunk"] == 0:  # a rare option, which costs time
         del options["attention_chunk"]
-    found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, None, True, False, options)
+    tail = (None, True, False)
+    try:
+        found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, *tail, options)
+    except NoSequences as none:
+        known = no_lengths(options)
+        out, lse = answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
+        return out, lse
     return found
 
 

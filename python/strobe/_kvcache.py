@@ -85,7 +85,13 @@ def attention_with_kvcache(
         from . import _flash_cache
 
         _flash_cache.check_options(q, k, {**options})
-    return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
+    tail = (out, return_lse, _is_float(out_dtype))
+    try:
+        return _core.kvcache(q, k, v, *tail, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
+        return _plans.chosen(found, out, return_lse)
 
 
 def _is_float(out_dtype: Any) -> bool:
@@ -146,9 +152,10 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
     problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
     if table is None:
-        if sizes["cache_batch"] == 0:  # to the library 0 means that batch says how many there are
+        entries = sizes["cache_batch"]
+        if entries == 0 < sizes["batch"]:  # the library reads 0 as: batch says how many there are
             raise InvalidArgument("k.shape[0] = 0, expected at least 1 (cache_batch)")
-        fields |= {"cache_batch": sizes["cache_batch"], "seqlen_k": sizes["rows"]}
+        fields |= {"cache_batch": entries, "seqlen_k": sizes["rows"]}
         return
     if sizes["page_size"] == 0:
         raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _core
+from . import _core, _plans
 from ._arrays import AnyArray, NDArray, SupportsDLPack
 from ._options import CallOptions, documented
 from ._values import constant
@@ -134,7 +134,12 @@ def attention(
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
-    return _core.forward(q, k, v, out, return_lse, options)
+    try:
+        return _core.forward(q, k, v, out, return_lse, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.forward(q, k, v, out, return_lse, known))
+        return _plans.chosen(found, out, return_lse)
 
 
 @overload
@@ -213,4 +218,10 @@ def attention_backward(
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
-    return _core.backward(dout, q, k, v, out, lse, dlse, grads, deterministic, options)
+    arrays = (dout, q, k, v, out, lse, dlse, grads, deterministic)
+    try:
+        return _core.backward(*arrays, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.backward(*arrays, known))
+        return found if grads is None else tuple(grads)

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
+from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS
 from ._problem import DTYPE_CODES
+from ._questions import check
 from ._values import flag, integer, pair, real, seed
 
 __all__ = ["attention"]
@@ -133,6 +134,8 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
             results = [((*q.shape[:3], v.shape[3]), q.dtype)]
             if call.return_lse:
                 results.append(((q.shape[0], q.shape[2], q.shape[1]), jnp.float32))
+        if q.shape[0] == 0:  # nothing to launch; in shard_map they vary as q does
+            return tuple(jnp.broadcast_to(q.sum().astype(x), shape) for shape, x in results)
         shapes = (q.shape, k.shape, v.shape)
         size = _workspace(backward, q.dtype.name, shapes, tuple(options.items()))
         results.append(((size,), jnp.uint8))
@@ -242,7 +245,7 @@ def _check(tensors: Any, more: Any, options: Any) -> None:
     """Raises what is wrong with a call. The CPU's kernels take whatever is not wrong."""
     specs: Any = {name: ArraySpec(shape, dtype) for name, shape, dtype in (*tensors, *more)}
     try:
-        plan(**specs, **dict(options))
+        check(**specs, **dict(options))
     except Error as error:
         raise type(error)(renamed(str(error), _NAMES)) from None
 
