@@ -75,11 +75,12 @@ class Error(Exception):
         )
 
 
-class InvalidArgument(Error, ValueError):
+class InvalidArgument(Error, ValueError, RuntimeError):
     """The request contradicts itself or breaks a documented rule; nothing was written.
 
     The text names the argument, what was got and what was wanted. A wrong dtype and an object that
-    is no array are reported by this class too.
+    is no array are reported by this class too. It is a ValueError, as Python's own functions raise,
+    and a RuntimeError, as PyTorch's operators and flash_attn do: code that catches either works.
     """
 
     __module__ = "strobe"

@@ -13,7 +13,8 @@ from torch.utils import _python_dispatch
 from . import _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
-from ._values import flag, integer, pair, real
+from ._plans import NoSequences
+from ._values import constant, flag, integer, pair, real
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -22,6 +23,7 @@ Result: TypeAlias = Any
 # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 Lengths: TypeAlias = tuple[Any, Any, Any, Any]
 DENSE: Final[Lengths] = (None, None, None, None)
+NO_WINDOW: Final = (-1, -1)
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 Options: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 
@@ -160,6 +162,8 @@ def taken(name: str, x: Tensor, take: Callable[[Tensor], Any]) -> Any:
     """take(x), with an error of ours: x may be freed, or of a class without operators."""
     try:
         return take(x)
+    except Error:
+        raise
     except Exception as error:
         if _is_tracing():
             raise
@@ -197,6 +201,23 @@ def as_integer(name: str, value: Any) -> Any:
     return integer(name, value)
 
 
+def limited(window: Any) -> Any:
+    """`window` for the extension: a negative side, in flash_attn no limit whatever the number, is
+    -1. What is no pair of plain integers stays as it is: `as_limit` takes or refuses it.
+    """
+    if type(window) is tuple and len(window) == 2:
+        left, right = window
+        if type(left) is int and type(right) is int and (left < -1 or right < -1):
+            return max(left, -1), max(right, -1)
+    return window
+
+
+def as_limit(name: str, value: Any) -> Any:
+    """One side of a window as an integer: -1 for any negative number."""
+    side = as_integer(name, value)
+    return side if side >= -1 else -1
+
+
 def as_number(name: str, value: Any) -> Any:
     """`value` as a float: plans are kept by it, and a tensor, a learned scale say, may change."""
     return value if type(value) is float or isinstance(value, torch.SymFloat) else real(name, value)
@@ -205,6 +226,25 @@ def as_number(name: str, value: Any) -> Any:
 def as_flag(name: str, value: Any) -> Any:
     """`value` as a bool (or, while compiling, a SymBool)."""
     return value if type(value) is bool or isinstance(value, torch.SymBool) else flag(name, value)
+
+
+# What arguments that change no result have to be, and whether None will do.
+_UNUSED: Final = {
+    "num_splits": (as_integer, False),
+    "sm_margin": (as_integer, False),
+    "max_seqlen_k": (as_integer, True),
+    "pack_gqa": (as_flag, True),
+    "zero_tensors": (as_flag, False),
+    "deterministic": (as_flag, False),
+}
+
+
+def check_unused(**arguments: Any) -> None:
+    """Refuses arguments of the wrong type where they change no result, as where they do."""
+    for name, value in arguments.items():
+        convert, optional = _UNUSED[name]
+        if not (optional and value is None):
+            convert(name, value)
 
 
 def autocast_dtype(x: Tensor) -> Any:
@@ -232,9 +272,9 @@ def differentiates_forward() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-def _refuse_tangents(*tensors: Tensor) -> None:
+def _refuse_tangents(*tensors: Tensor | None) -> None:
     """PyTorch itself would drop them without a word."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise Unsupported(
             "forward-mode differentiation of attention is not supported: use backward-mode, or "
             "plain tensor operations"
@@ -259,6 +299,10 @@ def call(
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
     more: the tail of the operator's arguments, `_options.ROWS`.
     """
+    if options[3] is not NO_WINDOW:
+        options = (*options[:3], limited(options[3]), *options[4:])
+    if options[5] is not None:
+        constant("alibi_slopes", options[5])
     tracing = _is_tracing()
     if not tracing and not more:
         try:
@@ -267,7 +311,7 @@ def call(
                 return _operators.record(q, k, v, found)
             if found is not None:
                 return found
-        except InvalidArgument:
+        except (InvalidArgument, NoSequences):
             pass  # below, a contiguous copy may help, and if not, the message is given
     plain = not tracing and is_plain(q, k, v)
     q, k, v, arguments = _checked(q, k, v, lengths, options, packed)
@@ -317,9 +361,9 @@ def _checked(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
     if not _is_tracing() and differentiates_forward():
-        _refuse_tangents(q, k, v)
+        _refuse_tangents(q, k, v, alibi_slopes)
     q, k, v = autocast(q, k, v)
-    left, right = pair("window_size", window_size, as_integer)
+    left, right = pair("window_size", window_size, as_limit)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)
     rng_state = None
     if dropout_p != 0:

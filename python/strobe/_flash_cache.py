@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -14,18 +13,22 @@ from . import _core
 from ._arrays import cannot_be_read
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
+    NO_WINDOW,
     Result,
     as_flag,
     as_integer,
+    as_limit,
     as_number,
     check_tensor,
     diagnose,
     in_our_words,
+    limited,
     taken,
 )
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
-from ._values import integer, pair
+from ._plans import NoSequences, answer, no_lengths
+from ._values import constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -82,13 +85,19 @@ def call(
     options: dict[str, Any],
     return_lse: Any = True,
     names: dict[str, str] = NAMES,
+    recorded: bool = False,
 ) -> Result:
     """out, or (out, lse), of queries with a cache, without a gradient.
 
-    options: of `strobe.attention_with_kvcache`; names: what the caller calls them.
+    options: of `strobe.attention_with_kvcache`; names: what the caller calls them. recorded: as
+    results that autograd knows, whose backward pass is refused.
     """
+    if options["window"] is not NO_WINDOW:
+        options["window"] = limited(options["window"])
+    if options.get("alibi_slopes") is not None:
+        constant("alibi_slopes", options["alibi_slopes"])
     tracing = torch.compiler.is_dynamo_compiling()
-    is_tensor = not tracing and isinstance(q, torch.Tensor)
+    is_tensor = not tracing and not recorded and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
         try:  # what is wrong here is said below
             return _core.kvcache(q, k, v, None, return_lse, False, options)
@@ -107,21 +116,22 @@ def call(
                 "expected a torch.Tensor"
             )
     return_lse = as_flag("return_softmax_lse", return_lse)
-    every["window_left"], every["window_right"] = pair("window_size", every["window"], as_integer)
+    every["window_left"], every["window_right"] = pair("window_size", every["window"], as_limit)
     given = [every[name] for name in _ARRAYS]
     for name, kind in _PLAIN.items():
         value, convert = every[name], _CONVERTERS[kind.rstrip("?")]
         optional = value is None and kind.endswith("?")
         given.append(None if optional else convert(names.get(name, name), value))
+    operator = _recorded if recorded else _operator
     if tracing:
-        found = _operator(q, k, v, *given)
+        found = operator(q, k, v, *given)
         return found if return_lse else found[0]
     if is_transformed():
         raise Unsupported(
             "attention with a key-value cache under torch.func's transforms (vmap, grad) is not "
             "supported: a cache is written in place and has no backward pass"
         )
-    kernel = _kernel if _core.unwatched(q, k, v) else _operator
+    kernel = _kernel if not recorded and _core.unwatched(q, k, v) else operator
     try:
         try:
             found = kernel(q, k, v, *given)
@@ -159,10 +169,17 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
     options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
     options["window"] = options.pop("window_left"), options.pop("window_right")
+    constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
     if options["attention_chunk"] == 0:  # a rare option, which costs time
         del options["attention_chunk"]
-    found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, None, True, False, options)
+    tail = (None, True, False)
+    try:
+        found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, *tail, options)
+    except NoSequences as none:
+        known = no_lengths(options)
+        out, lse = answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
+        return out, lse
     return found
 
 
@@ -176,9 +193,13 @@ def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
     arrays = {name: options.get(name) for name in _ARRAYS}
     if wants_value_checks(q) and isinstance(k, torch.Tensor):
         window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
-        with suppress(AttributeError, IndexError, RuntimeError, TypeError):
+        try:
             moving = bool(options.get("causal")) or window != (-1, -1) or chunk > 0
             check_values(q, k, arrays, moving)
+        except Error:
+            raise
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            pass
 
 
 def wants_value_checks(q: Tensor) -> bool:
@@ -256,15 +277,62 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 
 # ----------------------------------------------------------------------------------------- operator
 
-_SCHEMA: Final = (
-    "(Tensor q, Tensor(a!) k, Tensor(b!) v, "
-    + "".join(f"Tensor? {name}, " for name in _ARRAYS)
+_OPTIONS: Final = (
+    "".join(f"Tensor? {name}, " for name in _ARRAYS)
     + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
     + ") -> (Tensor, Tensor)"
 )
-_operator: Final = define("attention_with_kvcache", _SCHEMA, _kernel, new_results)
+_operator: Final = define(
+    "attention_with_kvcache",
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, " + _OPTIONS,
+    _kernel,
+    new_results,
+)
 # No gradient, as in flash_attn.
 _LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
+
+
+# As in flash_attn, packed queries over pages may require a gradient, and the error is that of their
+# backward pass, which knows no pages. It is an operator, so that PyTorch's compiler can trace it.
+
+
+def no_gradient() -> Unsupported:
+    """What the backward pass of attention over pages says."""
+    return Unsupported(
+        "the gradient of attention with block_table: a paged cache has no backward pass, expected "
+        "torch.no_grad() or tensors that require none"
+    )
+
+
+def _no_gradient(gradient: Tensor, shape: Any) -> Tensor:
+    raise no_gradient()
+
+
+_gradient: Final = define(
+    "paged_attention_backward",
+    "(Tensor gradient, SymInt[] shape) -> Tensor",
+    _no_gradient,
+    lambda gradient, shape: gradient.new_empty(shape),
+)
+
+
+def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.shapes = [x.shape for x in inputs[:3]]
+    ctx.others = len(inputs) - 3
+
+
+def _refuse(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    return (*(_gradient(gradient, shape) for shape in ctx.shapes), *(None,) * ctx.others)
+
+
+_recorded: Final = define(
+    "paged_attention",
+    "(Tensor q, Tensor k, Tensor v, " + _OPTIONS,
+    _kernel,
+    new_results,
+    _refuse,
+    _keep_shapes,
+)
 
 
 # ------------------------------------------------------------------------------- flash_attn's own
@@ -286,6 +354,43 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     return torch.full((batch,), given, dtype=torch.int32, device=q.device)
 
 
+def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
+    """The rows `index` (cache_batch_idx) of a table of pages, as FlashAttention-3 reads them.
+
+    A number out of range is refused where `wants_value_checks` would look at it; elsewhere its
+    sequence has pages that are out of range themselves.
+    """
+    check_tensor(name, table, ("cache_batch", "pages_per_sequence"))
+    check_tensor("cache_batch_idx", index, ("batch",))
+    for each, x in ((name, table), ("cache_batch_idx", index)):
+        if x.dtype != torch.int32:
+            raise InvalidArgument(f"{each}.dtype = {x.dtype}, expected torch.int32")
+    if index.device != table.device:
+        raise InvalidArgument(
+            f"cache_batch_idx is on {index.device}, expected {table.device} as {name}"
+        )
+    entries = table.shape[0]
+    if entries == 0:
+        raise InvalidArgument(
+            f"{name}.shape[0] = 0, expected at least 1 (cache_batch_idx is given)"
+        )
+
+    def choose(index: Tensor) -> Tensor:
+        good = (index >= 0) & (index < entries)
+        looks = not torch.compiler.is_dynamo_compiling() and type(index) is torch.Tensor
+        if looks and (index.is_cpu or wants_value_checks(index)) and not bool(good.all()):
+            at = int((~good).nonzero()[0])
+            raise InvalidArgument(
+                f"cache_batch_idx[{at}] = {int(index[at])}, expected 0 to {entries - 1} (a row of "
+                f"{name})"
+            )
+        rows = table.index_select(0, index.clamp(0, entries - 1))
+        return torch.where(good[:, None], rows, -1)
+
+    chosen: Tensor = taken("cache_batch_idx", index, choose)
+    return chosen
+
+
 def rotary_start(options: dict[str, Any]) -> None:
     """flash_attn counts positions from the cache's first row, a left pad included."""
     if options["leftpad"] is not None and options["rotary_cos"] is not None:
@@ -302,20 +407,18 @@ def paged_varlen(
     block_table: Any,
     softmax_scale: Any = None,
     causal: Any = False,
-    window_size: Any = (-1, -1),
+    window_size: Any = NO_WINDOW,
     softcap: Any = 0.0,
     alibi_slopes: Any = None,
     seqused_k: Any = None,
     leftpad_k: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func with a block_table: (out, lse)."""
-    if torch.is_grad_enabled() and any(
+    """flash_attn_varlen_func with a block_table: (out, lse). Where q, k or v requires a gradient,
+    so do they, and the backward pass is refused.
+    """
+    recorded = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
-    ):
-        raise Unsupported(
-            "block_table with q, k or v that requires a gradient: a paged cache has no backward "
-            "pass, expected torch.no_grad() or tensors that require none"
-        )
+    )
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     if seqused_k is None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
@@ -334,5 +437,5 @@ def paged_varlen(
     }
     names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
-    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names)
+    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names, recorded=recorded)
     return found

@@ -15,6 +15,7 @@ from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._options import CacheOptions, documented_with_cache
 from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
+from ._values import constant
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,11 +79,19 @@ def attention_with_kvcache(
         captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
         sequence are NaN then.
     """
+    if "alibi_slopes" in options:
+        constant("alibi_slopes", options["alibi_slopes"])
     if getattr(q, "is_cuda", False) is True:  # only there has Python to look at values
         from . import _flash_cache
 
         _flash_cache.check_options(q, k, {**options})
-    return _core.kvcache(q, k, v, out, return_lse, _is_float(out_dtype), options)
+    tail = (out, return_lse, _is_float(out_dtype))
+    try:
+        return _core.kvcache(q, k, v, *tail, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
+        return _plans.chosen(found, out, return_lse)
 
 
 def _is_float(out_dtype: Any) -> bool:
@@ -143,9 +152,10 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
     problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
     if table is None:
-        if sizes["cache_batch"] == 0:  # to the library 0 means that batch says how many there are
+        entries = sizes["cache_batch"]
+        if entries == 0 < sizes["batch"]:  # the library reads 0 as: batch says how many there are
             raise InvalidArgument("k.shape[0] = 0, expected at least 1 (cache_batch)")
-        fields |= {"cache_batch": sizes["cache_batch"], "seqlen_k": sizes["rows"]}
+        fields |= {"cache_batch": entries, "seqlen_k": sizes["rows"]}
         return
     if sizes["page_size"] == 0:
         raise InvalidArgument("k.shape[1] = 0, expected at least 1 (page_size)")

@@ -10,7 +10,7 @@ import numpy as np
 from . import _core
 from ._arrays import spec_of
 from ._errors import InvalidArgument, renamed, shown
-from ._plans import allocator
+from ._plans import allocator, made
 from ._problem import DTYPE_CODES, Problem, axes_of
 
 __all__ = ["merge"]
@@ -58,14 +58,14 @@ def merge(
     problem.take("outs", x, "", ("parts", *axes_of("out", packed)), "float32", partial)
     problem.check("lses", y, ("parts", *axes_of("lse", packed)), "outs", "float32", partial)
     for name, spec in (("outs", x), ("lses", y)):
-        if spec.shape[0] > 1 and spec.strides[0] == 0:
+        if spec.shape[0] > 1 and spec.strides[0] == 0 and 0 not in spec.shape:
             raise InvalidArgument(
                 f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
                 "are one and the same"
             )
     if out is None:
         name = "float32" if out_dtype is None else dtype_name(out_dtype)
-        out = _made(allocator(problem.shape("out"), name, x))
+        out = made(allocator(problem.shape("out"), name, x))
     else:
         z = spec_of("out", out)
         if z.dtype not in DTYPE_CODES:
@@ -73,17 +73,17 @@ def merge(
                 f"out.dtype = {z.dtype:.60}, expected float32, bfloat16 or float16"
             )
         problem.take("out", z, "outs", dtype=z.dtype)
-    lse = _made(allocator(problem.shape("lse"), "float32", x))
+    lse = made(allocator(problem.shape("lse"), "float32", x))
+    arrays = (outs, lses, out, lse)
+    if 0 in x.shape:  # of no rows only the sizes are looked at: NumPy has no strides for them
+        shapes = ((0, *x.shape[1:]), (0, *y.shape[1:]), problem.shape("out"), problem.shape("lse"))
+        a, b, c, d = (np.empty(shape, np.float32) for shape in shapes)
+        arrays = (a, b, c, d)
     try:
-        _core.merge(outs, lses, out, lse, threads)
+        _core.merge(*arrays, threads)
     except InvalidArgument as error:
         raise InvalidArgument(renamed(str(error), problem.found)) from None
     return out, lse
-
-
-def _made(allocation: Any) -> Any:
-    function, arguments, *keywords = allocation
-    return function(*arguments, **(keywords[0] if keywords else {}))
 
 
 def _stacked(name: str, parts: Any) -> Any:

@@ -25,6 +25,8 @@ import torch
 from . import _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
+from ._plans import NoSequences, answer
+from ._values import no_gradient_by
 from ._vmap import vmap_over
 
 if not hasattr(torch.library, "register_autograd"):
@@ -133,8 +135,29 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 # The kernels of attention_forward and attention_backward: new contiguous tensors. What has rows
 # that are not contiguous is copied, a dout of None (out was not used) is zero.
-forward: Final = _core.operator_forward
-backward: Final = _core.operator_backward
+
+
+def forward(*arguments: Any) -> Any:
+    """(out, lse)."""
+    return _computed(_core.operator_forward, arguments, 3)
+
+
+def backward(*arguments: Any) -> Any:
+    """(dq, dk, dv)."""
+    return _computed(_core.operator_backward, arguments, 7)
+
+
+def _computed(kernel: Any, arguments: tuple[Any, ...], tensors: int) -> Any:
+    """tensors: how many come before the options."""
+    try:
+        return kernel(*arguments)
+    except NoSequences as none:
+        longest = tensors + 4
+        known = list(arguments)
+        known[longest : longest + 2] = (0 if x is None else x for x in known[longest : longest + 2])
+        return answer(none, lambda: kernel(*known))
+
+
 zeros_like: Final = torch.zeros_like
 
 
@@ -165,6 +188,7 @@ def _fake_backward(
 # ----------------------------------------------------------------------------------------- autograd
 
 _SAVED: Final = object()  # in place of an option that was saved as a tensor
+_SLOPES: Final = 5  # the place of alibi_slopes among the arguments of attention_forward
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any) -> None:
@@ -193,6 +217,8 @@ def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
+    if ctx.needs_input_grad[_SLOPES]:
+        raise no_gradient_by("alibi_slopes")
     _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 

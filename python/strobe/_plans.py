@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -58,17 +58,61 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
     return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
 
 
+class NoSequences(Exception):
+    """A batch of none. The library has no plan for it: whoever called answers in its place.
+
+    results: what the call would have made, empty, and None where the caller brought an array; ()
+    where the batch was seen to be none already while its longest sequence was looked for.
+    """
+
+    def __init__(self, results: tuple[Any, ...] = ()) -> None:
+        """As Exception."""
+        super().__init__("a batch of no sequences")
+        self.results = results
+
+
+def answer(none: NoSequences, again: Callable[[], Any]) -> tuple[Any, ...]:
+    """The results of a call that raised `none`. again: makes it with `no_lengths`."""
+    if not none.results:
+        try:
+            again()
+        except NoSequences as found:
+            return found.results
+    return none.results
+
+
+def no_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call of packed sequences, of which there are none: with the longest."""
+    given = dict(options)
+    for side in "qk":
+        name = f"max_seqlen_{side}"
+        if given.get(f"cu_seqlens_{side}") is not None and given.get(name) is None:
+            given[name] = 0
+    return given
+
+
+def chosen(results: tuple[Any, ...], out: Any, return_lse: Any) -> Any:
+    """out, or (out, lse). out: the caller's, if there is one."""
+    first = results[0] if out is None else out
+    return (first, results[1]) if return_lse else first
+
+
 def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
     """results: their shapes' names, and dtypes; None: not to be made."""
+    if problem.fields["batch"] == 0:
+        check_without_sequences(problem)
+        raise NoSequences(
+            tuple(x and made(allocator(problem.shape(n), x, problem.q)) for n, x in results.items())
+        )
     plan = plan_of(problem)
     q, size = problem.q, _core.workspace_bytes(plan)
-    made = tuple(x and allocator(problem.shape(name), x, q) for name, x in results.items())
+    makers = tuple(x and allocator(problem.shape(name), x, q) for name, x in results.items())
     flop, written = _work(problem)
     if q.device == "cuda":
         workspace = allocator((size,), "uint8", q) if size else None
         small = problem.fields["direction"] == 0 and size <= OWN_WORKSPACE
-        return plan, made, workspace, small, False, False
-    return plan, made, None, False, flop > LONG, flop + written < _SHORT
+        return plan, makers, workspace, small, False, False
+    return plan, makers, None, False, flop > LONG, flop + written < _SHORT
 
 
 # --------------------------------------------------------------------- what a launch makes and asks
@@ -82,6 +126,12 @@ def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
     if like.kind is _arrays.TORCH:
         return _torch_allocator(tuple(shape), dtype, like)
     return (np.empty, (tuple(shape), numpy_dtype(dtype)))
+
+
+def made(allocation: Allocator) -> Any:
+    """The array that an allocator makes."""
+    function, arguments, *keywords = allocation
+    return function(*arguments, **(keywords[0] if keywords else {}))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -171,6 +221,23 @@ def plan_of(problem: Problem) -> Any:
         raise type(error)(text) from None
 
 
+def check_without_sequences(problem: Problem) -> None:
+    """Raises what would be wrong if there were a sequence, and rows that belong to none."""
+    for total, array in (("total_q", "q"), ("total_k", "k"), ("total_new", "k_new")):
+        rows = problem.sizes.get(total, 0)
+        if rows != 0:
+            raise InvalidArgument(
+                f"{array}.shape[0] = {rows}, expected 0: there are no sequences "
+                f"(cu_seqlens_{'k_new' if array == 'k_new' else array}.shape[0] = 1)"
+            )
+    fields = problem.fields
+    problem.fields = fields | {"batch": 1}
+    try:
+        plan_of(problem)
+    finally:
+        problem.fields = fields
+
+
 def why_text(problem: Problem) -> str:
     """What `strobe.why` says, in the caller's words."""
     try:
@@ -232,6 +299,8 @@ def longest(name: str, array: Any) -> int:
     """The longest sequence of an array of cumulative lengths, where the caller does not say it."""
     spec = spec_of(name, array)
     take_offsets(Problem({}, True, spec), name, spec)
+    if spec.shape[0] == 1:
+        raise NoSequences
     if spec.device != "cpu" or isinstance(array, Spec) or spec.kind is _arrays.DESCRIBED:
         raise InvalidArgument(
             f"max_seqlen_{name[-1]} = None, expected an integer: "

@@ -5,6 +5,7 @@ and which weights dropout keeps.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from . import _calls, _core
 from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._options import ROWS, CallOptions, documented, row_of
-from ._plans import longest, plan_of, why_text
+from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
 from ._values import flag, integer, real, seed
 
@@ -46,7 +47,9 @@ def _described(
             given[name] = row.convert(name, value)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in arrays and given[f"max_seqlen_{name[-1]}"] is None:
-            given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
+            with suppress(NoSequences):  # the library says that there is no plan for a batch of 0
+                given[f"max_seqlen_{name[-1]}"] = 0
+                given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
     if not given["threads"] and specs["q"].kind is TORCH:
         given["threads"] = sys.modules["torch"].get_num_threads()
@@ -82,6 +85,15 @@ def plan(
     """
     flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
+
+
+def check(q: ArraySpec, k: ArraySpec, v: ArraySpec, **options: Unpack[CallOptions]) -> None:
+    """Raises what `attention` would raise of these, which may be a batch of no sequences."""
+    problem = _described("attention", (q, k, v), {"backward": False, "dlse": False}, options)
+    if problem.fields["batch"] == 0:
+        check_without_sequences(problem)
+    else:
+        plan_of(problem)
 
 
 @documented
@@ -150,5 +162,6 @@ def dropout_mask(
     except (MemoryError, ValueError):
         listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise OutOfMemory(f"a mask with {listed} cannot be allocated") from None
-    _core.dropout_mask(*sizes.values(), probability, *numbers, mask.ctypes.data)
+    extents = tuple(sizes.values()) if mask.size else (1, 1, 0, 0)  # it knows no batch of 0
+    _core.dropout_mask(*extents, probability, *numbers, mask.ctypes.data)
     return mask

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from ._errors import InvalidArgument, shown
+from ._errors import InvalidArgument, Unsupported, shown
 
 # A caller's __index__, __float__ or __bool__ may raise anything.
 
@@ -34,10 +35,34 @@ def flag(name: str, value: Any) -> bool:
         raise InvalidArgument(f"{name} = {shown(value)}, expected a bool") from None
 
 
+def constant(name: str, value: Any) -> None:
+    """Refuses a tensor of PyTorch's whose gradient would be expected, and never come: attention has
+    one by q, k and v alone.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return
+    try:
+        expected = value.requires_grad and torch.is_grad_enabled()
+    except Exception:  # a class of the user's own, of which the call says what is wrong
+        return
+    if expected:
+        raise no_gradient_by(name)
+
+
+def no_gradient_by(name: str) -> Unsupported:
+    """The error for a tensor that has to be a constant."""
+    return Unsupported(
+        f"{name} requires a gradient, and attention has none by it: expected a tensor that "
+        f"requires none, such as {name}.detach()"
+    )
+
+
 def real(name: str, value: Any) -> float:
     """`value` as a float. Plans are kept by value: an array of one element would be kept by its
     identity, whatever it holds the next time.
     """
+    constant(name, value)
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:

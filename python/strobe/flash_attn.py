@@ -24,7 +24,18 @@ from __future__ import annotations
 
 from . import _flash_cache
 from ._errors import InvalidArgument
-from ._flash_attn import DENSE, Result, Tensor, call, check_tensor, taken
+from ._flash_attn import (
+    DENSE,
+    NO_WINDOW,
+    Result,
+    Tensor,
+    as_flag,
+    as_number,
+    call,
+    check_tensor,
+    check_unused,
+    taken,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -44,7 +55,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -63,10 +74,12 @@ def flash_attn_func(
         softmax_scale: multiplies q k^T; None: 1 / sqrt(head_dim).
         causal: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned).
         window_size: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to
-            i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0.
+            i + seqlen_k - seqlen_q + right; -1, as any negative number: no limit. causal makes
+            right 0.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds
-            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. A constant:
+            slopes that require a gradient are refused, unless no gradients are recorded.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_attn_probs: return (out, softmax_lse, S_dmask).
 
@@ -83,7 +96,8 @@ def flash_attn_func(
     Raises:
         strobe.InvalidArgument: arguments that contradict each other or break a rule above; a
             ValueError. The text names the argument, what was got and what was wanted.
-        strobe.Unsupported: no kernel takes this, with each one's reason; a NotImplementedError.
+        strobe.Unsupported: no kernel takes this, with each one's reason; or a gradient that there
+            is not is asked for; a NotImplementedError. Both are RuntimeErrors too.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs)
@@ -94,7 +108,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -122,7 +136,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -155,7 +169,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -176,7 +190,8 @@ def flash_attn_varlen_func(
         alibi_slopes: float32, (heads,) or (batch, heads).
         block_table: int32, (batch, pages_per_sequence): k and v are pages
             (pages, page_size, heads_kv, head_dim) of a cache, and cu_seqlens_k says how many keys
-            each sequence has there: see `flash_attn_with_kvcache`. Without dropout and gradients.
+            each sequence has there: see `flash_attn_with_kvcache`. Without dropout; where q, k or v
+            requires a gradient, the backward pass is a strobe.Unsupported.
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse, S_dmask): softmax_lse is
@@ -188,13 +203,15 @@ def flash_attn_varlen_func(
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
         check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     if block_table is not None:
-        if dropout_p != 0:
+        check_unused(max_seqlen_k=max_seqlen_k, deterministic=deterministic)
+        if as_number("dropout_p", dropout_p) != 0:
             raise InvalidArgument(f"dropout_p = {dropout_p!r} with block_table, expected 0")
+        with_lse = as_flag("return_attn_probs", return_attn_probs)
         out, lse = _flash_cache.paged_varlen(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table),
             *(softmax_scale, causal, window_size, softcap, alibi_slopes),
         )
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        return (out, lse, q.new_empty(0)) if with_lse else out
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs)
@@ -207,7 +224,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -242,7 +259,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -282,7 +299,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -339,5 +356,7 @@ def flash_attn_with_kvcache(
         "softcap": softcap,
         "rotary_interleaved": rotary_interleaved,
     }
+    if type(num_splits) is not int:
+        check_unused(num_splits=num_splits)
     _flash_cache.rotary_start(options)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse)

@@ -20,6 +20,7 @@ from . import _flash_cache, _options
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
     DENSE,
+    NO_WINDOW,
     Lengths,
     Options,
     Result,
@@ -27,6 +28,7 @@ from ._flash_attn import (
     as_integer,
     call,
     check_tensor,
+    check_unused,
     taken,
 )
 from ._merge import merge
@@ -52,7 +54,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -77,6 +79,8 @@ def flash_attn_func(
     Raises: as there.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
 
@@ -97,7 +101,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -124,6 +128,8 @@ def flash_attn_varlen_func(
     Raises: as `flash_attn_func`.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -154,7 +160,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -171,12 +177,13 @@ def flash_attn_with_kvcache(
         k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad: as
             there.
         k, v: as there, or with cu_seqlens_k_new (total_new, heads_kv, ...).
-        page_table: block_table there.
+        page_table: block_table there. With cache_batch_idx, sequence b has the pages of the table's
+            row cache_batch_idx[b], so that the table may have other rows than q has sequences.
         cu_seqlens_q, cu_seqlens_k_new: int32, (batch + 1,), from 0 to at most total.
         max_seqlen_q: the longest sequence of queries with cu_seqlens_q, or an upper bound; None:
             found from cu_seqlens_q, if that is in the CPU's memory.
         rotary_seqlens: int32, (batch,): the position of each sequence's first query and new key;
-            None: cache_seqlens.
+            None: cache_seqlens. Without rotary_cos nothing is rotated, and it changes nothing.
         softmax_scale, causal, window_size, softcap, rotary_interleaved: as there.
         attention_chunk: as `flash_attn_func`.
         qv, q_descale, k_descale, v_descale: refused, expected None.
@@ -187,7 +194,15 @@ def flash_attn_with_kvcache(
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
+        check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     _refuse(scheduler_metadata=scheduler_metadata)
+    if cache_batch_idx is not None and page_table is not None:
+        page_table = _flash_cache.chosen_pages("page_table", page_table, cache_batch_idx)
+        cache_batch_idx = None
+    if rotary_seqlens is not None and rotary_cos is None and rotary_sin is None:
+        check_tensor("rotary_seqlens", rotary_seqlens, ("batch",))
+        rotary_seqlens = None
     options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q, cu_seqlens_q),
         "block_table": page_table,
@@ -268,7 +283,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _core
+from . import _core, _plans
 from ._arrays import AnyArray, NDArray, SupportsDLPack
 from ._options import CallOptions, documented
+from ._values import constant
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,7 +88,8 @@ def attention(
         scale: multiplies q k^T; None: 1 / sqrt(head_dim).
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds
-            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+            -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. As a tensor
+            that requires a gradient it is refused, unless no gradients are recorded.
         dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by
             1 / (1 - dropout_p).
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
@@ -124,12 +126,20 @@ def attention(
         the derivative.
 
     Raises:
-        InvalidArgument: arguments that contradict each other or break a rule above; a ValueError.
+        InvalidArgument: arguments that contradict each other or break a rule above; a ValueError
+            and a RuntimeError.
         Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
         Where a result cannot be allocated, NumPy's error or PyTorch's comes through.
     """
-    return _core.forward(q, k, v, out, return_lse, options)
+    if "alibi_slopes" in options:
+        constant("alibi_slopes", options["alibi_slopes"])
+    try:
+        return _core.forward(q, k, v, out, return_lse, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.forward(q, k, v, out, return_lse, known))
+        return _plans.chosen(found, out, return_lse)
 
 
 @overload
@@ -206,4 +216,12 @@ def attention_backward(
     Raises:
         As `attention`.
     """
-    return _core.backward(dout, q, k, v, out, lse, dlse, grads, deterministic, options)
+    if "alibi_slopes" in options:
+        constant("alibi_slopes", options["alibi_slopes"])
+    arrays = (dout, q, k, v, out, lse, dlse, grads, deterministic)
+    try:
+        return _core.backward(*arrays, options)
+    except _plans.NoSequences as none:
+        known = _plans.no_lengths(options)
+        found = _plans.answer(none, lambda: _core.backward(*arrays, known))
+        return found if grads is None else tuple(grads)

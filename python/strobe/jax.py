@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info, plan
+from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS
 from ._problem import DTYPE_CODES
+from ._questions import check
 from ._values import flag, integer, pair, real, seed
 
 __all__ = ["attention"]
@@ -133,6 +134,8 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
             results = [((*q.shape[:3], v.shape[3]), q.dtype)]
             if call.return_lse:
                 results.append(((q.shape[0], q.shape[2], q.shape[1]), jnp.float32))
+        if q.shape[0] == 0:  # nothing to launch; in shard_map they vary as q does
+            return tuple(jnp.broadcast_to(q.sum().astype(x), shape) for shape, x in results)
         shapes = (q.shape, k.shape, v.shape)
         size = _workspace(backward, q.dtype.name, shapes, tuple(options.items()))
         results.append(((size,), jnp.uint8))
@@ -221,12 +224,46 @@ def _array(name: str, value: Any) -> Any:
         raise InvalidArgument(f"{name} = {shown(value)}, expected an array") from None
 
 
+def _wide(name: str, value: Any) -> Any:
+    """Integers of 64 bits, as a NumPy array, where JAX would cut them to 32; else None."""
+    if jax.config.jax_enable_x64 or (
+        isinstance(value, jax.Array) and value.dtype not in (np.int64, np.uint64)
+    ):
+        return None
+    if is_tensor(value):
+        check_readable(name, value)
+    try:
+        host = np.asarray(value.detach().cpu() if is_tensor(value) else value)
+    except Exception:  # a list with something traced in it, or nothing to make an array of
+        return None
+    return host if host.dtype in (np.int64, np.uint64) else None
+
+
+def _lengths(name: str, value: Any) -> Any:
+    """An array of lengths: one that is too long for an int32 is as good as the longest."""
+    wide = _wide(name, value)
+    if wide is None or wide.dtype == np.uint64:
+        return _array(name, value)
+    most = np.iinfo(np.int32)
+    return jnp.asarray(np.clip(wide, most.min, most.max).astype(np.int32))
+
+
+def _numbers(name: str, value: Any, dtype: Any, wanted: str) -> Any:
+    """An array of integers, refused where one of them does not fit `dtype`."""
+    wide, most = _wide(name, value), np.iinfo(dtype)
+    if wide is not None:
+        for at in np.argwhere((wide < most.min) | (wide > most.max)):
+            index = "".join(f"[{n}]" for n in at)
+            raise InvalidArgument(f"{name}{index} = {wide[tuple(at)]}, expected {wanted}")
+    return _array(name, value)
+
+
 def _seed(value: Any) -> Any:
     """uint32 (2,): the high and the low half of a seed."""
     if isinstance(value, int | np.integer):
         number = seed("dropout_seed", int(value))
         return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
-    data = _array("dropout_seed", value)
+    data = _numbers("dropout_seed", value, np.uint32, "32 bits: half of a seed")
     if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(data)
     if data.dtype != jnp.uint32 or data.shape not in ((2,), (4,)):
@@ -242,7 +279,7 @@ def _check(tensors: Any, more: Any, options: Any) -> None:
     """Raises what is wrong with a call. The CPU's kernels take whatever is not wrong."""
     specs: Any = {name: ArraySpec(shape, dtype) for name, shape, dtype in (*tensors, *more)}
     try:
-        plan(**specs, **dict(options))
+        check(**specs, **dict(options))
     except Error as error:
         raise type(error)(renamed(str(error), _NAMES)) from None
 
@@ -283,8 +320,8 @@ def attention(
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         is_causal: a query sees keys up to its own position.
         query_seq_lengths, key_value_seq_lengths: int32, (batch,): so many rows of each sequence are
-            in use, the first ones; numbers out of range mean none or all. The others are not read:
-            their out is 0, their lse -inf and their gradients are 0.
+            in use, the first ones; numbers out of range, of 64 bits too, mean none or all. The
+            others are not read: their out is 0, their lse -inf and their gradients are 0.
         local_window_size: (left, right): a query sees keys so far from its own position, -1: no
             limit; a number: both; None: no window.
         return_residual: also return lse.
@@ -349,7 +386,7 @@ def attention(
     lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
     for field, length in lengths.items():
         if length is not None:
-            more[field] = _array(_NAMES.get(field, field), length)
+            more[field] = _lengths(_NAMES.get(field, field), length)
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
     if placed or alibi_slopes is not None:
@@ -360,7 +397,7 @@ def attention(
             if position != seqlen_k - seqlen_q or "seqused_q" in more or "seqused_k" in more:
                 more["q_position"] = np.full(batch, position, np.int32)
         else:
-            more["q_position"] = _array("q_position", q_position)
+            more["q_position"] = _numbers("q_position", q_position, np.int32, "-2**30 to 2**30")
     checked = {"window": (left, right)} | {x: y for x, y in options.items() if x[:6] != "window"}
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),

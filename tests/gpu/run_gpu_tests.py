@@ -346,13 +346,15 @@ def test_extremes(_: argparse.Namespace) -> str:
 
 
 def test_cache(_: argparse.Namespace) -> str:
-    """Keys in a cache: cache.py as planned, captured, and with numbers out of range; kvcache.py."""
+    """Keys in a cache: cache.py as planned, captured, and with numbers out of range; kvcache.py; paged_accuracy.py."""
     runs = [("cache.py", "--count", "400"), ("cache.py", "--graph", "100"), ("kvcache.py", "--count", "100")]
     runs.append(("cache.py", "--hostile", "--count", "200", "--first", "400"))
     runs += [("cache.py", "--prompts", *words) for words in (("--count", "400"), ("--graph", "50"))]
     runs.append(("cache.py", "--prompts", "--hostile", "--count", "100", "--first", "400"))
+    runs.append(("paged_accuracy.py",))
     if DEV == "cpu":  # the test itself; the CPU refuses numbers out of range
         runs = [("cache.py", "--count", "4"), ("cache.py", "--graph", "1"), ("kvcache.py", "--count", "2")]
+        runs.append(("paged_accuracy.py", "--scale", "0.02", "--longest", "3", "--head-dims", "64"))
     last = []
     for script, *words in runs:
         if out_of_time():

@@ -69,11 +69,6 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         "q.shape[2] (heads) = 5, expected a multiple of k.shape[2] (heads_kv) = 2",
     ),
     (
-        "no-batch",
-        {n: np.ones((0, 3, 2, 8), F) for n in "qkv"},
-        "q.shape[0] (batch) = 0, expected 1 to",
-    ),
-    (
         "no-heads",
         {n: np.ones((1, 3, 0, 8), F) for n in "qkv"},
         "q.shape[2] (heads) = 0, expected 1 to",
@@ -254,8 +249,8 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "varlen-short",
-        packed(cu_seqlens_q=np.zeros(1, np.int32)),
-        "cu_seqlens_q.shape[0] = 1, expected at least 2",
+        packed(cu_seqlens_q=np.zeros(0, np.int32)),
+        "cu_seqlens_q.shape[0] = 0, expected at least 1",
     ),
     (
         "varlen-batch",
@@ -317,7 +312,9 @@ def test_forward_refuses(given: dict[str, Any], text: str) -> None:
         with pytest.raises(strobe.InvalidArgument, match=re.escape(text)) as caught:
             strobe.attention(**given)
         assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, RuntimeError)  # what callers of flash_attn catch
         assert isinstance(caught.value, strobe.Error)
+        assert len(str(caught.value).encode()) <= 400
     assert out is None or np.isnan(out).all()
 
 
@@ -449,15 +446,15 @@ def test_positional_options_are_refused() -> None:
 
 def test_errors_form_a_family_and_pickle() -> None:
     family = {
-        strobe.InvalidArgument: ValueError,
-        strobe.Unsupported: NotImplementedError,
-        strobe.OutOfMemory: MemoryError,
-        strobe.DeviceError: RuntimeError,
-        strobe.InternalError: RuntimeError,
+        strobe.InvalidArgument: (ValueError, RuntimeError),
+        strobe.Unsupported: (NotImplementedError, RuntimeError),
+        strobe.OutOfMemory: (MemoryError,),
+        strobe.DeviceError: (RuntimeError,),
+        strobe.InternalError: (RuntimeError,),
     }
-    for ours, builtin in family.items():
+    for ours, builtins in family.items():
         assert issubclass(ours, strobe.Error)
-        assert issubclass(ours, builtin)
+        assert all(issubclass(ours, builtin) for builtin in builtins)
         again = pickle.loads(pickle.dumps(ours("text")))
         assert type(again) is ours
         assert str(again) == "text"

@@ -22,7 +22,7 @@ from cases import DTYPES, Case, Inputs
 torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from strobe import flash_attn  # noqa: E402
+from strobe import flash_attn, flash_attn_3  # noqa: E402
 from strobe.flash_attn import (  # noqa: E402
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -298,12 +298,6 @@ def test_rows_that_see_nothing(device: str) -> None:
     assert lse[..., 4:].isfinite().all()
 
 
-def test_empty_batch_is_refused() -> None:
-    x = torch.randn(0, 5, 2, 16)
-    with pytest.raises(strobe.InvalidArgument, match="batch"):
-        flash_attn_func(x, x, x)
-
-
 # ----------------------------------------------------------------------------------------- dropout
 
 
@@ -538,7 +532,8 @@ OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
         ({"softmax_scale": "x"}, "softmax_scale = 'x', expected a number"),
         ({"softcap": torch.ones(2)}, "softcap = <Tensor of shape (2,)>, expected a number"),
         ({"window_size": 3}, "window_size = 3, expected a pair"),
-        ({"window_size": (-2, 0)}, "window"),
+        ({"window_size": (-2, 0.5)}, "window_size[1] = 0.5, expected an integer"),
+        ({"window_size": (-2, 2**63)}, f"window_size[1] = {2**63}, expected an integer"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape[0] = 3, expected 4"),
         (
             {"alibi_slopes": torch.ones(4).double()},
@@ -623,6 +618,33 @@ def test_devices_are_named(device: str) -> None:
         flash_attn_func(half.cuda(), half, half.cuda())
     with pytest.raises(strobe.Unsupported, match="dtype = fp32, expected bf16 or fp16"):
         flash_attn_func(X.cuda(), X.cuda(), X.cuda())
+
+
+@pytest.mark.parametrize("window", [(-2, 3), (4, -7), (-5, -3), (-(2**62), 0), [-2, 3]])
+@pytest.mark.parametrize("grad", [False, True])
+def test_any_negative_side_of_a_window_is_no_limit(window: Any, grad: bool) -> None:
+    """As in flash_attn, which looks at the sign alone."""
+    same = (max(window[0], -1), max(window[1], -1))
+    q = X.clone().requires_grad_(grad)
+    found, wanted = (flash_attn_func(q, X, X, window_size=w) for w in (window, same))
+    assert torch.equal(found, wanted)
+    if grad:
+        assert torch.equal(*(torch.autograd.grad(x.sum(), q)[0] for x in (found, wanted)))
+    lengths = (OFFSETS, OFFSETS, 9, 9)
+    functions: Any = (
+        (flash_attn_varlen_func, (q[0], X[0], X[0], *lengths)),
+        (flash_attn.flash_attn_with_kvcache, (q, X, X)),
+        (flash_attn_3.flash_attn_func, (q, X, X)),
+        (flash_attn_3.flash_attn_with_kvcache, (q, X, X)),
+    )
+    for function, arguments in functions:
+        found, wanted = (function(*arguments, window_size=w) for w in (window, same))
+        assert torch.equal(found, wanted)
+    if isinstance(window, tuple):
+        compiled = torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)
+        assert torch.equal(
+            compiled(q, X, X, window_size=window), flash_attn_func(q, X, X, window_size=same)
+        )
 
 
 def test_lengths_may_be_tensors() -> None:

@@ -163,10 +163,41 @@ def test_a_cache_by_position(interface: Any) -> None:
         q[:, 0], *cache, *lengths, 0.0, None, True, block_table=table
     )
     assert_equal((packed[0][:, None], packed[1].t()[..., None]), wanted)
+    again = interface._flash_attn_varlen_forward(
+        *(q[:, 0], *cache, *lengths, 0.0, None, True), block_table=table, num_splits=3
+    )
+    assert_equal(again, packed)
+    for name in ("num_splits", "zero_tensors"):
+        wrong = {name: torch.ones(2)}
+        with pytest.raises(strobe.InvalidArgument, match=f"^{name} .*shape"):
+            interface._flash_attn_varlen_forward(
+                *(q[:, 0], *cache, *lengths, 0.0, None, True), block_table=table, **wrong
+            )
     with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.3 with block_table"):
         interface._flash_attn_varlen_forward(
             q[:, 0], *cache, *lengths, 0.3, None, True, block_table=table
         )
+
+
+@pytest.mark.parametrize("return_softmax", [False, True])
+def test_the_autograd_function_of_pages_has_no_backward_pass(
+    return_softmax: bool, interface: Any
+) -> None:
+    """As flash_attn's own, it computes where a gradient is required; then it says no."""
+    q = torch.randn(2, 4, 16, requires_grad=True)
+    cache = [torch.randn(3, 8, 2, 16) for _ in range(2)]
+    table, offsets = torch.tensor([[2, 1], [1, 0]]).int(), torch.arange(3, dtype=torch.int32)
+    lengths = (offsets, torch.tensor([0, 4, 14]).int(), 1, 10)
+    tail = (0.0, None, True, (5, -1), 0.0, torch.rand(4), False, return_softmax)
+    wanted = interface.flash_attn_varlen_func(q, *cache, *lengths, *tail, block_table=table)
+    found = interface.FlashAttnVarlenFunc.apply(q, *cache, *lengths, *tail, table, True)
+    if not return_softmax:
+        found, wanted = (found,), (wanted,)
+    assert_equal(found, wanted)
+    for results in (found, wanted):
+        for x in results[:2]:
+            with pytest.raises(strobe.Unsupported, match=r"gradient of attention with block_table"):
+                x.sum().backward(retain_graph=True)
 
 
 APPLY = ["", "QKVPacked", "KVPacked"]
@@ -298,10 +329,6 @@ def test_refusals(interface: Any) -> None:
     forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
     with pytest.raises(NotImplementedError, match=r"^leftpad_k without block_table"):
         forward(q, k, v, *lengths, 0.0, 0.2, True, leftpad_k=OFFSETS[:2])
-    tail: tuple[Any, ...] = (0.0, None, True, (-1, -1), 0.0, None, False, False)
-    with pytest.raises(NotImplementedError, match=r"^block_table: a paged cache has no backward"):
-        interface.FlashAttnVarlenFunc.apply(q, k, v, *lengths, *tail, OFFSETS[:2])
-
     out, lse, _, _ = forward(q, k, v, *lengths, 0.3, 0.2, True)
     tensors = (dout, q, k, v, out, lse)
     rest = (*lengths, 0.3, 0.2, True, -1, -1, 0.0, None, False)
@@ -319,7 +346,7 @@ def test_refusals(interface: Any) -> None:
         ((q, k, v, 1.5, 0.2, True, -1, -1, 0.0, None, False), "dropout_p = 1.5"),
         ((q, k, v, 0.0, "x", True, -1, -1, 0.0, None, False), "softmax_scale = 'x'"),
         ((q, k, v, 0.0, float("nan"), True, -1, -1, 0.0, None, False), "softmax_scale = nan"),
-        ((q, k, v, 0.0, 0.2, False, -7, 2, 0.0, None, False), "window_size_left = -7"),
+        ((q, k, v, 0.0, 0.2, False, "x", 2, 0.0, None, False), "window_size_left = 'x'"),
         ((q, k, v, 0.0, 0.2, False, -1, 1.5, 0.0, None, False), "window_size_right = 1.5"),
         (
             (q, k, v, (), 0.2, False, -1, -1, 0.0, None, False),

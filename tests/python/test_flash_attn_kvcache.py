@@ -5,7 +5,7 @@ original's: against float64 over caches of `kvcache_cases`, and against each oth
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -71,6 +71,22 @@ def draw(seed: int, three: bool) -> Arrays:
     return arrays
 
 
+def of_flash_attn_3(arrays: Arrays, rng: np.random.Generator) -> dict[str, Any]:
+    """Arguments, some of them the way that FlashAttention-3 alone has: the rows of the page table
+    in another order and among others, and positions where nothing is rotated.
+    """
+    given = arguments(arrays, NAMES_3)
+    table = given.get("page_table")
+    if table is not None and rng.random() < 0.5:
+        index = rng.permutation(len(table) + 3)[: len(table)]
+        wider = torch.full((len(table) + 3, table.shape[1]), 2**30, dtype=torch.int32)
+        wider[index] = table
+        given |= {"page_table": wider, "cache_batch_idx": torch.from_numpy(index).int()}
+    if "rotary_cos" not in given and rng.random() < 0.5:
+        given["rotary_seqlens"] = torch.full((len(arrays.case.sequences),), -7, dtype=torch.int32)
+    return given
+
+
 @pytest.mark.parametrize("three", [False, True], ids=["flash_attn", "flash_attn_3"])
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_random_problems(seed: int, three: bool) -> None:
@@ -79,7 +95,8 @@ def test_random_problems(seed: int, three: bool) -> None:
         try:
             if three:
                 out, lse = flash_attn_3.flash_attn_with_kvcache(
-                    **arguments(arrays, NAMES_3), return_softmax_lse=True
+                    **of_flash_attn_3(arrays, np.random.default_rng(each)),
+                    return_softmax_lse=True,
                 )
             else:
                 out, lse = flash_attn_with_kvcache(
@@ -153,20 +170,87 @@ def test_what_is_not_contiguous_is_copied_but_for_the_cache() -> None:
         flash_attn_with_kvcache(**given, k=new, v=new)
 
 
+def test_rows_of_a_page_table_that_sequences_choose() -> None:
+    """cache_batch_idx with page_table in flash_attn_3; flash_attn itself refuses both together."""
+    given = simple(cache_seqlens=torch.tensor([30, 70]).int(), causal=True)
+    new = {name: torch.randn(2, 1, 2, 16) for name in "kv"}
+    table = torch.tensor([[0, 1], [9, 9], [1, 0]]).int()  # of the middle row nobody reads
+    index = torch.tensor([2, 0]).int()
+    other = {**given, "k_cache": given["k_cache"].clone(), "v_cache": given["v_cache"].clone()}
+    call = flash_attn_3.flash_attn_with_kvcache
+    wanted = call(**given, **new, page_table=table[index])
+    found = call(**other, **new, page_table=table, cache_batch_idx=index)
+    assert torch.equal(found, wanted)
+    assert torch.equal(other["k_cache"], given["k_cache"])
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**given, page_table=table, cache_batch_idx=index), call(
+        **given, page_table=table[index]
+    ))  # fmt: skip
+    for name, wrong, text in (
+        (
+            "cache_batch_idx",
+            index + 1,
+            r"cache_batch_idx\[0\] = 3, expected 0 to 2 \(a row of page_",
+        ),
+        ("cache_batch_idx", index - 1, r"cache_batch_idx\[1\] = -1, expected 0 to 2"),
+        ("cache_batch_idx", index[None], "cache_batch_idx.ndim = 2, expected 1"),
+        (
+            "cache_batch_idx",
+            index.long(),
+            "cache_batch_idx.dtype = torch.int64, expected torch.int32",
+        ),
+        ("cache_batch_idx", index[:1], r"page_table.shape\[0\] = 1, expected 2"),
+        ("page_table", table[:0], r"page_table.shape\[0\] = 0, expected at least 1"),
+        ("page_table", table.float(), "page_table.dtype = torch.float32, expected torch.int32"),
+        ("page_table", [1], "page_table is of type list, expected a torch.Tensor"),
+    ):
+        arguments = {"page_table": table, "cache_batch_idx": index, name: wrong}
+        with pytest.raises(strobe.InvalidArgument, match=f"^{text}"):
+            call(**given, **arguments)
+    with pytest.raises(strobe.InvalidArgument, match=r"^cache_batch_idx given with block_table"):
+        flash_attn_with_kvcache(**given, block_table=table[index], cache_batch_idx=index)
+
+
+def test_positions_of_a_rotary_embedding_that_there_is_not() -> None:
+    """FlashAttention-3 looks at rotary_seqlens beside rotary_cos alone."""
+    given = simple(cache_seqlens=torch.tensor([3, 5]).int())
+    positions = torch.tensor([1, 2]).int()
+    call = flash_attn_3.flash_attn_with_kvcache
+    assert torch.equal(call(**given, rotary_seqlens=positions), call(**given))
+    with pytest.raises(strobe.InvalidArgument, match=r"^rotary_seqlens is of type list"):
+        call(**given, rotary_seqlens=[1, 2])
+    with pytest.raises(strobe.InvalidArgument, match=r"^rotary_sin is given, expected rotary_cos"):
+        call(**given, rotary_seqlens=positions, rotary_sin=torch.zeros(40, 4))
+
+
 def test_no_gradient() -> None:
-    given = simple()
+    given, varlen = simple(), cast("Any", flash_attn_varlen_func)
     given["q"].requires_grad_()
     assert not flash_attn_with_kvcache(**given).requires_grad
     packed = given["q"].flatten(0, 1)
     offsets = torch.arange(3, dtype=torch.int32)
     table = torch.zeros(2, 1, dtype=torch.int32)
-    pages = (packed, given["k_cache"], given["v_cache"], offsets, offsets, 1, 1)
-    with pytest.raises(strobe.Unsupported, match="block_table with q, k or v that requires"):
-        flash_attn_varlen_func(*pages, block_table=table)
+    pages: Any = (packed, given["k_cache"], given["v_cache"], offsets, offsets, 1, 1)
+    def attend(*tensors: Tensor) -> Any:
+        return varlen(
+            *tensors, *pages[3:], block_table=table, causal=True, return_attn_probs=True
+        )[:2]
+
+    # As flash_attn, it computes where a gradient is required, and has no backward pass.
     with torch.no_grad():
-        flash_attn_varlen_func(*pages, block_table=table)
-        with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
-            flash_attn_varlen_func(*pages, 0.1, block_table=table)
+        wanted = attend(*pages[:3])
+        assert not wanted[0].requires_grad
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for which in range(3):
+        tensors = [x.detach().requires_grad_(n == which) for n, x in enumerate(pages[:3])]
+        for function in (attend, compiled):
+            found = function(*tensors)
+            for x, y in zip(found, wanted, strict=True):
+                assert torch.equal(x, y)
+                with pytest.raises(strobe.Unsupported, match=r"^the gradient of attention with bl"):
+                    x.sum().backward(retain_graph=True)
+    with pytest.raises(strobe.InvalidArgument, match=r"dropout_p = 0.1 with block_table"):
+        varlen(*pages, 0.1, block_table=table)
 
 
 def table_of(*numbers: int) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -191,6 +192,71 @@ def test_integers_of_numpy() -> None:
     options = {"dropout_p": 0.5, "dropout_seed": 7}
     wanted = attention(*x, **options)
     assert (attention(*x, **(options | {"dropout_seed": np.int64(7)})) == wanted).all()
+
+
+WIDE = 2**32 + 5  # cut to 32 bits it is 5
+
+
+def wide_forms(*numbers: int) -> Iterator[Any]:
+    """The ways to hand over integers of 64 bits."""
+    yield np.array(numbers)
+    yield list(numbers)
+    yield [np.int64(n) for n in numbers]
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        yield torch.tensor(numbers)
+
+
+def test_lengths_of_64_bits() -> None:
+    """JAX cuts them where jax_enable_x64 is off; out of range they mean none or all."""
+    x = tensors(2, 9, 2, 16)
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "prefix"):
+        options = {"is_causal": True}
+        wanted = attention(*x, **options, **{name: np.array([9, 4], np.int32)})
+        none = attention(*x, **options, **{name: np.array([0, 4], np.int32)})
+        for given in wide_forms(WIDE, 4):
+            assert (attention(*x, **options, **{name: given}) == wanted).all()
+            # The lengths are constants of what is compiled.
+            call = jax.jit(lambda *x, n=name, g=given: attention(*x, is_causal=True, **{n: g}))
+            assert (call(*x) == wanted).all()
+        for given in wide_forms(-WIDE, 4):
+            assert (attention(*x, **options, **{name: given}) == none).all()
+        with pytest.raises(strobe.InvalidArgument, match=f"^{name}.dtype = uint32, expected int32"):
+            attention(*x, **options, **{name: np.array([WIDE, 4], np.uint64)})
+
+
+def test_numbers_of_64_bits() -> None:
+    x = tensors(2, 9, 2, 16)
+    for number in (WIDE, -WIDE, 2**31):
+        for given in wide_forms(4, number):
+            with pytest.raises(
+                strobe.InvalidArgument, match=rf"^q_position\[1\] = {number}, expected -2\*\*30"
+            ):
+                attention(*x, is_causal=True, q_position=given)
+    with pytest.raises(strobe.InvalidArgument, match=f"^q_position = {WIDE}, expected"):
+        attention(*x, is_causal=True, q_position=WIDE)
+    for seeds in (np.array([7, WIDE], np.uint64), np.array([7, WIDE])):
+        with pytest.raises(strobe.InvalidArgument, match=rf"^dropout_seed\[1\] = {WIDE}, expected"):
+            attention(*x, dropout_p=0.5, dropout_seed=seeds)
+    data = np.array([7, 5], np.uint64)
+    same(
+        attention(*x, dropout_p=0.5, dropout_seed=data),
+        attention(*x, dropout_p=0.5, dropout_seed=(7 << 32) + 5),
+    )
+    # Plain values have 64 bits all the way.
+    causal = attention(*x, is_causal=True)
+    for option in (
+        {"local_window_size": WIDE},
+        {"local_window_size": (WIDE, 2**62)},
+        {"local_window_size": np.array([WIDE, WIDE])},
+        {"attention_chunk": WIDE},
+    ):
+        wide: Any = option
+        assert (attention(*x, is_causal=True, **wide) == causal).all()
+        assert (jax.jit(lambda *x, g=wide: attention(*x, is_causal=True, **g))(*x) == causal).all()
+    with pytest.raises(strobe.InvalidArgument, match=f"^threads = {WIDE}, expected an integer"):
+        attention(*x, threads=WIDE)
 
 
 def test_every_option() -> None:

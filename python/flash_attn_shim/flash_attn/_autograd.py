@@ -10,14 +10,19 @@ from typing import Any, TypeAlias
 
 import torch
 
-import strobe
-from strobe import _operators
-from strobe._flash_attn import as_flag, as_integer
-from strobe._values import pair
+from strobe import _flash_cache, _operators
+from strobe._flash_attn import as_flag, as_limit
+from strobe._values import constant, pair
 
 from . import _flash_attn_gpu as gpu
 
 Tensor: TypeAlias = torch.Tensor
+
+
+def _check_constant(alibi_slopes: Any, is_grad_enabled: Any) -> None:
+    """Within an autograd function no gradients are recorded, whatever it is outside."""
+    with torch.set_grad_enabled(as_flag("is_grad_enabled", is_grad_enabled)):
+        constant("alibi_slopes", alibi_slopes)
 
 
 def _forward(
@@ -32,9 +37,13 @@ def _forward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_softmax: bool,
+    is_grad_enabled: bool,
 ) -> Any:
-    """What each forward does. lengths: cu_seqlens and max_seqlen of q and k; None: dense."""
-    window = pair("window_size", window_size, as_integer)
+    """What each forward does. lengths: cu_seqlens and max_seqlen of q and k; None: dense.
+    is_grad_enabled: outside of the autograd function, in which it never is.
+    """
+    _check_constant(alibi_slopes, is_grad_enabled)
+    window = pair("window_size", window_size, as_limit)
     options = gpu.checked_options(dropout_p, softmax_scale, causal, *window, softcap)
     lengths = gpu.DENSE if lengths is None else gpu.checked_lengths(*lengths)
     return_softmax = as_flag("return_softmax", return_softmax)
@@ -54,6 +63,8 @@ def _forward(
 def _backward(ctx: Any, dout: Tensor | None, others: tuple[Tensor | None, ...]) -> Any:
     """dq, dk and dv, or three times None."""
     dlse = others[0] if others else None
+    if ctx.options is None:
+        raise _flash_cache.no_gradient()
     if dout is None and dlse is None:
         return None, None, None
     return _operators.attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
@@ -98,6 +109,7 @@ class FlashAttnFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -136,6 +148,7 @@ class FlashAttnQKVPackedFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -175,6 +188,7 @@ class FlashAttnKVPackedFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -210,10 +224,17 @@ class FlashAttnVarlenFunc(torch.autograd.Function):  # type: ignore[misc]
     ) -> Any:
         """out, or (out, softmax_lse, S_dmask) with return_softmax."""
         if block_table is not None:
-            raise strobe.Unsupported(
-                "block_table: a paged cache has no backward pass, so no autograd function: call "
-                "flash_attn_varlen_func"
-            )
+            _check_constant(alibi_slopes, is_grad_enabled)
+            window = pair("window_size", window_size, as_limit)
+            given: tuple[Any, ...] = (q, k, v, None, cu_seqlens_q, cu_seqlens_k, None, None)
+            given += (block_table, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p)
+            given += (softmax_scale, False, causal, *window, softcap, return_softmax)
+            out, lse, weights, _ = gpu.varlen_fwd(*given)
+            ctx.options = None
+            if not as_flag("return_softmax", return_softmax):
+                return out
+            ctx.mark_non_differentiable(weights)
+            return out, lse, weights
         return _forward(
             ctx,
             (q, k, v),
@@ -226,6 +247,7 @@ class FlashAttnVarlenFunc(torch.autograd.Function):  # type: ignore[misc]
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -266,6 +288,7 @@ class FlashAttnVarlenQKVPackedFunc(torch.autograd.Function):  # type: ignore[mis
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod
@@ -309,6 +332,7 @@ class FlashAttnVarlenKVPackedFunc(torch.autograd.Function):  # type: ignore[misc
             alibi_slopes,
             deterministic,
             return_softmax,
+            is_grad_enabled,
         )
 
     @staticmethod

@@ -14,6 +14,7 @@ import strobe
 from strobe import _flash_attn, _flash_cache, _operators, _options, _s_dmask
 from strobe._arrays import check_memory
 from strobe._errors import first_line, renamed
+from strobe._values import constant
 from strobe.flash_attn import flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -84,17 +85,19 @@ def varlen_fwd(
     softcap: float,
     return_softmax: bool,
     gen: Any = None,
+    num_splits: int = 0,
 ) -> list[Tensor]:
     """Attention of packed sequences, (total, heads, head_dim). Returns what `fwd` does.
 
     seqused_k: int32 (batch,): so many keys of each sequence are used, the first ones.
     block_table: int32 (batch, pages_per_sequence): k and v are pages of a cache, of which
     leftpad_k, int32 (batch,), skips the first rows of each sequence. Without dropout.
-    zero_tensors changes nothing: all of out and softmax_lse is written.
+    zero_tensors changes nothing: all of out and softmax_lse is written. Nor does num_splits.
     """
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
+    _flash_attn.check_unused(zero_tensors=zero_tensors, num_splits=num_splits)
     if block_table is not None:
         if options[0] != 0 or gen is not None:
             raise strobe.InvalidArgument(
@@ -102,6 +105,7 @@ def varlen_fwd(
             )
         _, softmax_scale, causal, *window, softcap = options
         _check_tensors({"q": q, "v": v}, {"out": (out, "q", "v")})
+        constant("alibi_slopes", alibi_slopes)
         with torch.no_grad():
             found, lse = _flash_cache.paged_varlen(
                 *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale),
@@ -193,6 +197,7 @@ def varlen_bwd(
         As `bwd`, but softmax_d is (heads, total_q + 128 * batch), where the rows of sequence b
         begin at cu_seqlens_q[b] + 128 * b. zero_tensors changes nothing.
     """
+    _flash_attn.check_unused(zero_tensors=zero_tensors)
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
@@ -247,6 +252,7 @@ def fwd_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table, softmax_scale, causal),
         *(window, softcap, rotary_interleaved, alibi_slopes),
+        num_splits=num_splits,
         return_softmax_lse=True,
     )
     return [_write("out", out, found), lse]
@@ -279,15 +285,9 @@ def _arguments(
     return (*tensors, max_seqlen_q, max_seqlen_k, *options, deterministic)
 
 
-def _window(*sides: Any) -> tuple[Any, Any]:
-    left, right = (
-        _flash_attn.as_integer(f"window_size_{name}", side)
-        for name, side in zip(("left", "right"), sides, strict=True)
-    )
-    for name, side in (("left", left), ("right", right)):
-        if side < -1:
-            raise strobe.InvalidArgument(f"window_size_{name} = {side}, expected at least -1")
-    return left, right
+def _window(left: Any, right: Any) -> tuple[Any, Any]:
+    limit = _flash_attn.as_limit
+    return limit("window_size_left", left), limit("window_size_right", right)
 
 
 def checked_options(
@@ -365,6 +365,7 @@ def forward(
         )
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
     given |= {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    constant("alibi_slopes", alibi_slopes)
     _check_tensors(given, {"out": (out, "q", "v")}, lengths)
     return_softmax = _flash_attn.as_flag("return_softmax", return_softmax)
     dropout = options[0] > 0
@@ -398,6 +399,7 @@ def _backward(
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
     given |= {"cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
     given |= {"alibi_slopes": alibi_slopes, "rng_state": rng_state}
+    constant("alibi_slopes", alibi_slopes)
     targets = {f"d{x}": (target, x, x) for x, target in zip("qkv", results, strict=True)}
     _check_tensors(given, targets, lengths)
     deterministic = _flash_attn.as_flag("deterministic", deterministic)

@@ -124,10 +124,12 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` without autograd. Returns what `_flash_attn_forward` does.
 
-    zero_tensors changes nothing: all of out and softmax_lse is written.
+    zero_tensors changes nothing: all of out and softmax_lse is written. Nor does num_splits: the
+    kernels find themselves how to divide the keys.
     """
     out, lse, weights, rng_state = flash_attn_gpu.varlen_fwd(
         q,
@@ -151,6 +153,7 @@ def _flash_attn_varlen_forward(
         softcap,
         return_softmax,
         None,
+        num_splits,
     )
     return out, lse, weights, rng_state
 
