@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
-from . import _core, _operators
+from . import _autograd, _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._values import flag, integer, pair, real
@@ -227,20 +227,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(cast, tensors))
 
 
-def differentiates_forward() -> bool:
-    """Whether forward-mode differentiation is at work."""
-    return bool(forward_ad._current_level >= 0)
-
-
-def _refuse_tangents(*tensors: Tensor) -> None:
-    """PyTorch itself would drop them without a word."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise Unsupported(
-            "forward-mode differentiation of attention is not supported: use backward-mode, or "
-            "plain tensor operations"
-        )
-
-
 # ------------------------------------------------------------------------------------- the one call
 
 
@@ -316,8 +302,8 @@ def _checked(
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
-    if not _is_tracing() and differentiates_forward():
-        _refuse_tangents(q, k, v)
+    if not _is_tracing() and _autograd.differentiates_forward():
+        _autograd.refuse_tangents(q, k, v)
     q, k, v = autocast(q, k, v)
     left, right = pair("window_size", window_size, as_integer)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)

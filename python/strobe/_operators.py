@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch._functorch import config as functorch_config
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import _core, _options, _questions, _s_dmask
+from . import _autograd, _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
 from ._vmap import vmap_over
@@ -64,17 +64,17 @@ def define(
     """Registers the operator torch.ops.strobe.<name>.
 
     kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
-    torch.library.register_autograd has them.
+    `_autograd.kernel` has them.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     for key in keys:
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.strobe, name).default
     if gradient is not None:
-        torch.library.register_autograd(
-            f"strobe::{name}", gradient, setup_context=setup, lib=_LIBRARY
-        )
-    return getattr(torch.ops.strobe, name).default
+        derivative = _autograd.kernel(operator, gradient, setup)
+        _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
+    return operator
 
 
 # ------------------------------------------------------------------ seeds and offsets of dropout
@@ -219,6 +219,7 @@ def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Saves what `gradients` needs."""
     q, k, v, *options = inputs
     _save(ctx, q, k, v, output, options)
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
@@ -275,43 +276,13 @@ record: Final = super(torch.autograd.Function, Attention).apply
 # --------------------------------------------------------------------------------------------- vmap
 
 
-def _transformed(operator: Any, keep: Any, gradient: Any, query: int) -> Any:
-    """The operator under torch.func (grad, vjp, jacrev, vmap of them), which asks more of a
-    function than autograd does.
-
-    keep: its context's part of the forward; gradient: its derivative; query: see `vmap_over`.
-    """
-
-    class Transformed(torch.autograd.Function):  # type: ignore[misc]
-        @staticmethod
-        def forward(*inputs: Any) -> Any:
-            return operator(*inputs)
-
-        setup_context = staticmethod(keep)
-        backward = staticmethod(gradient)
-
-        @staticmethod
-        def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-            return vmap_over(Transformed.apply, query)(info, in_dims, *inputs)
-
-    return Transformed.apply
-
-
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """For a derivative that is refused."""
-
-
-def is_transformed() -> bool:
-    """Whether torch.func's transforms (vmap, grad) are at work."""
-    return torch._C._functorch.maybe_current_level() is not None
+is_transformed: Final = _autograd.is_transformed
 
 
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
         return record(q, k, v, (forward(q, k, v, *options), options, True))
-    if is_transformed():
-        return _transformed_forward(q, k, v, *options)
     return attention_forward(q, k, v, *options)
 
 
@@ -375,12 +346,6 @@ attention_dropout_weights: Final = define(
     f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
     dropout_weights,
     _fake_dropout_weights,
-)
-_transformed_backward: Final = _transformed(
-    attention_backward, _keep_nothing, refuse_double_backward, 2
-)
-_transformed_forward: Final = _transformed(
-    attention_forward, setup, derivative_by(_transformed_backward), 0
 )
 if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
     for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):

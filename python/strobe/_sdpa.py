@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _arrays, _blocks, _flash_attn, _masks, _operators, _questions
+from . import _arrays, _autograd, _blocks, _flash_attn, _masks, _operators, _questions
 from ._blocks import Task
 from ._calls import Verdict
 from ._errors import Error, InvalidArgument, Unsupported
@@ -211,7 +211,7 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     """Who computes this call, and, if it has a mask that Strobe serves, as which blocks."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     kind = foreign(query, key, value)
-    if not kind and _flash_attn.differentiates_forward():
+    if not kind and _autograd.differentiates_forward():
         kind = "forward-mode differentiation is at work"
     if not isinstance(dropout_p, (float, int)) or not isinstance(scale, (float, int, NoneType)):
         kind = kind or "dropout_p or scale is no plain number"

@@ -391,6 +391,65 @@ def test_forward_mode_derivatives_are_refused() -> None:
         flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
+def one(q: Tensor, k: Tensor) -> Tensor:
+    return flash_attn_func(q, k, k, causal=True)
+
+
+def loss(q: Tensor, k: Tensor) -> Tensor:
+    return one(q, k).sin().sum()
+
+
+def packed_loss(q: Tensor, k: Tensor) -> Tensor:
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3).sin().sum()
+
+
+def twice(function: Any, *tensors: Tensor) -> Any:
+    """vmap over two entries."""
+    return torch.vmap(function)(*(torch.stack([x, x * 2]) for x in tensors))
+
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": torch.func.grad(loss, (0, 1)),
+    "grad and value": torch.func.grad_and_value(loss),
+    "grad, packed": torch.func.grad(packed_loss, (0, 1)),
+    "vjp": lambda q, k: torch.func.vjp(one, q, k)[1](torch.ones_like(q)),
+    "jacrev": torch.func.jacrev(one, (0, 1)),
+    "vmap": lambda q, k: twice(one, q, k),
+    "vmap of grad": lambda q, k: twice(torch.func.grad(loss, (0, 1)), q, k),
+    "grad of vmap": torch.func.grad(lambda q, k: twice(one, q, k).sin().sum()),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="PyTorch before 2.5 calls entry by entry"
+)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_compiled_transforms(name: str) -> None:
+    torch._dynamo.reset()
+    q, k = (x.detach() for x in qkv("cpu", 1, 5, 2, 8)[:2])
+    transform = TRANSFORMS[name]
+    compiled = torch.compile(lambda q, k: transform(q, k), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k), transform(q, k))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_that_attention_has_not(compiled: bool) -> None:
+    """Refused, rather than derivatives that are 0 or lack a part."""
+    torch._dynamo.reset()
+    q, k = (x.detach() for x in qkv("cpu", 1, 5, 2, 8)[:2])
+    transforms: dict[str, Any] = {
+        "forward-mode": lambda q, k: torch.func.jvp(lambda q: one(q, k), (q,), (q,)),
+        "double backward": torch.func.grad(
+            lambda q, k: torch.func.grad(loss)(q, k).square().sum()
+        ),
+    }
+    for words, transform in transforms.items():
+        run = torch.compile(transform, backend="aot_eager") if compiled else transform
+        with pytest.raises(Exception, match=words):
+            run(q, k)
+
+
 def test_dispatch_modes_see_the_operator() -> None:
     seen = []
 
