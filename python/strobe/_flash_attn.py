@@ -180,7 +180,11 @@ def as_integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
-    if (type(value) is int and abs(value) < 2**63) or isinstance(value, torch.SymInt):
+    # While compiling it may be known at run time alone, where there is nothing to ask of it; the
+    # operator's schema keeps it to 64 bits.
+    if isinstance(value, torch.SymInt) or (
+        type(value) is int and (_is_tracing() or abs(value) < 2**63)
+    ):
         return value
     if isinstance(value, torch.Tensor):
         check_dense(name, value)
@@ -194,6 +198,8 @@ def as_integer(name: str, value: Any) -> Any:
                 f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
                 "expected an integer"
             )
+        if _is_tracing():
+            return value
     return integer(name, value)
 
 
