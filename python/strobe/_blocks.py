@@ -174,7 +174,7 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
         """Of query, key and value."""
-        compute = _MaskedBackward.apply if torch.is_grad_enabled() else backward
+        compute: Any = _MaskedBackward.apply if torch.is_grad_enabled() else backward
         return (*compute(dout, *ctx.saved_tensors, ctx.task), None)
 
 
