@@ -44,23 +44,41 @@ class Task(NamedTuple):
             )
 
 
-def heads_inner(x: Tensor, head_dim: int | None = None) -> Tensor:
-    """Memory for x, (batch, heads, seqlen, head_dim), that lies as (batch, seqlen, heads, ...).
-    head_dim: if another than that of x.
+def result_like(query: Tensor, head_dim_v: int) -> Tensor:
+    """Memory for the result, laid out as PyTorch's has it: as query, or contiguous where PyTorch's
+    flash kernels do not take the call, for whose code a `view` of the result may be right.
     """
-    batch, heads, seqlen, own = x.shape
-    width = own if head_dim is None else head_dim
-    return x.new_empty((batch, seqlen, heads, width)).transpose(1, 2)
+    out = torch.empty_like(query)
+    if out.shape[3] != head_dim_v or out.stride(3) != 1:
+        out = query.new_empty((*query.shape[:3], head_dim_v))
+    return out
 
 
-def heads_inner_copy(x: Tensor) -> Tensor:
-    """A copy of x that lies so; of an lse too, which has no head_dim."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+def gradient_like(x: Tensor) -> Tensor:
+    """Memory for the gradient of query, key or value, laid out as PyTorch's flash kernel for x's
+    device has it: on the CPU as (batch, seqlen, heads, ...), else as x.
+    """
+    if x.device.type != "cpu":
+        return result_like(x, x.shape[3])
+    batch, heads, seqlen, head_dim = x.shape
+    return x.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+
+
+def laid_out(x: Tensor, memory: Tensor) -> Tensor:
+    """x, copied to `memory` unless it lies so."""
+    return x if x.stride() == memory.stride() else memory.copy_(x)
 
 
 def rows(x: Tensor) -> Tensor:
     """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim), readable as it is."""
     return _operators.rows_contiguous(x.transpose(1, 2))
+
+
+def _part(x: Tensor, batch: slice, seqlen: slice) -> Tensor:
+    """Of (batch, seqlen, ...): x itself if it is all of it, as a view takes microseconds."""
+    shape = x.shape
+    whole = batch.stop - batch.start == shape[0] and seqlen.stop - seqlen.start == shape[1]
+    return x if whole else x[batch, seqlen]
 
 
 def forward(
@@ -70,31 +88,37 @@ def forward(
     task: Task,
     out: Tensor | None = None,
     with_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse). Without an out to write to, its heads are innermost but head_dim, as PyTorch's
-    kernel for the CPU has them.
-    """
+) -> tuple[Tensor, Any]:
+    """(out, lse), or (out, None)."""
     q, k, v = rows(query), rows(key), rows(value)
     batch, seqlen_q, heads, _ = q.shape
-    shape = (batch, seqlen_q, heads, v.shape[3])
-    out = q.new_empty(shape) if out is None else out.transpose(1, 2)
+    if out is None:
+        out = result_like(query, v.shape[3])
+    o = out.transpose(1, 2)
     if task.blocks.hides_queries:
-        out.zero_()
-    lse = q.new_empty((batch, heads, seqlen_q) if with_lse else (0,), dtype=torch.float32)
-    if task.blocks.hides_queries and with_lse:
-        lse.fill_(float("-inf"))
+        o.zero_()
+    lse: Any = None
     for block, options in task.calls():
+        queries = _part(q, block.batch, block.queries)
         found: Any = functional.attention(
-            q[block.batch, block.queries],
-            k[block.batch, block.keys],
-            v[block.batch, block.keys],
-            out=out[block.batch, block.queries],
+            queries,
+            _part(k, block.batch, block.keys),
+            _part(v, block.batch, block.keys),
+            out=_part(o, block.batch, block.queries),
             return_lse=with_lse,
             **options,
         )
-        if with_lse:
-            lse[block.batch, :, block.queries] = found[1]
-    return out.transpose(1, 2), lse
+        if not with_lse:
+            continue
+        if queries is q:
+            lse = found[1]
+            continue
+        if lse is None:
+            lse = q.new_full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
+        lse[block.batch, :, block.queries] = found[1]
+    if lse is None and with_lse:
+        lse = q.new_full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
+    return out, lse  # no views, which autograd lets nobody write to
 
 
 def backward(
@@ -107,12 +131,11 @@ def backward(
     task: Task,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, laid out as `forward` lays out its out if there are none to write to."""
+    """Gradients of query, key and value."""
     q, k, v, do, o = rows(query), rows(key), rows(value), rows(dout), rows(out)
     if grads is None:
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # not as their strides are
-    else:
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        grads = (gradient_like(query), gradient_like(key), gradient_like(value))
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
     hides_keys = task.blocks.hides_keys
     hides_queries = task.blocks.hides_queries or not task.blocks.blocks
     for x, hidden in ((dq, False), (dk, hides_keys), (dv, hides_keys)):
@@ -120,21 +143,22 @@ def backward(
             x.zero_()
     for block, options in task.calls():
         queries, keys = (block.batch, block.queries), (block.batch, block.keys)
+        rows_of_lse = _part(lse.transpose(1, 2), *queries).transpose(1, 2).contiguous()
         functional.attention_backward(
-            do[queries],
-            q[queries],
-            k[keys],
-            v[keys],
-            o[queries],
-            lse[block.batch, :, block.queries].contiguous(),
-            grads=(dq[queries], dk[keys], dv[keys]),
+            _part(do, *queries),
+            _part(q, *queries),
+            _part(k, *keys),
+            _part(v, *keys),
+            _part(o, *queries),
+            rows_of_lse,
+            grads=(_part(dq, *queries), _part(dk, *keys), _part(dv, *keys)),
             **options,
         )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return grads
 
 
 class Masked(torch.autograd.Function):  # type: ignore[misc]
-    """A call with a mask, of tensors with data."""
+    """A call as blocks, of tensors with data."""
 
     @staticmethod
     def forward(
@@ -148,8 +172,19 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
         """Of query, key and value."""
-        query, key, value, out, lse = ctx.saved_tensors
-        return (*backward(dout, query, key, value, out, lse, ctx.task), None)
+        compute: Any = _MaskedBackward.apply if torch.is_grad_enabled() else backward
+        return (*compute(dout, *ctx.saved_tensors, ctx.task), None)
+
+
+class _MaskedBackward(torch.autograd.Function):  # type: ignore[misc]
+    """The derivative of `Masked` with create_graph=True, which says that it has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, dout: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        query, key, value, out, lse, task = saved
+        return backward(dout, query, key, value, out, lse, task)
+
+    backward = staticmethod(_operators.refuse_double_backward)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
-from . import _core, _operators
+from . import _autograd, _core, _operators
 from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._plans import NoSequences
@@ -184,7 +184,11 @@ def as_integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
     come from seqlens.max().
     """
-    if (type(value) is int and abs(value) < 2**63) or isinstance(value, torch.SymInt):
+    # While compiling it may be known at run time alone, where there is nothing to ask of it; the
+    # operator's schema keeps it to 64 bits.
+    if isinstance(value, torch.SymInt) or (
+        type(value) is int and (_is_tracing() or abs(value) < 2**63)
+    ):
         return value
     if isinstance(value, torch.Tensor):
         check_dense(name, value)
@@ -198,6 +202,8 @@ def as_integer(name: str, value: Any) -> Any:
                 f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
                 "expected an integer"
             )
+        if _is_tracing():
+            return value
     return integer(name, value)
 
 
@@ -265,20 +271,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     return tuple(map(cast, tensors))
-
-
-def differentiates_forward() -> bool:
-    """Whether forward-mode differentiation is at work."""
-    return bool(forward_ad._current_level >= 0)
-
-
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """PyTorch itself would drop them without a word."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise Unsupported(
-            "forward-mode differentiation of attention is not supported: use backward-mode, or "
-            "plain tensor operations"
-        )
 
 
 # ------------------------------------------------------------------------------------- the one call
@@ -360,8 +352,8 @@ def _checked(
     rows = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
-    if not _is_tracing() and differentiates_forward():
-        _refuse_tangents(q, k, v, alibi_slopes)
+    if not _is_tracing() and _autograd.differentiates_forward():
+        _autograd.refuse_tangents(q, k, v, alibi_slopes)
     q, k, v = autocast(q, k, v)
     left, right = pair("window_size", window_size, as_limit)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)

@@ -349,7 +349,9 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
     else:
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
         batch = max(cu_seqlens_q.shape[0] - 1, 0)
-    if type(given) is not int or abs(given) >= 1 << 31:
+    # While compiling it may be known at run time alone.
+    traced = torch.compiler.is_dynamo_compiling() and isinstance(given, int | torch.SymInt)
+    if not traced and (type(given) is not int or abs(given) >= 1 << 31):
         given = integer("cache_seqlens", given, 32)
     return torch.full((batch,), given, dtype=torch.int32, device=q.device)
 

@@ -78,11 +78,7 @@ def _task_of(request: Request) -> Task | None:
 
 
 def _forward(request: Request, task: Task) -> tuple[Tensor, Tensor]:
-    # In query's layout, as PyTorch's kernels and their meta functions have it.
-    query, value = request.query, request.value
-    out = torch.empty_like(query)
-    if out.stride(-1) != 1 or out.shape != (*query.shape[:3], value.shape[3]):
-        out = query.new_empty((*query.shape[:3], value.shape[3]))
+    out = _blocks.result_like(request.query, request.value.shape[3])
     _, lse = _blocks.forward(*request[:3], task, out=out)
     return out, lse
 
@@ -111,7 +107,7 @@ def _cpu_forward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
         return before.call_boxed(keyset, *args, **options)
     out, lse = _forward(request, task)
     # The layout that PyTorch's compiler expects of this operator: heads innermost.
-    return out, _blocks.heads_inner_copy(lse)
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
@@ -121,7 +117,7 @@ def _cpu_backward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     task = None if request.dropout_p > 0 else _task_of(request)
     if task is None:
         return before.call_boxed(keyset, *args, **options)
-    return _backward(request, _blocks.heads_inner, task, dout, out, lse)
+    return _backward(request, _blocks.gradient_like, task, dout, out, lse)
 
 
 def _cuda_forward(

@@ -45,6 +45,10 @@ NOT_PADDING: Final = (
     "attn_mask is no padding, no window and not causal: Strobe has no arbitrary masks"
 )
 _PER_HEAD: Final = "attn_mask differs between heads"
+_NOT_COMPARED: Final = (
+    "attn_mask has rows for each head, and to compare them would wait for the device: pass one for "
+    "all heads, (batch, 1, seqlen_q, seqlen_k)"
+)
 _NOT_ZERO: Final = "attn_mask adds other numbers than 0 and -inf"
 _ALL_HIDDEN: Final = "attn_mask hides all keys of a query with a finite number"
 _NAN: Final = "attn_mask hides all keys of a query, which is NaN in PyTorch before 2.5"
@@ -181,12 +185,22 @@ class _Memory(threading.local):
 _memory: Final = _Memory()
 
 
-def _narrow(mask: Tensor) -> Tensor | None:
-    """(1 or batch, 1 or seqlen_q, seqlen_k): one of what is repeated. None: heads differ."""
+def _heads_objection(mask: Tensor) -> str:
+    """What is against one mask for all heads. In the CPU's memory heads are compared, as a mask is
+    copied for each of them where views of it are reshaped.
+    """
+    if mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0:
+        return ""
+    if not mask.is_cpu:
+        return _NOT_COMPARED
+    first = mask.narrow(-3, 0, 1)
+    return "" if torch.equal(first.expand_as(mask), mask) else _PER_HEAD
+
+
+def _narrow(mask: Tensor) -> Tensor:
+    """(1 or batch, 1 or seqlen_q, seqlen_k): one of what is repeated, of the first head."""
     missing = (1,) * (4 - mask.ndim)
-    (batch, heads, rows, keys), strides = missing + mask.shape, missing + mask.stride()
-    if heads != 1 and strides[1] != 0:
-        return None
+    (batch, _, rows, keys), strides = missing + mask.shape, missing + mask.stride()
     shape = (1 if strides[0] == 0 else batch, 1 if strides[2] == 0 else rows, keys)
     return mask.as_strided(shape, (strides[0], strides[2], strides[3]))
 
@@ -196,9 +210,10 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
     seqlen_k), its last dimension seqlen_k. On a GPU this waits for the device, unless the mask has
     been read before.
     """
+    refusal = _heads_objection(mask)
+    if refusal:
+        return Blocks(refusal=refusal)
     narrow = _narrow(mask)
-    if narrow is None:
-        return Blocks(refusal=_PER_HEAD)
     kept = _memory.kept
     key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q)
     watched = narrow if mask.is_cpu else mask

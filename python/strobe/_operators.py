@@ -21,8 +21,11 @@ from __future__ import annotations
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.utils.checkpoint
+from torch._functorch import config as functorch_config
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import _core, _options, _questions, _s_dmask
+from . import _autograd, _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
 from ._plans import NoSequences, answer
@@ -63,17 +66,17 @@ def define(
     """Registers the operator torch.ops.strobe.<name>.
 
     kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
-    torch.library.register_autograd has them.
+    `_autograd.kernel` has them.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     for key in keys:
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.strobe, name).default
     if gradient is not None:
-        torch.library.register_autograd(
-            f"strobe::{name}", gradient, setup_context=setup, lib=_LIBRARY
-        )
-    return getattr(torch.ops.strobe, name).default
+        derivative = _autograd.kernel(operator, gradient, setup)
+        _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
+    return operator
 
 
 # ------------------------------------------------------------------ seeds and offsets of dropout
@@ -84,8 +87,9 @@ _UINT64: Final = 2**64 - 1
 _CUDA_OFFSET_STEP: Final = 4
 
 
-def draw_dropout_state(*, device: Any) -> Tensor:
+def draw_dropout_state(*, device: Any, draw: int = 0) -> Tensor:
     """int64 (2,) in the CPU's memory: seed and offset for one call, from PyTorch's generator.
+    draw: tells apart the calls of a graph (`_traced_draw`), and changes nothing.
 
     device "cpu": two numbers of the CPU's default generator. A CUDA device: that device's seed and
     offset, and the offset moves on; nothing waits for the device.
@@ -123,6 +127,29 @@ def seed_and_offset(rng_state: Tensor | None) -> tuple[int, int]:
     except Exception as error:  # without memory, or of a class without operators
         raise cannot_be_read("rng_state", rng_state, error) from None
     return seed & _UINT64, offset & _UINT64
+
+
+def _traced_draw(
+    mode: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """dropout_state while its graph is traced for compilation. A compiler may take two calls alike
+    for one, and a partitioner may compute the forward pass again in the backward pass; PyTorch
+    knows by name which operators of its own must be spared that.
+
+    So each draw of a graph has a number, and what was drawn is saved. With a memory budget of 0 the
+    partitioner saves nothing but the graph's inputs, whatever a node says; but for nodes that a
+    checkpoint computes again it replays the generator, so this one says that it is one of those.
+    """
+    graph = mode.tracer.graph
+    number = sum(node.target is function for node in graph.nodes) + 1
+    drawn = mode.__torch_dispatch__(function, types, args, {**kwargs, "draw": number})
+    node = next(node for node in reversed(graph.nodes) if node.target is function)
+    budget = getattr(functorch_config, "activation_memory_budget", 1.0)
+    region = getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None)(node)
+    nothing_is_saved = (budget if region is None else region) == 0
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    node.meta["recompute"] = policy.MUST_RECOMPUTE if nothing_is_saved else policy.MUST_SAVE
+    return drawn
 
 
 # ----------------------------------------------------------------------------- forward and backward
@@ -216,6 +243,7 @@ def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Saves what `gradients` needs."""
     q, k, v, *options = inputs
     if ctx.needs_input_grad[_SLOPES]:
         raise no_gradient_by("alibi_slopes")
@@ -274,43 +302,13 @@ record: Final = super(torch.autograd.Function, Attention).apply
 # --------------------------------------------------------------------------------------------- vmap
 
 
-def _transformed(operator: Any, keep: Any, gradient: Any, query: int) -> Any:
-    """The operator under torch.func (grad, vjp, jacrev, vmap of them), which asks more of a
-    function than autograd does.
-
-    keep: its context's part of the forward; gradient: its derivative; query: see `vmap_over`.
-    """
-
-    class Transformed(torch.autograd.Function):  # type: ignore[misc]
-        @staticmethod
-        def forward(*inputs: Any) -> Any:
-            return operator(*inputs)
-
-        setup_context = staticmethod(keep)
-        backward = staticmethod(gradient)
-
-        @staticmethod
-        def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-            return vmap_over(Transformed.apply, query)(info, in_dims, *inputs)
-
-    return Transformed.apply
-
-
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """For a derivative that is refused."""
-
-
-def is_transformed() -> bool:
-    """Whether torch.func's transforms (vmap, grad) are at work."""
-    return torch._C._functorch.maybe_current_level() is not None
+is_transformed: Final = _autograd.is_transformed
 
 
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
     if plain:
         return record(q, k, v, (forward(q, k, v, *options), options, True))
-    if is_transformed():
-        return _transformed_forward(q, k, v, *options)
     return attention_forward(q, k, v, *options)
 
 
@@ -339,12 +337,20 @@ def _fake_dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 dropout_state: Final = define(
     "dropout_state",
-    "(*, Device device) -> Tensor",  # by keyword, where PyTorch's compiler looks for the device
+    # By keyword, where PyTorch's compiler looks for the device.
+    "(*, Device device, int draw=0) -> Tensor",
     draw_dropout_state,
-    lambda *, device: torch.empty(2, dtype=torch.int64, device="cpu"),
+    lambda *, device, draw=0: torch.empty(2, dtype=torch.int64, device="cpu"),
     keys=("CompositeExplicitAutograd",),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
+if hasattr(torch.library, "register_torch_dispatch"):  # PyTorch 2.5
+    torch.library.register_torch_dispatch(
+        dropout_state.name(), ProxyTorchDispatchMode, _traced_draw, lib=_LIBRARY
+    )
+# A policy of selective checkpointing does not decide of a draw: computed again, it is replayed with
+# the generators, and in a graph it is saved.
+getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).add(dropout_state)
 attention_backward: Final = define(
     "attention_backward",
     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -366,12 +372,6 @@ attention_dropout_weights: Final = define(
     f"(Tensor q, Tensor k, {_OPTIONS}) -> Tensor",
     dropout_weights,
     _fake_dropout_weights,
-)
-_transformed_backward: Final = _transformed(
-    attention_backward, _keep_nothing, refuse_double_backward, 2
-)
-_transformed_forward: Final = _transformed(
-    attention_forward, setup, derivative_by(_transformed_backward), 0
 )
 if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
     for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):

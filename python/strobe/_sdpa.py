@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _arrays, _blocks, _flash_attn, _masks, _operators, _questions
+from . import _arrays, _autograd, _blocks, _flash_attn, _masks, _operators, _questions
 from ._blocks import Task
 from ._calls import Verdict
 from ._errors import Error, InvalidArgument, Unsupported
@@ -211,7 +211,7 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     """Who computes this call, and, if it has a mask that Strobe serves, as which blocks."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     kind = foreign(query, key, value)
-    if not kind and _flash_attn.differentiates_forward():
+    if not kind and _autograd.differentiates_forward():
         kind = "forward-mode differentiation is at work"
     if not isinstance(dropout_p, (float, int)) or not isinstance(scale, (float, int, NoneType)):
         kind = kind or "dropout_p or scale is no plain number"
@@ -240,14 +240,31 @@ def judge_task(
 ) -> tuple[Verdict, Task]:
     """`judge`, with one block for a call without a mask. lower_right: is_causal's alignment."""
     verdict, blocks = judge(request)
-    if blocks is None:
-        (batch, _, seqlen_q, _), seqlen_k = request.query.shape, request.key.shape[2]
-        seen = min(seqlen_q, seqlen_k) if request.is_causal else seqlen_k
-        causal, window = top_left(request.is_causal, seqlen_q, seen)
-        queries, keys = slice(0, seqlen_q), slice(0, seen)
-        block = Block(slice(0, batch), queries, keys, causal or lower_right, window)
-        blocks = Blocks((block,), hides_keys=seen < seqlen_k)
+    blocks = blocks or _whole_of(request, lower_right)
     return verdict, Task(blocks, rng_state, request.dropout_p, request.scale)
+
+
+@lru_cache(maxsize=4096)
+def _whole(batch: int, seqlen_q: int, seqlen_k: int, is_causal: bool, lower_right: bool) -> Blocks:
+    """A call without a mask in a tensor, as one block."""
+    seen = min(seqlen_q, seqlen_k) if is_causal else seqlen_k
+    causal, window = top_left(is_causal, seqlen_q, seen)
+    queries, keys = slice(0, seqlen_q), slice(0, seen)
+    block = Block(slice(0, batch), queries, keys, causal or lower_right, window)
+    return Blocks((block,), hides_keys=seen < seqlen_k)
+
+
+def _whole_of(request: Request, lower_right: bool) -> Blocks:
+    (batch, _, seqlen_q, _), is_causal = request.query.shape, bool(request.is_causal)
+    return _whole(batch, seqlen_q, request.key.shape[2], is_causal, lower_right)
+
+
+def _lies_as_rows(x: Tensor) -> bool:
+    """Whether tensors laid out like x, (batch, heads, seqlen, head_dim), lie as (batch, seqlen,
+    heads, head_dim), which is how `flash_attn_func` makes them.
+    """
+    batch, heads, seqlen, head_dim = x.stride()
+    return bool(batch > seqlen > heads > head_dim == 1)
 
 
 # What a call with arguments that are none of scaled_dot_product_attention's raises on the way.
@@ -273,7 +290,12 @@ def _describe(attn_mask: Any) -> str:
 
 def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention of a call that `judge` gives to Strobe, of tensors with data."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = Request(*args, **kwargs)
+    request = Request(*args, **kwargs)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
+    if blocks is None and not _operators.is_transformed():
+        tensors = (query,) if query.is_cpu else (query, key, value)
+        if query.shape[3] != value.shape[3] or not all(map(_lies_as_rows, tensors)):
+            blocks = _whole_of(request, attn_mask is not None)
     if blocks is not None:
         query, key, value = _flash_attn.autocast(query, key, value)
         rng_state = None

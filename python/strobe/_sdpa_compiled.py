@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _blocks, _calls, _flash_attn, _operators, _sdpa
-from ._blocks import heads_inner, heads_inner_copy
+from ._blocks import gradient_like, laid_out, result_like
 from ._calls import Verdict
 from ._sdpa import Request
 
@@ -80,7 +80,8 @@ def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return _blocks.forward(*request[:3], task)
     with _drawing(rng_state, query):  # so that the backward pass can draw the same again
         out = _by_pytorch(request, lower_right)
-    return heads_inner_copy(out), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = laid_out(out, result_like(query, request.value.shape[3]))
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_unseen
@@ -107,18 +108,22 @@ def _operator_backward(
         with _drawing(rng_state, query):
             again = _by_pytorch(Request._make([*leaves, *request[3:]]), lower_right)
         dq, dk, dv = torch.autograd.grad(again, leaves, dout)
-    return heads_inner_copy(dq), heads_inner_copy(dk), heads_inner_copy(dv)
+    return (
+        laid_out(dq, gradient_like(query)),
+        laid_out(dk, gradient_like(key)),
+        laid_out(dv, gradient_like(value)),
+    )
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    out = heads_inner(query, value.shape[3])
+    out = result_like(query, value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return heads_inner(query), heads_inner(key), heads_inner(value)
+    return gradient_like(query), gradient_like(key), gradient_like(value)
 
 
 def _declined(kind: str) -> None:

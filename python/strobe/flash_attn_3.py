@@ -320,7 +320,7 @@ def _attend(
     for name, x in given.items():
         check_tensor(name, x, ("batch",))
     tail: tuple[Any, ...] = ()
-    if attention_chunk != 0 or given:
+    if torch.compiler.is_dynamo_compiling() or attention_chunk != 0 or given:
         tail = _options.positional(attention_chunk=attention_chunk, **given)
     found = call(q, k, v, lengths, options, return_attn_probs, "", tail)
     return found[:2] if isinstance(found, tuple) else found

@@ -18,6 +18,7 @@ head_dim), of any strides. `strobe.flash_attn` has the functions in FlashAttenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from types import FunctionType
 from typing import Any, Final, TypeAlias
 
@@ -34,6 +35,7 @@ __all__ = ["ServedCalls", "register", "sdpa_kernel", "why"]
 Tensor: TypeAlias = torch.Tensor
 
 _multi_head: Final = torch.nn.functional.multi_head_attention_forward  # of nn.MultiheadAttention
+_MASK_OF_MULTI_HEAD: Final = list(signature(_multi_head).parameters).index("attn_mask")
 
 
 def why(
@@ -111,13 +113,14 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
             ):
                 return _left_to_pytorch(_SWITCHED_OFF, *args, **kwargs)
             return _attention(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            if function is _multi_head:
-                return _multi_head_compiled(*args, **kwargs)
-            if function is _checkpoints.OPERATOR:
-                return function(_checkpoints.traced(self, args[0]), *args[1:], **kwargs)
-        elif function is _multi_head:
-            return _within(_multi_head)(*args, **kwargs)
+        if function is _multi_head:
+            alike = _has_heads_alike(args, kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                compiled = _multi_head_alike_compiled if alike else _multi_head_compiled
+                return compiled(*args, **kwargs)
+            return _within(_multi_head, _attention_alike if alike else _attention)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and function is _checkpoints.OPERATOR:
+            return function(_checkpoints.traced(self, args[0]), *args[1:], **kwargs)
         return function(*args, **kwargs)
 
 
@@ -143,11 +146,13 @@ def _left_to_pytorch(kind: str, *args: Any, **kwargs: Any) -> Any:
     return _sdpa.sdpa(*args, **kwargs)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    """scaled_dot_product_attention, by whom it may be."""
+def _attend(args: tuple[Any, ...], kwargs: dict[str, Any], given: tuple[Any, ...]) -> Any:
+    """scaled_dot_product_attention, by whom it may be. given: for PyTorch, in place of args, the
+    same in other words.
+    """
     if _sdpa_compiled.is_traced():
         out = _sdpa_compiled.traced(*args, **kwargs)
-        return _sdpa.sdpa(*args, **kwargs) if out is None else out
+        return _sdpa.sdpa(*given, **kwargs) if out is None else out
     verdict, blocks = _sdpa.judge_any(*args, **kwargs)
     if not verdict.kind:
         try:
@@ -158,12 +163,40 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
             _calls.record(verdict)
             return out
     _calls.record(verdict)
-    return _sdpa.sdpa(*args, **kwargs)
+    return _sdpa.sdpa(*given, **kwargs)
 
 
-def _within(function: Any) -> Callable[..., Any]:
-    """A Python function of torch.nn.functional that sees this scaled_dot_product_attention."""
-    names = {**function.__globals__, "scaled_dot_product_attention": _attention}
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    return _attend(args, kwargs, args)
+
+
+# ------------------------------------------------------------------------- nn.MultiheadAttention
+
+
+def _has_heads_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `_multi_head` has one mask for all heads. It joins key_padding_mask, which
+    has no heads, with attn_mask, and copies the two for each head, so that this is known here alone
+    without a look at what they hold.
+    """
+    mask = kwargs.get("attn_mask")
+    if len(args) > _MASK_OF_MULTI_HEAD:
+        mask = args[_MASK_OF_MULTI_HEAD]
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+
+
+def _attention_alike(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any
+) -> Any:
+    """`_attention` whose mask, (batch, heads, seqlen_q, seqlen_k), is alike in all heads."""
+    one = attn_mask[:, :1] if attn_mask is not None and attn_mask.ndim == 4 else attn_mask
+    return _attend((query, key, value, one, *rest), {}, (query, key, value, attn_mask, *rest))
+
+
+def _within(function: Any, attention: Any, **others: Any) -> Callable[..., Any]:
+    """A Python function of torch.nn.functional that sees this scaled_dot_product_attention, and
+    other names of its module.
+    """
+    names = {**function.__globals__, "scaled_dot_product_attention": attention, **others}
     del names["__name__"]  # by which PyTorch's compiler would look for them elsewhere
     copy = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -172,5 +205,13 @@ def _within(function: Any) -> Callable[..., Any]:
     return copy
 
 
+def _check_padding(key_padding_mask: Tensor, src_len: int, bsz: int) -> None:
+    """As a function of PyTorch's does in a way that its compiler cannot follow from here."""
+    if key_padding_mask.shape[0] != bsz or key_padding_mask.shape[1] != src_len:
+        raise AssertionError("key_padding_mask has another shape, expected (batch, seqlen_k)")
+
+
 # PyTorch's compiler can follow a function, but not make one.
-_multi_head_compiled: Final = _within(_multi_head)
+_CHECKS: Final = {"_check_key_padding_mask": _check_padding}
+_multi_head_compiled: Final = _within(_multi_head, _attention, **_CHECKS)
+_multi_head_alike_compiled: Final = _within(_multi_head, _attention_alike, **_CHECKS)

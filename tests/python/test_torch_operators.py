@@ -18,13 +18,19 @@ from torch._dynamo.utils import counters  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from strobe import _operators as operators  # noqa: E402
+from strobe import flash_attn_3  # noqa: E402
 from strobe.flash_attn import (  # noqa: E402
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 from tensors import Tensor  # noqa: E402
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def qkv(device: str, *shape: int, grad: bool = True) -> list[Tensor]:
@@ -196,6 +202,86 @@ def test_compile_packed_sequences(device: str) -> None:
         packed = torch.stack(qkv(device, sum(lengths), 4, 16, grad=False), 1).requires_grad_()
         same_results(compiled, function, [packed], offsets, max(lengths))
     assert compiled.compilations == 1
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def varlen(x: Tensor, lengths: Tensor) -> Any:
+    offsets, longest = offsets_of(lengths), lengths.max().item()
+    return flash_attn_varlen_func(x, x, x, offsets, offsets, longest, longest, causal=True)
+
+
+def varlen_qkvpacked(x: Tensor, lengths: Tensor) -> Any:
+    packed = torch.stack([x, x, x], 1)
+    return flash_attn_varlen_qkvpacked_func(packed, offsets_of(lengths), lengths.max())
+
+
+def varlen_kvpacked(x: Tensor, lengths: Tensor) -> Any:
+    offsets, longest, packed = offsets_of(lengths), lengths.max().item(), torch.stack([x, x], 1)
+    return flash_attn_varlen_kvpacked_func(x, packed, offsets, offsets, longest, longest)
+
+
+def varlen_with_probabilities(x: Tensor, lengths: Tensor) -> Any:
+    offsets, longest = offsets_of(lengths), lengths.max()
+    rest = (offsets, offsets, longest, longest, 0.2)
+    return flash_attn_varlen_func(x, x, x, *rest, return_attn_probs=True)
+
+
+def varlen_of_3(x: Tensor, lengths: Tensor) -> Any:
+    offsets, longest = offsets_of(lengths), lengths.max().item()
+    return flash_attn_3.flash_attn_varlen_func(x, x, x, offsets, offsets, longest, longest)
+
+
+def window(x: Tensor, lengths: Tensor) -> Any:
+    return flash_attn_func(x[None], x[None], x[None], window_size=(lengths.min().item(), 0))
+
+
+def chunk(x: Tensor, lengths: Tensor) -> Any:
+    length = lengths.max().item()
+    return flash_attn_3.flash_attn_func(x[None], x[None], x[None], attention_chunk=length)
+
+
+def chosen_rows(x: Tensor, lengths: Tensor) -> Any:
+    x = x[torch.nonzero(x[:, 0, 0] > -1)[:, 0]]
+    offsets = torch.zeros(2, dtype=torch.int32).index_fill(0, torch.tensor(1), x.shape[0])
+    return flash_attn_varlen_func(x, x, x, offsets, offsets, x.shape[0], x.shape[0])
+
+
+def cache(x: Tensor, lengths: Tensor) -> Any:
+    length = lengths.min().item()
+    return flash_attn_with_kvcache(x[None, :2], x[None], x[None], cache_seqlens=length)
+
+
+@pytest.mark.skipif(VERSION < (2, 11), reason="whose compiler knows less of such numbers")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        varlen,
+        varlen_qkvpacked,
+        varlen_kvpacked,
+        varlen_with_probabilities,
+        varlen_of_3,
+        window,
+        chunk,
+        chosen_rows,
+        cache,
+    ],
+)
+def test_compile_numbers_that_are_known_at_run_time_alone(function: Any, dynamic: Any) -> None:
+    """In one graph: no check of an argument may ask for a number that is not there yet."""
+    torch._dynamo.reset()
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(settings):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for given in ([5, 7], [9, 1], [3, 30]):
+            x, lengths = torch.randn(sum(given), 4, 16), torch.tensor(given)
+            torch.manual_seed(5)
+            found = compiled(x, lengths)
+            torch.manual_seed(5)
+            torch.testing.assert_close(found, function(x, lengths))
 
 
 def test_compile_with_dropout_and_autocast() -> None:
@@ -389,6 +475,65 @@ def test_forward_mode_derivatives_are_refused() -> None:
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level(), pytest.raises(strobe.Unsupported, match="forward-mode"):
         flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+def one(q: Tensor, k: Tensor) -> Tensor:
+    return flash_attn_func(q, k, k, causal=True)
+
+
+def loss(q: Tensor, k: Tensor) -> Tensor:
+    return one(q, k).sin().sum()
+
+
+def packed_loss(q: Tensor, k: Tensor) -> Tensor:
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3).sin().sum()
+
+
+def twice(function: Any, *tensors: Tensor) -> Any:
+    """vmap over two entries."""
+    return torch.vmap(function)(*(torch.stack([x, x * 2]) for x in tensors))
+
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": torch.func.grad(loss, (0, 1)),
+    "grad and value": torch.func.grad_and_value(loss),
+    "grad, packed": torch.func.grad(packed_loss, (0, 1)),
+    "vjp": lambda q, k: torch.func.vjp(one, q, k)[1](torch.ones_like(q)),
+    "jacrev": torch.func.jacrev(one, (0, 1)),
+    "vmap": lambda q, k: twice(one, q, k),
+    "vmap of grad": lambda q, k: twice(torch.func.grad(loss, (0, 1)), q, k),
+    "grad of vmap": torch.func.grad(lambda q, k: twice(one, q, k).sin().sum()),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="PyTorch before 2.5 calls entry by entry"
+)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_compiled_transforms(name: str) -> None:
+    torch._dynamo.reset()
+    q, k = (x.detach() for x in qkv("cpu", 1, 5, 2, 8)[:2])
+    transform = TRANSFORMS[name]
+    compiled = torch.compile(lambda q, k: transform(q, k), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k), transform(q, k))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_that_attention_has_not(compiled: bool) -> None:
+    """Refused, rather than derivatives that are 0 or lack a part."""
+    torch._dynamo.reset()
+    q, k = (x.detach() for x in qkv("cpu", 1, 5, 2, 8)[:2])
+    transforms: dict[str, Any] = {
+        "forward-mode": lambda q, k: torch.func.jvp(lambda q: one(q, k), (q,), (q,)),
+        "double backward": torch.func.grad(
+            lambda q, k: torch.func.grad(loss)(q, k).square().sum()
+        ),
+    }
+    for words, transform in transforms.items():
+        run = torch.compile(transform, backend="aot_eager") if compiled else transform
+        with pytest.raises(Exception, match=words):
+            run(q, k)
 
 
 def test_dispatch_modes_see_the_operator() -> None:

@@ -12,9 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import strobe.torch  # noqa: E402
+from strobe import _masks  # noqa: E402
 
 from tensors import Tensor  # noqa: E402
 
@@ -98,6 +100,8 @@ def test_random_blocks(seed: int, kind: str) -> None:
     mask = block_mask(rng, 3, seqlen_q, seqlen_k)
     dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
     heads = (4, 2) if seed % 2 else (4, 4)
+    if seed % 3 == 2:  # alike in all heads, and a copy for each
+        mask = mask.repeat(1, 4, 1, 1)
     served = compare(additive(mask, kind, dtype), heads, 3, dtype, seed=seed)
     if kind == "min" and not mask.any(-1).all():
         # A finite number hides nothing from a query that sees nothing else.
@@ -114,6 +118,8 @@ def test_one_pixel_is_never_left_out(seed: int) -> None:
     rng = np.random.default_rng(seed)
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(2, 12, 2))
     mask = block_mask(rng, 2, seqlen_q, seqlen_k)
+    if seed % 2:  # maybe of another head than the first
+        mask = mask.repeat(1, 4, 1, 1)
     place = tuple(int(rng.integers(n)) for n in mask.shape)
     mask[place] = ~mask[place]
     compare(mask, seed=seed)
@@ -144,7 +150,7 @@ def test_forms_of_a_padding_mask() -> None:
     [
         (torch.randn(9, 9), "other numbers"),
         (torch.full((9, 9), float("nan")), "other numbers"),
-        (torch.ones(2, 4, 9, 9, dtype=torch.bool), "between heads"),
+        (torch.arange(9) < torch.tensor([9, 9, 9, 8])[:, None, None], "between heads"),
         (torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0), "no padding"),
         (torch.ones(9, 9, requires_grad=True), "gradient"),
         (torch.zeros(9, 9, dtype=torch.float64), "neither bool"),
@@ -170,6 +176,89 @@ def test_other_masks_are_left_to_pytorch(mask: Tensor, kind: str) -> None:
     (given,) = served.fallbacks
     assert kind in given
     assert "9" not in given
+
+
+def test_heads_are_compared_in_the_memory_of_the_cpu_alone() -> None:
+    """On a GPU that would wait for the device; a tensor without memory stands for one of a GPU."""
+    copied = torch.ones(2, 4, 9, 9, dtype=torch.bool)
+    assert not _masks._heads_objection(copied)
+    reason = _masks._heads_objection(copied.to("meta"))
+    assert "would wait for the device" in reason
+    assert "differs" not in reason
+    copied = copied.to("meta")
+    for one in (copied[:, :1], copied[:, :1].expand(2, 4, 9, 9), copied[0, 0]):
+        assert not _masks._heads_objection(one)
+
+
+def multi_head_masks() -> dict[str, dict[str, Tensor]]:
+    """Of nn.MultiheadAttention, of 2 sequences and 9 rows; -inf in a float one."""
+    padding = torch.arange(9) >= torch.tensor([9, 5])[:, None]
+    causal = nn.Transformer.generate_square_subsequent_mask(9)
+    return {
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": torch.zeros(2, 9).masked_fill(padding, -torch.inf)},
+        "causal": {"attn_mask": causal},
+        "causal and padding": {
+            "attn_mask": causal,
+            "key_padding_mask": torch.zeros(2, 9).masked_fill(padding, -torch.inf),
+        },
+        "for each head": {"attn_mask": causal.repeat(8, 1, 1), "key_padding_mask": padding.float()},
+        "heads that differ": {
+            "attn_mask": causal.repeat(8, 1, 1).masked_fill(torch.eye(8)[:1].T.bool()[..., None], 0)
+        },
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", multi_head_masks())
+def test_masks_of_multi_head_attention(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch copies key_padding_mask for each head. Strobe knows by the arguments that the copies
+    are alike, without a look at them.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    masks = multi_head_masks()[name]
+    module = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 9, 32)
+
+    def call(x: Tensor) -> Tensor:
+        out: Tensor = module(x, x, x, need_weights=False, **masks)[0]
+        return out
+
+    wanted = call(x)
+    shapes = []
+    blocks = _masks.blocks
+
+    def watched(mask: Tensor, *rest: Any) -> Any:
+        shapes.append(tuple(mask.shape))
+        return blocks(mask, *rest)
+
+    monkeypatch.setattr(_masks, "blocks", watched)
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with strobe.torch.sdpa_kernel() as served:
+        found = run(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    if name == "heads that differ":
+        assert not served.calls
+    elif name == "for each head":
+        assert shapes[0][1] == 4
+    else:
+        assert (served.calls, served.fallbacks) == (1, {})
+        assert shapes[0][1] == 1
+
+
+def test_padding_of_another_shape_is_refused_compiled() -> None:
+    torch._dynamo.reset()
+    module = nn.MultiheadAttention(32, 4, batch_first=True)
+    padding = torch.zeros(9, 2, dtype=torch.bool)  # of as many elements
+    call = torch.compile(
+        lambda x: module(x, x, x, padding, need_weights=False)[0], backend="aot_eager"
+    )
+    with strobe.torch.sdpa_kernel(), pytest.raises(AssertionError):
+        call(torch.randn(2, 9, 32))
 
 
 def test_a_mask_that_was_written_to_is_read_again() -> None:
