@@ -29,6 +29,14 @@ class Reach:
     right: int | None = None
     documents: bool = False
 
+    def is_empty(self) -> bool:
+        """Whether a query sees no key."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
+
+    def is_served(self) -> bool:
+        """Whether a query sees itself, or nothing: kernels know no window that lies apart."""
+        return self.is_empty() or min(self.left or 0, self.right or 0) >= 0
+
     device = None  # where and_masks and or_masks of transformers put the next part
 
     def to(self, device: Any) -> Reach:
@@ -169,7 +177,7 @@ def reach_of(mask_function: Any) -> Reach:
     """
     try:
         found = mask_function(_Symbol(), _Symbol(), _Query(), _Key())
-        if isinstance(found, Reach) and min(found.left or 0, found.right or 0) >= 0:
+        if isinstance(found, Reach) and found.is_served():
             return found
         problem = _UNKNOWN
     except Exception as error:  # whatever symbols cannot do
@@ -240,7 +248,7 @@ def traced_reach_of(mask_function: Any) -> Reach:
     for left, right in said:
         found = found & Reach(left, right)
     # and_masks takes two parts each time. One that noted nothing is about documents.
-    if min(found.left or 0, found.right or 0) < 0:
+    if not found.is_served():
         _refuse()
     silent = len(notes) - len(said) + 1 - len(said)
     return Reach(found.left, found.right, silent > 0)

@@ -173,7 +173,7 @@ def attention_mask(
         q_length, q_offset = len(positions), positions[0]
     device = options.get("device", "cpu")
     causal, position = reach.right == 0, q_offset - kv_offset
-    whole = False
+    whole, empty = False, reach.is_empty()
     if reach.documents:
         numbers = _documents(mask_function, batch_size, kv_length, device)
     else:
@@ -182,12 +182,12 @@ def attention_mask(
         if tells or not torch.compiler.is_compiling():  # which must not ask what is in a tensor
             unlimited = reach.left is None and reach.right is None
             aligned = unlimited or bool(position + q_length == kv_length)
-            whole = aligned and (tells or bool(numbers.all()))
+            whole = aligned and not empty and (tells or bool(numbers.all()))
         if causal:  # what lies behind the last query, a static cache's rest, is not written
             column = torch.arange(kv_length, device=device)
-            numbers = numbers & (column < position + q_length)
+            numbers = numbers & (column < (0 if empty else position + q_length))
     mask = _padding.encode(_padding.Kind(causal, reach.documents, whole), numbers, position)
-    mask.reach = reach.left, reach.right
+    mask.reach = (None, reach.right) if empty else (reach.left, reach.right)
     return mask
 
 
