@@ -14,6 +14,7 @@ seen when it runs, and a compiler need not know.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -282,9 +283,9 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
-    """Of q, k and v; lse has none."""
-    return (None, None, None) if dout is None else _masked_backward(dout, *saved)
+def _gradients(dout: Tensor | None, _: Any, *saved: Any, compute: Any = None) -> Any:
+    """Of q, k and v; lse has none. compute: in place of the operator."""
+    return (None, None, None) if dout is None else (compute or _masked_backward)(dout, *saved)
 
 
 _OPTIONS: Final = (
@@ -306,6 +307,16 @@ _masked: Final = _operators.define(
     _fake_forward,
     _operators.derivative_by(_gradients),
     _operators.setup,
+)
+
+_transformed_backward: Final = _operators._transformed(
+    _masked_backward, _operators._keep_nothing, _operators.refuse_double_backward, 2
+)
+_transformed: Final = _operators._transformed(
+    _masked,
+    _operators.setup,
+    _operators.derivative_by(partial(_gradients, compute=_transformed_backward)),
+    0,
 )
 
 # ------------------------------------------------------------------------------------------ callers
@@ -340,12 +351,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any
     left, right = options["window_size"]
     scale, causal = options["softmax_scale"], options["causal"]
     plain = (rng_state, dropout_p, scale, causal, left, right, softcap)
-    if not torch.compiler.is_compiling() and not _flash_attn.is_in_dispatch_mode():
+    operator, compiling = _masked, torch.compiler.is_compiling()
+    if not compiling and _flash_attn.differentiates_forward():
+        _flash_attn._refuse_tangents(q, k, v)
+    if not compiling and _operators.is_transformed():
+        operator, in_place = _transformed, False
+    elif not compiling and not _flash_attn.is_in_dispatch_mode():
         layout = layout_of(mask, q.shape[1], _is_windowed(plain), keep=True)
         if in_place:
             found = _in_place(q, k, v, layout, plain)
             if found is not None:
                 return found
     out: Tensor
-    out, _ = _masked(q, k, v, mask, in_place, *plain)
+    out, _ = operator(q, k, v, mask, in_place, *plain)
     return out

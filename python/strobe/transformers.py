@@ -183,7 +183,7 @@ def attention_mask(
             unlimited = reach.left is None and reach.right is None
             aligned = unlimited or bool(position + q_length == kv_length)
             whole = aligned and not empty and (tells or bool(numbers.all()))
-        if causal:  # what lies behind the last query, a static cache's rest, is not written
+        if causal and not whole:  # what lies behind the last query is not written
             column = torch.arange(kv_length, device=device)
             numbers = numbers & (column < (0 if empty else position + q_length))
     mask = _padding.encode(_padding.Kind(causal, reach.documents, whole), numbers, position)

@@ -211,6 +211,78 @@ def test_dropout_in_a_compiled_padded_model(transformers: Any) -> None:
     assert gradient.std() > 0.1
 
 
+@pytest.mark.parametrize("queries", [1, 9, 20])
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_that_cannot_be_looked_at(
+    causal: bool, window: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a CUDA graph is captured. What cannot be told there is NaN, and not wrong."""
+    generator = torch.Generator().manual_seed(1)
+    keys, batch = 25, 4
+    q = torch.randn(batch, queries, 2, 8, generator=generator)
+    k, v = torch.randn(2, batch, keys, 2, 8, generator=generator)
+    numbers = torch.ones(batch, keys, dtype=torch.bool)
+    numbers[0, :7], numbers[1, 20:], numbers[2, :3], numbers[2, 22:] = 0, 0, 0, 0
+    options = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": causal,
+        "window_size": (window, 0 if causal else window), "softcap": 0.0,
+    }  # fmt: skip
+    layout = _padding._layout
+
+    def results(*, inside: bool, look: bool) -> Tensor:
+        shown = numbers.clone()
+        shown[3, 12] = not inside
+        mask = _padding.encode(_padding.Kind(causal, False, False), shown, keys - queries)
+        with monkeypatch.context() as patch:
+            patch.setattr(_padding, "_layout", lambda m, n, w, _: layout(m, n, w, look))
+            with torch.no_grad():
+                return _padding.attend(q, k, v, mask, options)
+
+    wanted = results(inside=False, look=True)
+    # Behind the end of a causal sequence, rows are 0 or not, depending on how they are computed.
+    rows = slice(0, max(20 - (keys - queries), 0)) if causal else slice(None)
+    torch.testing.assert_close(results(inside=False, look=False)[:, rows], wanted[:, rows])
+    found = results(inside=True, look=False)
+    torch.testing.assert_close(found[:3, rows], wanted[:3, rows])
+    if window >= 0:
+        assert found[3].isnan().all()
+        with pytest.raises(strobe.Unsupported, match="padding inside"):
+            results(inside=True, look=True)
+    elif queries <= _padding._FEW_QUERIES:
+        assert found[3].isnan().all()
+    else:
+        torch.testing.assert_close(found[3], results(inside=True, look=True)[3])
+
+
+def test_transforms_leave_nothing_behind() -> None:
+    """What torch.func's tensors hold is gone with their transform, and is not kept."""
+    q, k, v = torch.randn(3, 2, 9, 2, 8, generator=torch.Generator().manual_seed(1))
+    numbers = torch.ones(2, 9, dtype=torch.bool)
+    numbers[0, :4] = False
+    mask = _padding.encode(_padding.Kind(True, False, False), numbers, 0)
+    options = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": True, "window_size": (-1, -1),
+        "softcap": 0.0,
+    }  # fmt: skip
+
+    def loss(q: Tensor) -> Tensor:
+        return _padding.attend(q, k, v, mask, options).square().sum()
+
+    found = torch.func.grad(loss)(q)
+    leaf = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(strobe.Unsupported, match="vmap"):
+        torch.func.vmap(loss)(torch.stack((q, q)))
+    with pytest.raises(strobe.Unsupported, match="double backward"):
+        torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0].sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(strobe.Unsupported, match="forward-mode"):
+            loss(dual)
+
+
 # ----------------------------------------------------------------------------------- mask functions
 
 
