@@ -61,6 +61,7 @@ stage "Python's extension under sanitizers" env -u STROBE_FUZZ_SEED scripts/asan
 STROBE_LEAK_CALLS=1000000 stage "a million calls from Python" python_tests tests/python/test_extension.py -k nothing_is_kept
 STROBE_FUZZ_CASES=50000 stage "Python fuzzer" python_tests tests/python/test_fuzz.py
 STROBE_MASK_SEEDS=200 stage "masks given as tensors" python_tests tests/python/test_torch_sdpa_masks.py
+STROBE_TRANSFORMERS_CASES=500 stage "models of transformers" python_tests tests/python/test_transformers_random.py
 unset STROBE_FUZZ_SEED
 stage "ThreadSanitizer" env STROBE_RANDOM_CASES=1000 STROBE_RANDOM_SEED="$seed" STROBE_TSAN_ALL=1 scripts/tsan.sh
 [ ! -x scripts/compat.sh ] || stage "libraries beside the shim" scripts/compat.sh

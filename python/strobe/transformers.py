@@ -5,24 +5,28 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="strobe")
 
 On the CPU and on NVIDIA GPUs, without the distribution flash-attn: padded batches (left and right),
-packed sequences, generation with a cache, sliding windows, soft capping, dropout, gradients. What a
-model asks for beyond that (chunked attention, masks of its own, attention sinks) is refused with a
-message when the model runs, never left out.
+packed sequences, generation with a cache, sliding windows to one side or both, soft capping,
+dropout, gradients, torch.compile. What a model asks for beyond that (chunked attention, masks of
+its own, attention sinks) is refused with a message when the model runs, never left out; a model
+that asks for no attention implementation is refused when it is made.
 
-Padding takes no part: sequences are packed end to end for `strobe.flash_attn`'s varlen functions.
-Rows of a causal model's padding are 0, where eager attention has numbers that nobody may use.
+Padding takes no part. Rows of padding in front of a causal sequence are 0, where eager attention
+has numbers that nobody may use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+import inspect
+import re
+import sys
+from functools import cache, wraps
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 
+from . import _mask_functions, _padding
 from ._errors import Unsupported
-from ._kvcache import attention_with_kvcache
+from ._mask_functions import Reach
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 __all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
@@ -30,20 +34,6 @@ __all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
 Tensor: TypeAlias = torch.Tensor
 
 NAME: Final = "strobe"
-
-# Functions of transformers.masking_utils that masks are made of, as far as arguments of the varlen
-# functions say the same.
-_KNOWN_MASKS: Final = frozenset(
-    {
-        "causal_mask_function",
-        "bidirectional_mask_function",
-        "sliding_window_overlay.<locals>.inner_mask",
-        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-        "packed_sequence_mask_function.<locals>.inner_mask",
-    }
-)
-_PACKED: Final = "packed_sequence_mask_function.<locals>.inner_mask"
-_CAUSAL: Final = "causal_mask_function"
 
 
 def register() -> None:
@@ -53,7 +43,7 @@ def register() -> None:
         Unsupported: transformers is older.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise Unsupported(
             "strobe.transformers.register() needs transformers 4.57 or newer, which has "
@@ -62,26 +52,88 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(f"paged|{NAME}", paged_attention)  # continuous batching
+    _check_models(PreTrainedModel)
+
+
+# ------------------------------------------------------------------------------------ which models
+
+
+@cache
+def _asks_for_implementations(model: Any) -> bool:
+    """Whether attention of this class of models goes where implementations are registered.
+
+    Not all that do say so (`_supports_attention_backend`), but their source does. A module without
+    an attention of its own leaves it to another model.
+    """
+    if model._supports_attention_backend:
+        return True
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (OSError, TypeError, KeyError):  # made in an interpreter
+        return True
+    attentions = re.search(r"^class \w*Attention\w*\(([\w.]+\.)?Module\)", source, re.MULTILINE)
+    return attentions is None or "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def _check_models(base: Any) -> None:
+    """From now on, a model that would take the name and not keep its promise is refused when it is
+    made or told so. transformers itself asks a model that for its own names alone.
+    """
+    inner = base.get_correct_attn_implementation
+    if hasattr(inner, NAME):
+        return
+
+    @wraps(inner)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, model = inner(self, *args, **kwargs), cast("Any", type(self))
+        if found in (NAME, f"paged|{NAME}") and not _asks_for_implementations(model):
+            raise Unsupported(
+                f'{model.__name__} does not take attn_implementation="{NAME}": its attention '
+                "asks transformers for no implementation. Load this model with "
+                'attn_implementation="eager", or, if it has that, "sdpa"'
+            )
+        return found
+
+    setattr(checked, NAME, True)
+    base.get_correct_attn_implementation = checked
 
 
 # -------------------------------------------------------------------------------------------- masks
 
 
-def _parts(mask_function: Any) -> Iterator[tuple[str, Any]]:
-    """Names and functions that a mask function of transformers is the intersection of."""
-    name = mask_function.__qualname__
-    inner = dict(
-        zip(
-            mask_function.__code__.co_freevars,
-            (cell.cell_contents for cell in mask_function.__closure__ or ()),
-            strict=True,
-        )
-    )
-    if name == "and_masks.<locals>.and_mask":
-        for part in inner["mask_functions"]:
-            yield from _parts(part)
-    else:
-        yield name, inner
+def _reach_of(mask_function: Any, custom: bool) -> Reach:
+    """What a mask function says, also while PyTorch's compiler traces. custom: it may have parts
+    that are not transformers' own, for which tracing stops.
+    """
+    try:
+        if not torch.compiler.is_dynamo_compiling():
+            return _mask_functions.reach_of(mask_function)
+        if custom:
+            found: Reach = _reach_untraced(mask_function)
+            return found
+        return _mask_functions.traced_reach_of(mask_function)
+    except Unsupported as error:
+        raise Unsupported(
+            f'attn_implementation="{NAME}" knows causal masks, sliding windows, padding and packed '
+            f"sequences, but this model's mask is {error}: "
+            'load it with attn_implementation="sdpa"'
+        ) from None
+
+
+_reach_untraced: Final = torch.compiler.disable(_mask_functions.reach_of)
+
+
+def _documents(mask_function: Any, batch_size: int, length: int, device: Any) -> Tensor:
+    """The numbers of packed sequences, from 1 on.
+
+    A sequence ends where a query does not see the key before it. With a window of 1 none does, and
+    each query is a sequence of its own.
+    """
+    batch = torch.arange(batch_size, device=device)[:, None]
+    query = torch.arange(1, length, device=device)[None]
+    seen = mask_function(batch, torch.zeros_like(batch), query, query - 1)
+    ends = (~seen.expand(batch_size, length - 1)).cumsum(1)
+    return torch.nn.functional.pad(ends, (1, 0)) + 1
 
 
 def attention_mask(
@@ -95,175 +147,62 @@ def attention_mask(
     use_vmap: bool = False,
     cache_position: Tensor | None = None,
     **options: Any,
-) -> Tensor | None:
-    """What `attention` gets for a mask: which sequence each key belongs to.
+) -> Tensor:
+    """What `attention` gets for a mask, in the form of `strobe._padding`.
+
+    Args:
+        batch_size, q_length, kv_length: of the queries and the keys that attention will get.
+        q_offset, kv_offset: positions of the first query and the first key. q_offset may be in a
+            tensor, and is then not read.
+        mask_function: says which keys a query sees: transformers' own, and what is made of them.
+        attention_mask: bool, (batch, length): which positions hold tokens; what lies behind length
+            holds none. None: all do.
+        use_vmap: mask_function has parts that a user or a model has added.
+        cache_position: the positions of the queries, in transformers 4.
+        options: "device".
 
     Returns:
-        int32 (batch, keys): 0 where no query looks, else the number of the sequence in its row,
-        from 1 on; keys are the first of the cache. None: each row is one sequence, as long as its
-        keys.
+        int32, with four axes: transformers hands such a mask on as it is.
 
     Raises:
-        Unsupported: mask_function is none of those that the varlen functions know.
+        Unsupported: mask_function says what the kernels do not know.
     """
-    parts = dict(_parts(mask_function))
-    unknown = [name for name in parts if name not in _KNOWN_MASKS]
-    if unknown or use_vmap:
-        raise Unsupported(
-            f'attn_implementation="{NAME}" knows causal masks, sliding windows, padding and packed '
-            f"sequences, but this model's mask has {', '.join(unknown) or 'functions of its own'}: "
-            'load it with attn_implementation="sdpa"'
-        )
+    reach = _reach_of(mask_function, use_vmap)
     if q_length is None or isinstance(q_length, torch.Tensor):  # transformers 4
         positions: Any = cache_position if q_length is None else q_length
-        q_length, q_offset = len(positions), int(positions[0])
-    if _PACKED in parts:
-        numbers: Tensor = parts[_PACKED]["packed_sequence_mask"] + 1
-        return numbers.to(torch.int32)
-    seen = kv_length
-    if _CAUSAL in parts:  # what lies behind the last query, a static cache's rest, is not written
-        seen = min(kv_length, int(q_offset) + q_length - int(kv_offset))
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, int(kv_offset) : int(kv_offset) + seen]
-        if attention_mask.shape[1] == kv_length and bool(attention_mask.all()):
-            return None
-        return attention_mask.to(torch.int32)
-    if seen == kv_length:
-        return None
+        q_length, q_offset = len(positions), positions[0]
     device = options.get("device", "cpu")
-    return torch.ones((batch_size, seen), dtype=torch.int32, device=device)
+    causal, position = reach.right == 0, q_offset - kv_offset
+    whole, empty = False, reach.is_empty()
+    if reach.documents:
+        numbers = _documents(mask_function, batch_size, kv_length, device)
+    else:
+        numbers = _tokens(batch_size, kv_length, kv_offset, attention_mask, device)
+        tells = attention_mask is None and isinstance(position, int)
+        if tells or not torch.compiler.is_compiling():  # which must not ask what is in a tensor
+            unlimited = reach.left is None and reach.right is None
+            aligned = unlimited or bool(position + q_length == kv_length)
+            whole = aligned and not empty and (tells or bool(numbers.all()))
+        if causal and not whole:  # what lies behind the last query is not written
+            column = torch.arange(kv_length, device=device)
+            numbers = numbers & (column < (0 if empty else position + q_length))
+    mask = _padding.encode(_padding.Kind(causal, reach.documents, whole), numbers, position)
+    mask.reach = (None, reach.right) if empty else (reach.left, reach.right)
+    return mask
+
+
+def _tokens(
+    batch_size: int, kv_length: int, kv_offset: Any, attention_mask: Tensor | None, device: Any
+) -> Tensor:
+    """Which keys are tokens: bool, (batch, kv_length)."""
+    if attention_mask is None:
+        return torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
+    missing = kv_length + kv_offset - attention_mask.shape[1]
+    padded = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
+    return padded[:, kv_offset : kv_offset + kv_length]
 
 
 # ---------------------------------------------------------------------------------------- attention
-
-
-def _lengths(numbers: Tensor) -> Tensor:
-    """How many keys each sequence has, in order. numbers: (batch, keys), see `attention_mask`."""
-    packed = numbers.shape[1] > 0 and int(numbers.max()) > 1
-    if not packed:
-        return numbers.sum(1)
-    row = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
-    sequence = (row * (int(numbers.max()) + 1) + numbers)[numbers > 0]
-    return torch.unique_consecutive(sequence, return_counts=True)[1]
-
-
-def _offsets(lengths: Tensor) -> tuple[Tensor, int]:
-    """(cu_seqlens, longest)."""
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return offsets, int(lengths.max())
-
-
-def _check_gaps(numbers: Tensor) -> None:
-    """A window counts keys, so no padding may lie between them."""
-    hidden = (numbers == 0).to(torch.int32)
-    begins = (hidden.diff(dim=1) == -1).sum(1) + (hidden[:, 0] == 0)
-    if bool((begins > 1).any()):
-        raise Unsupported(
-            f'attn_implementation="{NAME}": a sliding window over a sequence with padding inside, '
-            'expected padding at its ends: pad on the left, or use attn_implementation="sdpa"'
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """Which rows take part, and where their sequences begin."""
-
-    rows: Tensor  # bool (batch, seqlen_q)
-    keys: Tensor  # bool (batch, keys)
-    lengths: tuple[Tensor, Tensor, int, int]  # cu_seqlens and max_seqlen of queries and keys
-    whole: bool  # all rows take part
-    # Of each row of the batch the first key and the end, int32, if its keys lie side by side.
-    bounds: tuple[Tensor, Tensor] | None
-
-
-def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Where each row's keys begin and end; None: rows hold several sequences, or have gaps."""
-    seen = (numbers > 0).to(torch.int32)
-    if numbers.shape[1] == 0 or int(numbers.max()) > 1:
-        return None
-    begins = seen.argmax(1)
-    ends = begins + seen.sum(1)
-    gaps = seen.cumsum(1).argmax(1) + 1 != ends
-    if bool((gaps & (ends > begins)).any()):
-        return None
-    return begins.to(torch.int32), ends.to(torch.int32)
-
-
-def _packing(numbers: Tensor, seqlen_q: int, causal: bool, window: bool) -> _Packing:
-    """Kept with the mask, for a model's other layers: to find it waits for the device."""
-    known: dict[Any, _Packing] = numbers.__dict__.setdefault("strobe", {})
-    key = (seqlen_q, causal, window)
-    if key in known:
-        return known[key]
-    if window:
-        _check_gaps(numbers)
-    if causal:  # a causal model's queries are the last of its keys
-        own = numbers[:, numbers.shape[1] - seqlen_q :]
-    elif seqlen_q == numbers.shape[1] and int(numbers.max()) > 1:
-        own = numbers
-    else:  # keys may be another model's, whose padding is not the queries': all are computed
-        own = numbers.new_ones((numbers.shape[0], seqlen_q))
-    rows = own > 0
-    offsets_q, longest_q = _offsets(_lengths(own))
-    offsets_k, longest_k = _offsets(_lengths(numbers))
-    lengths = (offsets_q, offsets_k, longest_q, longest_k)
-    found = _Packing(rows, numbers > 0, lengths, bool(rows.all()), _bounds(numbers))
-    known[key] = found
-    return found
-
-
-# On a GPU a prompt of more queries is worth a copy of its keys: the kernels for keys in a cache are
-# for few queries.
-_FEW_QUERIES: Final = 16
-
-
-def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
-    """Whether a cache will do: no gradient, no dropout, no compiler, no autocast, rows that can be
-    read where they lie; on a GPU few queries.
-    """
-    suits = q.is_cpu or (q.is_cuda and q.shape[1] <= _FEW_QUERIES)
-    if not suits or not q.device == k.device == v.device:
-        return False
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        return False
-    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compiled, autocast = torch.compiler.is_compiling(), torch.is_autocast_enabled(q.device.type)
-    return not (tracked or compiled or autocast or options["dropout_p"] > 0)
-
-
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Attention of rows with padding or several sequences; (batch, seqlen, heads, head_dim)."""
-    causal = options["causal"]
-    batch, seqlen_q = q.shape[:2]
-    packing = _packing(numbers, seqlen_q, causal, options["window_size"] != (-1, -1))
-    if causal and packing.whole and packing.bounds is not None and _is_decoding(q, k, v, options):
-        begins, ends = packing.bounds  # read where they lie, which saves a copy of all keys
-        out: Tensor = attention_with_kvcache(
-            q,
-            k,
-            v,
-            seqused_k=ends,
-            leftpad=begins,
-            causal=True,
-            window=options["window_size"],
-            scale=options["softmax_scale"],
-            softcap=options["softcap"],
-        )
-        return out
-    k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
-    found: Tensor = flash_attn_varlen_func(
-        q.flatten(0, 1) if packing.whole else q[packing.rows],
-        k[packing.keys],
-        v[packing.keys],
-        *packing.lengths,
-        **options,
-    )
-    if packing.whole:
-        return found.unflatten(0, (batch, seqlen_q))
-    out = found.new_zeros((batch, seqlen_q, *found.shape[1:]))
-    return out.index_put((packing.rows,), found)
 
 
 def _refuse(others: dict[str, Any], *names: str) -> None:
@@ -274,6 +213,11 @@ def _refuse(others: dict[str, Any], *names: str) -> None:
                 f'attn_implementation="{NAME}" has no {name}: load this model with '
                 'attn_implementation="eager"'
             )
+
+
+def _wants_weights(module: Any) -> bool:
+    """Whether the model's configuration asks for attention weights."""
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 
 def _options(
@@ -291,6 +235,20 @@ def _options(
     }
 
 
+def _tokens_mask(tokens: Tensor, seqlen_q: int, keys: int, causal: bool) -> Tensor:
+    """For a model that hands on which positions hold tokens, (batch, seqlen): the queries are the
+    last of them.
+    """
+    seqlen = tokens.shape[1]
+    if seqlen > keys:
+        raise Unsupported(
+            f'attn_implementation="{NAME}" with an attention_mask of shape {tuple(tokens.shape)}, '
+            f"expected at most {keys} columns, as there are keys"
+        )
+    seen = torch.nn.functional.pad(tokens != 0, (0, keys - seqlen))
+    return _padding.encode(_padding.Kind(causal, False, False), seen, seqlen - seqlen_q)
+
+
 def attention(
     module: Any,
     query: Tensor,
@@ -306,17 +264,30 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers' models call: query, key and value are (batch, heads, seqlen, head_dim).
 
+    A mask decides what is seen, as it does with eager attention. Where there is none, is_causal or
+    the module and sliding_window do.
+
     Returns:
         (batch, seqlen, heads, head_dim) and None, as there are no attention weights to return.
 
     Raises:
-        Unsupported: the model wants something that the varlen functions have not.
+        Unsupported: the model wants something that the kernels have not.
     """
     _refuse(others, "s_aux", "position_bias", "cache")
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if others.get("output_attentions") or _wants_weights(module):
         raise Unsupported(
-            f'attn_implementation="{NAME}" with an attention_mask of shape '
-            f"{tuple(attention_mask.shape)}, expected (batch, seqlen): masks for each query come "
+            f'attn_implementation="{NAME}" with output_attentions=True: there are no attention '
+            'weights to return; load this model with attn_implementation="eager"'
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    seqlen_q, keys = query.shape[2], key.shape[2]
+    mask = attention_mask
+    if mask is not None and mask.ndim == 2:
+        mask = _tokens_mask(mask, seqlen_q, keys, causal)
+    if mask is not None and not _padding.is_encoded(mask, keys):
+        raise Unsupported(
+            f'attn_implementation="{NAME}" with an attention_mask of shape {tuple(mask.shape)} for '
+            f"{keys} keys, expected (batch, seqlen): masks for each query come "
             'with attn_implementation="sdpa"'
         )
     if query.is_cuda and query.dtype == torch.float32:  # after layers that are kept in float32
@@ -324,8 +295,11 @@ def attention(
 
         dtype = get_target_dtype(query, module)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    causal = module.is_causal if is_causal is None else is_causal
-    options = _options(causal, sliding_window, scaling, softcap)
+    kind = None if mask is None else _padding.Kind.of(mask)
+    options = _options(causal if kind is None else kind.causal, sliding_window, scaling, softcap)
+    reach = getattr(mask, "reach", None)
+    if reach is not None:
+        options["window_size"] = tuple(-1 if limit is None else limit for limit in reach)
     options["dropout_p"] = dropout
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if others.get("cu_seq_lens_q") is not None:  # a collator has packed the batch into one row
@@ -339,10 +313,10 @@ def attention(
             others["max_length_k"],
             **options,
         ).unflatten(0, q.shape[:2])
-    elif attention_mask is not None:
-        out = _packed(q, k, v, attention_mask, options)
-    else:
+    elif kind is None or kind.whole:
         out = flash_attn_func(q, k, v, **options)
+    else:
+        out = _padding.attend(q, k, v, mask, options)
     return out, None
 
 

@@ -17,7 +17,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import strobe.transformers  # noqa: E402
 from generation import check_generated  # noqa: E402
-from strobe import _flash_attn  # noqa: E402
+from strobe import _flash_attn, _padding  # noqa: E402
 
 from tensors import Tensor  # noqa: E402
 
@@ -77,12 +77,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("dense" if arguments[3] == _flash_attn.DENSE else "packed")
         return inner(*arguments, **options)
 
-    def counted_cache(*arguments: Any, **options: Any) -> Any:
-        made.append("cache")
-        return strobe.attention_with_kvcache(*arguments, **options)
+    def recorded(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            return function(*arguments, **options)
+
+        return call
 
     monkeypatch.setattr(strobe.flash_attn, "call", counted)
-    monkeypatch.setattr(strobe.transformers, "attention_with_kvcache", counted_cache)
+    monkeypatch.setattr(_padding, "_masked", recorded("masked", _padding._masked))
+    cache = recorded("cache", strobe.attention_with_kvcache)
+    monkeypatch.setattr(_padding, "attention_with_kvcache", cache)
     return made
 
 
@@ -144,7 +149,7 @@ def test_equal_to_eager(name: str, kind: str, transformers: Any, calls: list[str
     wanted, wanted_gradients = run(make(transformers, name, "eager"), arguments, rows)
     assert not calls
     found, gradients = run(make(transformers, name, "strobe"), arguments, rows)
-    assert calls == ["dense" if kind == "whole" else "packed"] * 2
+    assert calls == ["dense" if kind == "whole" else "masked"] * 2
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert gradients.keys() == wanted_gradients.keys()
     for parameter, gradient in gradients.items():
@@ -170,7 +175,7 @@ def test_a_collators_packed_batch(
     assert batch["cu_seq_lens_q"].flatten().tolist() == [0, 11, 28, 32]
     plain = {key: batch[key] for key in ("input_ids", "position_ids", "use_cache")}
     wanted, wanted_gradients = run(make(transformers, name, "eager"), plain, slice(None))
-    monkeypatch.setattr(strobe.transformers, "_packed", None)  # the lengths need no mask
+    monkeypatch.setattr(_padding, "attend", None)  # the lengths need no mask
     found, gradients = run(make(transformers, name, "strobe"), batch, slice(None))
     assert calls == ["packed"] * 2
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -205,7 +210,7 @@ def test_generation(
 
     tokens, scores = generate("strobe")
     assert len(calls) == 2 * 8
-    assert calls[:2] == ["packed"] * 2  # the prompt, whose padding takes no part
+    assert calls[:2] == ["masked"] * 2  # the prompt, whose padding takes no part
     # Of what follows, keys are read where they lie. Mistral's window has passed the padding.
     assert "cache" in calls or name == "mistral"
     if DTYPE[device] == torch.float32:

@@ -1,0 +1,367 @@
+"""Attention of dense rows that hold padding or several sequences, as transformers hands them over.
+
+A mask is one int32 tensor, (batch, 1, kind, 1 + keys), made by `encode`. Along its last axis are
+the key position of the first query, and then for each key the number of its sequence in the row,
+from 1 on, or 0 where no query looks. The length of the third axis, along which nothing differs,
+says what is known without reading: see `Kind`. Having four axes, it passes through
+transformers' functions for masks as it is. It never has the shape of scores, so that a model that
+adds it to them fails, and does not go on with wrong numbers.
+
+`attend` is `torch.ops.strobe.masked_attention`, an operator of its own: which rows take part is
+seen when it runs, and a compiler need not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from . import _flash_attn, _operators, _options
+from ._errors import Unsupported
+from ._kvcache import attention_with_kvcache
+
+Tensor: TypeAlias = torch.Tensor
+
+# -------------------------------------------------------------------------------------------- masks
+
+
+class Kind(NamedTuple):
+    """What is known of a mask without reading it."""
+
+    causal: bool
+    documents: bool  # rows hold several sequences, and no padding
+    whole: bool  # all keys are seen, and the last query stands at the last one
+
+    def encoded(self) -> int:
+        """The length of a mask's third axis."""
+        return 2 + self.causal + 2 * self.documents + 4 * self.whole
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Kind:
+        bits = mask.shape[2] - 2
+        return cls(bool(bits & 1), bool(bits & 2), bool(bits & 4))
+
+
+def encode(kind: Kind, numbers: Tensor, position: int | Tensor) -> Tensor:
+    """The mask. numbers: (batch, keys); position: that of the first query among the keys."""
+    first = torch.zeros_like(numbers[:, :1], dtype=torch.int32) + position
+    row = torch.cat((first.to(torch.int32), numbers.to(torch.int32)), 1)
+    return row[:, None, None].expand(-1, 1, kind.encoded(), -1)
+
+
+def is_encoded(mask: Tensor, keys: int) -> bool:
+    """Whether `encode` made this mask for so many keys. One that hides nothing is for any."""
+    shape = mask.shape
+    if mask.dtype != torch.int32 or mask.ndim != 4 or shape[1] != 1 or not 2 <= shape[2] <= 9:
+        return False
+    return shape[3] == keys + 1 or Kind.of(mask) == Kind(False, False, True)
+
+
+# --------------------------------------------------------------------------------- which rows where
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the sequences of a mask are. Arrays are of one number for each row of the batch, or
+    for each sequence, if there are several in a row (`offsets`).
+    """
+
+    queries: Tensor | None  # (batch, seqlen_q): rows in the order in which kernels get them
+    keys: Tensor | None  # (batch, keys)
+    used_q: Tensor | None
+    used_k: Tensor | None
+    position: Tensor | None  # of the first query, in a sequence that is not causal
+    bounds: tuple[Tensor, Tensor, Tensor] | None  # first key, end of keys, position: without a copy
+    poison: Tensor | None  # bool: rows that hold what nobody has looked at, and cannot be computed
+    offsets: Tensor | None = None
+    longest: int = 0
+
+
+def _documents(numbers: Tensor) -> Layout:
+    """Of sequences that lie end to end."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers.diff(dim=1) != 0
+    places = begins.flatten().nonzero()[:, 0]
+    offsets = torch.cat((places, places.new_full((1,), numbers.numel())))
+    longest = int(offsets.diff().max()) if numbers.numel() else 0
+    offsets = offsets.to(torch.int32)
+    return Layout(*(None,) * 7, offsets=offsets, longest=longest)
+
+
+def _used_first(used: Tensor) -> Tensor:
+    """Rows in use before the others; both in order."""
+    return torch.argsort(~used, dim=1, stable=True)
+
+
+def _layout(mask: Tensor, seqlen_q: int, windowed: bool, look: bool) -> Layout:
+    """look: whether values may be read, for which a GPU is waited for."""
+    kind, row = Kind.of(mask), mask[:, 0, 0]
+    first, numbers = row[:, 0], row[:, 1:]
+    if kind.documents:
+        return _documents(numbers)
+    seen = numbers > 0
+    keys = seen.shape[1]
+    column = torch.arange(keys, dtype=torch.int32, device=mask.device)
+    used_k = seen.sum(1, dtype=torch.int32)
+    ends = (seen * (column + 1)).amax(1)
+    begins = torch.where(seen, column, keys).amin(1).clamp(max=ends).to(torch.int32)
+    gaps = ends - begins != used_k
+    has_gaps = any_before = True
+    if look:
+        has_gaps, any_before = torch.stack((gaps.any(), (begins > 0).any())).tolist()
+        if has_gaps and windowed:
+            raise Unsupported(
+                "a sliding window over a sequence with padding inside, expected padding at its "
+                'ends: pad on the left, or use attn_implementation="sdpa"'
+            )
+    bounds = None if look and has_gaps else (begins, ends, first - begins)
+    moved = has_gaps or any_before
+    order = _used_first(seen) if moved else None
+    poison = None if look else gaps
+    if not kind.causal:  # keys may be another model's, whose padding is not the queries'
+        position = first - begins if windowed else None
+        return Layout(None, order, None, used_k, position, bounds, poison)
+    place = first[:, None] + torch.arange(seqlen_q, dtype=torch.int32, device=mask.device)
+    inside = (place >= 0) & (place < keys)
+    own = seen.gather(1, place.clamp(0, keys - 1).long()) & inside
+    queries = _used_first(own) if moved else None
+    return Layout(queries, order, own.sum(1, dtype=torch.int32), used_k, None, bounds, poison)
+
+
+def layout_of(mask: Tensor, seqlen_q: int, windowed: bool, keep: bool) -> Layout:
+    """Of a mask and so many queries.
+
+    keep: with the mask, for a model's other layers. Not in compiled code, where the same tensor may
+    hold another mask the next time.
+    """
+    look = not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    known: dict[Any, Layout] = mask.__dict__.get("strobe", {})
+    key = (mask._version, seqlen_q, windowed)
+    found = known.get(key)
+    if found is None:
+        found = _layout(mask, seqlen_q, windowed, look)
+        if keep:
+            mask.__dict__["strobe"] = {**known, key: found}
+    return found
+
+
+# ---------------------------------------------------------------------------------------- operators
+
+
+def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """x[b, rows[b]], for x (batch, length, heads, head_dim)."""
+    if rows is None:
+        return x
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[batch, rows]
+
+
+def _put_back(x: Tensor, rows: Tensor | None) -> Tensor:
+    """What `_taken` made x of."""
+    if rows is None:
+        return x
+    return _taken(x, torch.argsort(rows, dim=1))
+
+
+def _poisoned(x: Tensor, layout: Layout, where: bool) -> Tensor:
+    if layout.poison is None or not where:
+        return x
+    return torch.where(layout.poison[:, None, None, None], torch.nan, x)
+
+
+def _arguments(layout: Layout, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of attention_forward, after q, k and v."""
+    rng_state, dropout_p, scale, causal, left, right, softcap = options
+    plain = (dropout_p, scale, causal, left, right, softcap, False)
+    if layout.offsets is not None:
+        longest = layout.longest
+        return (layout.offsets, layout.offsets, None, rng_state, longest, longest, *plain)
+    tail = _options.positional(
+        seqused_q=layout.used_q, seqused_k=layout.used_k, q_position=layout.position
+    )
+    return (None, None, None, rng_state, None, None, *plain, *tail)
+
+
+def _is_windowed(options: tuple[Any, ...]) -> bool:
+    """Whether keys are counted, by which a query sees them."""
+    _, _, _, causal, left, right, _ = options
+    return bool(left >= 0 or (right >= 0 and not causal))
+
+
+def _in_place(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: tuple[Any, ...]
+) -> Tensor | None:
+    """Without a copy of the keys, where a cache's kernels will do."""
+    if layout.bounds is None or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return None
+    begins, ends, position = layout.bounds
+    _, _, scale, causal, left, right, softcap = options
+    out: Tensor = attention_with_kvcache(
+        q,
+        k,
+        v,
+        seqused_k=ends,
+        leftpad=begins,
+        q_position=position,
+        causal=causal,
+        window=(left, right),
+        scale=scale,
+        softcap=softcap,
+    )
+    return _poisoned(out, layout, True)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, in_place: bool, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """The operator's kernel. lse is in the order of the layout."""
+    windowed = _is_windowed(options)
+    layout = layout_of(mask, q.shape[1], windowed, keep=False)
+    if in_place:
+        found = _in_place(q, k, v, layout, options)
+        if found is not None:
+            return found, q.new_empty(_lse_shape(q, mask), dtype=torch.float32)
+    if layout.offsets is not None:
+        q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = _operators.forward(q_, k_, v_, *_arguments(layout, options))
+        return out.unflatten(0, q.shape[:2]), lse
+    out, lse = _operators.forward(
+        _taken(q, layout.queries),
+        _taken(k, layout.keys),
+        _taken(v, layout.keys),
+        *_arguments(layout, options),
+    )
+    return _poisoned(_put_back(out, layout.queries), layout, windowed), lse
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor,
+    in_place: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = layout_of(mask, q.shape[1], _is_windowed(options), keep=False)
+    arguments = _arguments(layout, options)
+    if layout.offsets is not None:
+        rows = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
+        found = _operators.backward(rows[0], None, *rows[1:], lse, *arguments)
+        dq, dk, dv = (x.unflatten(0, of.shape[:2]) for x, of in zip(found, (q, k, v), strict=True))
+        return dq, dk, dv
+    dout, q, out = (_taken(x, layout.queries) for x in (dout, q, out))
+    k, v = _taken(k, layout.keys), _taken(v, layout.keys)
+    dq, dk, dv = _operators.backward(dout, None, q, k, v, out, lse, *arguments)
+    return (
+        _put_back(dq, layout.queries),
+        _put_back(dk, layout.keys),
+        _put_back(dv, layout.keys),
+    )
+
+
+def _lse_shape(q: Tensor, mask: Tensor) -> tuple[int, ...]:
+    batch, seqlen, heads = q.shape[:3]
+    return (heads, batch * seqlen) if Kind.of(mask).documents else (batch, heads, seqlen)
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(_lse_shape(q, mask), dtype=torch.float32)
+
+
+def _fake_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _gradients(dout: Tensor | None, _: Any, *saved: Any, compute: Any = None) -> Any:
+    """Of q, k and v; lse has none. compute: in place of the operator."""
+    return (None, None, None) if dout is None else (compute or _masked_backward)(dout, *saved)
+
+
+_OPTIONS: Final = (
+    "Tensor mask, bool in_place, Tensor? rng_state, float dropout_p, float? scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap"
+)
+_masked_backward: Final = _operators.define(
+    "masked_attention_backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _operators.refuse_double_backward,
+)
+_masked: Final = _operators.define(
+    "masked_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    _operators.derivative_by(_gradients),
+    _operators.setup,
+)
+
+_transformed_backward: Final = _operators._transformed(
+    _masked_backward, _operators._keep_nothing, _operators.refuse_double_backward, 2
+)
+_transformed: Final = _operators._transformed(
+    _masked,
+    _operators.setup,
+    _operators.derivative_by(partial(_gradients, compute=_transformed_backward)),
+    0,
+)
+
+# ------------------------------------------------------------------------------------------ callers
+
+# A prompt of more queries is worth a copy of its keys: the kernels for keys in a cache are for few.
+_FEW_QUERIES: Final = 16
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention under an encoded mask that is not whole.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim).
+        mask: of `encode`, for k's keys.
+        options: dropout_p, softmax_scale, causal, window_size and softcap of `strobe.flash_attn`.
+
+    Returns:
+        (batch, seqlen_q, heads, head_dim_v). Rows of padding in front of a causal sequence are 0.
+
+    Raises:
+        Unsupported: a window over padding inside a sequence.
+    """
+    q, k, v = _flash_attn.autocast(q, k, v)
+    dropout_p, softcap = options["dropout_p"], options["softcap"]
+    rng_state = None
+    if dropout_p != 0:
+        _flash_attn.check_dropout(dropout_p, softcap)
+        rng_state = _operators.dropout_state(device=q.device)
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    few = q.shape[1] <= _FEW_QUERIES and not Kind.of(mask).documents
+    in_place = few and not tracked and dropout_p == 0
+    left, right = options["window_size"]
+    scale, causal = options["softmax_scale"], options["causal"]
+    plain = (rng_state, dropout_p, scale, causal, left, right, softcap)
+    operator, compiling = _masked, torch.compiler.is_compiling()
+    if not compiling and _flash_attn.differentiates_forward():
+        _flash_attn._refuse_tangents(q, k, v)
+    if not compiling and _operators.is_transformed():
+        operator, in_place = _transformed, False
+    elif not compiling and not _flash_attn.is_in_dispatch_mode():
+        layout = layout_of(mask, q.shape[1], _is_windowed(plain), keep=True)
+        if in_place:
+            found = _in_place(q, k, v, layout, plain)
+            if found is not None:
+                return found
+    out: Tensor
+    out, _ = operator(q, k, v, mask, in_place, *plain)
+    return out
