@@ -56,6 +56,7 @@ Spacing DrawSpacing(Rng& rng) {
 
 void ChooseSpacings(CacheCase& c, Rng& rng) {
   for (Spacing* const s : {&c.q, &c.k, &c.v, &c.k_new, &c.v_new, &c.out}) *s = DrawSpacing(rng);
+  for (Spacing* const s : {&c.q, &c.k_new, &c.v_new, &c.out}) s->heads_first = rng.Chance(0.25);
   for (int64_t* const shift : {&c.shift_lse, &c.shift_cos, &c.shift_sin})
     if (rng.Chance(0.2)) *shift = rng.Integer(1, 9);
 }
@@ -258,8 +259,9 @@ std::string ToString(const CacheCase& c) {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};
   for (const auto& [name, of] : spacings) {
-    s << " " << name << " +" << of->shift << " (pads " << of->pad_batch << " " << of->pad_row << " "
-      << of->pad_head << ", odd " << of->odd_stride << ")";
+    s << " " << name << " +" << of->shift << " (" << (of->heads_first ? "heads first, " : "")
+      << "pads " << of->pad_batch << " " << of->pad_row << " " << of->pad_head << ", odd "
+      << of->odd_stride << ")";
   }
   s << "\n";
   for (const CacheSequence& q : c.sequences) {

@@ -19,11 +19,12 @@ enum class CacheLayout {
   kDescending    // [entries, rows, heads, dim], K and V apart, the last head first in memory
 };
 
-/// What there is to a tensor's place in memory besides the order of its dimensions. Each tensor of
-/// a case has its own: kernels choose by what the least aligned of those that they look at allows.
+/// A tensor's place in memory, of a cache besides its layout. Each tensor of a case has its own:
+/// kernels choose by what the least aligned of those that they look at allows.
 struct Spacing {
   int64_t shift = 0;                                 // elements off 64-byte alignment
   int64_t pad_batch = 0, pad_row = 0, pad_head = 0;  // unused elements after each entry
+  bool heads_first = false;                          // not of a cache
   int64_t odd_stride = 0;  // of dimensions with one entry, whose stride means nothing; 0: the true
 };
 

@@ -48,8 +48,11 @@ Strided CacheFixture::Place(DType dtype, int64_t batch, int64_t rows, int64_t he
   t.rows = rows;
   t.heads = heads;
   t.dim = dim;
-  const int64_t head = dim + spacing.pad_head, row = heads * head + spacing.pad_row;
-  t.strides = {rows * row + spacing.pad_batch, row, head, 1};
+  const int64_t inner = dim + spacing.pad_head;
+  const int64_t outer = (spacing.heads_first ? rows : heads) * inner + spacing.pad_row;
+  const int64_t entry = (spacing.heads_first ? heads : rows) * outer + spacing.pad_batch;
+  t.strides = spacing.heads_first ? strobe_strides{entry, inner, outer, 1}
+                                  : strobe_strides{entry, outer, inner, 1};
   t.memory = Allocate(batch * t.strides.batch, dtype, spacing.shift);
   GiveOddStrides(t, spacing);
   return t;

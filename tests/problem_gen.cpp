@@ -278,6 +278,7 @@ Case GenerateCase(uint64_t seed) {
   c.without_lse = rng.Chance(0.1);
   c.fields_defaulted = rng.Chance(0.5);
   PickSequences(rng, c);
+  c.batch_invariant = rng.Chance(0.15);
   const bool same_rows = c.packing == Packing::kQkv;
   if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
   if (c.varlen && rng.Chance(0.2)) c.past_k = rng.Integer(1, 70);

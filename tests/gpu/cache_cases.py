@@ -103,6 +103,8 @@ class CacheCase:
         """Of q, k, v, k_new, v_new, out, lse, cos or sin."""
         units = self.prompts and of in TMA_READS
         spacing = draw_spacing(f"{self.seed} {of}", units)
+        if of in ("k", "v"):  # the layout says
+            spacing = replace(spacing, heads_first=False)
         if units and self.batch_invariant:
             return replace(spacing, odd_stride=0)  # a batch of one goes where a larger one goes
         return spacing

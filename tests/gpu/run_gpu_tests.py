@@ -79,11 +79,12 @@ def random_case(r: random.Random) -> Case:
         case["scale"] = r.choice([0.0, -0.3, 1.0, 0.01])
     case["has_dlse"] = r.random() < 0.3
     case["deterministic"] = r.random() < 0.2
+    case["batch_invariant"] = r.random() < 0.2
     return Case(**case)
 
 
 def spacing_of(seed: int, units: bool, name: str) -> Spacing:
-    return draw(f"{seed} {name}", units)
+    return draw(f"{seed} {name}", units, name in ("q", "k", "v", "dout"))
 
 
 def has_backward_yardstick(case: Case) -> bool:

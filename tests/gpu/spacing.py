@@ -1,9 +1,9 @@
-"""Where a tensor stands in memory besides the order of its dimensions."""
+"""Where a tensor stands in memory."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,9 +17,11 @@ class Spacing:
     shift: int = 0  # elements off the allocator's alignment
     pads: tuple[int, int, int] = (0, 0, 0)  # unused elements after each entry of the three outer dimensions
     odd_stride: int = 0  # of dimensions with one entry, whose stride means nothing; 0: the true one
+    heads_first: bool = False  # in memory
+    shared_heads: bool = False  # all heads are one, by a stride of 0: inputs alone
 
 
-def draw(name: str, units: bool = False) -> Spacing:
+def draw(name: str, units: bool = False, is_input: bool = False) -> Spacing:
     """That of a tensor's name and the problem's seed. units: of 16 bytes, which TMA reads."""
     r = random.Random(name)
     if r.random() < 0.45:
@@ -27,13 +29,24 @@ def draw(name: str, units: bool = False) -> Spacing:
     unit = 8 if units or r.random() < 0.5 else 1
     shift = unit * r.randint(1, 9) if r.random() < 0.4 else 0
     pads = [unit * r.randint(1, 3) if r.random() < 0.3 else 0 for _ in range(3)]
-    return Spacing(shift, (pads[0], pads[1], pads[2]), r.choice((1, 7, 12)) if r.random() < 0.3 else 0)
+    odd_stride = r.choice((1, 7, 12)) if r.random() < 0.3 else 0
+    shared_heads = is_input and r.random() < 0.1
+    return Spacing(shift, (pads[0], pads[1], pads[2]), odd_stride, r.random() < 0.3, shared_heads)
 
 
 def place(
     shape: tuple[int, ...], dtype: torch.dtype, spacing: Spacing, fill: float, device: torch.device | str, units: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory full of `fill`, and between red zones in it a tensor. units: rows of a head begin at multiples of 16 bytes."""
+    """Memory full of `fill`, and between red zones in it a tensor [..., rows, heads, dim]. units: rows of a head begin at
+    multiples of 16 bytes."""
+    if spacing.shared_heads and shape[-2] > 1:
+        alone = replace(spacing, shared_heads=False)
+        storage, one = place((*shape[:-2], 1, shape[-1]), dtype, alone, fill, device, units)
+        return storage, one.expand(shape)
+    if spacing.heads_first:
+        turned = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        storage, view = place(turned, dtype, replace(spacing, heads_first=False), fill, device, units)
+        return storage, view.transpose(-3, -2)
     strides, span = [1], shape[-1]
     for size, pad in zip(reversed(shape[:-1]), [*reversed(spacing.pads), 0], strict=False):
         span += pad

@@ -42,6 +42,7 @@ class Case:
     alibi: int = 0
     has_dlse: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     dtype: torch.dtype = torch.bfloat16
     lengths_q: list[int] = field(default_factory=list)  # varlen when not empty
     lengths_k: list[int] = field(default_factory=list)
@@ -98,6 +99,7 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
     p.window_left, p.window_right = case.window
     p.scale, p.softcap, p.dropout_p, p.alibi = case.scale, case.softcap, case.dropout_p, case.alibi
     p.has_dlse, p.deterministic = int(case.has_dlse and backward), int(case.deterministic)
+    p.batch_invariant = int(case.batch_invariant)
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
             continue
