@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import strobe
@@ -49,7 +50,7 @@ FLASH = (
 
 
 def dense(r: random.Random) -> dict[str, Any]:
-    batch, heads_kv, head_dim = r.randint(1, 2), r.randint(1, 2), r.choice([8, 16])
+    batch, heads_kv, head_dim = r.choice([0, 1, 1, 2, 2]), r.randint(1, 2), r.choice([8, 16])
     heads, seqlen_q, seqlen_k = heads_kv * r.randint(1, 2), r.randint(1, 5), r.randint(1, 5)
     return {
         "q": torch.randn(batch, seqlen_q, heads, head_dim),
@@ -117,13 +118,21 @@ def ours(r: random.Random) -> dict[str, Any]:
     return one_a_sequence(r, r.choice([dense, packed])(r))
 
 
+def planned(r: random.Random) -> dict[str, Any]:
+    """The same, with sequences: there is no plan for none."""
+    while True:
+        given = ours(r)
+        if len(given.get("cu_seqlens_q", given["q"])) > ("cu_seqlens_q" in given):
+            return given
+
+
 def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: x for name, x in given.items() if name not in names}
 
 
 def cached(r: random.Random) -> dict[str, Any]:
     """Of attention_with_kvcache: a cache of pages or none, maybe appended to, maybe turned."""
-    batch, heads_kv, head_dim = r.randint(1, 2), r.randint(1, 2), r.choice([8, 16])
+    batch, heads_kv, head_dim = r.choice([0, 1, 1, 2, 2]), r.randint(1, 2), r.choice([8, 16])
     entries, rows = r.randint(2, 4), r.randint(2, 5)
     given = {
         "q": torch.randn(batch, r.randint(1, 3), 2 * heads_kv, head_dim),
@@ -152,7 +161,15 @@ def renamed_cache(r: random.Random, table: str) -> dict[str, Any]:
     """The same for flash_attn's functions; those of FlashAttention-3 take packed queries."""
     given = cached(r)
     if table == "block_table" and "cu_seqlens_q" in given:
-        given["q"] = given["q"].unflatten(0, (len(given.pop("cu_seqlens_q")) - 1, -1))
+        batch = len(given.pop("cu_seqlens_q")) - 1
+        given["q"] = given["q"].reshape(batch, -1 if batch else 2, *given["q"].shape[1:])
+    if table == "page_table":
+        pages, batch = given.get("block_table"), len(given["seqused_k"])
+        if pages is not None and r.random() < 0.4:  # which rows of a larger table
+            given["block_table"] = torch.cat((pages, torch.zeros(2, 2, dtype=torch.int32)))
+            given["cache_batch_idx"] = torch.randperm(batch + 2)[:batch].to(torch.int32)
+        if r.random() < 0.2:  # with a rotary embedding or without
+            given["rotary_seqlens"] = torch.zeros(batch, dtype=torch.int32)
     names = {
         "k": "k_cache",
         "v": "v_cache",
@@ -177,8 +194,16 @@ def sdpa(r: random.Random) -> dict[str, Any]:
 
 
 def jax_call(r: random.Random) -> dict[str, Any]:
-    """NumPy's arrays, whose oddities JAX itself refuses: plain values are what is odd here."""
-    return {name: x.numpy() for name, x in dense(r).items()}
+    """NumPy's arrays, whose oddities JAX itself refuses: plain values are what is odd here, and
+    lengths and positions of 64 bits.
+    """
+    given: dict[str, Any] = {name: x.numpy() for name, x in dense(r).items()}
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "prefix"):
+        if r.random() < 0.2:
+            given[name] = np.array([r.choice((0, 2, -(2**40), 2**33 + 1)) for _ in given["q"]], int)
+    if r.random() < 0.2:
+        given["q_position"] = np.zeros(len(given["q"]), int)
+    return given
 
 
 def lower_options(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -233,6 +258,7 @@ def combined(r: random.Random) -> dict[str, Any]:
 
 def partial_results(r: random.Random) -> dict[str, Any]:
     shape = [r.randint(1, 3) for _ in range(r.choice([3, 4]))]
+    shape[r.randrange(len(shape) - 1)] -= r.random() < 0.2  # no parts, no sequences or no rows
     return {
         "outs": torch.randn(*shape, 8),
         "lses": torch.randn(*shape[:-2], shape[-1], shape[-2]),
@@ -258,8 +284,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         lambda r: one_a_sequence(r, with_gradients(r)),
         (*OURS, "deterministic", "grads", "dlse"),
     ),
-    "plan": (strobe.plan, ours, (*OURS, "backward", "dlse", "deterministic")),
-    "why": (strobe.why, ours, (*OURS, "backward", "dlse", "deterministic")),
+    "plan": (strobe.plan, planned, (*OURS, "backward", "dlse", "deterministic")),
+    "why": (strobe.why, planned, (*OURS, "backward", "dlse", "deterministic")),
     "dropout_mask": (strobe.dropout_mask, mask, ("dropout_seed", "dropout_offset")),
     "flash_attn_func": (flash_attn.flash_attn_func, dense, FLASH),
     "flash_attn_kvpacked_func": (
@@ -307,7 +333,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         flash_attn_3.flash_attn_with_kvcache,
         lambda r: renamed_cache(r, "page_table"),
         (*FLASH[1:5], "rotary_interleaved", "cache_seqlens", "max_seqlen_q", "attention_chunk",
-         "q_descale", "scheduler_metadata"),
+         "q_descale", "scheduler_metadata", "rotary_seqlens", "cache_batch_idx", "num_splits",
+         "pack_gqa", "sm_margin"),
     ),
     "flash_attn_3.flash_attn_varlen_func": (
         flash_attn_3.flash_attn_varlen_func,
@@ -370,7 +397,7 @@ def draw(seed: int, index: int) -> tuple[str, dict[str, Any], dict[str, str]]:
 
 # Names of the layers beneath, and what only PyTorch says.
 FOREIGN = re.compile(
-    r"Internal error|NULL|window_(left|right)\b|\bstride of\b|\btotal_[qk] =|has_[a-z]"
+    r"Internal error|NULL|window_(left|right)\b|\bstride of\b|\btotal_[qk] =|(?<!\.)has_[a-z]"
 )
 FLASH_FOREIGN = re.compile(r"(?<!softmax_)\bscale\b|\bwindow\b|\bthreads\b|dropout_(seed|offset)")
 

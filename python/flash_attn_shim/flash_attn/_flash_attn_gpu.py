@@ -321,6 +321,9 @@ def _check_tensors(
             _flash_attn.check_tensor(name, x, (*rows, "heads", "head_dim") if shaped else None)
     _flash_attn.check_eager({name: x for name, x in every.items() if x is not None})
     q = given["q"]
+    for name, x in given.items():
+        if x is not None and name != "rng_state" and x.device != q.device:
+            raise strobe.InvalidArgument(f"{name} is on {x.device}, expected {q.device} as q")
     plain = not torch.compiler.is_dynamo_compiling() and _flash_attn.is_plain(q, q, q)
     for name, (target, *like) in targets.items():
         if target is None:
@@ -420,7 +423,8 @@ def _backward(
 def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
     """(..., heads), float32."""
     with torch.no_grad():
-        return (dout.float() * out.float()).sum(-1) * (1 - dropout_p)
+        delta: Tensor = _flash_attn.taken("dout", dout, lambda x: (x.float() * out.float()).sum(-1))
+        return delta * (1 - dropout_p)
 
 
 # An operator, and its kernel, for where nobody watches.
