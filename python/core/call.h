@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "plans.h"
 #include "tensor.h"
@@ -72,6 +73,7 @@ struct Call {
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
   Ref scalars;              // a dict of the rarer options that are numbers
   Tensor tensors[kSlots];
+  Watch watch;
 
  private:
   bool all_plain() const;

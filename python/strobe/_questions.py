@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from . import _calls, _core
-from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
+from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._options import ROWS, CallOptions, documented, row_of
 from ._plans import longest, plan_of, why_text
@@ -46,6 +46,7 @@ def _described(
             given[name] = row.convert(name, value)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in arrays and given[f"max_seqlen_{name[-1]}"] is None:
+            arrays[name] = read_once(name, arrays[name])
             given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
     if not given["threads"] and specs["q"].kind is TORCH:
