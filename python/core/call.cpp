@@ -384,6 +384,17 @@ bool check_writable(const char* name, const Tensor& tensor) {
   return static_cast<bool>(checked);
 }
 
+bool mark_written(strobe_status status, const Tensor& tensor) {
+  if (tensor.object == nullptr || !tensor.is_torch() || status == STROBE_INVALID_ARGUMENT ||
+      status == STROBE_UNSUPPORTED || status == STROBE_OUT_OF_MEMORY)
+    return true;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  Ref marked(PyObject_CallFunctionObjArgs(torch.increment_version, tensor.object, nullptr));
+  if (type != nullptr) PyErr_Restore(type, value, traceback);
+  return static_cast<bool>(marked);
+}
+
 namespace {
 
 // Whether a stream is being captured into a graph: asked of CUDA's driver, which whoever made the
@@ -502,6 +513,8 @@ bool Call::launch_it() {
                                         : library.forward(&launch_->plan, &forward);
   if (thread != nullptr) PyEval_RestoreThread(thread);
   without_gil_ = false;
+  for (int i = 0; i < writes_; ++i)
+    if (!mark_written(status, tensors[written_[i]])) return false;
   return status == STROBE_OK || fail(status);
 }
 
@@ -524,6 +537,7 @@ bool Call::run() {
   if (!watch.settle(kSlotNames, tensors, kSlots)) return false;
   const auto writes = [this](Slot slot) {
     if (!given(slot)) return true;
+    written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
   const bool allowed = backward ? writes(kDq) && writes(kDk) && writes(kDv)

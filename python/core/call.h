@@ -88,6 +88,8 @@ struct Call {
   void fill(Arguments& arguments);
   void fill_cache(strobe_forward_args& arguments) const;
 
+  Slot written_[3];  // of the arrays that the caller gave
+  int writes_ = 0;
   std::shared_ptr<Launch> launch_;
   Ref results[3];
   Ref workspace_;
@@ -99,6 +101,10 @@ struct Call {
 
 // Refuses a given array that must not be written to: false, and an exception is set.
 bool check_writable(const char* name, const Tensor& tensor);
+
+// Tells autograd that a launch with this status wrote to a given array, if it did and it is a
+// tensor of PyTorch's. An exception that is set stays. On false another one is.
+bool mark_written(strobe_status status, const Tensor& tensor);
 
 extern Plans* plans;  // forward, backward
 

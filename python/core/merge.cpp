@@ -82,6 +82,7 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   if (!to_integer("threads", given_threads, 32, &threads)) return false;
   Tensor &outs = arrays[kOuts], &lses = arrays[kLses], &out = arrays[kMerged],
          &lse = arrays[kMergedLse];
+  const bool is_given = out.object != nullptr;
   for (int i = 0; i < 2; ++i) {
     Allocator allocator;
     if (!allocator.take(allocators[i])) return false;
@@ -119,6 +120,7 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   const strobe_status status = library.merge(&arguments);
   PyEval_RestoreThread(thread);
   without_gil = false;
+  if (is_given && !mark_written(status, out)) return false;
   if (status == STROBE_OK) return true;
   Ref error = call_python("_merge", "launch_error", "(isO)", static_cast<int>(status),
                           library.last_error(), names);

@@ -403,9 +403,9 @@ bool read_again(const Tensor& tensor, Layout& now) {
 // ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
-  PyObject *given[5], *dtypes[4];
-  if (!PyArg_ParseTuple(arguments, "OOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
-                        &given[4], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
+  PyObject *given[6], *dtypes[4];
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
+                        &given[4], &given[5], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
     return nullptr;
   if (!PyType_Check(given[0])) {
     PyErr_SetString(PyExc_TypeError, "expected torch.Tensor first");
@@ -414,7 +414,7 @@ PyObject* set_torch(PyObject*, PyObject* arguments) {
   for (PyObject* object : given) Py_INCREF(object);
   torch_class.exchange = exchange_of(reinterpret_cast<PyTypeObject*>(given[0]));
   for (PyObject* object : dtypes) Py_INCREF(object);
-  torch = {given[0], given[1], given[2], given[3], given[4]};
+  torch = {given[0], given[1], given[2], given[3], given[4], given[5]};
   std::copy(dtypes, dtypes + 4, torch.dtypes);
   Py_RETURN_NONE;
 }

@@ -88,6 +88,7 @@ struct Torch {
   PyObject* is_neg = nullptr;
   PyObject* is_grad_enabled = nullptr;
   PyObject* is_autocast_enabled = nullptr;
+  PyObject* increment_version = nullptr;
   PyObject* dtypes[4] = {};
 };
 extern Torch torch;

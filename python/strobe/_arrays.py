@@ -113,6 +113,7 @@ def introduce_torch() -> None:
         torch.Tensor.is_neg,
         torch.is_grad_enabled,
         torch.is_autocast_enabled,
+        torch.autograd.graph.increment_version,
         (torch.float32, torch.bfloat16, torch.float16, torch.int32),
     )
 
@@ -186,6 +187,11 @@ def check_writable(name: str, array: Any) -> None:
         raise InvalidArgument(
             f"{name} requires grad, expected a tensor that autograd does not track: "
             f"pass {name}.detach() or use torch.no_grad()"
+        )
+    if array.is_inference() and not _torch().is_inference_mode_enabled():
+        raise InvalidArgument(
+            f"{name} is an inference tensor, expected one that may be written to outside of "
+            f"torch.inference_mode(): pass {name}.clone()"
         )
 
 
