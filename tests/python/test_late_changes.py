@@ -86,9 +86,10 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from strobe.flash_attn import flash_attn_func, flash_attn_with_kvcache  # noqa: E402
+
+import odd  # noqa: E402
 
 
 def tensors(given: dict[str, Any]) -> dict[str, Any]:
@@ -108,34 +109,6 @@ class Changing(torch.Tensor):  # type: ignore[misc, name-defined]
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-class Function(TorchFunctionMode):  # type: ignore[misc]
-    """Gives `made(result)` in the place of each new tensor."""
-
-    def __init__(self, made: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.made = made
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = function(*args, **(kwargs or {}))
-        return self.made(found) if "empty" in getattr(function, "__name__", "") else found
-
-
-class Dispatch(TorchDispatchMode):  # type: ignore[misc]
-    """The same beneath PyTorch's dispatcher."""
-
-    def __init__(self, made: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.made = made
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = function(*args, **(kwargs or {}))
-        return self.made(found) if "empty" in str(function) else found
-
-
 class Asked(TorchFunctionMode):  # type: ignore[misc]
     """Does something at every function."""
 
@@ -150,17 +123,7 @@ class Asked(TorchFunctionMode):  # type: ignore[misc]
         return function(*args, **(kwargs or {}))
 
 
-TORCH_CHANGES: dict[str, Callable[[Any], Any]] = {
-    "longer": lambda x: x.resize_(1, 4000, *x.shape[2:]),
-    "shrunk": lambda x: x.untyped_storage().resize_(4096),
-    "freed": lambda x: x.untyped_storage().resize_(0),
-    "moved": lambda x: x.set_(torch.zeros_like(x)),
-    "turned": lambda x: x.t_() if x.ndim == 2 else x.transpose_(1, 2),
-    "strided": lambda x: x.as_strided_(x.shape, (0, 0, 0, 1)),
-}
-
-
-@pytest.mark.parametrize("change", TORCH_CHANGES)
+@pytest.mark.parametrize("change", odd.CHANGES)
 @pytest.mark.parametrize("how", ["subclass", "mode"])
 @pytest.mark.parametrize("known", [False, True])
 def test_a_tensor_that_changes_another(change: str, how: str, known: bool) -> None:
@@ -173,7 +136,7 @@ def test_a_tensor_that_changes_another(change: str, how: str, known: bool) -> No
     def alter() -> None:
         Changing.change = staticmethod(lambda: None)
         if sys._getframe(2).f_code.co_name != "alter":
-            TORCH_CHANGES[change](q)
+            odd.CHANGES[change](q)
 
     mode: AbstractContextManager[Any] = nullcontext()
     if how == "subclass":
@@ -181,7 +144,8 @@ def test_a_tensor_that_changes_another(change: str, how: str, known: bool) -> No
         Changing.change = staticmethod(alter)
     else:
         calls = iter(range(10**6))
-        mode = Asked(lambda: alter() if next(calls) == 1 else None)
+        asked: Any = Asked
+        mode = asked(lambda: alter() if next(calls) == 1 else None)
     try:
         with mode:
             strobe.attention(q, k, v)
@@ -194,16 +158,7 @@ def test_a_tensor_that_changes_another(change: str, how: str, known: bool) -> No
 
 
 MADE: dict[str, Callable[[Any], Any]] = {
-    "half": lambda x: x.half(),
-    "double": lambda x: x.double(),
-    "small": lambda x: x[..., :1],
-    "another shape": lambda x: x.flatten(),
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "expanded": lambda x: x.flatten()[:1].expand(x.shape) if x.numel() > 1 else x,
-    "meta": lambda x: x.to("meta"),
-    "negative": torch._neg_view,
-    "sparse": lambda x: x.to_sparse(),
-    "freed": lambda x: (x.untyped_storage().resize_(0), x)[1],
+    **odd.MADE,
     "array": lambda x: x.numpy(),
     "none": lambda x: None,
 }
@@ -230,10 +185,10 @@ def calls() -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 @pytest.mark.parametrize("made", MADE)
-@pytest.mark.parametrize("mode", [Function, Dispatch])
+@pytest.mark.parametrize("mode", [odd.NewTensors, odd.NewTensorsBelow])
 @pytest.mark.parametrize("known", [False, True])
 def test_new_tensors_are_checked(made: str, mode: Any, known: bool) -> None:
-    if mode is Dispatch and made in ("array", "none"):
+    if mode is odd.NewTensorsBelow and made in ("array", "none"):
         pytest.skip("PyTorch itself refuses them")
     seen = 0
 
