@@ -182,15 +182,16 @@ bool Call::find_lengths() {
     const Slot slot = i == 0 ? kCuQ : kCuK;
     const Tensor& offsets = tensors[slot];
     if (has_length[i] || !given(slot)) continue;
-    const auto* numbers = static_cast<const int32_t*>(offsets.data);
     if (!offsets.plain || offsets.on_cuda || offsets.dtype != kInt32 || offsets.ndim != 1 ||
         offsets.shape[0] < 2 || !offsets.contiguous()) {
-      Ref spec = described(kSlotNames[slot], offsets);
+      Ref spec = described(offsets);
       Ref found =
           spec ? call_python("_plans", "longest", "(sO)", kSlotNames[slot], spec.get()) : Ref();
-      if (found) raise_error("InternalError", "lengths that could be read were not");
+      if (found) raise_error("InvalidArgument", std::string(kSlotNames[slot]) + " cannot be read");
       return false;
     }
+    if (!watch.check(kSlotNames[slot], offsets)) return false;
+    const auto* numbers = static_cast<const int32_t*>(offsets.data);
     if (numbers == nullptr || reinterpret_cast<uintptr_t>(numbers) % alignof(int32_t) != 0) {
       raise_error(
           "InvalidArgument",
@@ -263,26 +264,52 @@ bool Call::write_key(Key& key) const {
   return PyErr_Occurred() == nullptr;
 }
 
-namespace {
-
-bool take_allocator(PyObject* made, Allocator& allocator) {
+bool Allocator::take(PyObject* made) {
   if (made == Py_None) return true;
-  PyObject *function, *arguments, *keywords = nullptr;
-  if (!PyArg_ParseTuple(made, "OO|O", &function, &arguments, &keywords)) return false;
-  allocator.function = Ref::borrowed(function);
-  allocator.arguments = Ref::borrowed(arguments);
-  allocator.keywords = Ref::borrowed(keywords);
-  return true;
+  PyObject *given[3], *sizes;
+  int type;
+  if (!PyArg_ParseTuple(made, "OOOO!i", &given[0], &given[1], &given[2], &PyTuple_Type, &sizes,
+                        &type))
+    return false;
+  function = Ref::borrowed(given[0]);
+  arguments = Ref::borrowed(given[1]);
+  if (given[2] != Py_None) keywords = Ref::borrowed(given[2]);
+  dtype = static_cast<uint8_t>(type);
+  ndim = static_cast<int>(PyTuple_Size(sizes));
+  for (int axis = 0; axis < ndim && axis < kMaxAxes; ++axis)
+    shape[axis] = PyLong_AsLongLong(PyTuple_GetItem(sizes, axis));
+  return PyErr_Occurred() == nullptr;
 }
 
-}  // namespace
+Ref Allocator::make(const char* name, const Tensor& like, Tensor& tensor, bool unwatched) const {
+  Ref made(PyObject_Call(function.get(), arguments.get(), keywords.get()));
+  if (!made) return Ref();
+  const bool was_read = read(name, made.get(), tensor, unwatched);
+  if (was_read && tensor.plain && tensor.is_torch() == like.is_torch() && tensor.dtype == dtype &&
+      tensor.ndim == ndim && std::equal(shape, shape + ndim, tensor.shape) && tensor.contiguous() &&
+      tensor.on_cuda == like.on_cuda && tensor.device_index == like.device_index &&
+      !tensor.read_only)
+    return made;
+  tensor.object = nullptr;
+  if (!was_read && !PyErr_ExceptionMatches(PyExc_Exception)) return Ref();
+  PyErr_Clear();
+  Ref sizes(PyTuple_New(ndim));
+  for (int axis = 0; sizes && axis < ndim; ++axis)
+    PyTuple_SetItem(sizes.get(), axis, PyLong_FromLongLong(shape[axis]));
+  Ref error = sizes ? call_python("_plans", "unlike_result", "(sOOiOii)", name, made.get(),
+                                  sizes.get(), static_cast<int>(dtype), function.get(),
+                                  static_cast<int>(like.on_cuda), like.device_index)
+                    : Ref();
+  if (error) raise_object(error.get());
+  return Ref();
+}
 
 // What Python's planner and its messages are given.
 Ref Call::described_arrays() const {
   Ref arrays(PyDict_New());
   for (int slot = 0; arrays && slot < kSlots; ++slot) {
     if (!given(static_cast<Slot>(slot))) continue;
-    Ref array = described(kSlotNames[slot], tensors[slot]);
+    Ref array = described(tensors[slot]);
     if (!array || PyDict_SetItemString(arrays.get(), kSlotNames[slot], array.get()) != 0)
       return Ref();
   }
@@ -339,8 +366,8 @@ bool Call::make(const Key& key) {
   if (plan == nullptr) return false;
   std::memcpy(&launch->plan, plan, sizeof launch->plan);
   for (Py_ssize_t i = 0; i < PyTuple_Size(allocators); ++i)
-    if (!take_allocator(PyTuple_GetItem(allocators, i), launch->results[i])) return false;
-  if (!take_allocator(workspace, launch->workspace)) return false;
+    if (!launch->results[i].take(PyTuple_GetItem(allocators, i))) return false;
+  if (!launch->workspace.take(workspace)) return false;
   launch->small = small != 0;
   launch->is_long = is_long != 0;
   launch->is_short = is_short != 0;
@@ -355,6 +382,17 @@ bool check_writable(const char* name, const Tensor& tensor) {
   if (tensor.object == nullptr || (!tensor.is_torch() && !tensor.read_only)) return true;
   Ref checked = call_python("_arrays", "check_writable", "(sO)", name, tensor.object);
   return static_cast<bool>(checked);
+}
+
+bool mark_written(strobe_status status, const Tensor& tensor) {
+  if (tensor.object == nullptr || !tensor.is_torch() || status == STROBE_INVALID_ARGUMENT ||
+      status == STROBE_UNSUPPORTED || status == STROBE_OUT_OF_MEMORY)
+    return true;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  Ref marked(PyObject_CallFunctionObjArgs(torch.increment_version, tensor.object, nullptr));
+  if (type != nullptr) PyErr_Restore(type, value, traceback);
+  return static_cast<bool>(marked);
 }
 
 namespace {
@@ -381,16 +419,18 @@ bool Call::allocate() {
       results[i] = Ref::borrowed(tensors[slots[i]].object);
       continue;
     }
-    results[i] = Ref(launch_->results[i]());
-    if (!results[i] || !read(kSlotNames[slots[i]], results[i].get(), tensors[slots[i]], true))
-      return false;
+    const Allocator& allocator = launch_->results[i];
+    results[i] =
+        allocator.make(kSlotNames[slots[i]], tensors[kQ], tensors[slots[i]], watch.unwatched);
+    if (!results[i]) return false;
   }
   if (launch_->plan.problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small && !is_capturing(stream_)) return true;
-  workspace_ = Ref(launch_->workspace());
-  if (!workspace_ || !read("workspace", workspace_.get(), workspace_tensor_, true)) return false;
+  workspace_ =
+      launch_->workspace.make("workspace", tensors[kQ], workspace_tensor_, watch.unwatched);
+  if (!workspace_) return false;
   workspace_address_ = workspace_tensor_.data;
   return true;
 }
@@ -473,32 +513,43 @@ bool Call::launch_it() {
                                         : library.forward(&launch_->plan, &forward);
   if (thread != nullptr) PyEval_RestoreThread(thread);
   without_gil_ = false;
+  for (int i = 0; i < writes_; ++i)
+    if (!mark_written(status, tensors[written_[i]])) return false;
   return status == STROBE_OK || fail(status);
 }
 
 bool Call::fail(strobe_status status) {
   if (PyErr_Occurred() != nullptr) return false;  // what the handler of a signal raised
-  Ref arrays = described_arrays();
-  if (!arrays) return false;
-  Ref error = call_python(cached ? "_kvcache" : "_plans", "launch_error", "(isO)",
-                          static_cast<int>(status), library.last_error(), arrays.get());
+  const std::string text = library.last_error();
+  Ref arrays = described_arrays(), of_torch(PyDict_New());
+  if (!arrays || !of_torch) return false;
+  for (int slot = 0; slot < kSlots; ++slot)
+    if (given(static_cast<Slot>(slot)) && tensors[slot].is_torch() &&
+        PyDict_SetItemString(of_torch.get(), kSlotNames[slot], tensors[slot].object) != 0)
+      return false;
+  Ref error = call_python(cached ? "_kvcache" : "_plans", "launch_error", "(isOO)",
+                          static_cast<int>(status), text.c_str(), arrays.get(), of_torch.get());
   if (error) raise_object(error.get());
   return false;
 }
 
 bool Call::run() {
-  const auto writable = [&](Slot slot) { return check_writable(kSlotNames[slot], tensors[slot]); };
-  const bool writes = backward
-                          ? writable(kDq) && writable(kDk) && writable(kDv)
-                          : writable(kOut) && (!given(kKNew) || (writable(kK) && writable(kV)));
-  if (!writes) return false;
+  if (!watch.settle(kSlotNames, tensors, kSlots)) return false;
+  const auto writes = [this](Slot slot) {
+    if (!given(slot)) return true;
+    written_[writes_++] = slot;
+    return check_writable(kSlotNames[slot], tensors[slot]);
+  };
+  const bool allowed = backward ? writes(kDq) && writes(kDk) && writes(kDv)
+                                : writes(kOut) && (!given(kKNew) || (writes(kK) && writes(kV)));
+  if (!allowed) return false;
   Key key;
   if (all_plain()) {
     if (!write_key(key)) return false;
     if (key.fits()) launch_ = plans[backward].find(key);
   }
   if (launch_ == nullptr && !make(key)) return false;
-  return allocate() && launch_it();
+  return allocate() && watch.check(kSlotNames, tensors, kSlots) && launch_it();
 }
 
 }  // namespace strobe_python

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "plans.h"
 #include "tensor.h"
@@ -72,6 +73,7 @@ struct Call {
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
   Ref scalars;              // a dict of the rarer options that are numbers
   Tensor tensors[kSlots];
+  Watch watch;
 
  private:
   bool all_plain() const;
@@ -86,6 +88,8 @@ struct Call {
   void fill(Arguments& arguments);
   void fill_cache(strobe_forward_args& arguments) const;
 
+  Slot written_[3];  // of the arrays that the caller gave
+  int writes_ = 0;
   std::shared_ptr<Launch> launch_;
   Ref results[3];
   Ref workspace_;
@@ -97,6 +101,10 @@ struct Call {
 
 // Refuses a given array that must not be written to: false, and an exception is set.
 bool check_writable(const char* name, const Tensor& tensor);
+
+// Tells autograd that a launch with this status wrote to a given array, if it did and it is a
+// tensor of PyTorch's. An exception that is set stays. On false another one is.
+bool mark_written(strobe_status status, const Tensor& tensor);
 
 extern Plans* plans;  // forward, backward
 

@@ -19,52 +19,79 @@ strobe_strides lse_strides_of(const Tensor& tensor, int first, bool packed) {
   return {at[0], at[2], at[1], 1};
 }
 
-// outs, lses, out, lse of a merge.
-struct MergeArrays {
-  Tensor arrays[4];
+enum { kOuts, kLses, kMerged, kMergedLse, kMergeArrays };
+constexpr const char* kMergeNames[kMergeArrays] = {"outs", "lses", "out", "lse"};
+
+struct Merge {
+  const Watch watch;
+  Ref stacked[2];  // of lists of parts
+  Ref results[2];
+  Tensor arrays[kMergeArrays];
   bool without_gil = false;  // as when the interpreter ends a thread that waits for it
 
-  ~MergeArrays() {
+  ~Merge() {
     if (!without_gil) return;
     for (Tensor& array : arrays) array.forget();
+    for (Ref& array : stacked) array.release();
+    for (Ref& array : results) array.release();
   }
-  // Whether extents and part agree: [parts,] batch, seqlen, heads, dim and batch, heads, seqlen.
-  bool alike() const {
-    const Tensor &outs = arrays[0], &lses = arrays[1], &out = arrays[2], &lse = arrays[3];
-    if ((outs.ndim != 4 && outs.ndim != 5) || lses.ndim != outs.ndim - 1 ||
-        out.ndim != outs.ndim - 1 || lse.ndim != outs.ndim - 2 || lses.shape[0] != outs.shape[0])
-      return false;
-    const int seqlen = outs.ndim - 3;  // axes of outs, before heads
-    if (seqlen == 2 && (lses.shape[1] != outs.shape[1] || lse.shape[0] != outs.shape[1]))
-      return false;
-    for (int axis = 1; axis < outs.ndim; ++axis)
-      if (out.shape[axis - 1] != outs.shape[axis]) return false;
-    const int64_t rows = outs.shape[seqlen], heads = outs.shape[seqlen + 1];
-    return lses.shape[seqlen] == heads && lses.shape[seqlen + 1] == rows &&
-           lse.shape[seqlen - 1] == heads && lse.shape[seqlen] == rows;
-  }
+  // outs, lses and out, each read once. On false an exception is set, as below.
+  bool give(PyObject* const* given);
+  // What Python finds of them: allocators of out and lse, and names for messages.
+  Ref check(PyObject* out_dtype) const;
+  bool run(PyObject* checked, PyObject* threads);
 };
 
-// outs, lses, out, lse, threads: arrays that strobe._merge.merge has checked.
-PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != 5) {
-    PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", count);
-    return nullptr;
+bool Merge::give(PyObject* const* given) {
+  for (int i = 0; i < kMergedLse; ++i) {
+    PyObject* array = given[i];
+    if (i == kMerged && array == Py_None) continue;
+    if (i != kMerged && (PyList_Check(array) || PyTuple_Check(array))) {
+      stacked[i] = call_python("_merge", "stacked", "(sO)", kMergeNames[i], array);
+      array = stacked[i].get();
+    }
+    if (array == nullptr || !read(kMergeNames[i], array, arrays[i])) return false;
   }
-  constexpr const char* kNames[] = {"outs", "lses", "out", "lse"};
-  MergeArrays given;
-  Tensor* const arrays = given.arrays;
-  for (int i = 0; i < 4; ++i)
-    if (!read(kNames[i], a[i], arrays[i])) return nullptr;
-  const Tensor &outs = arrays[0], &out = arrays[2];
-  if (!given.alike()) {  // as strobe._merge found them, but they may be exported anew
-    raise_error("InvalidArgument", "outs, lses and out are not of the shapes that they had before");
-    return nullptr;
+  return watch.settle(kMergeNames, arrays, kMergeArrays) &&
+         check_writable(kMergeNames[kMerged], arrays[kMerged]);
+}
+
+Ref Merge::check(PyObject* out_dtype) const {
+  Ref specs(PyDict_New());
+  for (int i = 0; specs && i < kMergedLse; ++i) {
+    if (arrays[i].object == nullptr) continue;
+    Ref spec = described(arrays[i]);
+    if (!spec) return Ref();
+    // What is not plain comes as it is, and is refused in words.
+    spec = call_python("_arrays", "spec_of", "(sO)", kMergeNames[i], spec.get());
+    if (!spec || PyDict_SetItemString(specs.get(), kMergeNames[i], spec.get()) != 0) return Ref();
   }
-  if (!check_writable("out", out)) return nullptr;
-  const bool packed = outs.ndim == 4;
+  Ref found = specs ? call_python("_merge", "make", "(OO)", specs.get(), out_dtype) : Ref();
+  for (int i = 0; found && i < kMergedLse; ++i)
+    if (arrays[i].object != nullptr && !arrays[i].plain) {
+      raise_error("InvalidArgument", std::string(kMergeNames[i]) + " cannot be read");
+      return Ref();
+    }
+  return found;
+}
+
+bool Merge::run(PyObject* checked, PyObject* given_threads) {
+  PyObject *allocators[2], *names;
+  if (!PyArg_ParseTuple(checked, "OOO", &allocators[0], &allocators[1], &names)) return false;
   int64_t threads = 0;
-  if (!to_integer("threads", a[4], 32, &threads)) return nullptr;
+  if (!to_integer("threads", given_threads, 32, &threads)) return false;
+  Tensor &outs = arrays[kOuts], &lses = arrays[kLses], &out = arrays[kMerged],
+         &lse = arrays[kMergedLse];
+  const bool is_given = out.object != nullptr;
+  for (int i = 0; i < 2; ++i) {
+    Allocator allocator;
+    if (!allocator.take(allocators[i])) return false;
+    Tensor& array = arrays[kMerged + i];
+    results[i] = array.object != nullptr ? Ref::borrowed(array.object)
+                                         : allocator.make(kMergeNames[kMerged + i], outs, array);
+    if (!results[i]) return false;
+  }
+  const bool packed = outs.ndim == 4;
   strobe_merge_args arguments{};
   arguments.struct_size = sizeof arguments;
   arguments.device = outs.on_cuda ? STROBE_CUDA : STROBE_CPU;
@@ -77,29 +104,47 @@ PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
   arguments.heads = outs.shape[outs.ndim - 2];
   arguments.head_dim_v = outs.shape[outs.ndim - 1];
   arguments.outs = static_cast<const float*>(outs.data);
-  arguments.lses = static_cast<const float*>(arrays[1].data);
+  arguments.lses = static_cast<const float*>(lses.data);
   arguments.out = out.data;
-  arguments.lse = static_cast<float*>(arrays[3].data);
+  arguments.lse = static_cast<float*>(lse.data);
   arguments.outs_strides = strides_of(outs, 1, packed);
-  arguments.lses_strides = lse_strides_of(arrays[1], 1, packed);
+  arguments.lses_strides = lse_strides_of(lses, 1, packed);
   arguments.out_strides = strides_of(out, 0, packed);
-  arguments.lse_strides = lse_strides_of(arrays[3], 0, packed);
+  arguments.lse_strides = lse_strides_of(lse, 0, packed);
   arguments.outs_part = outs.strides[0];
-  arguments.lses_part = arrays[1].strides[0];
-  if (outs.on_cuda && !current_stream(outs, &arguments.stream)) return nullptr;
+  arguments.lses_part = lses.strides[0];
+  if (outs.on_cuda && !current_stream(outs, &arguments.stream)) return false;
+  if (!watch.check(kMergeNames, arrays, kMergeArrays)) return false;
   PyThreadState* thread = PyEval_SaveThread();
-  given.without_gil = true;
+  without_gil = true;
   const strobe_status status = library.merge(&arguments);
   PyEval_RestoreThread(thread);
-  given.without_gil = false;
-  if (status != STROBE_OK) return raise_status(status), nullptr;
-  Py_RETURN_NONE;
+  without_gil = false;
+  if (is_given && !mark_written(status, out)) return false;
+  if (status == STROBE_OK) return true;
+  Ref error = call_python("_merge", "launch_error", "(isO)", static_cast<int>(status),
+                          library.last_error(), names);
+  if (error) raise_object(error.get());
+  return false;
+}
+
+// outs, lses, out, the dtype of a new out, threads. outs and lses may be lists of parts.
+PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 5) {
+    PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", count);
+    return nullptr;
+  }
+  Merge call;
+  if (!call.give(a)) return nullptr;
+  Ref checked = call.check(a[3]);
+  if (!checked || !call.run(checked.get(), a[4])) return nullptr;
+  return PyTuple_Pack(2, call.results[0].get(), call.results[1].get());
 }
 
 }  // namespace
 
 PyMethodDef merge_methods[] = {
-    method<merge>("merge", METH_FASTCALL, "Merges partial results into given arrays."),
+    method<merge>("merge", METH_FASTCALL, "strobe.merge, with every argument."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

@@ -24,9 +24,12 @@ PyObject* function_of(const char* module, const char* name) {
 
 }  // namespace
 
+uint64_t python_calls = 0;
+
 Ref call_python(const char* module, const char* name, const char* format, ...) {
   PyObject *type, *value, *traceback;  // what is set already is the caller's to judge
   PyErr_Fetch(&type, &value, &traceback);
+  ++python_calls;
   va_list list;
   va_start(list, format);
   Ref arguments(Py_VaBuildValue(format, list));
@@ -106,6 +109,7 @@ PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
 
 bool give_gradients(Call& call, PyObject* grads) {
   if (grads == Py_None) return true;
+  if (!PyTuple_CheckExact(grads)) ++python_calls;  // of its iterator
   Ref three(PySequence_Tuple(grads));
   if (!three || PyTuple_Size(three.get()) != 3) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
@@ -144,6 +148,7 @@ bool straighten(Call& call, Slot slot, PyObject* array, bool whole) {
   Tensor& tensor = call.tensors[slot];
   if (!call.give(slot, array)) return false;
   if (!tensor.plain || (whole ? tensor.contiguous() : tensor.rows_contiguous())) return true;
+  ++python_calls;  // of a mode, maybe
   call.copies.emplace_back(PyObject_CallMethod(array, "contiguous", nullptr));
   return call.copies.back() && call.give(slot, call.copies.back().get());
 }
@@ -314,6 +319,7 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (a[5] != Py_False || !given.are_usual() || !unwatched(given.q, given.k, given.v))
     return general();
   Call call(false);
+  call.watch.unwatched = true;
   // A tensor of torch.func's transforms has no memory: reading it fails.
   if (!call.give(kQ, given.q) || !call.give(kK, given.k) || !call.give(kV, given.v))
     return general();

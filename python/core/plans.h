@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "library.h"
+#include "tensor.h"
 
 namespace strobe_python {
 
@@ -41,12 +42,19 @@ class Key {
   uint64_t hash_ = 0;
 };
 
-// A call of Python's that makes a new array: function(*arguments, **keywords).
+// A call of Python's that makes a new contiguous array: function(*arguments, **keywords). What it
+// gives is checked, as a mode of PyTorch's may change it.
 struct Allocator {
   Ref function, arguments, keywords;
-  PyObject* operator()() const {
-    return PyObject_Call(function.get(), arguments.get(), keywords.get());
-  }
+  uint8_t dtype = kOtherType;
+  int ndim = 0;
+  int64_t shape[kMaxAxes] = {};
+
+  // From what `_plans.allocator` gives; None leaves it empty.
+  bool take(PyObject* made);
+  // Makes the array, which messages call `name`, on the device of `like`, and reads it. unwatched:
+  // there is no mode. On null an exception is set.
+  Ref make(const char* name, const Tensor& like, Tensor& tensor, bool unwatched = false) const;
 };
 
 // A plan and all that a call needs besides the addresses of its tensors.

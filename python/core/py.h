@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <cxxabi.h>
 
+#include <cstdint>
 #include <exception>
 #include <new>
 #include <string>
@@ -41,6 +42,10 @@ class Ref {
 // Calls function `name` of module strobe.<module>: what is not on the way of a call whose plan is
 // known is written in Python. Arguments as Py_BuildValue's, a tuple.
 Ref call_python(const char* module, const char* name, const char* format, ...);
+
+// How often Python's code has been run from here, in any thread: while this stands still, nobody
+// has changed an object.
+extern uint64_t python_calls;
 
 // Raises class `kind` of strobe._errors.
 void raise_error(const char* kind, const std::string& text);

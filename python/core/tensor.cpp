@@ -33,18 +33,26 @@ void Tensor::forget() {
   owned.release();
 }
 
-bool Tensor::rows_contiguous() const {
+bool Layout::rows_contiguous() const {
   return ndim == 0 || strides[ndim - 1] == 1 || shape[ndim - 1] == 1;
 }
 
-bool Tensor::contiguous() const {
+bool Layout::contiguous() const {
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;
   int64_t step = 1;
   for (int axis = ndim - 1; axis >= 0; --axis) {
-    if (shape[axis] == 0) return true;
     if (shape[axis] > 1 && strides[axis] != step) return false;
     step *= shape[axis];
   }
   return true;
+}
+
+bool Layout::operator==(const Layout& other) const {
+  return dtype == other.dtype && on_cuda == other.on_cuda && read_only == other.read_only &&
+         plain == other.plain && ndim == other.ndim && device_index == other.device_index &&
+         data == other.data &&
+         (!plain || (std::equal(shape, shape + ndim, other.shape) &&
+                     std::equal(strides, strides + ndim, other.strides)));
 }
 
 namespace {
@@ -135,9 +143,18 @@ bool is_bfloat16(PyObject* array) {
   return found;
 }
 
-bool read_numpy(PyObject* array, Tensor& tensor) {
+// The capsule of an array. Of an array of a subclass it is NumPy's own, whatever the subclass says,
+// and none of the subclass's code runs. plain: an array of no subclass, which knows NumPy's.
+Ref array_struct(PyObject* array, PyObject* plain) {
   static PyObject* const attribute = PyUnicode_InternFromString("__array_struct__");
-  Ref capsule(PyObject_GetAttr(array, attribute));
+  if (array == plain) return Ref(PyObject_GetAttr(array, attribute));
+  Ref getter(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(plain)), attribute));
+  return getter ? Ref(PyObject_CallMethod(getter.get(), "__get__", "O", array)) : Ref();
+}
+
+// plain: the same array, of no subclass.
+bool read_numpy(PyObject* array, PyObject* plain, Layout& tensor) {
+  Ref capsule = array_struct(array, plain);
   auto* found = capsule ? static_cast<ArrayInterface*>(PyCapsule_GetPointer(capsule.get(), nullptr))
                         : nullptr;
   if (found == nullptr) return false;
@@ -149,7 +166,7 @@ bool read_numpy(PyObject* array, Tensor& tensor) {
     if (found->kind == 'f' && size == 4) tensor.dtype = kFloat32;
     if (found->kind == 'f' && size == 2) tensor.dtype = kFloat16;
     if (found->kind == 'i' && size == 4) tensor.dtype = kInt32;
-    if (found->kind == 'V' && size == 2 && is_bfloat16(array)) tensor.dtype = kBfloat16;
+    if (found->kind == 'V' && size == 2 && is_bfloat16(plain)) tensor.dtype = kBfloat16;
   }
   tensor.plain = tensor.ndim <= kMaxAxes && tensor.dtype != kOtherType;
   if (!tensor.plain) return true;
@@ -164,7 +181,7 @@ bool read_numpy(PyObject* array, Tensor& tensor) {
 // ----------------------------------------------------------------------------------------- DLPack
 
 // Everything of a DLTensor but its address of the first element.
-void read_layout(const DLTensor& found, Tensor& tensor) {
+void read_layout(const DLTensor& found, Layout& tensor) {
   if (found.lanes == 1 && found.bits == 32 && found.code == 2) tensor.dtype = kFloat32;
   if (found.lanes == 1 && found.bits == 16 && found.code == 2) tensor.dtype = kFloat16;
   if (found.lanes == 1 && found.bits == 16 && found.code == 4) tensor.dtype = kBfloat16;
@@ -184,7 +201,9 @@ void read_layout(const DLTensor& found, Tensor& tensor) {
   }
 }
 
-std::string shape_text(const DLTensor& tensor) {
+// Of a DLTensor or a Layout.
+template <typename Shaped>
+std::string shape_text(const Shaped& tensor) {
   std::string text = "(";
   for (int axis = 0; axis < tensor.ndim; ++axis)
     text += (axis > 0 ? ", " : "") + std::to_string(tensor.shape[axis]);
@@ -256,19 +275,9 @@ bool take_over(const char* name, PyObject* capsule, Tensor& tensor) {
   return true;
 }
 
-bool read_shared(const char* name, PyObject* object, Tensor& tensor) {
-  Ref capsule = call_python("_arrays", "capsule_of", "(sO)", name, object);
-  if (!capsule) return false;
-  const bool taken = take_over(name, capsule.get(), tensor);
-  PyObject *type, *value, *traceback;  // a capsule's destructor may be Python's as well
-  PyErr_Fetch(&type, &value, &traceback);
-  capsule = Ref();
-  PyErr_Restore(type, value, traceback);
-  return taken;
-}
-
 Ref describe_shared(const char* name, const DLTensor& found) {
   Ref shape(PyTuple_New(found.ndim)), strides(PyTuple_New(found.ndim));
+  if (!shape || !strides) return Ref();
   int64_t step = 1;
   for (int axis = found.ndim - 1; axis >= 0; --axis) {
     const int64_t stride = found.strides != nullptr ? found.strides[axis] : step;
@@ -281,6 +290,22 @@ Ref describe_shared(const char* name, const DLTensor& found) {
                      found.code, found.bits, found.lanes, found.device_type, found.device_id);
 }
 
+bool read_shared(const char* name, PyObject* object, Tensor& tensor) {
+  Ref capsule = call_python("_arrays", "capsule_of", "(sO)", name, object);
+  if (!capsule) return false;
+  bool taken = take_over(name, capsule.get(), tensor);
+  if (taken && (!tensor.plain || tensor.on_cuda)) {  // in words: to be refused
+    tensor.plain = false;
+    tensor.owned = describe_shared(name, *tensor.managed->tensor);
+    taken = static_cast<bool>(tensor.owned);
+  }
+  PyObject *type, *value, *traceback;  // a capsule's destructor may be Python's as well
+  PyErr_Fetch(&type, &value, &traceback);
+  capsule = Ref();
+  PyErr_Restore(type, value, traceback);
+  return taken;
+}
+
 // ---------------------------------------------------------------------------------------- PyTorch
 
 // A tensor without memory (freed, fake) has its offset for an address, which is below this. Memory
@@ -288,7 +313,7 @@ Ref describe_shared(const char* name, const DLTensor& found) {
 constexpr uintptr_t kLow = uintptr_t{1} << 32;
 
 // Whether an address is none, but an offset. On true an exception may be set.
-bool has_no_memory(PyObject* object, const Tensor& tensor) {
+bool has_no_memory(PyObject* object, const Layout& tensor) {
   if (reinterpret_cast<uintptr_t>(tensor.data) >= kLow) return false;
   for (int axis = 0; axis < tensor.ndim; ++axis)
     if (tensor.shape[axis] == 0) return false;
@@ -300,7 +325,7 @@ bool has_no_memory(PyObject* object, const Tensor& tensor) {
 }
 
 // PyTorch before 2.10, which has no exchange API.
-bool read_attributes(PyObject* object, Tensor& tensor) {
+bool read_attributes(PyObject* object, Layout& tensor) {
   Ref address(PyObject_CallMethod(object, "data_ptr", nullptr));
   Ref shape(address ? PyObject_GetAttrString(object, "shape") : nullptr);
   Ref strides(shape ? PyObject_CallMethod(object, "stride", nullptr) : nullptr);
@@ -327,38 +352,60 @@ bool read_attributes(PyObject* object, Tensor& tensor) {
   return PyErr_Occurred() == nullptr;
 }
 
-// ours: made here, so that it has memory and its own sign.
-bool read_torch(const char* name, PyObject* object, const DLExchangeApi* exchange, Tensor& tensor,
-                bool ours) {
-  if (exchange != nullptr) {
-    DLTensor found;
-    DLManagedTensorVersioned* managed = nullptr;
-    if (exchange->tensor_from_object != nullptr) {
-      if (exchange->tensor_from_object(object, &found) != 0) return unreadable(name, object);
-    } else {
-      if (exchange->managed_from_object(object, &managed) != 0) return unreadable(name, object);
-      found = managed->tensor;
-    }
-    read_layout(found, tensor);
-    tensor.data = static_cast<char*>(found.data) + found.byte_offset;
-    if (managed != nullptr && managed->deleter != nullptr) managed->deleter(managed);
-  } else if (!read_attributes(object, tensor)) {
-    return unreadable(name, object);
+// As it lies. No Python runs, but in a PyTorch without an exchange API, where a mode may see it.
+bool read_torch(PyObject* object, const DLExchangeApi* exchange, Layout& tensor) {
+  if (exchange == nullptr) return read_attributes(object, tensor);
+  DLTensor found;
+  DLManagedTensorVersioned* managed = nullptr;
+  if (exchange->tensor_from_object != nullptr) {
+    if (exchange->tensor_from_object(object, &found) != 0) return false;
+  } else {
+    if (exchange->managed_from_object(object, &managed) != 0) return false;
+    found = managed->tensor;
   }
-  if (ours) return true;
-  Ref negative(PyObject_CallFunctionObjArgs(torch.is_neg, object, nullptr));
-  if (!negative) return unreadable(name, object);
-  if (negative.get() == Py_True) tensor.plain = false;
+  read_layout(found, tensor);
+  tensor.data = static_cast<char*>(found.data) + found.byte_offset;
+  if (managed != nullptr && managed->deleter != nullptr) managed->deleter(managed);
+  return true;
+}
+
+// unwatched: it is new, so that it has its own sign.
+bool read_torch(const char* name, PyObject* object, Tensor& tensor, bool unwatched) {
+  if (!read_torch(object, tensor.exchange, tensor)) return unreadable(name, object);
+  if (!unwatched) {
+    if (tensor.kind == Kind::kTorchSubclass) ++python_calls;  // of its __torch_function__
+    Ref negative(PyObject_CallFunctionObjArgs(torch.is_neg, object, nullptr));
+    if (!negative) return unreadable(name, object);
+    if (negative.get() == Py_True) tensor.plain = false;
+  }
   if (tensor.plain && has_no_memory(object, tensor)) return unreadable(name, object);
   return true;
+}
+
+// What an array is now, whose memory its library may move. On false an exception may be set.
+bool read_again(const Tensor& tensor, Layout& now) {
+  switch (tensor.kind) {
+    case Kind::kNumpy:
+      return read_numpy(tensor.object, tensor.object, now);
+    case Kind::kNumpySubclass:
+      return read_numpy(tensor.object, tensor.owned.get(), now);
+    case Kind::kTorch:
+    case Kind::kTorchSubclass:
+      if (!read_torch(tensor.object, tensor.exchange, now)) return false;
+      now.plain = now.plain && tensor.plain;  // is_neg is asked once
+      return !now.plain || !has_no_memory(tensor.object, now);
+    default:  // whoever shares memory through DLPack keeps it
+      now = tensor;
+      return true;
+  }
 }
 
 // ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
-  PyObject *given[5], *dtypes[4];
-  if (!PyArg_ParseTuple(arguments, "OOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
-                        &given[4], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
+  PyObject *given[6], *dtypes[4];
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
+                        &given[4], &given[5], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
     return nullptr;
   if (!PyType_Check(given[0])) {
     PyErr_SetString(PyExc_TypeError, "expected torch.Tensor first");
@@ -367,7 +414,7 @@ PyObject* set_torch(PyObject*, PyObject* arguments) {
   for (PyObject* object : given) Py_INCREF(object);
   torch_class.exchange = exchange_of(reinterpret_cast<PyTypeObject*>(given[0]));
   for (PyObject* object : dtypes) Py_INCREF(object);
-  torch = {given[0], given[1], given[2], given[3], given[4]};
+  torch = {given[0], given[1], given[2], given[3], given[4], given[5]};
   std::copy(dtypes, dtypes + 4, torch.dtypes);
   Py_RETURN_NONE;
 }
@@ -377,26 +424,30 @@ PyObject* describe(PyObject*, PyObject* arguments) {
   PyObject* object;
   if (!PyArg_ParseTuple(arguments, "sO", &name, &object)) return nullptr;
   Tensor tensor;
-  if (!read_shared(name, object, tensor)) return nullptr;
-  return describe_shared(name, *tensor.managed->tensor).release();
+  tensor.kind = Kind::kShared;
+  return read_shared(name, object, tensor) ? described(tensor).release() : nullptr;
 }
 
 }  // namespace
 
-bool read(const char* name, PyObject* object, Tensor& tensor, bool ours) {
+bool read(const char* name, PyObject* object, Tensor& tensor, bool unwatched) {
   Class found;
   if (!class_of(name, object, found)) return false;
+  static_cast<Layout&>(tensor) = Layout{};  // of an array that was given before in its place
   tensor.object = object;
   tensor.kind = found.kind;
+  tensor.exchange = found.exchange;
   switch (found.kind) {
     case Kind::kNumpy:
-      return read_numpy(object, tensor) || unreadable(name, object);
-    case Kind::kNumpySubclass:  // as the array that it is, whatever it says of itself
+      return read_numpy(object, object, tensor) || unreadable(name, object);
+    case Kind::kNumpySubclass: {  // as the array that it is, whatever it says of itself
       tensor.owned = call_python("_arrays", "plain_array", "(O)", object);
-      return tensor.owned && (read_numpy(tensor.owned.get(), tensor) || unreadable(name, object));
+      PyObject* plain = tensor.owned.get();
+      return plain != nullptr && (read_numpy(plain, plain, tensor) || unreadable(name, object));
+    }
     case Kind::kTorch:
     case Kind::kTorchSubclass:
-      return read_torch(name, object, found.exchange, tensor, ours);
+      return read_torch(name, object, tensor, unwatched);
     case Kind::kShared:
       return read_shared(name, object, tensor);
     default:
@@ -404,9 +455,49 @@ bool read(const char* name, PyObject* object, Tensor& tensor, bool ours) {
   }
 }
 
-Ref described(const char* name, const Tensor& tensor) {
-  if (tensor.kind == Kind::kShared) return describe_shared(name, *tensor.managed->tensor);
-  return Ref::borrowed(tensor.object);
+Ref described(const Tensor& tensor) {
+  if (!tensor.plain)
+    return Ref::borrowed(tensor.kind == Kind::kShared ? tensor.owned.get() : tensor.object);
+  Ref shape(PyTuple_New(tensor.ndim)), strides(PyTuple_New(tensor.ndim));
+  if (!shape || !strides) return Ref();
+  for (int axis = 0; axis < tensor.ndim; ++axis) {
+    PyTuple_SetItem(shape.get(), axis, PyLong_FromLongLong(tensor.shape[axis]));
+    PyTuple_SetItem(strides.get(), axis, PyLong_FromLongLong(tensor.strides[axis]));
+  }
+  return call_python("_arrays", "read_spec", "(iOOiii)", static_cast<int>(tensor.kind), shape.get(),
+                     strides.get(), static_cast<int>(tensor.dtype),
+                     static_cast<int>(tensor.on_cuda), tensor.device_index);
+}
+
+bool Watch::settle(const char* const* names, Tensor* tensors, int count) const {
+  if (calls_ == python_calls) return true;
+  for (int i = 0; i < count; ++i) {
+    Tensor& tensor = tensors[i];
+    if (tensor.object == nullptr) continue;
+    Layout now;
+    if (!read_again(tensor, now)) return unreadable(names[i], tensor.object);
+    static_cast<Layout&>(tensor) = now;
+  }
+  return true;
+}
+
+bool Watch::check(const char* const* names, const Tensor* tensors, int count) const {
+  const bool quiet = calls_ == python_calls;
+  for (int i = 0; i < count; ++i) {
+    const Tensor& tensor = tensors[i];
+    // PyTorch's tensors were made and asked by functions that its modes see.
+    if (tensor.object == nullptr || (quiet && (unwatched || !tensor.is_torch()))) continue;
+    Layout now;
+    if (!read_again(tensor, now)) return unreadable(names[i], tensor.object);
+    if (now == tensor) continue;
+    raise_error("InvalidArgument",
+                std::string(names[i]) + " was changed during the call: its shape was " +
+                    shape_text(tensor) + " and is " + (now.plain ? shape_text(now) : "unknown") +
+                    (now.data == tensor.data ? "" : ", in other memory") +
+                    ", expected an array that stays as it is");
+    return false;
+  }
+  return true;
 }
 
 bool current_stream(const Tensor& tensor, void** stream) {

@@ -14,14 +14,14 @@ enum class Kind : uint8_t { kNumpy, kNumpySubclass, kTorch, kTorchSubclass, kSha
 // strobe_dtype's, and one more.
 enum : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt32 = 8, kOtherType = 255 };
 
-struct DLManaged;  // of a DLPack capsule, either version
+struct DLManaged;      // of a DLPack capsule, either version
+struct DLExchangeApi;  // of a type of PyTorch's, which reads its objects without a capsule
 
 constexpr int kMaxAxes = 5;  // no argument has more
 
-struct Tensor {
-  PyObject* object = nullptr;  // borrowed: what the caller gave
-  Ref owned;                   // what was made of it, or in its place
-  Kind kind = Kind::kNumpy;
+// What an array was when it was read. Checks, the plan, its key and the launch go by this alone: an
+// array may be another the next time that it is asked.
+struct Layout {
   uint8_t dtype = kOtherType;
   bool on_cuda = false;
   bool read_only = false;
@@ -32,6 +32,17 @@ struct Tensor {
   void* data = nullptr;
   int64_t shape[kMaxAxes];
   int64_t strides[kMaxAxes];  // in elements
+
+  bool rows_contiguous() const;  // or of one column
+  bool contiguous() const;
+  bool operator==(const Layout& other) const;
+};
+
+struct Tensor : Layout {
+  PyObject* object = nullptr;  // borrowed: what the caller gave
+  Ref owned;                   // what was made of it, or in its place
+  Kind kind = Kind::kNumpy;
+  const DLExchangeApi* exchange = nullptr;
   DLManaged* managed = nullptr;
 
   Tensor() = default;
@@ -39,17 +50,36 @@ struct Tensor {
   ~Tensor();  // gives back what came through DLPack
 
   bool is_torch() const { return kind == Kind::kTorch || kind == Kind::kTorchSubclass; }
-  bool rows_contiguous() const;  // or of one column
-  bool contiguous() const;
   void forget();  // without the GIL nothing is given back
 };
 
-// Reads `object`, which messages call `name`. ours: it was made for this call. On false an
-// exception is set.
-bool read(const char* name, PyObject* object, Tensor& tensor, bool ours = false);
+// Reads `object`, which messages call `name`. unwatched: it is new, and no mode of PyTorch's has
+// seen how it was made. On false an exception is set.
+bool read(const char* name, PyObject* object, Tensor& tensor, bool unwatched = false);
 
-// What Python's planner is given for it: the object, or of a DLPack tensor its description.
-Ref described(const char* name, const Tensor& tensor);
+// What Python's planner is given for it: its Spec. Of an array that is not plain, which the planner
+// refuses, the object itself.
+Ref described(const Tensor& tensor);
+
+// The arrays of a call. Between the first that was read and the launch, Python may run: the
+// __dlpack__ of another array, a mode of PyTorch's, the handler of a signal, another thread. It can
+// change arrays, and give their memory back.
+class Watch {
+ public:
+  Watch() : calls_(python_calls) {}
+  // Reads all given arrays anew, if Python has run since the first of them was read, so that all
+  // are known as they were at one moment. On false an exception is set.
+  bool settle(const char* const* names, Tensor* tensors, int count) const;
+  // Refuses arrays that are not as they were read. After this no Python may run before the launch.
+  bool check(const char* const* names, const Tensor* tensors, int count) const;
+  // Whether this array is as it was read.
+  bool check(const char* name, const Tensor& tensor) const { return check(&name, &tensor, 1); }
+
+  bool unwatched = false;  // no mode of PyTorch's is at work
+
+ private:
+  uint64_t calls_;
+};
 
 // PyTorch, as Python introduced it when the first of its tensors came.
 struct Torch {
@@ -58,6 +88,7 @@ struct Torch {
   PyObject* is_neg = nullptr;
   PyObject* is_grad_enabled = nullptr;
   PyObject* is_autocast_enabled = nullptr;
+  PyObject* increment_version = nullptr;
   PyObject* dtypes[4] = {};
 };
 extern Torch torch;

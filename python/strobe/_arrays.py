@@ -113,13 +113,21 @@ def introduce_torch() -> None:
         torch.Tensor.is_neg,
         torch.is_grad_enabled,
         torch.is_autocast_enabled,
+        torch.autograd.graph.increment_version,
         (torch.float32, torch.bfloat16, torch.float16, torch.int32),
     )
 
 
+def is_masked(array: NDArray) -> bool:
+    """Whether it is a numpy.ma.MaskedArray. NumPy imports that module when it is first asked for,
+    and a process that forks while a thread imports leaves its child with the import's lock.
+    """
+    return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
+
+
 def classify(name: str, array: Any) -> int:
     """The kind of an array of a new type, as _core numbers them. Refuses what is no array."""
-    if isinstance(array, np.ma.MaskedArray):
+    if isinstance(array, np.ndarray) and is_masked(array):
         raise InvalidArgument(
             f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
             f"pass {name}.data or {name}.filled(...)"
@@ -170,13 +178,20 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Refuses what must not be written to; what is no tensor is known to be read-only."""
+    """Refuses what must not be written to, as PyTorch's operators that write in place do; what is
+    no tensor is known to be read-only.
+    """
     if not is_tensor(array):
         raise InvalidArgument(f"{name} is read-only, expected a writable array")
     if array.requires_grad and _torch().is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires grad, expected a tensor that autograd does not track: "
             f"pass {name}.detach() or use torch.no_grad()"
+        )
+    if array.is_inference() and not _torch().is_inference_mode_enabled():
+        raise InvalidArgument(
+            f"{name} is an inference tensor, expected one that may be written to outside of "
+            f"torch.inference_mode(): pass {name}.clone()"
         )
 
 
@@ -246,6 +261,23 @@ def _kind(x: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------- specs
+
+# By the numbers of the extension: kinds of arrays, and dtypes (strobe_dtype's, and one more).
+_KINDS: Final = (NUMPY, NUMPY, TORCH, TORCH, SHARED, DESCRIBED)
+DTYPES: Final = {0: "float32", 1: "bfloat16", 2: "float16", 8: "int32"}
+
+
+def read_spec(
+    kind: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: int,
+    on_cuda: int,
+    device_index: int,
+) -> Spec:
+    """An array that _core has read and found to be one of those that kernels take."""
+    device = "cuda" if on_cuda else "cpu"
+    return Spec(_KINDS[kind], shape, strides, DTYPES[dtype], device, device_index)
 
 
 def spec_of(name: str, array: Any) -> Spec:
@@ -347,14 +379,7 @@ _DLPACK_DTYPES: Final = {
 
 def capsule_of(name: str, source: Any) -> Any:
     """The capsule of `source`: versioned and without a copy where the producer can say so."""
-    try:
-        device_type, _ = source.__dlpack_device__()
-        device_type = operator.index(device_type)
-    except Exception as error:
-        raise InvalidArgument(
-            f"{name}.__dlpack_device__() does not give (device type, index): {first_line(error)}"
-        ) from None
-    _check_device_type(name, device_type)
+    _dlpack_device(name, source)
     try:
         try:
             return source.__dlpack__(max_version=(1, 0), copy=False)
@@ -367,11 +392,47 @@ def capsule_of(name: str, source: Any) -> Any:
         ) from error
 
 
+def _dlpack_device(name: str, source: Any) -> tuple[int, Any]:
+    """Its device's type, one that kernels know, and the index that it gives."""
+    try:
+        device_type, index = source.__dlpack_device__()
+        device_type = operator.index(device_type)
+    except Exception as error:
+        raise InvalidArgument(
+            f"{name}.__dlpack_device__() does not give (device type, index): {first_line(error)}"
+        ) from None
+    _check_device_type(name, device_type)
+    return device_type, index
+
+
 def _check_device_type(name: str, device_type: int) -> None:
     if device_type not in _DLPACK_DEVICES:
         raise Unsupported(
             f"{name} is on DLPack device type {shown(device_type)}, expected 1 (CPU) or 2 (CUDA)"
         )
+
+
+def read_once(name: str, array: Any) -> Any:
+    """`array` itself; of an object that shares its memory through DLPack a NumPy array of it. Such
+    an object may share something else each time that it is asked.
+    """
+    if isinstance(array, Spec) or classify(name, array) != 4:
+        return array
+    device_type, index = _dlpack_device(name, array)
+    if _DLPACK_DEVICES[device_type] != "cpu":
+        refuse_device(name, index)
+    try:
+        return np.from_dlpack(array)
+    except Exception as error:
+        raise cannot_be_read(name, array, error) from None
+
+
+def refuse_device(name: str, index: Any) -> None:
+    """For a GPU: whose stream to wait for, and who allocates results, is known for PyTorch only."""
+    raise Unsupported(
+        f"{name} is on cuda:{shown(index)} and comes through DLPack, "
+        f"expected a torch.Tensor: torch.from_dlpack makes one that shares its memory"
+    )
 
 
 def refuse_capsule(name: str, capsule: Any) -> None:
@@ -392,15 +453,11 @@ def shared_spec(
     device_type: int,
     device_index: int,
 ) -> Spec:
-    """What _core found in a capsule."""
+    """What _core found in a capsule, where it is not what kernels take."""
     _check_device_type(name, device_type)
     device = _DLPACK_DEVICES[device_type]
     if device != "cpu":
-        # Whose stream to wait for, and who allocates results, is known for PyTorch only.
-        raise Unsupported(
-            f"{name} is on {device}:{device_index} and comes through DLPack, "
-            f"expected a torch.Tensor: torch.from_dlpack makes one that shares its memory"
-        )
+        refuse_device(name, device_index)
     dtype = _DLPACK_DTYPES.get((code, bits), f"DLPack({code}, {bits} bits)")
     if lanes != 1:
         dtype += f"x{lanes}"

@@ -231,13 +231,15 @@ def _take_rotary(problem: Problem, specs: dict[str, Spec], interleaved: bool) ->
 # ---------------------------------------------------------------------------------------- messages
 
 
-def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
-    """For a launch that the library refused, with the arrays that it was given."""
-    capacity = _plans.capacity("block_table" in named)
+def launch_error(status: int, text: str, specs: dict[str, Spec], tensors: dict[str, Any]) -> Error:
+    """As `_plans.launch_error`."""
+    capacity = _plans.capacity("block_table" in specs)
     names = {"seqlen_k": capacity, "rotary_rows": "rotary_cos.shape[0]"}
     names |= {"total_new": "k_new.shape[0]", "total_q": "q.shape[0]"}
     text = renamed(text, names)
     if re.fullmatch(r"seqused_k\[\d+\] = -?\d+, expected 0 to \d+", text):
         text += f" ({capacity})"
     error = error_for_status(status, text)
-    return _plans.launch_error(status, text, named) if isinstance(error, InvalidArgument) else error
+    if not isinstance(error, InvalidArgument):
+        return error
+    return _plans.launch_error(status, text, specs, tensors)

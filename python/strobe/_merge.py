@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
-from ._arrays import spec_of
-from ._errors import InvalidArgument, renamed, shown
-from ._plans import allocator, made
+from . import _arrays, _core
+from ._arrays import Spec, spec_of
+from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
+from ._plans import Allocator, allocator
 from ._problem import DTYPE_CODES, Problem, axes_of
 
 __all__ = ["merge"]
@@ -31,7 +31,8 @@ def merge(
             without keys in a part has lse -inf there; what its outs hold is then not read.
         out: where to write the result, writable and not tracked by autograd; None: a new
             contiguous array.
-        out_dtype: "float32" (None), "bfloat16" or "float16", of a new array.
+        out_dtype: "float32" (None), "bfloat16" or "float16", of a new array. Of NumPy's, "bfloat16"
+            needs the package ml_dtypes imported.
         threads: CPU threads at most; 0: OpenMP's number.
 
     Returns:
@@ -41,8 +42,44 @@ def merge(
     Raises:
         InvalidArgument: as `attention`.
     """
-    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    x, y = spec_of("outs", outs), spec_of("lses", lses)
+    dtype = "float32" if out_dtype is None else dtype_name(out_dtype)
+    result: tuple[Any, Any] = _core.merge(outs, lses, out, dtype, threads)
+    return result
+
+
+# What `_core` asks for, in the order in which it does.
+
+
+def stacked(name: str, parts: Any) -> Any:
+    """One array of a list or tuple of parts."""
+    parts = [_arrays.read_once(f"{name}[{n}]", part) for n, part in enumerate(parts)]
+    if not parts:
+        raise InvalidArgument(f"{name} is empty, expected at least one part")
+    specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
+    axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
+    problem = Problem({}, False, specs[0], first=f"{name}[0]")
+    kind = type(parts[0])
+    for n, spec in enumerate(specs):
+        if spec.kind is not specs[0].kind:
+            got = type(parts[n])
+            raise InvalidArgument(
+                f"{name}[{n}] is a {got.__module__}.{got.__name__}, expected a {kind.__module__}."
+                f"{kind.__name__} as {name}[0]"
+            )
+        problem.check(f"{name}[{n}]", spec, axes, f"{name}[0]", "float32", "partial results")
+    # The result is read and checked as any other array.
+    if specs[0].kind is _arrays.TORCH:
+        return sys.modules["torch"].stack(parts)
+    return np.stack([_arrays.plain_array(part) for part in parts])
+
+
+def make(
+    specs: dict[str, Spec], out_dtype: str
+) -> tuple[Allocator | None, Allocator, dict[str, str]]:
+    """Checks outs, lses and out, if it is given. What makes out, where it is not given, and lse;
+    and what the library's messages call things, as the caller knows them.
+    """
+    x, y, z = specs["outs"], specs["lses"], specs.get("out")
     if len(x.shape) not in (4, 5):
         raise InvalidArgument(
             f"outs.ndim = {len(x.shape)}, expected 5: (parts, batch, seqlen_q, heads, head_dim_v) "
@@ -63,51 +100,20 @@ def merge(
                 f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
                 "are one and the same"
             )
-    if out is None:
-        name = "float32" if out_dtype is None else dtype_name(out_dtype)
-        out = made(allocator(problem.shape("out"), name, x))
-    else:
-        z = spec_of("out", out)
+    if z is not None:
         if z.dtype not in DTYPE_CODES:
             raise InvalidArgument(
                 f"out.dtype = {z.dtype:.60}, expected float32, bfloat16 or float16"
             )
         problem.take("out", z, "outs", dtype=z.dtype)
-    lse = made(allocator(problem.shape("lse"), "float32", x))
-    arrays = (outs, lses, out, lse)
-    if 0 in x.shape:  # of no rows only the sizes are looked at: NumPy has no strides for them
-        shapes = ((0, *x.shape[1:]), (0, *y.shape[1:]), problem.shape("out"), problem.shape("lse"))
-        a, b, c, d = (np.empty(shape, np.float32) for shape in shapes)
-        arrays = (a, b, c, d)
-    try:
-        _core.merge(*arrays, threads)
-    except InvalidArgument as error:
-        raise InvalidArgument(renamed(str(error), problem.found)) from None
-    return out, lse
+    made = allocator(problem.shape("out"), out_dtype, x) if z is None else None
+    return made, allocator(problem.shape("lse"), "float32", x), problem.found
 
 
-def _stacked(name: str, parts: Any) -> Any:
-    """One array of a list of parts."""
-    if not isinstance(parts, list | tuple):
-        return parts
-    if not parts:
-        raise InvalidArgument(f"{name} is empty, expected at least one part")
-    specs = [spec_of(f"{name}[{n}]", part) for n, part in enumerate(parts)]
-    axes = tuple(f"axis {n}" for n in range(len(specs[0].shape)))
-    problem = Problem({}, False, specs[0], first=f"{name}[0]")
-    kind = type(parts[0])
-    for n, spec in enumerate(specs):
-        if spec.kind is not specs[0].kind:
-            got = type(parts[n])
-            raise InvalidArgument(
-                f"{name}[{n}] is a {got.__module__}.{got.__name__}, expected a {kind.__module__}."
-                f"{kind.__name__} as {name}[0]"
-            )
-        problem.check(f"{name}[{n}]", spec, axes, f"{name}[0]", "float32", "partial results")
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(parts[0], torch.Tensor):
-        return torch.stack(tuple(parts))
-    return np.stack([np.asarray(part) for part in parts])
+def launch_error(status: int, text: str, names: dict[str, str]) -> Error:
+    """For a merge that the library refused."""
+    error = error_for_status(status, text)
+    return InvalidArgument(renamed(text, names)) if isinstance(error, InvalidArgument) else error
 
 
 def dtype_name(dtype: Any) -> str:

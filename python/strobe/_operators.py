@@ -62,11 +62,13 @@ def define(
     *,
     keys: tuple[str, ...] = ("CPU", "CUDA"),
     tags: tuple[Any, ...] = (),
+    query: int | None = None,
 ) -> Any:
     """Registers the operator torch.ops.strobe.<name>.
 
     kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
-    `_autograd.kernel` has them.
+    `_autograd.kernel` has them; query: the place of q among the arguments, for vmap (`vmap_over`);
+    None: without.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     for key in keys:
@@ -76,6 +78,8 @@ def define(
     if gradient is not None:
         derivative = _autograd.kernel(operator, gradient, setup)
         _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
+    if query is not None and hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
+        torch.library.register_vmap(operator.name(), vmap_over(operator, query), lib=_LIBRARY)
     return operator
 
 
@@ -215,7 +219,8 @@ def _fake_backward(
 # ----------------------------------------------------------------------------------------- autograd
 
 _SAVED: Final = object()  # in place of an option that was saved as a tensor
-_SLOPES: Final = 5  # the place of alibi_slopes among the arguments of attention_forward
+# The place of alibi_slopes among the arguments of attention_forward, after the dispatcher's keys.
+_SLOPES: Final = 6
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any) -> None:
@@ -358,6 +363,7 @@ attention_backward: Final = define(
     backward,
     _fake_backward,
     refuse_double_backward,
+    query=2,
 )
 attention_forward: Final = define(
     "attention_forward",
@@ -366,6 +372,7 @@ attention_forward: Final = define(
     _fake_forward,
     derivative_by(attention_backward),
     setup,
+    query=0,
 )
 attention_dropout_weights: Final = define(
     "attention_dropout_weights",
@@ -373,7 +380,3 @@ attention_dropout_weights: Final = define(
     dropout_weights,
     _fake_dropout_weights,
 )
-if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
-    for _operator, _query in ((attention_forward, 0), (attention_backward, 2)):
-        _rule = vmap_over(_operator, _query)
-        torch.library.register_vmap(_operator.name(), _rule, lib=_LIBRARY)

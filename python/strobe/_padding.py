@@ -14,12 +14,11 @@ seen when it runs, and a compiler need not know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _flash_attn, _operators, _options
+from . import _autograd, _flash_attn, _operators, _options
 from ._errors import Unsupported
 from ._kvcache import attention_with_kvcache
 
@@ -283,9 +282,9 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _gradients(dout: Tensor | None, _: Any, *saved: Any, compute: Any = None) -> Any:
-    """Of q, k and v; lse has none. compute: in place of the operator."""
-    return (None, None, None) if dout is None else (compute or _masked_backward)(dout, *saved)
+def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
+    """Of q, k and v; lse has none."""
+    return (None, None, None) if dout is None else _masked_backward(dout, *saved)
 
 
 _OPTIONS: Final = (
@@ -299,6 +298,7 @@ _masked_backward: Final = _operators.define(
     _backward,
     _fake_backward,
     _operators.refuse_double_backward,
+    query=2,
 )
 _masked: Final = _operators.define(
     "masked_attention",
@@ -307,16 +307,7 @@ _masked: Final = _operators.define(
     _fake_forward,
     _operators.derivative_by(_gradients),
     _operators.setup,
-)
-
-_transformed_backward: Final = _operators._transformed(
-    _masked_backward, _operators._keep_nothing, _operators.refuse_double_backward, 2
-)
-_transformed: Final = _operators._transformed(
-    _masked,
-    _operators.setup,
-    _operators.derivative_by(partial(_gradients, compute=_transformed_backward)),
-    0,
+    query=0,
 )
 
 # ------------------------------------------------------------------------------------------ callers
@@ -351,11 +342,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any
     left, right = options["window_size"]
     scale, causal = options["softmax_scale"], options["causal"]
     plain = (rng_state, dropout_p, scale, causal, left, right, softcap)
-    operator, compiling = _masked, torch.compiler.is_compiling()
-    if not compiling and _flash_attn.differentiates_forward():
-        _flash_attn._refuse_tangents(q, k, v)
-    if not compiling and _operators.is_transformed():
-        operator, in_place = _transformed, False
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _autograd.differentiates_forward():
+        _autograd.refuse_tangents(q, k, v)
+    if not compiling and _autograd.is_transformed():
+        in_place = False
     elif not compiling and not _flash_attn.is_in_dispatch_mode():
         layout = layout_of(mask, q.shape[1], _is_windowed(plain), keep=True)
         if in_place:
@@ -363,5 +354,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any
             if found is not None:
                 return found
     out: Tensor
-    out, _ = operator(q, k, v, mask, in_place, *plain)
+    out, _ = _masked(q, k, v, mask, in_place, *plain)
     return out

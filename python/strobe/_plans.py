@@ -16,7 +16,15 @@ import numpy as np
 
 from . import _arrays, _core
 from ._arrays import Spec, spec_of
-from ._errors import Error, InvalidArgument, Unsupported, error_for_status, renamed
+from ._errors import (
+    Error,
+    InvalidArgument,
+    Unsupported,
+    error_for_status,
+    first_line,
+    renamed,
+    shown,
+)
 from ._problem import NUMBERS, Problem, in_other_layout, make_problem, take_offsets
 
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
@@ -109,7 +117,8 @@ def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
     makers = tuple(x and allocator(problem.shape(name), x, q) for name, x in results.items())
     flop, written = _work(problem)
     if q.device == "cuda":
-        workspace = allocator((size,), "uint8", q) if size else None
+        # In words of 4 bytes: the extension checks it as it does other arrays.
+        workspace = allocator((-(-size // 4),), "int32", q) if size else None
         small = problem.fields["direction"] == 0 and size <= OWN_WORKSPACE
         return plan, makers, workspace, small, False, False
     return plan, makers, None, False, flop > LONG, flop + written < _SHORT
@@ -117,49 +126,94 @@ def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
 
 # --------------------------------------------------------------------- what a launch makes and asks
 
-# function(*arguments, **keywords) makes an uninitialised, contiguous array.
-Allocator: TypeAlias = tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], dict[str, Any]]
+# function(*arguments, **keywords) makes an uninitialised, contiguous array; its shape, and its
+# dtype as the extension numbers it.
+Allocator: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any] | None, tuple[int, ...], int]
+
+_DTYPE_NUMBERS: Final = {name: number for number, name in _arrays.DTYPES.items()}
 
 
 def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
     """Of results on the device of `like`: PyTorch's for its tensors, else NumPy's."""
+    shape = tuple(shape)
     if like.kind is _arrays.TORCH:
-        return _torch_allocator(tuple(shape), dtype, like)
-    return (np.empty, (tuple(shape), numpy_dtype(dtype)))
+        maker = _torch_allocator(shape, dtype, like)
+    else:
+        maker = (np.empty, (shape, numpy_dtype(dtype)), None)
+    return *maker, shape, _DTYPE_NUMBERS[dtype]
 
 
 def made(allocation: Allocator) -> Any:
     """The array that an allocator makes."""
-    function, arguments, *keywords = allocation
-    return function(*arguments, **(keywords[0] if keywords else {}))
+    function, arguments, keywords, *_ = allocation
+    return function(*arguments, **(keywords or {}))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of that name; bfloat16 is the one of ml_dtypes."""
     if name != "bfloat16":
         return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError:
+    # Whoever has such arrays has imported it. Nothing is imported in a call: `_arrays.is_masked`.
+    ml_dtypes: Any = sys.modules.get("ml_dtypes")
+    if ml_dtypes is None:
         raise Unsupported(
-            "a bfloat16 result as a NumPy array needs the package ml_dtypes "
-            "(pip install ml_dtypes); or pass PyTorch tensors, or your own array as out"
-        ) from None
+            "a bfloat16 result as a NumPy array needs the package ml_dtypes (pip install "
+            "ml_dtypes, and import it); or pass PyTorch tensors, or your own array as out"
+        )
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
 
 
-def _torch_allocator(shape: tuple[int, ...], dtype: str, like: Spec) -> Allocator:
+def _torch_allocator(
+    shape: tuple[int, ...], dtype: str, like: Spec
+) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
     torch = sys.modules["torch"]
     device = torch.device(like.device, None if like.device == "cpu" else like.device_index)
     made = {"dtype": getattr(torch, dtype), "device": device}
     with torch.inference_mode(False):
         model = torch.empty(shape, **made)
-    if type(model) is not torch.Tensor:  # fake ones, while somebody traces
-        return (torch.empty, (shape,), made)
+    # While somebody traces it is a fake one, and a mode may have made it another than was asked
+    # for: the plan outlives the mode.
+    if (
+        type(model) is not torch.Tensor
+        or (tuple(model.shape), model.dtype) != (shape, made["dtype"])
+        or model.device.type != like.device
+        or not model.is_contiguous()
+        or model.is_neg()
+    ):
+        return torch.empty, (shape,), made
     # empty_like takes half the time of empty; of the model only its description is needed.
     model.untyped_storage().resize_(0)
-    return (torch.empty_like, (model,))
+    return torch.empty_like, (model,), None
+
+
+def unlike_result(
+    name: str,
+    made: Any,
+    shape: tuple[int, ...],
+    dtype: int,
+    function: Any,
+    on_cuda: int,
+    device_index: int,
+) -> Error:
+    """For a new array that is not what was asked for: a mode of PyTorch's changes what is made."""
+    place = f"cuda:{device_index}" if on_cuda else "cpu"
+    try:
+        spec = spec_of(name, made)
+        strides = tuple(
+            step for n, step in zip(spec.shape, spec.strides, strict=True) if n > 1 or 0 in shape
+        )
+        got = f"{spec.dtype:.60} {shown(spec.shape)} on {spec.place}, strides {shown(strides)}"
+        if spec.kind is _arrays.TORCH:
+            _arrays.check_readable(name, made)
+    except Exception as error:
+        got = f"what cannot be written to ({first_line(error)})"
+    # The names of functions differ between NumPy and PyTorch, and a mode sees this one.
+    called = f"{getattr(function, '__module__', None) or 'torch'}.{function.__name__}"
+    return InvalidArgument(
+        f"{name}, a new array, came from {called} as {got}; expected {_arrays.DTYPES[dtype]} "
+        f"{shown(shape)} on {place}, contiguous: a mode or a patch changes new arrays"
+    )
 
 
 def torch_stream(device_index: int) -> int:
@@ -276,27 +330,28 @@ def _other_layout(problem: Problem) -> str:
     return ""
 
 
-def launch_error(status: int, text: str, named: dict[str, Any]) -> Error:
-    """For a launch that the library refused, with the arrays that it was given."""
+def launch_error(status: int, text: str, specs: dict[str, Spec], tensors: dict[str, Any]) -> Error:
+    """For a launch that the library refused. specs: of its arrays; tensors: those of PyTorch's."""
     error = error_for_status(status, text)
     if not isinstance(error, InvalidArgument):
         return error
     try:
-        for name, array in named.items():
-            if not isinstance(array, Spec) and spec_of(name, array).kind is _arrays.TORCH:
-                _arrays.check_readable(name, array)
+        for name, tensor in tensors.items():
+            _arrays.check_readable(name, tensor)
     except Error as unreadable:
         return unreadable
     text = renamed(text, _LAUNCH_NAMES)
-    found = re.match(r"cu_seqlens_([qk])\[\d+\] = (\d+), expected [qk].shape", text)
-    if found and spec_of(found[1], named[found[1]]).shape[1] == int(found[2]):
-        spec = spec_of(found[1], named[found[1]])
-        text += in_other_layout([(found[1], spec)], ("heads", "total", "head_dim"), (0, 1))
+    found = re.match(r"cu_seqlens_([qk])\[\d+\] = (\d+), expected at most [qk].shape", text)
+    if found and specs[found[1]].shape[1] == int(found[2]):
+        named = [(found[1], specs[found[1]])]
+        text += in_other_layout(named, ("heads", "total", "head_dim"), (0, 1))
     return InvalidArgument(text)
 
 
 def longest(name: str, array: Any) -> int:
-    """The longest sequence of an array of cumulative lengths, where the caller does not say it."""
+    """The longest sequence of an array of cumulative lengths (that `_arrays.read_once` has seen),
+    where the caller does not say it.
+    """
     spec = spec_of(name, array)
     take_offsets(Problem({}, True, spec), name, spec)
     if spec.shape[0] == 1:
@@ -309,6 +364,4 @@ def longest(name: str, array: Any) -> int:
     if spec.kind is _arrays.TORCH:
         _arrays.check_readable(name, array)
         array = array.detach().numpy()
-    elif spec.kind is _arrays.SHARED:
-        array = np.from_dlpack(array)
     return int(np.diff(array).max())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from . import _calls, _core
-from ._arrays import TORCH, AnyArray, ArraySpec, spec_of
+from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._options import ROWS, CallOptions, documented, row_of
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
@@ -47,6 +47,7 @@ def _described(
             given[name] = row.convert(name, value)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in arrays and given[f"max_seqlen_{name[-1]}"] is None:
+            arrays[name] = read_once(name, arrays[name])
             with suppress(NoSequences):  # the library says that there is no plan for a batch of 0
                 given[f"max_seqlen_{name[-1]}"] = 0
                 given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])

@@ -213,7 +213,8 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     kind = foreign(query, key, value)
     if not kind and _autograd.differentiates_forward():
         kind = "forward-mode differentiation is at work"
-    if not isinstance(dropout_p, (float, int)) or not isinstance(scale, (float, int, NoneType)):
+    plain = isinstance(dropout_p, (float, int)) and isinstance(scale, (float, int, NoneType))
+    if not plain or bool in (type(dropout_p), type(scale)):  # PyTorch takes a bool for a number
         kind = kind or "dropout_p or scale is no plain number"
     if kind:
         return Verdict(kind=kind), None

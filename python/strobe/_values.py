@@ -11,15 +11,30 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ._errors import InvalidArgument, Unsupported, shown
 
 # A caller's __index__, __float__ or __bool__ may raise anything.
 
 
+def _is_bool(value: Any) -> bool:
+    """Whether it is Python's or NumPy's, also in an array without axes."""
+    numpys = isinstance(value, np.generic | np.ndarray)
+    return isinstance(value, bool) or (numpys and value.shape == () and value.dtype == np.bool_)
+
+
+def _index(value: Any) -> int:
+    """`value` as an int; a bool in the place of a number is a mistake, say of the order."""
+    if _is_bool(value):
+        raise TypeError
+    return operator.index(value)
+
+
 def integer(name: str, value: Any, bits: int = 64) -> int:
     """`value` as an int that fits a C integer of so many bits."""
     try:
-        number = operator.index(value)
+        number = _index(value)
     except Exception:
         raise InvalidArgument(f"{name} = {shown(value)}, expected an integer") from None
     if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
@@ -28,11 +43,18 @@ def integer(name: str, value: Any, bits: int = 64) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool; an array or a tensor of several values is none."""
+    """`value` as a bool: one of Python's, NumPy's or a tensor's, or the integers 0 and 1. Whether
+    anything else is true says nothing: the text "False" is.
+    """
     try:
-        return bool(value)
+        if _is_bool(value):
+            return bool(value)
+        number = operator.index(value)
     except Exception:
-        raise InvalidArgument(f"{name} = {shown(value)}, expected a bool") from None
+        number = -1
+    if number not in (0, 1):
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a bool")
+    return number == 1
 
 
 def constant(name: str, value: Any) -> None:
@@ -64,7 +86,8 @@ def real(name: str, value: Any) -> float:
     """
     constant(name, value)
     try:
-        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+        wrong = _is_bool(value) or isinstance(value, str | bytes | bytearray)
+        number = math.nan if wrong else float(value)
     except Exception:
         raise InvalidArgument(f"{name} = {shown(value)}, expected a number") from None
     if math.isnan(number):
@@ -75,6 +98,8 @@ def real(name: str, value: Any) -> float:
 def pair(name: str, value: Any, convert: Callable[[str, Any], Any] = integer) -> tuple[Any, Any]:
     """Both entries of a window."""
     try:
+        if isinstance(value, dict | set | frozenset):  # whose order says nothing
+            raise TypeError
         left, right = value
     except Exception:
         raise InvalidArgument(
@@ -86,7 +111,7 @@ def pair(name: str, value: Any, convert: Callable[[str, Any], Any] = integer) ->
 def seed(name: str, value: Any) -> int:
     """`value` as an unsigned integer of 64 bits."""
     try:
-        number = operator.index(value)
+        number = _index(value)
     except Exception:
         number = -1
     if not 0 <= number < 2**64:

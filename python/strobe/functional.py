@@ -113,7 +113,8 @@ def attention(
         prefix: int32, (batch,): so many keys at the begin of each sequence are seen by all of its
             queries, whatever causal says (prefix-LM). Not with attention_chunk or a left window.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
-            contiguous last dimension; it must not overlap q, k or v. None: a new contiguous array.
+            contiguous last dimension; it must not overlap q, k or v. Of a PyTorch tensor the write
+            is counted, as by PyTorch's own operators. None: a new contiguous array.
         return_lse: also return lse.
 
     Returns:
@@ -126,8 +127,8 @@ def attention(
         the derivative.
 
     Raises:
-        InvalidArgument: arguments that contradict each other or break a rule above; a ValueError
-            and a RuntimeError.
+        InvalidArgument: arguments that contradict each other or break a rule above, or an array
+            that changed during the call; a ValueError and a RuntimeError.
         Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
         Where a result cannot be allocated, NumPy's error or PyTorch's comes through.

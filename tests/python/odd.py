@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
 
@@ -196,6 +198,117 @@ class OddDevice(Producer):
             raise OSError("no device today")
         return self.odd  # type: ignore[attr-defined]
 
+
+# ------------------------------------------------------------------------------------------ layouts
+
+
+def _padded(r: random.Random, x: Any) -> Any:
+    """With other numbers behind each row, at an odd address."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + r.randint(1, 9)), 9, dtype=x.dtype)
+    first = r.randint(0, wide.shape[-1] - x.shape[-1])
+    return wide[..., first : first + x.shape[-1]].copy_(x)
+
+
+def _apart(r: random.Random, x: Any) -> Any:
+    """With other rows between."""
+    axis, step = r.randrange(x.ndim), r.randint(2, 3)
+    shape = [n * step if a == axis else n for a, n in enumerate(x.shape)]
+    places = torch.arange(x.shape[axis]) * step
+    rows = [slice(None)] * axis + [slice(0, None, step)]
+    return torch.full(shape, 9, dtype=x.dtype).index_copy_(axis, places, x)[tuple(rows)]
+
+
+def _turned(r: random.Random, x: Any) -> Any:
+    """With its axes in another order in memory."""
+    order = r.sample(range(x.ndim), x.ndim)
+    back = [order.index(a) for a in range(x.ndim)]
+    return x.permute(order).contiguous().permute(back)
+
+
+def _odd_steps(r: random.Random, x: Any) -> Any:
+    """Axes of one element may have any stride."""
+    both = zip(x.shape, x.stride(), strict=True)
+    steps = [r.choice([0, 1, 3, 2**20]) if n == 1 else step for n, step in both]
+    return x.as_strided(x.shape, steps)
+
+
+# The same numbers, elsewhere.
+LAYOUTS: dict[str, Make] = {
+    "padded": _padded,
+    "apart": _apart,
+    "turned": _turned,
+    "odd steps": _odd_steps,
+}
+
+# ------------------------------------------------------------------------------------- late changes
+
+# What becomes of a tensor, in place, while a call reads another.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "longer": lambda x: x.resize_(x.shape[0], 4000, *x.shape[2:]),
+    "freed": lambda x: x.untyped_storage().resize_(0),
+    "moved": lambda x: x.set_(torch.zeros_like(x)),
+    "turned": lambda x: x.t_() if x.ndim == 2 else x.transpose_(0, -2),
+    "strided": lambda x: x.as_strided_(x.shape, (0,) * (x.ndim - 1) + (1,)),
+}
+
+
+class LateTensor(torch.Tensor):  # type: ignore[misc]
+    """Does something when it is asked anything, once."""
+
+    change: Callable[[], Any] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for x in args:
+            change = x.__dict__.pop("change", None) if isinstance(x, LateTensor) else None
+            if change is not None:
+                change()
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class NewTensors(TorchFunctionMode):  # type: ignore[misc]
+    """Gives `made(result)` in the place of each new tensor, as a mode for a dtype does."""
+
+    def __init__(self, made: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return self.made(found) if "empty" in getattr(function, "__name__", "") else found
+
+
+class NewTensorsBelow(TorchDispatchMode):  # type: ignore[misc]
+    """The same beneath PyTorch's dispatcher."""
+
+    def __init__(self, made: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return self.made(found) if "empty" in str(function) else found
+
+
+# What such a mode makes of a new tensor.
+MADE: dict[str, Callable[[Any], Any]] = {
+    "half": lambda x: x.half(),
+    "double": lambda x: x.double(),
+    "small": lambda x: x[..., :1],
+    "another shape": lambda x: x.flatten(),
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded": lambda x: x.flatten()[:1].expand(x.shape) if x.numel() > 1 else x,
+    "meta": lambda x: x.to("meta"),
+    "negative": torch._neg_view,
+    "sparse": lambda x: x.to_sparse(),
+    "freed": lambda x: (x.untyped_storage().resize_(0), x)[1],
+}
 
 # ------------------------------------------------------------------------------------- odd values
 

@@ -85,6 +85,55 @@ def test_in_development_mode() -> None:
     assert "SystemError" not in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_nothing_is_imported_in_a_call(kind: str) -> None:
+    pytest.importorskip(kind)
+    result = python("first_calls.py", kind)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+FORK = """
+import os, sys, threading, time
+import numpy as np, strobe
+x = np.ones((1, 3, 2, 8), np.float32)
+inside, forked = threading.Event(), threading.Event()
+def hook(frame, event, _):
+    if event == "call" and frame.f_code.co_name == sys.argv[1]:
+        sys.setprofile(None)
+        inside.set()
+        forked.wait()
+def first():
+    sys.setprofile(hook)
+    strobe.attention(x, x, x)
+thread = threading.Thread(target=first)
+thread.start()
+while not inside.wait(0.01):
+    if not thread.is_alive():
+        sys.exit()  # nothing of that name is called
+child = os.fork()
+if child == 0:
+    strobe.attention(x, x, x)
+    os._exit(0)
+for _ in range(600):
+    if os.waitpid(child, os.WNOHANG)[0]:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+    os._exit(7)
+forked.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("function", ["_find_and_load_unlocked", "classify", "make", "allocator"])
+def test_a_fork_during_the_first_call(function: str) -> None:
+    """_find_and_load_unlocked: of Python's import, with a module's lock held."""
+    result = python("-c", FORK, function)
+    assert result.returncode == 0, result.stderr
+
+
 NO_MEMORY = """
 import ctypes, sys
 import numpy as np, strobe

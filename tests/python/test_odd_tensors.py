@@ -204,3 +204,25 @@ def test_strides_are_called_as_pytorch_calls_them() -> None:
     refuses(strobe.attention, "out.stride(0) = 0 elements, expected at least", q, k, v, out=out)
     strided = torch.randn(2, 5, 4, 32)[..., ::2]
     refuses(strobe.attention, "k.stride(3) = 2 elements, expected 1", q, strided, v)
+
+
+@pytest.mark.parametrize("name", ["causal", "deterministic", "return_attn_probs"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_flags_of_flash_attn(name: str, gradient: bool) -> None:
+    q, k, v = (x.requires_grad_(gradient) for x in inputs())
+    value: Any
+    function: Any = flash_attn_func
+    for value in ("False", 2, 0.0, None, [], torch.tensor(2), torch.ones(2, dtype=torch.bool)):
+        refuses(flash_attn_func, f"{name} = ", q, k, v, **{name: value})
+    for value in (1, np.True_, torch.tensor(True), torch.tensor(1)):
+        found, wanted = (function(q, k, v, **{name: x}) for x in (value, True))
+        assert type(found) is type(wanted)
+        if name == "causal":
+            assert torch.equal(found, wanted)
+
+
+def test_a_bool_is_no_number_of_flash_attn() -> None:
+    q, k, v = inputs()
+    refuses(flash_attn_func, "softmax_scale = True, expected a number", q, k, v, 0.0, True)
+    refuses(flash_attn_func, "dropout_p = True, expected a number", q, k, v, True)
+    refuses(flash_attn_func, "window_size[0] = True", q, k, v, window_size=(True, False))

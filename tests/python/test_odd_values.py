@@ -173,3 +173,76 @@ def test_a_subclass_is_the_array_that_it_is() -> None:
     right = arrays()
     found = strobe.attention(right["q"].view(Larger), right["k"], right["v"])
     assert np.array_equal(found, strobe.attention(**right))
+
+
+class One:
+    """An integer of somebody's own."""
+
+    def __index__(self) -> int:
+        return 1
+
+
+FLAGS: dict[str, Any] = {
+    "causal": strobe.attention,
+    "batch_invariant": strobe.attention,
+    "return_lse": strobe.attention,
+    "deterministic": strobe.plan,
+    "backward": strobe.plan,
+    "dlse": strobe.why,
+    "rotary_interleaved": strobe.attention_with_kvcache,
+}
+NO_FLAGS = ["False", "", b"", 2, -1, 0.0, 1.0, None, [], [1], {}, np.array([True]), np.float32(1)]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(name: str) -> None:
+    """What is true as an if-clause has it is no flag: the text "False" is."""
+    qkv = {x: arrays()[x] for x in "qkv"}
+    function: Any = FLAGS[name]
+    if function is strobe.attention_with_kvcache:
+        qkv = dict.fromkeys("qkv", qkv["q"])
+    for value in NO_FLAGS:
+        text = f"{name} = "
+        if name == "dlse":  # why says it
+            assert text in function(**qkv, **{name: value})
+            continue
+        with pytest.raises(strobe.InvalidArgument, match=f"^{text}.*, expected a bool"):
+            function(**qkv, **{name: value})
+    for yes, no in ((True, False), (np.True_, np.False_), (1, 0), (np.int64(1), np.int8(0)),
+                    (np.array(True), np.array(False)), (One(), False)):  # fmt: skip
+        found, wanted = (function(**qkv, **{name: x}) for x in (yes, True))
+        assert type(found) is type(wanted)
+        if isinstance(found, str):
+            assert found == wanted
+        function(**qkv, **{name: no})
+    if name == "causal":
+        qkv["v"] = qkv["v"] * np.arange(qkv["v"].size, dtype=F).reshape(qkv["v"].shape)
+        found = function(**qkv, causal=np.True_)
+        assert np.array_equal(found, function(**qkv, causal=True))
+        assert not np.array_equal(found, function(**qkv, causal=0))
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, np.True_, np.array(False), "1", b"1", 1j, [1], None]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["scale", "softcap", "dropout_p", "dropout_seed", "dropout_offset", "attention_chunk",
+     "threads", "window", "max_seqlen_q"],
+)  # fmt: skip
+def test_numbers(name: str, value: Any) -> None:
+    """A bool in the place of a number is a mistake, of the order of arguments say."""
+    if value is None and name in ("scale", "max_seqlen_q"):
+        return
+    given = packed() if name == "max_seqlen_q" else arrays()
+    value = (value, 0) if name == "window" else value
+    for function in (strobe.attention, strobe.plan):
+        if name == "max_seqlen_q" or name not in ("dropout_seed", "dropout_offset"):
+            with pytest.raises(strobe.InvalidArgument, match=rf"^{name}(\[0\])? = "):
+                function(**given | {name: value})
+
+
+@pytest.mark.parametrize("window", [{1, 2}, frozenset((1, 2)), {1: 0, 2: 0}])
+def test_a_window_has_an_order(window: Any) -> None:
+    with pytest.raises(strobe.InvalidArgument, match=r"^window = "):
+        strobe.attention(**arrays(window=window))
