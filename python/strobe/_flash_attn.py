@@ -221,7 +221,9 @@ def limited(window: Any) -> Any:
 def as_limit(name: str, value: Any) -> Any:
     """One side of a window as an integer: -1 for any negative number."""
     side = as_integer(name, value)
-    return side if side >= -1 else -1
+    if isinstance(side, torch.SymInt):  # that may be known at run time alone
+        return torch.sym_max(side, -1)
+    return max(side, -1)
 
 
 def as_number(name: str, value: Any) -> Any:
