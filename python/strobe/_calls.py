@@ -17,16 +17,26 @@ _NO_CALL: Final = (
     "`with strobe.torch.sdpa_kernel()` began"
 )
 
+_counting: Final = threading.Lock()  # those of `register` are counted by all threads
+
 
 @dataclass
 class ServedCalls:
-    """What became of the calls inside `sdpa_kernel`: `calls` were computed by Strobe, `fallbacks`
-    has the reasons of the others, without their shapes, and how often each was given. What
-    activation checkpointing computes again may be counted again.
+    """What became of the calls inside `sdpa_kernel`, or after `register`: `calls` were computed by
+    Strobe, `fallbacks` has the reasons of the others, without their shapes, and how often each was
+    given. What activation checkpointing computes again may be counted again.
     """
 
     calls: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def count(self, verdict: Verdict) -> None:
+        """One more call."""
+        with _counting:
+            if verdict.kind:
+                self.fallbacks[verdict.kind] = self.fallbacks.get(verdict.kind, 0) + 1
+            else:
+                self.calls += 1
 
 
 class Verdict:
@@ -86,7 +96,4 @@ def record(verdict: Verdict, *, counted: bool = True) -> None:
     _thread.latest = verdict.text
     served = current()
     if served is not None and counted:
-        if verdict.kind:
-            served.fallbacks[verdict.kind] = served.fallbacks.get(verdict.kind, 0) + 1
-        else:
-            served.calls += 1
+        served.count(verdict)

@@ -6,25 +6,33 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from . import _blocks, _calls, _operators, _sdpa
 from ._blocks import Task
+from ._calls import ServedCalls
 from ._errors import Unsupported
 from ._sdpa import Request
 
 Tensor: TypeAlias = torch.Tensor
 
 
-def register() -> None:
+_SERVED: Final = ServedCalls()  # of the process
+
+
+def register() -> ServedCalls:
     """Makes Strobe known to PyTorch (2.11 and newer) as a flash attention implementation.
 
     Nothing changes before the user's `torch.nn.attention.activate_flash_attention_impl("strobe")`.
     From then on, where PyTorch chooses its flash kernel for scaled_dot_product_attention, on the
     CPU and on CUDA devices, Strobe computes; what Strobe declines goes to the kernel that was
     there, see `strobe.why()`. `torch.nn.attention.restore_flash_attention_impl()` undoes it.
+
+    Returns:
+        What has become of these calls, in all threads of the process; it goes on counting, and
+        every call of `register` returns the same one.
 
     Raises:
         Unsupported: PyTorch is older; `sdpa_kernel` works there too.
@@ -37,6 +45,7 @@ def register() -> None:
             "the context manager strobe.torch.sdpa_kernel()"
         ) from None
     register_flash_attention_impl("strobe", register_fn=_activate)
+    return _SERVED
 
 
 @dataclass
@@ -70,10 +79,12 @@ def _activate() -> _Activation:
     return _Activation(library)
 
 
-def _task_of(request: Request) -> Task | None:
+def _task_of(request: Request, *, forward: bool = False) -> Task | None:
     """What Strobe computes; None if it declines. The same in forward and backward."""
     verdict, task = _sdpa.judge_task(request)
     _calls.record(verdict, counted=False)  # a block has counted what came by it
+    if forward:
+        _SERVED.count(verdict)
     return None if verdict.kind else task
 
 
@@ -102,7 +113,7 @@ def _cpu_request(query: Tensor, key: Tensor, value: Tensor, *plain: Any, **named
 def _cpu_forward(before: Any, keyset: Any, *args: Any, **options: Any) -> Any:
     """aten::_scaled_dot_product_flash_attention_for_cpu; PyTorch calls it without dropout only."""
     request = _cpu_request(*args, **options)
-    task = None if request.dropout_p > 0 else _task_of(request)
+    task = None if request.dropout_p > 0 else _task_of(request, forward=True)
     if task is None:
         return before.call_boxed(keyset, *args, **options)
     out, lse = _forward(request, task)
@@ -134,7 +145,7 @@ def _cuda_forward(
 ) -> Any:
     """aten::_scaled_dot_product_flash_attention."""
     request = Request(query, key, value, None, dropout_p, is_causal, scale, True)
-    task = None if return_debug_mask else _task_of(request)
+    task = None if return_debug_mask else _task_of(request, forward=True)
     if task is None:
         plain = (dropout_p, is_causal, return_debug_mask)
         return before.call_boxed(keyset, query, key, value, *plain, scale=scale)

@@ -66,6 +66,10 @@ def define(
 ) -> Any:
     """Registers the operator torch.ops.strobe.<name>.
 
+    PyTorch keeps compiled code on disk and finds it by the names and arguments of operators. So
+    where `fake` comes to tell other strides, or a graph is traced in another way, the operator gets
+    another name after a dot in `name`, that of an overload.
+
     kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
     `_autograd.kernel` has them; query: the place of q among the arguments, for vmap (`vmap_over`);
     None: without.
@@ -74,7 +78,8 @@ def define(
     for key in keys:
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
-    operator = getattr(torch.ops.strobe, name).default
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.strobe, packet), overload or "default")
     if gradient is not None:
         derivative = _autograd.kernel(operator, gradient, setup)
         _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
@@ -341,7 +346,7 @@ def _fake_dropout_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 # ------------------------------------------------------------------------------------- registration
 
 dropout_state: Final = define(
-    "dropout_state",
+    "dropout_state.numbered",
     # By keyword, where PyTorch's compiler looks for the device.
     "(*, Device device, int draw=0) -> Tensor",
     draw_dropout_state,

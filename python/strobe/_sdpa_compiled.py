@@ -138,7 +138,7 @@ def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
 
 _NAME: Final = "scaled_dot_product_attention"
 _backward: Final = _operators.define(
-    f"{_NAME}_backward",
+    f"{_NAME}_backward.as_query",
     "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _operator_backward,
@@ -146,7 +146,7 @@ _backward: Final = _operators.define(
     _operators.refuse_double_backward,
 )
 _forward: Final = _operators.define(
-    _NAME,
+    f"{_NAME}.as_query",
     f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
     _operator_forward,
     _fake_forward,

@@ -119,9 +119,29 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
                 compiled = _multi_head_alike_compiled if alike else _multi_head_compiled
                 return compiled(*args, **kwargs)
             return _within(_multi_head, _attention_alike if alike else _attention)(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and function is _checkpoints.OPERATOR:
-            return function(_checkpoints.traced(self, args[0]), *args[1:], **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if function is _checkpoints.OPERATOR:
+                return function(_checkpoints.traced(self, args[0]), *args[1:], **kwargs)
+            if function is torch.Tensor.unflatten:
+                return torch.unflatten(*args, **kwargs)  # else the compiler stumbles over super()
         return function(*args, **kwargs)
+
+
+def _compile_only_within(function: Any) -> None:
+    """Lets PyTorch's compiler follow `function` where it compiles its caller, and not compile it by
+    itself: where a compiled function goes on uncompiled, each function of PyTorch's would cost a
+    compilation of `sdpa_kernel.__torch_function__`, up to the compiler's limit.
+    """
+    compiler = torch._C._dynamo.eval_frame
+    try:
+        skip = compiler._FrameAction.SKIP
+        strategy = compiler._FrameExecStrategy(skip, skip)
+        compiler.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:  # pragma: no cover - an older PyTorch
+        pass
+
+
+_compile_only_within(sdpa_kernel.__torch_function__)
 
 
 def _resume(served: ServedCalls) -> sdpa_kernel:

@@ -34,13 +34,14 @@ def heads_first(device: str, *shape: int, grad: bool = False) -> Tensor:
 
 
 @pytest.fixture
-def activated() -> Iterator[None]:
-    """Strobe as PyTorch's flash attention implementation."""
+def activated() -> Iterator[strobe.torch.ServedCalls]:
+    """Strobe as PyTorch's flash attention implementation; its counts, which begin with 0."""
     if not HAS_REGISTRY:
         pytest.skip("this PyTorch has no register_flash_attention_impl")
-    strobe.torch.register()
+    served = strobe.torch.register()
+    served.calls, served.fallbacks = 0, {}
     torch.nn.attention.activate_flash_attention_impl("strobe")
-    yield
+    yield served
     torch.nn.attention.restore_flash_attention_impl()
 
 
@@ -269,6 +270,42 @@ def test_registered_under_inductor(device: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_registered_calls_are_counted(activated: strobe.torch.ServedCalls) -> None:
+    """Of all threads, and each once: neither in the backward pass again nor those of a block."""
+    q = heads_first("cpu", 2, 4, 9, 16, grad=True)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: scaled_dot_product_attention(q, q, q).sum().backward(), range(6)))
+    assert (activated.calls, activated.fallbacks) == (6, {})
+    scaled_dot_product_attention(q, q, q, attn_mask=torch.randn(9, 9))
+    assert list(activated.fallbacks.values()) == [1]
+    with strobe.torch.sdpa_kernel() as served:
+        scaled_dot_product_attention(q, q, q)
+    assert (served.calls, activated.calls) == (1, 6)
+    assert strobe.torch.register() is activated
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_encoders_fast_path_stays_when_registered(
+    activated: strobe.torch.ServedCalls,
+) -> None:
+    """A block is a TorchFunctionMode, any of which switches it off."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.rand(2, 9, 32), torch.arange(9) >= torch.tensor([9, 5])[:, None]
+    with torch.no_grad():
+        wanted = encoder(x, src_key_padding_mask=padding)
+        assert activated.calls == 0
+        with strobe.torch.sdpa_kernel() as served:
+            found = encoder(x, src_key_padding_mask=padding)
+    assert (served.calls, served.fallbacks) == (2, {})
+    torch.testing.assert_close(found[~padding], wanted[~padding], rtol=1e-4, atol=1e-5)
+    assert not wanted[padding].any()
+    assert found[padding].any()
+    encoder.train()(x, src_key_padding_mask=padding).sum().backward()
+    assert (activated.calls, activated.fallbacks) == (2, {})
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])

@@ -169,6 +169,46 @@ def test_multi_head_attention() -> None:
     close(gradients(again, x), gradients(call, x))
 
 
+def test_unflatten() -> None:
+    """A method of PyTorch's own whose code its compiler cannot follow from a TorchFunctionMode."""
+
+    def call(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 9, 96)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    close(gradients(compiled, x), gradients(call, x))
+    torch._dynamo.reset()
+    inside = torch.compile(partial(in_block, call), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(inside(x), call(x))
+
+
+@pytest.mark.skipif(VERSION < (2, 11), reason="compiles more by itself")
+def test_what_is_not_compiled_in_a_block_does_not_compile_the_block() -> None:
+    """The functions that uncompiled code calls between compiled parts are many."""
+    functions = (torch.sin, torch.cos, torch.exp, torch.tanh, torch.abs, torch.neg, torch.sigmoid)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def uncompiled(x: Tensor) -> Tensor:
+        for function in functions:
+            x = function(x)
+        return scaled_dot_product_attention(x, x, x)
+
+    def call(x: Tensor) -> Tensor:
+        return uncompiled(x * 2) + 1
+
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(2, 4, 9, 16)
+    compiled = torch.compile(call, backend="aot_eager")
+    with strobe.torch.sdpa_kernel() as served:
+        for _ in range(3):
+            found = compiled(x)
+    assert served.calls == 3
+    torch.testing.assert_close(found, call(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # around the call
+
+
 def test_a_model_that_checkpoints_its_layers() -> None:
     transformers = pytest.importorskip("transformers")
     configuration = transformers.LlamaConfig(
