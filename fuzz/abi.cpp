@@ -185,6 +185,13 @@ void spoil(Input& in, Args& args) {
     case 9:
       args.prefix = nullptr;
       break;
+    case 10:  // an output: refused where they have elements
+      if constexpr (requires { args.dq; }) {
+        victim = args.dq;
+      } else {
+        victim = args.out;
+      }
+      break;
     default:
       break;
   }

@@ -91,8 +91,10 @@ typedef enum strobe_append {
 
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
- * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast); outputs must not
- * overlap each other or an input. */
+ * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast). An output (out,
+ * lse, dq, dk, dv, the workspace, a cache that is appended to) must have no byte in common with
+ * another argument: such a launch is refused. Elements may be interleaved, as those of dq, dk and
+ * dv in one tensor of gradients. */
 typedef struct strobe_strides {
   int64_t batch, seqlen, head, dim;
 } strobe_strides;

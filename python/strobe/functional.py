@@ -111,7 +111,8 @@ def attention(
         prefix: int32, (batch,): so many keys at the begin of each sequence are seen by all of its
             queries, whatever causal says (prefix-LM). Not with attention_chunk or a left window.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
-            contiguous last dimension; it must not overlap q, k or v. None: a new contiguous array.
+            contiguous last dimension and no element in common with an input. None: a new contiguous
+            array.
         return_lse: also return lse.
 
     Returns:
@@ -196,8 +197,8 @@ def attention_backward(
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
             anyway.
-        grads: where to write (dq, dk, dv), any strides with a contiguous last dimension; they must
-            not overlap each other or an input. None: new contiguous arrays.
+        grads: where to write (dq, dk, dv), any strides with a contiguous last dimension and no
+            element in common with each other or an input. None: new contiguous arrays.
 
     Returns:
         (dq, dk, dv), of the shapes of q, k and v and q's dtype; dk and dv are summed over the query

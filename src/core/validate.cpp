@@ -193,12 +193,25 @@ Status check_numbers(const AttentionProblem& p, const Args& a) {
   return first;
 }
 
+// Outputs, the workspace among them, lie apart from all else.
+template <typename Args>
+Status check_memory(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
+  Memory memory;
+  for_each_argument(p, a, [&](const LaunchPointer& x) {
+    if (x.used) memory.add(x.name, x.pointer, x.extents, x.written);
+  });
+  memory.add("workspace", a.workspace, Extents::contiguous(static_cast<int64_t>(workspace_bytes)),
+             true);
+  return memory.check();
+}
+
 // What all launches have in common: pointers, lengths, workspace.
 template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
+  STROBE_RETURN_IF_ERROR(check_memory(p, workspace_bytes, a));
   if (p.device == STROBE_CPU) STROBE_RETURN_IF_ERROR(check_numbers(p, a));
   STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));
   if (!a.workspace || a.workspace_bytes >= workspace_bytes) return {};

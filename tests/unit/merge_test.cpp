@@ -228,3 +228,9 @@ TEST(Merge, BadArgumentsAreRefusedByName) {
 }
 
 }  // namespace
+      {[](A& a) { a.out = const_cast<float*>(a.outs); },
+       "out shares memory with outs, expected memory of its own"},
+      {[](A& a) { a.out = const_cast<float*>(a.outs) + 127; }, "out shares memory with outs"},
+      {[](A& a) { a.lse = const_cast<float*>(a.lses) + 8; }, "lse shares memory with lses"},
+      {[](A& a) { a.lse = const_cast<float*>(a.outs) + 3; }, "lse shares memory with outs"},
+      {[](A& a) { a.out = a.lse; }, "out shares memory with lse"},

@@ -439,8 +439,17 @@ TEST_F(LaunchValidation, ForwardPointers) {
          a.workspace = AlignedWorkspace() + 4, a.workspace_bytes = plan_.workspace_bytes;
        },
        {"workspace", "alignment to 64"}},
+      {[](A& a) { a.out = const_cast<void*>(a.q); },
+       {"out shares memory with q, expected memory of its own"}},
+      {[](A& a) { a.v = Shifted(a.out, 64); }, {"out shares memory with v"}},
+      {[](A& a) { a.lse = static_cast<float*>(a.out); }, {"out shares memory with lse"}},
+      {[&](A& a) {
+         a.k = a.workspace = AlignedWorkspace(), a.workspace_bytes = plan_.workspace_bytes;
+       },
+       {plan_.workspace_bytes > 0 ? "workspace shares memory with k" : ""}},
   };
   for (const auto& b : bad) {
+    if (b.words[0][0] == '\0') continue;
     strobe_forward_args a = forward_;
     b.spoil(a);
     ExpectRefused(strobe_forward(&plan_, &a), b.words);
@@ -484,8 +493,18 @@ TEST_F(LaunchValidation, BackwardPointers) {
          a.workspace = AlignedWorkspace() + 32, a.workspace_bytes = plan_.workspace_bytes;
        },
        {"workspace", "alignment to 64"}},
+      {[](A& a) { a.dq = a.dk; }, {"dq shares memory with dk, expected memory of its own"}},
+      {[](A& a) { a.dk = Shifted(a.dv, 16); }, {"dk shares memory with dv"}},
+      {[](A& a) { a.q = Shifted(a.dq, -4); }, {"dq shares memory with q"}},
+      {[](A& a) { a.out = Shifted(a.dv, 4); }, {"dv shares memory with out"}},
+      {[](A& a) { a.dlse = static_cast<float*>(a.dk); }, {"dk shares memory with dlse"}},
+      {[&](A& a) {
+         a.dv = a.workspace = AlignedWorkspace(), a.workspace_bytes = plan_.workspace_bytes;
+       },
+       {plan_.workspace_bytes > 0 ? "dv shares memory with workspace" : ""}},
   };
   for (const auto& b : bad) {
+    if (b.words[0][0] == '\0') continue;
     strobe_backward_args a = backward_;
     b.spoil(a);
     ExpectRefused(strobe_backward(&plan_, &a), b.words);
