@@ -351,10 +351,11 @@ typedef struct strobe_merge_args {
   int32_t out_dtype;    /* strobe_dtype of out: float32, bfloat16 or float16 */
   int32_t threads;      /* CPU threads to use at most. 0: OpenMP's number */
   int64_t parts;        /* >= 0 */
-  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 256 */
+  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 512 */
   const float* outs; /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
-  const float* lses; /* [parts, batch, heads, seqlen_q]. A row without keys in a part has lse -inf
-                        there; what its outs hold is then not read */
+  /* A row without keys in a part has an infinite lse there: -inf, or +inf as flash_attn 2 has it.
+   * What its outs hold does not count. */
+  const float* lses; /* [parts, batch, heads, seqlen_q] */
   void* out;         /* [batch, seqlen_q, heads, head_dim_v]: 0 where all parts are without keys */
   float* lse;        /* [batch, heads, seqlen_q]: -inf there. NULL: not wanted */
   /* Elements. All zero: contiguous in the order above. The dim stride of outs and out must be 1;
@@ -366,8 +367,11 @@ typedef struct strobe_merge_args {
 } strobe_merge_args;
 
 /* Merges partial results exactly: out = sum of exp(lses - lse) * outs, lse = log of the sum of
- * exp(lses), over the parts. out and lse must not overlap outs and lses. Returns when the result is
- * there (CPU) or enqueued (CUDA). */
+ * exp(lses), over the parts. A value of out lies between the smallest and the largest of the parts'
+ * values. What a part without weight holds does not count: one without keys, or whose lse is so far
+ * below the others' that its weight is 0 in float32. A NaN in lses makes its row NaN. out and lse
+ * must not overlap outs, lses or each other. Returns when the result is there (CPU) or enqueued
+ * (CUDA). */
 STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:

@@ -3,6 +3,7 @@
 #include <cinttypes>
 
 #include "core/checks.h"
+#include "core/merge_row.h"
 #include "core/overlap.h"
 #include "core/problem.h"
 
@@ -15,7 +16,7 @@ Status resolve_part(const char* name, const strobe_strides& strides, int64_t par
                     int64_t& part) {
   if (part != 0)
     return check_integer(name, part, -kMaxOffset / max64(parts, 1), kMaxOffset / max64(parts, 1));
-  if (!unset(strides) && parts > 1) {
+  if (!unset(strides) && parts > 1 && count > 0) {
     return invalid(format("%s = 0 elements with strides given, expected a stride", name));
   }
   part = count;
@@ -49,7 +50,7 @@ Status check_merge(MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_integer("batch", a.batch, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("seqlen_q", a.seqlen_q, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("heads", a.heads, 0, kMaxLength));
-  STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", a.head_dim_v, 1, 256));
+  STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", a.head_dim_v, 1, kMostMerged));
   // One row of lses for each head, one value for each query: the shape [batch, heads, seqlen_q, 1]
   // with its strides in the order of strobe_strides.
   for (strobe_strides* s : {&a.lses_strides, &a.lse_strides}) {
