@@ -53,6 +53,12 @@ void ChooseMask(CacheCase& c, Rng& rng) {
   c.with_q_position = rng.Chance(0.15);
   if (rng.Chance(0.2)) c.softcap = 15;
   if (rng.Chance(0.25)) c.alibi = static_cast<int32_t>(rng.Integer(1, 2));
+  if (c.chunk == 0 && rng.Chance(0.1)) {  // a window that ends before a query's own position
+    c.window_signed = true;
+    c.window_right = -rng.Integer(1, 20);
+    c.window_left =
+        c.with_prefix || rng.Chance(0.3) ? STROBE_NO_LIMIT : rng.Integer(0, 60) - c.window_right;
+  }
 }
 
 void ChooseQueries(CacheCase& c, Rng& rng, int64_t batch) {
@@ -229,9 +235,9 @@ std::string ToString(const CacheCase& c) {
     << (c.paged ? "pages " : "entries ") << c.entries << " x " << c.rows << ", seqlen_k "
     << c.most_rows << ", layout " << static_cast<int>(c.layout) << ", append " << c.append
     << (c.varlen ? ", varlen" : "") << (c.causal ? ", causal" : "") << ", window " << c.window_left
-    << " " << c.window_right << ", chunk " << c.chunk << ", softcap " << c.softcap << ", alibi "
-    << c.alibi << ", rotary " << c.rotary_dim << (c.interleaved ? " interleaved" : "")
-    << ", threads " << c.threads << "\n";
+    << " " << c.window_right << (c.window_signed ? " signed" : "") << ", chunk " << c.chunk
+    << ", softcap " << c.softcap << ", alibi " << c.alibi << ", rotary " << c.rotary_dim
+    << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << "\n";
   for (const CacheSequence& q : c.sequences) {
     s << "  queries " << q.used_queries << " of " << q.queries << ", rows " << q.leftpad << " to "
       << q.used << " + " << q.added;

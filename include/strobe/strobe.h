@@ -65,6 +65,8 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E5M2 = 4
 } strobe_dtype;
 #define STROBE_SAME_DTYPE (-1) /* the problem's dtype: default of kv_dtype and out_dtype */
+/* A window_left or window_right that is no limit, whatever window_signed says. */
+#define STROBE_NO_LIMIT INT64_MAX
 typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
 
@@ -125,8 +127,8 @@ typedef struct strobe_problem {
   int64_t total_k; /* varlen: rows of k and v, all sequences together */
 
   /* Sliding window: query i sees keys in [i + seqlen_k - seqlen_q - window_left, i + seqlen_k -
-   * seqlen_q + window_right]. -1: no limit. causal and window combine: causal makes window_right 0
-   * at most. */
+   * seqlen_q + window_right]. -1 and STROBE_NO_LIMIT: no limit. causal and window combine: causal
+   * makes window_right 0 at most. With window_signed, -1 and other negative numbers are limits. */
   int64_t window_left, window_right;
 
   float scale;   /* multiplies q.k; NaN (default): 1 / sqrt(head_dim) */
@@ -201,6 +203,13 @@ typedef struct strobe_problem {
                                   sequence b has entry b, and cache_batch is at least batch */
   int32_t has_leftpad;         /* rows at the begin of the cache that a sequence skips */
   int32_t has_rotary_position; /* with rotary_dim: position of the first query and new key */
+
+  /* 1: window_left and window_right are limits of either sign, and STROBE_NO_LIMIT alone is none. A
+   * negative limit ends the window on the other side of the query's own position: left 8 and right
+   * -3 are the keys from 8 to 3 positions before it. Together they are at least 0 (with causal,
+   * where window_right is 0 at most, too), and neither is negative with attention_chunk.
+   * 0 (default): -1 is no limit, and no other negative number is taken. */
+  int64_t window_signed;
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but

@@ -78,8 +78,36 @@ const std::vector<BadProblem>& BadProblems() {
       {"total_k",
        [](P& p) { p.varlen = 1, p.total_q = 9, p.total_k = int64_t{1} << 40; },
        {"total_k", "1099511627776", "2147483647"}},
-      {"window_left", [](P& p) { p.window_left = -2; }, {"window_left", "-2", "-1 to"}},
-      {"window_right", [](P& p) { p.window_right = kMin64; }, {"window_right", "-1 to"}},
+      {"window_left",
+       [](P& p) { p.window_left = -2; },
+       {"window_left = -2, expected -1 (no limit) or more, or window_signed = 1"}},
+      {"window_right",
+       [](P& p) { p.window_right = kMin64; },
+       {"window_right = -9223372036854775808, expected -1 (no limit) or more"}},
+      {"window_signed", [](P& p) { p.window_signed = 2; }, {"window_signed", "2", "0 to 1"}},
+      {"a window of no keys",
+       [](P& p) { p.window_signed = 1, p.window_left = 3, p.window_right = -4; },
+       {"window_left = 3 with window_right = -4, expected at least 4: no query would see a key"}},
+      {"a causal window of no keys",
+       [](P& p) {
+         p.window_signed = 1, p.window_left = -1, p.window_right = STROBE_NO_LIMIT, p.causal = 1;
+       },
+       {"window_left = -1 with window_right = none and causal = 1, expected at "
+        "least 0"}},
+      {"a window far away",
+       [](P& p) { p.window_signed = 1, p.window_left = kMin64, p.window_right = 5; },
+       {"window_left = -9223372036854775808 with window_right = 5", "no query"}},
+      {"signed window and chunks",
+       [](P& p) {
+         p.window_signed = 1, p.window_left = 9, p.window_right = -1, p.attention_chunk = 4;
+       },
+       {"window_right = -1 with attention_chunk = 4, expected at least 0"}},
+      {"prefix and a signed window",
+       [](P& p) {
+         p.has_prefix = 1, p.window_signed = 1, p.window_left = -1,
+         p.window_right = STROBE_NO_LIMIT;
+       },
+       {"window_left = -1 with has_prefix", "expected STROBE_NO_LIMIT"}},
       {"scale inf", [](P& p) { p.scale = kInf; }, {"scale", "inf", "finite"}},
       {"scale -inf", [](P& p) { p.scale = -kInf; }, {"scale", "-inf", "finite"}},
       {"softcap -1", [](P& p) { p.softcap = -1; }, {"softcap", "-1", "positive"}},
@@ -218,6 +246,14 @@ TEST(Validation, TheGoodProblemsAreGood) {
       [](strobe_problem& p) { p.head_dim = 1, p.head_dim_v = 256; },
       [](strobe_problem& p) { p.heads_kv = 0; },
       [](strobe_problem& p) { p.window_left = p.window_right = kMax64; },
+      [](strobe_problem& p) { p.window_signed = 1, p.window_left = 8, p.window_right = -8; },
+      [](strobe_problem& p) {
+        p.window_signed = 1, p.window_left = STROBE_NO_LIMIT, p.window_right = kMin64;
+      },
+      [](strobe_problem& p) {
+        p.window_signed = p.causal = p.has_prefix = 1;
+        p.window_left = STROBE_NO_LIMIT, p.window_right = -1;
+      },
       [](strobe_problem& p) { p.scale = -3; },
       [](strobe_problem& p) { p.scale = 0; },
       [](strobe_problem& p) { p.softcap = 5, p.dropout_p = 0.5f; },
