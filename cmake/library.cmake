@@ -15,6 +15,7 @@ strobe_sources(sources
   src/api/plan.cpp
   src/core/checks.cpp
   src/core/merge.cpp
+  src/core/overlap.cpp
   src/core/validate.cpp
   src/core/validate_cache.cpp
   src/core/team.cpp

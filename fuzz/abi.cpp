@@ -84,8 +84,9 @@ strobe_problem small_problem(Input& in) {
   p.causal = in.flag();
   p.total_q = in.range(0, 100);
   p.total_k = in.range(0, 100);
-  p.window_left = in.range(-1, 80);
-  p.window_right = in.range(-1, 80);
+  p.window_signed = in.flag() && in.flag();
+  p.window_left = in.range(p.window_signed ? -20 : -1, 80);
+  p.window_right = in.range(p.window_signed ? -20 : -1, 80);
   if (in.flag()) p.scale = in.take<float>();
   if (in.flag()) p.softcap = in.take<float>();
   if (in.flag()) p.dropout_p = in.take<float>();
@@ -100,7 +101,8 @@ strobe_problem small_problem(Input& in) {
     p.has_seqused_k = arrays >> 1 & 1;
     p.has_q_position = arrays >> 2 & 1;
     p.has_prefix = arrays >> 3 & 1;
-    if (p.has_prefix && in.flag()) p.window_left = -1, p.attention_chunk = 0;
+    if (p.has_prefix && in.flag())
+      p.window_left = p.window_signed ? STROBE_NO_LIMIT : -1, p.attention_chunk = 0;
   }
   p.threads = static_cast<int32_t>(in.range(1, 2));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
@@ -184,6 +186,13 @@ void spoil(Input& in, Args& args) {
       break;
     case 9:
       args.prefix = nullptr;
+      break;
+    case 10:  // an output: refused where they have elements
+      if constexpr (requires { args.dq; }) {
+        victim = args.dq;
+      } else {
+        victim = args.out;
+      }
       break;
     default:
       break;

@@ -41,6 +41,12 @@ void spoil_merge(Input& in, strobe_merge_args& a) {
     case 7:  // where there is a second part
       (in.flag() ? a.outs_part : a.lses_part) = in.flag() ? INT64_MIN : INT64_MAX;
       break;
+    case 8:  // the parts' own memory: refused where there are rows
+      if (a.parts > 0) a.out = const_cast<float*>(a.outs);
+      break;
+    case 9:
+      if (a.parts > 0) a.lse = const_cast<float*>(a.lses);
+      break;
     default:
       break;
   }
@@ -54,7 +60,7 @@ void check_merge(Input& in) {
   a.threads = static_cast<int32_t>(in.range(0, 2));
   a.parts = in.range(0, 5), a.batch = in.range(0, 3);
   a.seqlen_q = in.range(0, 9), a.heads = in.range(0, 3);
-  const int64_t rows = a.seqlen_q, heads = a.heads, dim = in.range(1, in.flag() ? 256 : 9);
+  const int64_t rows = a.seqlen_q, heads = a.heads, dim = in.range(1, in.flag() ? 512 : 9);
   a.head_dim_v = dim;
   a.outs_strides = take_strides(in, rows, heads, dim);
   a.lses_strides = take_strides(in, rows, heads, 1);
@@ -80,8 +86,9 @@ void check_merge(Input& in) {
     if (!t->fits()) return;
   }
   for (int64_t n = in.range(0, 40); n > 0 && lses.elements() > 0; --n) {
-    lses.put(in.range(0, lses.elements() - 1),
-             in.flag() ? -std::numeric_limits<float>::infinity() : in.take<float>());
+    lses.put(in.range(0, lses.elements() - 1), in.flag()   ? -std::numeric_limits<float>::infinity()
+                                               : in.flag() ? std::numeric_limits<float>::infinity()
+                                                           : in.take<float>());
   }
   a.outs = outs.as<float>(), a.lses = lses.as<float>();
   a.out = out.get(), a.lse = in.flag() ? lse.as<float>() : nullptr;
@@ -90,7 +97,7 @@ void check_merge(Input& in) {
   require_documented(status);
   REQUIRE(outs.unchanged() && lses.unchanged());
   REQUIRE(status == STROBE_OK || (out.unchanged() && lse.unchanged()));
-  REQUIRE(a.lse || lse.unchanged());
+  REQUIRE(a.lse == lse.as<float>() || lse.unchanged());
 }
 
 }  // namespace

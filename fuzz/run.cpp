@@ -47,7 +47,8 @@ constexpr std::array kIntegers = {
     "0", "1", "2", "3", "7", "64", "-1", "-2", "2147483647", "9223372036854775807", "1e3", ""};
 constexpr std::array kDTypes = {"float32", "bf16", "fp16", "float64"};
 constexpr std::array kLayouts = {"bshd", "bhsd", "sbhd"};
-constexpr std::array<Flag, 19> kFlags = {{{"--causal", 0, kNone},
+constexpr std::array<Flag, 20> kFlags = {{{"--causal", 0, kNone},
+                                          {"--signed-window", 2, kIntegers},
                                           {"--window", 2, kIntegers},
                                           {"--scale", 1, kNumbers},
                                           {"--softcap", 1, kNumbers},

@@ -73,6 +73,12 @@ void ChooseMask(CacheCase& c, Rng& rng) {
   c.with_q_position = rng.Chance(0.15);
   if (rng.Chance(0.2)) c.softcap = 15;
   if (rng.Chance(0.25)) c.alibi = static_cast<int32_t>(rng.Integer(1, 2));
+  if (c.chunk == 0 && rng.Chance(0.1)) {  // a window that ends before a query's own position
+    c.window_signed = true;
+    c.window_right = -rng.Integer(1, 20);
+    c.window_left =
+        c.with_prefix || rng.Chance(0.3) ? STROBE_NO_LIMIT : rng.Integer(0, 60) - c.window_right;
+  }
 }
 
 void ChooseQueries(CacheCase& c, Rng& rng, int64_t batch) {
@@ -253,8 +259,9 @@ std::string ToString(const CacheCase& c) {
     << c.most_rows << ", layout " << static_cast<int>(c.layout) << ", append " << c.append
     << (c.varlen ? ", varlen" : "") << ", past the end " << c.past_q << "/" << c.past_new
     << (c.causal ? ", causal" : "") << ", window " << c.window_left << " " << c.window_right
-    << ", chunk " << c.chunk << ", softcap " << c.softcap << ", alibi " << c.alibi << ", rotary "
-    << c.rotary_dim << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << "\n ";
+    << (c.window_signed ? " signed" : "") << ", chunk " << c.chunk << ", softcap " << c.softcap
+    << ", alibi " << c.alibi << ", rotary " << c.rotary_dim << (c.interleaved ? " interleaved" : "")
+    << ", threads " << c.threads << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

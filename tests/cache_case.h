@@ -54,6 +54,7 @@ struct CacheCase {
 
   bool causal = false;
   int64_t window_left = -1, window_right = -1, chunk = 0;
+  bool window_signed = false;
   float softcap = 0;
   int32_t alibi = STROBE_ALIBI_NONE;
   int64_t rotary_dim = 0, rotary_rows = 0;
@@ -69,7 +70,9 @@ struct CacheCase {
   int64_t longest_queries() const;
   int64_t longest_added() const;
   /// Whether a query's position in the rotary tables moves with it.
-  bool QueriesMove() const { return causal || window_left >= 0 || window_right >= 0 || chunk > 0; }
+  bool QueriesMove() const {
+    return causal || window_signed || window_left >= 0 || window_right >= 0 || chunk > 0;
+  }
   /// The row of the cache [entries, rows] that holds row n of a sequence.
   int64_t Entry(const CacheSequence& s, int64_t n) const;
   int64_t Row(int64_t n) const { return paged ? n % rows : n; }

@@ -206,6 +206,7 @@ strobe_problem CacheFixture::Problem() const {
   p.causal = c.causal;
   p.window_left = c.window_left;
   p.window_right = c.window_right;
+  p.window_signed = c.window_signed;
   p.attention_chunk = c.chunk;
   p.softcap = c.softcap;
   p.alibi = c.alibi;
@@ -357,6 +358,7 @@ std::string CacheFixture::Judge() const {
   p.causal = c.causal;
   p.window_left = c.window_left;
   p.window_right = c.window_right;
+  p.window_signed = c.window_signed;
   p.attention_chunk = c.chunk;
   p.scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.softcap = c.softcap;

@@ -117,8 +117,9 @@ std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i)
   for (int64_t j = 0; j < s.k_length; ++j) {
     bool seen = true;
     if (p.causal && j > position) seen = false;
-    if (p.window_left >= 0 && position - j > p.window_left) seen = false;
-    if (p.window_right >= 0 && j - position > p.window_right) seen = false;
+    const bool negative = p.window_signed;
+    if ((negative || p.window_left >= 0) && position - j > p.window_left) seen = false;
+    if ((negative || p.window_right >= 0) && j - position > p.window_right) seen = false;
     // Before key 0 there are chunks too, which hold no key.
     if (p.attention_chunk > 0 &&
         (position < 0 || position / p.attention_chunk != j / p.attention_chunk)) {

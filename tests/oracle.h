@@ -58,7 +58,8 @@ struct Problem {
   int64_t head_dim = 1, head_dim_v = 1;
 
   bool causal = false;
-  int64_t window_left = -1, window_right = -1;  // -1: no limit
+  int64_t window_left = -1, window_right = -1;  // -1 and INT64_MAX: no limit
+  bool window_signed = false;                   // -1 is a limit
   int64_t attention_chunk = 0;                  // 0: off
 
   double scale = 1;

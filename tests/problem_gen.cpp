@@ -217,6 +217,24 @@ void PickSequences(Rng& rng, Case& c) {
   c.has_prefix = !c.arrays.prefix.empty();
 }
 
+// A window that need not hold a query's own position.
+void PickSignedWindow(Rng& rng, Case& c) {
+  if (c.attention_chunk != 0 || !rng.Chance(0.12)) return;
+  const int64_t longest = std::max(c.longest_q(), c.longest_k());
+  const auto far = [&] {
+    return rng.Chance(0.5) ? rng.Integer(1, 9) : rng.Integer(0, longest + 10);
+  };
+  c.window_signed = true;
+  const int64_t near = -far();  // its nearer end
+  const int64_t other = rng.Chance(0.4) ? STROBE_NO_LIMIT : far() - near;
+  const bool behind = c.has_prefix || c.causal || rng.Chance(0.7);
+  c.window_left = behind ? other : near;
+  c.window_right = behind ? near : other;
+  if (c.has_prefix) c.window_left = STROBE_NO_LIMIT;
+  if (rng.Chance(0.1)) c.window_right = STROBE_NO_LIMIT;
+  if (c.causal && c.window_left < 0) c.window_left = 0;
+}
+
 std::string Describe(const Layout& l) {
   if (l.defaulted) return l.shift ? "contiguous+" + std::to_string(l.shift) : "contiguous";
   std::string text;
@@ -283,6 +301,7 @@ Case GenerateCase(uint64_t seed) {
   if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
   if (c.varlen && rng.Chance(0.2)) c.past_k = rng.Integer(1, 70);
   if (same_rows) c.past_k = c.past_q;
+  PickSignedWindow(rng, c);
   return c;
 }
 

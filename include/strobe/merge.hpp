@@ -19,7 +19,7 @@ struct MergeArgs {
   int32_t threads = 0;  // at most; 0: OpenMP's number
   int64_t parts = 0, batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;
   const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
-  const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; -inf: no keys in the part
+  const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; infinite: no keys in the part
   void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
   float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
   Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};

@@ -65,6 +65,8 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E5M2 = 4
 } strobe_dtype;
 #define STROBE_SAME_DTYPE (-1) /* the problem's dtype: default of kv_dtype and out_dtype */
+/* A window_left or window_right that is no limit, whatever window_signed says. */
+#define STROBE_NO_LIMIT INT64_MAX
 typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
 
@@ -91,8 +93,10 @@ typedef enum strobe_append {
 
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
- * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast); outputs must not
- * overlap each other or an input. */
+ * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast). An output (out,
+ * lse, dq, dk, dv, the workspace, a cache that is appended to) must have no byte in common with
+ * another argument: such a launch is refused. Elements may be interleaved, as those of dq, dk and
+ * dv in one tensor of gradients. */
 typedef struct strobe_strides {
   int64_t batch, seqlen, head, dim;
 } strobe_strides;
@@ -123,8 +127,8 @@ typedef struct strobe_problem {
   int64_t total_k; /* varlen: rows of k and v, all sequences together */
 
   /* Sliding window: query i sees keys in [i + seqlen_k - seqlen_q - window_left, i + seqlen_k -
-   * seqlen_q + window_right]. -1: no limit. causal and window combine: causal makes window_right 0
-   * at most. */
+   * seqlen_q + window_right]. -1 and STROBE_NO_LIMIT: no limit. causal and window combine: causal
+   * makes window_right 0 at most. With window_signed, -1 and other negative numbers are limits. */
   int64_t window_left, window_right;
 
   float scale;   /* multiplies q.k; NaN (default): 1 / sqrt(head_dim) */
@@ -199,6 +203,13 @@ typedef struct strobe_problem {
                                   sequence b has entry b, and cache_batch is at least batch */
   int32_t has_leftpad;         /* rows at the begin of the cache that a sequence skips */
   int32_t has_rotary_position; /* with rotary_dim: position of the first query and new key */
+
+  /* 1: window_left and window_right are limits of either sign, and STROBE_NO_LIMIT alone is none. A
+   * negative limit ends the window on the other side of the query's own position: left 8 and right
+   * -3 are the keys from 8 to 3 positions before it. Together they are at least 0 (with causal,
+   * where window_right is 0 at most, too), and neither is negative with attention_chunk.
+   * 0 (default): -1 is no limit, and no other negative number is taken. */
+  int64_t window_signed;
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -351,10 +362,11 @@ typedef struct strobe_merge_args {
   int32_t out_dtype;    /* strobe_dtype of out: float32, bfloat16 or float16 */
   int32_t threads;      /* CPU threads to use at most. 0: OpenMP's number */
   int64_t parts;        /* >= 0 */
-  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 256 */
+  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 512 */
   const float* outs; /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
-  const float* lses; /* [parts, batch, heads, seqlen_q]. A row without keys in a part has lse -inf
-                        there; what its outs hold is then not read */
+  /* A row without keys in a part has an infinite lse there: -inf, or +inf as flash_attn 2 has it.
+   * What its outs hold does not count. */
+  const float* lses; /* [parts, batch, heads, seqlen_q] */
   void* out;         /* [batch, seqlen_q, heads, head_dim_v]: 0 where all parts are without keys */
   float* lse;        /* [batch, heads, seqlen_q]: -inf there. NULL: not wanted */
   /* Elements. All zero: contiguous in the order above. The dim stride of outs and out must be 1;
@@ -366,8 +378,11 @@ typedef struct strobe_merge_args {
 } strobe_merge_args;
 
 /* Merges partial results exactly: out = sum of exp(lses - lse) * outs, lse = log of the sum of
- * exp(lses), over the parts. out and lse must not overlap outs and lses. Returns when the result is
- * there (CPU) or enqueued (CUDA). */
+ * exp(lses), over the parts. A value of out lies between the smallest and the largest of the parts'
+ * values. What a part without weight holds does not count: one without keys, or whose lse is so far
+ * below the others' that its weight is 0 in float32. A NaN in lses makes its row NaN. out and lse
+ * must not overlap outs, lses or each other. Returns when the result is there (CPU) or enqueued
+ * (CUDA). */
 STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:

@@ -109,7 +109,8 @@ struct Problem {
   int64_t total_q = 0;  // varlen: rows of q
   int64_t total_k = 0;  // varlen: rows of k and v
 
-  // Query i sees keys i + seqlen_k - seqlen_q + [-window_left, window_right]; -1: no limit.
+  // Query i sees keys i + seqlen_k - seqlen_q + [-window_left, window_right]; -1 and
+  // STROBE_NO_LIMIT: no limit. window_signed below makes -1 a limit.
   int64_t window_left = -1;
   int64_t window_right = -1;
 
@@ -150,6 +151,8 @@ struct Problem {
   bool rotary_interleaved = false;
   bool has_cache_batch_idx = false, has_leftpad = false, has_rotary_position = false;
 
+  bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
+
   // The same problem for the C interface.
   [[nodiscard]] strobe_problem c() const noexcept {
     strobe_problem p;
@@ -171,6 +174,7 @@ struct Problem {
     p.total_k = total_k;
     p.window_left = window_left;
     p.window_right = window_right;
+    p.window_signed = window_signed;
     p.scale = scale;
     p.softcap = softcap;
     p.dropout_p = dropout_p;

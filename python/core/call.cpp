@@ -140,6 +140,9 @@ bool Call::give_options(const char* function, PyObject* options) {
   Py_ssize_t at = 0;
   while (PyDict_Next(options, &at, &name, &value) != 0)
     if (!give_option(function, name, value)) return false;
+  static PyObject* const window_signed = PyUnicode_InternFromString("window_signed");
+  // Where None says that there is no limit, -1 is one, whatever was given besides.
+  if (without_limit && !give_option(function, window_signed, Py_True)) return false;
   return find_lengths() && find_threads();
 }
 
@@ -159,12 +162,18 @@ bool Call::give_tail(PyObject* const* tail, Py_ssize_t count) {
 bool Call::give_window(PyObject* window) {
   Ref pair;
   if (!PyTuple_CheckExact(window) || PyTuple_Size(window) != 2) {
-    pair = call_python("_values", "pair", "(sO)", "window", window);
+    pair = call_python("_values", "window", "(sO)", "window", window);
     if (!pair) return false;
     window = pair.get();
   }
-  return to_integer("window[0]", PyTuple_GetItem(window, 0), 64, &left) &&
-         to_integer("window[1]", PyTuple_GetItem(window, 1), 64, &right);
+  PyObject* const limits[] = {PyTuple_GetItem(window, 0), PyTuple_GetItem(window, 1)};
+  without_limit = limits[0] == Py_None || limits[1] == Py_None;
+  const auto give_limit = [](const char* name, PyObject* limit, int64_t* number) {
+    if (limit != Py_None) return to_integer(name, limit, 64, number);
+    *number = STROBE_NO_LIMIT;
+    return true;
+  };
+  return give_limit("window[0]", limits[0], &left) && give_limit("window[1]", limits[1], &right);
 }
 
 bool Call::give_length(int index, PyObject* value) {

@@ -64,7 +64,7 @@ struct Call {
   bool cached = false;                                 // attention_with_kvcache
   bool rotary_interleaved = false, float_out = false;  // with a cache
   bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
-  bool has_scale = false;
+  bool has_scale = false, without_limit = false;  // None in the window
   bool has_length[2] = {};
   int64_t left = -1, right = -1, threads = 0;
   int64_t lengths[2] = {};  // max_seqlen_q, max_seqlen_k

@@ -211,7 +211,8 @@ def limited(window: Any) -> Any:
     """`window` for the extension: a negative side, in flash_attn no limit whatever the number, is
     -1. What is no pair of plain integers stays as it is: `as_limit` takes or refuses it.
     """
-    if type(window) is tuple and len(window) == 2:
+    # A compiler's numbers, which may be known at run time alone, are asked nothing here.
+    if type(window) is tuple and len(window) == 2 and not torch.compiler.is_compiling():
         left, right = window
         if type(left) is int and type(right) is int and (left < -1 or right < -1):
             return max(left, -1), max(right, -1)
@@ -221,9 +222,7 @@ def limited(window: Any) -> Any:
 def as_limit(name: str, value: Any) -> Any:
     """One side of a window as an integer: -1 for any negative number."""
     side = as_integer(name, value)
-    if isinstance(side, torch.SymInt):  # that may be known at run time alone
-        return torch.sym_max(side, -1)
-    return max(side, -1)
+    return torch.sym_max(side, -1) if _is_tracing() else max(side, -1)
 
 
 def as_number(name: str, value: Any) -> Any:

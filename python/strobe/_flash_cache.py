@@ -194,7 +194,8 @@ def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
     if wants_value_checks(q) and isinstance(k, torch.Tensor):
         window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
         try:
-            moving = bool(options.get("causal")) or window != (-1, -1) or chunk > 0
+            moves = window not in ((-1, -1), (None, None)) or chunk > 0
+            moving = bool(options.get("causal")) or moves
             check_values(q, k, arrays, moving)
         except Error:
             raise

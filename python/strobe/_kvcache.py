@@ -65,8 +65,9 @@ def attention_with_kvcache(
             later if causal, window or attention_chunk is given; else all have the first one.
         rotary_interleaved: rotate elements 2n and 2n + 1; else n and n + rotary_dim / 2.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
-        scale, softcap, attention_chunk, batch_invariant, threads: as in `attention`.
-        out: where to write the result; None: a new contiguous array.
+        scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
+        out: where to write the result; None: a new contiguous array. It has no element in common
+            with another array, nor have k and v where new keys are written to them.
         out_dtype: "float32", or None for q's dtype. Partial results for `merge` are float32.
         return_lse: also return lse.
 

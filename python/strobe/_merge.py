@@ -26,18 +26,21 @@ def merge(
 
     Args:
         outs: float32, (parts, batch, seqlen_q, heads, head_dim_v), or packed
-            (parts, total_q, heads, head_dim_v); or a list or tuple of the parts.
+            (parts, total_q, heads, head_dim_v), head_dim_v up to 512; or a list or tuple of the
+            parts.
         lses: float32, (parts, batch, heads, seqlen_q), or (parts, heads, total_q); or a list. A row
-            without keys in a part has lse -inf there; what its outs hold is then not read.
-        out: where to write the result, writable and not tracked by autograd; None: a new
-            contiguous array.
+            without keys in a part has lse -inf there, or +inf as flash_attn 2 reports it; what its
+            outs hold does not count then.
+        out: where to write the result, writable, not tracked by autograd and apart from outs and
+            lses; None: a new contiguous array.
         out_dtype: "float32" (None), "bfloat16" or "float16", of a new array. Of NumPy's, "bfloat16"
             needs the package ml_dtypes imported.
         threads: CPU threads at most; 0: OpenMP's number.
 
     Returns:
-        (out, lse): lse = log(sum of exp(lses)), out = sum of exp(lses - lse) * outs. A row without
-        keys in all parts has out 0 and lse -inf.
+        (out, lse): lse = log(sum of exp(lses)), out = sum of exp(lses - lse) * outs, which lies
+        between the smallest and the largest value of the parts. A row without keys in all parts has
+        out 0 and lse -inf.
 
     Raises:
         InvalidArgument: as `attention`.

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict, TypeVar
 
-from ._values import flag, integer, pair, real, seed
+from ._values import flag, integer, real, seed, window
 
 
 class SharedOptions(TypedDict, total=False):
     """The rows below, for type checkers: those of every call."""
 
     causal: bool
-    window: tuple[int, int]
+    window: tuple[int | None, int | None]
     scale: float | None
     softcap: float
     alibi_slopes: Any
@@ -33,6 +33,7 @@ class SharedOptions(TypedDict, total=False):
     seqused_k: Any
     q_position: Any
     prefix: Any
+    window_signed: bool
 
 
 class CallOptions(SharedOptions, total=False):
@@ -78,7 +79,7 @@ class Option:
 
 ROWS: Final[tuple[Option, ...]] = (
     Option("causal", False, flag),
-    Option("window", (-1, -1), pair),
+    Option("window", (-1, -1), window),
     Option("scale", None, real),
     Option("softcap", 0.0, real),
     Option("alibi_slopes", None),
@@ -97,6 +98,7 @@ ROWS: Final[tuple[Option, ...]] = (
     Option("seqused_k", None, None, "Tensor?"),
     Option("q_position", None, None, "Tensor?"),
     Option("prefix", None, None, "Tensor?"),
+    Option("window_signed", False, flag, "bool"),
 )
 # Those that an operator takes at its end, and of them one number for each sequence: has_<name> in
 # strobe_problem, <name> in the arguments of a launch.

@@ -250,6 +250,7 @@ def _names(problem: Problem) -> dict[str, str]:
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.
     equal = {f"{name} =": f"{known} =" for name, known in names.items()}
+    equal |= {"window_signed = 1": "window_signed=True"}
     equal |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
     return equal | {f"has_{name} = 1": f"{name} given" for name in NUMBERS}
 

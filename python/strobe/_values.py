@@ -9,7 +9,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -106,6 +106,15 @@ def pair(name: str, value: Any, convert: Callable[[str, Any], Any] = integer) ->
             f"{name} = {shown(value)}, expected a pair (left, right) of integers, -1 for no limit"
         ) from None
     return convert(f"{name}[0]", left), convert(f"{name}[1]", right)
+
+
+# A limit of a window that is none: STROBE_NO_LIMIT of include/strobe/strobe.h.
+NO_LIMIT: Final = 2**63 - 1
+
+
+def window(name: str, value: Any) -> tuple[Any, Any]:
+    """Both limits of a window; None stays None, which is no limit."""
+    return pair(name, value, lambda name, x: x if x is None else integer(name, x))
 
 
 def seed(name: str, value: Any) -> int:

@@ -84,7 +84,9 @@ def attention(
         v: values, (batch, seqlen_k, heads_kv, head_dim_v). head_dim and head_dim_v: 1 to 256.
         causal: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned).
         window: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to
-            i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0 at most.
+            i + seqlen_k - seqlen_q + right; -1: no limit. causal makes right 0 at most. None is no
+            limit either, and the other number is then one of either sign, as both are with
+            window_signed: (None, -1) are the keys before a query's own position.
         scale: multiplies q k^T; None: 1 / sqrt(head_dim).
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before ALiBi and masks; 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds
@@ -112,9 +114,12 @@ def attention(
             seqlen_k - seqlen_q; -2**30 to 2**30.
         prefix: int32, (batch,): so many keys at the begin of each sequence are seen by all of its
             queries, whatever causal says (prefix-LM). Not with attention_chunk or a left window.
+        window_signed: -1 and other negative numbers of window are limits, on the other side of a
+            query's own position: (8, -3) are the keys from 8 to 3 positions before it. Together
+            they are at least 0. Not with attention_chunk.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
-            contiguous last dimension; it must not overlap q, k or v. Of a PyTorch tensor the write
-            is counted, as by PyTorch's own operators. None: a new contiguous array.
+            contiguous last dimension and no element in common with an input. Of a PyTorch tensor
+            the write is counted, as by PyTorch's own operators. None: a new contiguous array.
         return_lse: also return lse.
 
     Returns:
@@ -203,12 +208,13 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
         batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.
-        attention_chunk, seqused_q, seqused_k, q_position, prefix: as in `attention`.
+        attention_chunk, seqused_q, seqused_k, q_position, prefix,
+        window_signed: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
             anyway.
-        grads: where to write (dq, dk, dv), any strides with a contiguous last dimension; they must
-            not overlap each other or an input. None: new contiguous arrays.
+        grads: where to write (dq, dk, dv), any strides with a contiguous last dimension and no
+            element in common with each other or an input. None: new contiguous arrays.
 
     Returns:
         (dq, dk, dv), of the shapes of q, k and v and q's dtype; dk and dv are summed over the query

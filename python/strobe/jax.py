@@ -22,7 +22,7 @@ from ._errors import renamed, shown
 from ._options import ARRAYS
 from ._problem import DTYPE_CODES
 from ._questions import check
-from ._values import flag, integer, pair, real, seed
+from ._values import NO_LIMIT, flag, integer, real, seed, window
 
 __all__ = ["attention"]
 
@@ -293,7 +293,8 @@ def attention(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    window_signed: bool = False,
     return_residual: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
@@ -323,7 +324,11 @@ def attention(
             in use, the first ones; numbers out of range, of 64 bits too, mean none or all. The
             others are not read: their out is 0, their lse -inf and their gradients are 0.
         local_window_size: (left, right): a query sees keys so far from its own position, -1: no
-            limit; a number: both; None: no window.
+            limit; a number: both; None: no window. A limit that is None is none; the other number
+            is then a limit of either sign, as both are with window_signed.
+        window_signed: -1 and other negative numbers of local_window_size are limits, on the other
+            side of a query's own position: (8, -3) are the keys from 8 to 3 positions before it.
+            The two are at least 0 together. Not with attention_chunk.
         return_residual: also return lse.
         softcap: c > 0: the scaled score s becomes c * tanh(s / c); 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |distance of positions|.
@@ -363,14 +368,16 @@ def attention(
     batch, seqlen_q = tensors["q"].shape[:2]
     seqlen_k = tensors["k"].shape[1]
 
-    window = (-1, -1) if local_window_size is None else local_window_size
-    if isinstance(window, int | np.integer):
-        window = (int(window), int(window))
-    left, right = pair("local_window_size", window)
+    limits: Any = (-1, -1) if local_window_size is None else local_window_size
+    if isinstance(limits, int | np.integer):
+        limits = (int(limits), int(limits))
+    limits = window("local_window_size", limits)
+    left, right = (NO_LIMIT if x is None else x for x in limits)
     options: dict[str, Any] = {
         "causal": int(flag("is_causal", is_causal)),
         "window_left": left,
         "window_right": right,
+        "window_signed": int(flag("window_signed", window_signed) or None in limits),
         "softcap": real("softcap", softcap),
         "dropout_p": real("dropout_p", dropout_p),
         "batch_invariant": int(flag("batch_invariant", batch_invariant)),
@@ -388,7 +395,8 @@ def attention(
         if length is not None:
             more[field] = _lengths(_NAMES.get(field, field), length)
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
-    placed = options["causal"] or (left, right) != (-1, -1) or options["attention_chunk"]
+    placed = options["causal"] or {left, right} - {-1, NO_LIMIT} or options["attention_chunk"]
+    placed = placed or options["window_signed"]
     if placed or alibi_slopes is not None:
         if isinstance(q_position, int | np.integer):
             position = integer("q_position", int(q_position))
@@ -398,7 +406,8 @@ def attention(
                 more["q_position"] = np.full(batch, position, np.int32)
         else:
             more["q_position"] = _numbers("q_position", q_position, np.int32, "-2**30 to 2**30")
-    checked = {"window": (left, right)} | {x: y for x, y in options.items() if x[:6] != "window"}
+    apart = ("window_left", "window_right")
+    checked = {"window": (left, right)} | {x: y for x, y in options.items() if x not in apart}
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
         tuple((name, x.shape, x.dtype.name) for name, x in more.items()),

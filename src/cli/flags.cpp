@@ -143,6 +143,23 @@ void AddOptions(CLI::App& app, Options* options) {
       ->type_name("LEFT RIGHT")
       ->type_size(2)
       ->expected(1);
+  app.add_option_function<std::vector<std::string>>(
+         "--signed-window",
+         [options](const std::vector<std::string>& text) {
+           const auto limit = [](const std::string& word) -> int64_t {
+             using Limits = std::numeric_limits<int64_t>;
+             if (word == "none") return STROBE_NO_LIMIT;
+             return ParseInteger("--signed-window", word, Limits::min(), Limits::max());
+           };
+           options->window_signed = true;
+           options->window_left = limit(text[0]);
+           options->window_right = limit(text[1]);
+         },
+         "Limits of either sign; none: no limit")
+      ->type_name("LEFT RIGHT")
+      ->type_size(2)
+      ->expected(1)
+      ->excludes("--window");
 }
 
 CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,

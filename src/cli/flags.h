@@ -59,7 +59,8 @@ CLI::Option* AddFloat(CLI::App& app, const std::string& names, const char* type,
                  });
 }
 
-// The flags of the problem's options (core/options.def) that `app` does not have yet, and --window.
+// The flags of the problem's options (core/options.def) that `app` does not have yet, --window and
+// --signed-window.
 void AddOptions(CLI::App& app, Options* options);
 
 template <typename T>

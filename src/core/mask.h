@@ -42,36 +42,53 @@ STROBE_INLINE constexpr Range block_at(Range range, int64_t begin, int64_t size)
 
 /// What a problem says of the mask, for all its sequences.
 struct MaskRule {
-  int64_t window_left = -1, window_right = -1;  // -1: no limit
-  int64_t attention_chunk = 0;                  // 0: none
-  bool causal = false;
+  /// A window's end that hides nothing. Others are nearer than kFarthest.
+  static constexpr int64_t kNoLimit = INT64_MAX, kFarthest = int64_t{1} << 40;
+
+  // Keys from so far before a query's position to so far behind it. A negative limit ends the
+  // window on the other side of the position.
+  int64_t window_left = kNoLimit, window_right = kNoLimit;
+  int64_t attention_chunk = 0;  // 0: none
+  bool causal = false;          // window_right is 0 at most
 
   /// That of a problem, C's or the wrapper's: the options have the same names in both.
   template <typename Problem>
   STROBE_INLINE static constexpr MaskRule of(const Problem& p) {
-    return {p.window_left, p.window_right, p.attention_chunk, p.causal != 0};
+    const auto limit = [&](int64_t x) {
+      if (x >= kFarthest || (x < 0 && !p.window_signed)) return kNoLimit;
+      return x > -kFarthest ? x : -kFarthest;
+    };
+    return {limit(p.window_left), limit(p.window_right), p.attention_chunk, p.causal != 0};
+  }
+  STROBE_INLINE constexpr bool is_limited_left() const { return window_left != kNoLimit; }
+  STROBE_INLINE constexpr bool is_limited_right() const {
+    return causal || window_right != kNoLimit;
+  }
+  /// The right limit, with causality.
+  STROBE_INLINE constexpr int64_t right() const {
+    return causal && window_right > 0 ? 0 : window_right;
   }
   /// Whether this hides no key from any query, whatever the lengths are.
   STROBE_INLINE constexpr bool hides_nothing() const {
 #if STROBE_BREAK_KERNEL_MASK_MEMBER
     return false;
 #endif
-    return !causal && window_left < 0 && window_right < 0 && attention_chunk == 0;
+    return !is_limited_left() && !is_limited_right() && attention_chunk == 0;
   }
   /// Whether the queries of a sequence see the more keys the later they come: tiles then differ in
   /// their work, and the last ones have most of it.
   STROBE_INLINE constexpr bool later_see_more() const {
-    return causal || (window_right >= 0 && window_left < 0 && attention_chunk == 0);
+    return causal || (is_limited_right() && !is_limited_left() && attention_chunk == 0);
   }
   /// The most keys that the queries of a run see together, of `length` keys; and the most queries
   /// that see some key of a run of keys, of `length` queries. run: rows of the run, at least 1. A
   /// bound for all offsets, and exact for a run of 1. (A prefix is for rules alone for which this
   /// is `length`.)
   STROBE_INLINE constexpr int64_t most_seen(int64_t run, int64_t length) const {
-    const int64_t left = window_left, right = causal ? 0 : window_right;
     int64_t most = length;
-    if (0 <= left && left < length && 0 <= right && right < length) {
-      most = run + left + right < most ? run + left + right : most;
+    if (is_limited_left() && is_limited_right()) {
+      const int64_t window = run + window_left + right();
+      most = window < most ? window : most;
     }
     if (0 < attention_chunk && attention_chunk < length) {
       const int64_t chunks = (run + attention_chunk - 2) / attention_chunk + 1;  // that a run meets
@@ -88,21 +105,24 @@ struct MaskRule {
   }
   /// Whether a query may see `keys` keys up to its own position, as far as there are so many.
   STROBE_INLINE constexpr bool reaches_back(int64_t keys) const {
-    return (window_left < 0 || window_left >= keys) &&
-           (attention_chunk == 0 || attention_chunk >= keys);
+    return window_left >= keys && right() >= 0 && (attention_chunk == 0 || attention_chunk >= keys);
   }
 };
 
 /// A rule in 32 bits, for Mask::tile: worked out once for all tiles. The largest number is no
-/// limit.
+/// limit. Limits are of either sign, and yet there is no sign for a kernel to extend: positions and
+/// limits have 2^31 added to them, which differences do not show.
 struct TileRule {
-  uint32_t left, right, chunk;  // below 2^31
+  static constexpr uint32_t kZero = uint32_t{1} << 31;
+
+  uint32_t left, right;  // kZero plus MaskRule's left; kZero minus its right
+  uint32_t chunk;        // below 2^31
 
   STROBE_INLINE static constexpr TileRule make(const MaskRule& rule) {
     const auto narrow = [](int64_t x) {
-      return static_cast<uint32_t>(x < 0 || x > INT32_MAX ? INT32_MAX : x);
+      return static_cast<uint32_t>(x > INT32_MAX ? INT32_MAX : x > -INT32_MAX ? x : -INT32_MAX);
     };
-    return {narrow(rule.window_left), rule.causal ? 0 : narrow(rule.window_right),
+    return {kZero + narrow(rule.window_left), kZero - narrow(rule.right()),
             narrow(rule.attention_chunk)};
   }
 };
@@ -129,10 +149,8 @@ struct BasicMask {
     // Positions, and distances between them and keys, are below this: it stands for "no limit", and
     // the sums below cannot overflow.
     const Int no_limit = seqlen_q + seqlen_k + (offset < 0 ? -offset : offset) + 1;
-    Int left = no_limit, right = no_limit;
-    if (rule.window_left >= 0 && rule.window_left < no_limit) left = rule.window_left;
-    if (rule.window_right >= 0 && rule.window_right < no_limit) right = rule.window_right;
-    if (rule.causal) right = 0;
+    const Int left = smaller(rule.window_left, no_limit);
+    Int right = smaller(rule.right(), no_limit);
 #if STROBE_BREAK_KERNEL_MASK
     if (rule.causal) right = 1;
 #endif
@@ -157,8 +175,8 @@ struct BasicMask {
   /// The same from the rule that the mask was made from, where registers do not suffice for 64
   /// bits.
   STROBE_INLINE constexpr BasicMask<int32_t> tile(Int begin, Int rows, const TileRule& rule) const {
-    const int64_t position = static_cast<int32_t>(begin + offset);
-    return tile(begin, rows, near(position - rule.left), near(position + rule.right),
+    const int64_t position = static_cast<uint32_t>(begin + offset) + TileRule::kZero;
+    return tile(begin, rows, near(position - rule.left), near(position - rule.right),
                 static_cast<int32_t>(rule.chunk));
   }
 

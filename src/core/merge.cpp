@@ -3,6 +3,8 @@
 #include <cinttypes>
 
 #include "core/checks.h"
+#include "core/merge_row.h"
+#include "core/overlap.h"
 #include "core/problem.h"
 
 namespace strobe {
@@ -14,11 +16,26 @@ Status resolve_part(const char* name, const strobe_strides& strides, int64_t par
                     int64_t& part) {
   if (part != 0)
     return check_integer(name, part, -kMaxOffset / max64(parts, 1), kMaxOffset / max64(parts, 1));
-  if (!unset(strides) && parts > 1) {
+  if (!unset(strides) && parts > 1 && count > 0) {
     return invalid(format("%s = 0 elements with strides given, expected a stride", name));
   }
   part = count;
   return {};
+}
+
+// Outputs lie apart from the parts, and from each other. args: resolved.
+Status check_memory(const MergeArgs& a) {
+  const auto extents = [&](int64_t parts, int64_t dim, const strobe_strides& s, int64_t part,
+                           int64_t size) {
+    return Extents::of(a.batch, a.seqlen_q, a.heads, dim, s, size, parts, part);
+  };
+  const int64_t d = a.head_dim_v, size = element_size(a.out_dtype);
+  Memory memory;
+  memory.add("outs", a.outs, extents(a.parts, d, a.outs_strides, a.outs_part, 4), false);
+  memory.add("lses", a.lses, extents(a.parts, 1, a.lses_strides, a.lses_part, 4), false);
+  memory.add("out", a.out, extents(1, d, a.out_strides, 0, size), true);
+  memory.add("lse", a.lse, extents(1, 1, a.lse_strides, 0, 4), true);
+  return memory.check();
 }
 
 }  // namespace
@@ -33,7 +50,7 @@ Status check_merge(MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_integer("batch", a.batch, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("seqlen_q", a.seqlen_q, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("heads", a.heads, 0, kMaxLength));
-  STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", a.head_dim_v, 1, 256));
+  STROBE_RETURN_IF_ERROR(check_integer("head_dim_v", a.head_dim_v, 1, kMostMerged));
   // One row of lses for each head, one value for each query: the shape [batch, heads, seqlen_q, 1]
   // with its strides in the order of strobe_strides.
   for (strobe_strides* s : {&a.lses_strides, &a.lse_strides}) {
@@ -70,7 +87,8 @@ Status check_merge(MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_pointer("outs", a.outs, some && a.parts > 0, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("lses", a.lses, some && a.parts > 0, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some, element_size(a.out_dtype)));
-  return check_pointer("lse", a.lse, false, 4);
+  STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, false, 4));
+  return check_memory(a);
 }
 
 }  // namespace strobe

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/options.h"
+#include "core/overlap.h"
 #include "core/problem.h"
 #include "core/status.h"
 
@@ -15,7 +16,9 @@ struct LaunchPointer {
   const void* pointer;
   bool used;          // whether the problem asks for it: else nothing reads it
   bool needed;        // whether it may not be null
-  int64_t alignment;  // in bytes
+  int64_t alignment;  // in bytes: the size of an element
+  Extents extents;
+  bool written;  // whether a launch writes it
 };
 
 /// visit(LaunchPointer) for all but the workspace and the arrays of for_each_array. problem:
@@ -26,50 +29,79 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
   const int64_t align = element_size(p.dtype), align_kv = element_size(p.kv_dtype);
   const bool some_q = rows_q(p) > 0, some_k = rows_k(p) > 0, alibi = p.alibi != STROBE_ALIBI_NONE;
   const bool varlen_k = p.varlen && !p.cache;  // lengths of keys in a cache are in seqused_k
-  visit(LaunchPointer{"q", a.q, true, some_q, align});
-  visit(LaunchPointer{"k", a.k, true, some_k, align_kv});
-  visit(LaunchPointer{"v", a.v, true, some_k, align_kv});
-  visit(LaunchPointer{"out", a.out, true, some_q, element_size(p.out_dtype)});
-  visit(LaunchPointer{"lse", a.lse, true, some_q && !kForward, 4});
+  const bool appends = p.append != STROBE_APPEND_NONE;
+  const auto array = [](int64_t count) { return Extents::contiguous(4 * count); };
+  const auto of_q = [&](const Strides& s, int64_t dim, int64_t size) {
+    return p.varlen ? Extents::of(1, p.total_q, p.heads, dim, s, size)
+                    : Extents::of(p.batch, p.seqlen_q, p.heads, dim, s, size);
+  };
+  const auto of_k = [&](const Strides& s, int64_t dim, int64_t size) {
+    return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, dim, s, size);
+  };
+  const int64_t d = p.head_dim, dv = p.head_dim_v, size_out = element_size(p.out_dtype);
+  const Extents lse = array(rows_q(p) * p.heads);
+  visit(LaunchPointer{"q", a.q, true, some_q, align, of_q(p.q, d, align), false});
+  visit(LaunchPointer{"k", a.k, true, some_k, align_kv, of_k(p.k, d, align_kv), appends});
+  visit(LaunchPointer{"v", a.v, true, some_k, align_kv, of_k(p.v, dv, align_kv), appends});
+  visit(LaunchPointer{"out", a.out, true, some_q, size_out, of_q(p.out, dv, size_out), kForward});
+  visit(LaunchPointer{"lse", a.lse, true, some_q && !kForward, 4, lse, kForward});
   if constexpr (!kForward) {
-    visit(LaunchPointer{"dout", a.dout, true, some_q, align});
-    visit(LaunchPointer{"dlse", a.dlse, p.has_dlse != 0, some_q && p.has_dlse, 4});
-    visit(LaunchPointer{"dq", a.dq, true, some_q, align});
-    visit(LaunchPointer{"dk", a.dk, true, some_k, align});
-    visit(LaunchPointer{"dv", a.dv, true, some_k, align});
+    visit(LaunchPointer{"dout", a.dout, true, some_q, align, of_q(p.dout, dv, align), false});
+    visit(LaunchPointer{"dlse", a.dlse, p.has_dlse != 0, some_q && p.has_dlse, 4, lse, false});
+    visit(LaunchPointer{"dq", a.dq, true, some_q, align, of_q(p.dq, d, align), true});
+    visit(LaunchPointer{"dk", a.dk, true, some_k, align, of_k(p.dk, d, align), true});
+    visit(LaunchPointer{"dv", a.dv, true, some_k, align, of_k(p.dv, dv, align), true});
   }
-  visit(LaunchPointer{"alibi_slopes", a.alibi_slopes, alibi, alibi, 4});
-  visit(LaunchPointer{"cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, 4});
-  visit(LaunchPointer{"cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, 4});
+  const auto visit_array = [&](const char* name, const void* pointer, bool used, bool needed,
+                               const Extents& extents) {
+    visit(LaunchPointer{name, pointer, used, needed, 4, extents, false});
+  };
+  visit_array("alibi_slopes", a.alibi_slopes, alibi, alibi,
+              array(p.alibi == STROBE_ALIBI_PER_HEAD ? p.heads : p.batch * p.heads));
+  const Extents starts = array(p.batch + 1);
+  visit_array("cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, starts);
+  visit_array("cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, starts);
   if constexpr (kForward) {
     if (!p.cache) return;
     const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
-    const bool appends = p.append != STROBE_APPEND_NONE, rotates = p.rotary_dim > 0;
-    const bool some_new = appends && (packed ? p.total_new : p.seqlen_new) > 0 && p.seqlen_k > 0;
+    const bool rotates = p.rotary_dim > 0;
+    const int64_t rows_new = packed ? p.total_new : p.seqlen_new;
+    const bool some_new = appends && rows_new > 0 && p.seqlen_k > 0;
     const bool some_rotates = rotates && p.rotary_rows > 0;
-    visit(LaunchPointer{"block_table", a.block_table, paged, paged && p.pages_per_sequence > 0, 4});
-    visit(LaunchPointer{"k_new", a.k_new, appends, some_new, align_kv});
-    visit(LaunchPointer{"v_new", a.v_new, appends, some_new, align_kv});
-    visit(LaunchPointer{"cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, 4});
-    visit(LaunchPointer{"rotary_cos", a.rotary_cos, rotates, some_rotates, align});
-    visit(LaunchPointer{"rotary_sin", a.rotary_sin, rotates, some_rotates, align});
+    const auto of_new = [&](const Strides& s, int64_t dim) {
+      return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align_kv);
+    };
+    const Extents angles = Extents::contiguous(p.rotary_rows * (p.rotary_dim / 2) * align);
+    visit_array(
+        "block_table", a.block_table, paged, paged && p.pages_per_sequence > 0,
+        Extents::of(p.batch, 1, 1, p.pages_per_sequence, {p.block_table_stride, 0, 0, 1}, 4));
+    visit(LaunchPointer{"k_new", a.k_new, appends, some_new, align_kv, of_new(p.k_new, d), false});
+    visit(LaunchPointer{"v_new", a.v_new, appends, some_new, align_kv, of_new(p.v_new, dv), false});
+    visit_array("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, starts);
+    visit(LaunchPointer{"rotary_cos", a.rotary_cos, rotates, some_rotates, align, angles, false});
+    visit(LaunchPointer{"rotary_sin", a.rotary_sin, rotates, some_rotates, align, angles, false});
     for_each_cache_array(p, a, [&](const char* name, int32_t wanted, const int32_t* values) {
-      visit(LaunchPointer{name, values, wanted != 0, wanted != 0, 4});
+      visit_array(name, values, wanted != 0, wanted != 0, array(p.batch));
     });
   }
 }
 
-/// What check says of the first of these pointers, and of the arrays of for_each_array, that it
-/// finds wrong.
+/// The same, and the arrays of for_each_array.
+template <typename Args, typename Visit>
+void for_each_argument(const AttentionProblem& p, const Args& a, const Visit& visit) {
+  for_each_pointer(p, a, visit);
+  for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
+    visit(LaunchPointer{array.name, values, wanted != 0, wanted != 0, 4,
+                        Extents::contiguous(4 * p.batch), false});
+  });
+}
+
+/// What check says of the first of these that it finds wrong.
 template <typename Args, typename Check>
 Status first_wrong(const AttentionProblem& p, const Args& a, const Check& check) {
   Status first;
-  const auto visit = [&](const LaunchPointer& x) {
+  for_each_argument(p, a, [&](const LaunchPointer& x) {
     if (first.ok()) first = check(x);
-  };
-  for_each_pointer(p, a, visit);
-  for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
-    visit({array.name, values, wanted != 0, wanted != 0, 4});
   });
   return first;
 }

@@ -54,6 +54,41 @@ Status check_dtypes(const AttentionProblem& p) {
                         p.direction == STROBE_FORWARD ? " or 0 (fp32)" : ""));
 }
 
+// In words: a signed window's limit, or none.
+std::string limit_text(const AttentionProblem& p, int64_t limit) {
+  return p.window_signed && limit == STROBE_NO_LIMIT ? "none" : std::to_string(limit);
+}
+
+Status check_window(const AttentionProblem& p) {
+  const struct {
+    const char* name;
+    int64_t got;
+  } limits[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
+  for (const auto& limit : limits) {
+    if (!p.window_signed && limit.got < -1) {
+      return invalid(format("%s = %" PRId64
+                            ", expected -1 (no limit) or more, or window_signed = 1 "
+                            "(limits of either sign)",
+                            limit.name, limit.got));
+    }
+    // A query's interval of keys would be empty in the middle of its chunk.
+    if (p.window_signed && limit.got < 0 && p.attention_chunk > 0) {
+      return invalid(format("%s = %" PRId64 " with attention_chunk = %" PRId64
+                            ", expected at least 0",
+                            limit.name, limit.got, p.attention_chunk));
+    }
+  }
+  const MaskRule rule = MaskRule::of(p);
+  if (rule.is_limited_left() && rule.is_limited_right() && rule.window_left + rule.right() < 0) {
+    return invalid(format("window_left = %s with window_right = %s%s, expected at least %" PRId64
+                          ": no query would see a key",
+                          limit_text(p, p.window_left).c_str(),
+                          limit_text(p, p.window_right).c_str(), p.causal ? " and causal = 1" : "",
+                          -rule.right()));
+  }
+  return {};
+}
+
 Status check_options(const AttentionProblem& p) {
   Status first;
   for_each_option(p, [&](const Option& option, auto got) {
@@ -63,10 +98,11 @@ Status check_options(const AttentionProblem& p) {
   if (p.has_dlse && p.direction == STROBE_FORWARD) {
     return invalid("has_dlse = 1 with direction forward, expected direction backward");
   }
+  STROBE_RETURN_IF_ERROR(check_window(p));
   // What a query sees is one interval of keys.
-  if (p.has_prefix && p.window_left >= 0) {
-    return invalid(format("window_left = %" PRId64 " with has_prefix = 1, expected -1 (no limit)",
-                          p.window_left));
+  if (p.has_prefix && MaskRule::of(p).is_limited_left()) {
+    return invalid(format("window_left = %" PRId64 " with has_prefix = 1, expected %s (no limit)",
+                          p.window_left, p.window_signed ? "STROBE_NO_LIMIT" : "-1"));
   }
   if (p.has_prefix && p.attention_chunk > 0) {
     return invalid(format("attention_chunk = %" PRId64 " with has_prefix = 1, expected 0 (off)",
@@ -206,12 +242,25 @@ Status check_arrays(const AttentionProblem& p, const Args& a) {
   return first;
 }
 
+// Outputs, the workspace among them, lie apart from all else.
+template <typename Args>
+Status check_memory(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
+  Memory memory;
+  for_each_argument(p, a, [&](const LaunchPointer& x) {
+    if (x.used) memory.add(x.name, x.pointer, x.extents, x.written);
+  });
+  memory.add("workspace", a.workspace, Extents::contiguous(static_cast<int64_t>(workspace_bytes)),
+             true);
+  return memory.check();
+}
+
 // What all launches have in common: pointers, lengths, workspace.
 template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
+  STROBE_RETURN_IF_ERROR(check_memory(p, workspace_bytes, a));
   STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));
   if (!a.workspace || a.workspace_bytes >= workspace_bytes) return {};
   return invalid(
@@ -258,8 +307,10 @@ std::string to_string(const AttentionProblem& p) {
   s += cache_text(p);
   s += std::isnan(p.scale) ? ", scale 1/sqrt(head_dim)" : format(", scale %g", p.scale);
   for_each_option(p, [&](const Option& option, auto got) {
-    if (option.field == std::string("window_left") && (p.window_left >= 0 || p.window_right >= 0)) {
-      s += format(", window (%" PRId64 ", %" PRId64 ")", p.window_left, p.window_right);
+    const bool window = p.window_signed || p.window_left >= 0 || p.window_right >= 0;
+    if (option.field == std::string("window_left") && window) {
+      s += (p.window_signed ? ", signed window (" : ", window (") + limit_text(p, p.window_left) +
+           ", " + limit_text(p, p.window_right) + ")";
     }
     if (!option.said || static_cast<double>(got) == option.otherwise) return;
     s += format(", %s", option.said);

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "core/arithmetic.h"
+#include "core/merge_row.h"
 #include "core/problem.h"
 #include "core/team.h"
 #include "cpu/dispatch.h"
@@ -21,31 +22,37 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
   };
   const float* const lses = a.lses ? a.lses + at(a.lses_strides) : nullptr;
   const float* const outs = a.outs ? a.outs + at(a.outs_strides) : nullptr;
+  const auto lse_of = [&](int64_t n) { return merged_lse(lses[n * a.lses_part]); };
   // NaN is no maximum: it reaches the sum, and makes all of the row NaN.
-  float largest = -kInfinity;
+  float largest = lse_of_no_keys();
   for (int64_t n = 0; n < a.parts; ++n) {
-    const float lse = lses[n * a.lses_part];
+    const float lse = lse_of(n);
     if (lse > largest) largest = lse;
   }
   float sum = 0;
   for (int64_t n = 0; n < a.parts; ++n) {
-    const float lse = lses[n * a.lses_part];
-    if (lse != -kInfinity) sum += std::exp(lse - largest);
+    const float lse = lse_of(n);
+    if (lse != lse_of_no_keys()) sum += std::exp(lse - largest);
   }
   const bool empty = sum == 0;
   // Weights of at most 1 together: no sum of large values overflows on its way to a smaller result.
-  alignas(64) float row[256] = {};
+  const int columns = static_cast<int>(a.head_dim_v);
+  MergedColumns<kMostMerged> merged;
+  for (int d = 0; d < columns; ++d) merged.clear(d);
   for (int64_t n = 0; n < a.parts; ++n) {
-    const float lse = lses[n * a.lses_part];
-    if (lse == -kInfinity) continue;  // without keys: its outs may hold anything
+    const float lse = lse_of(n);
+    if (lse == lse_of_no_keys()) continue;  // its outs may hold anything
     const float weight = std::exp(lse - largest) / sum;
+    if (weight == 0) continue;  // so may those of one that is far below the others
     const float* const part = outs + n * a.outs_part;
-    for (int64_t d = 0; d < a.head_dim_v; ++d) row[d] += weight * part[d];
+    for (int d = 0; d < columns; ++d) merged.add(d, weight, part[d]);
   }
+  alignas(64) float row[kMostMerged];
+  for (int d = 0; d < columns; ++d) row[d] = merged.average(d);
   from_float(a.out_dtype, row,
              static_cast<std::byte*>(a.out) + at(a.out_strides) * element_size(a.out_dtype),
              a.head_dim_v);
-  if (a.lse) a.lse[at(a.lse_strides)] = empty ? -kInfinity : largest + std::log(sum);
+  if (a.lse) a.lse[at(a.lse_strides)] = empty ? lse_of_no_keys() : largest + std::log(sum);
 }
 
 }  // namespace

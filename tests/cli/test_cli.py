@@ -155,6 +155,13 @@ def test_numbers_of_each_sequence(tmp_path: Path) -> None:
 
 def test_window_without_limits_changes_nothing(plain: Path) -> None:
     assert run(plain, "--window", "-1", "-1") == run(plain)
+    assert run(plain, "--signed-window", "none", "none") == run(plain)
+
+
+def test_a_signed_window(plain: Path) -> None:
+    same = run(plain, "--window", "3", "2")
+    assert run(plain, "--signed-window", "3", "2") == same
+    assert run(plain, "--signed-window", "3", "-1") != run(plain, "--window", "3", "-1")
 
 
 def test_backward_follows_finite_differences(tmp_path: Path) -> None:

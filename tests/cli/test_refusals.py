@@ -92,6 +92,8 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "--window", "3"], ["--window lacks a value", "LEFT RIGHT"]),
         (["run", "FILE", "--window", "3", "x"], ["--window = x"]),
         (["run", "FILE", "--window", "-2", "0"], ["--window = -2"]),
+        (["run", "FILE", "--signed-window", "2", "x"], ["--signed-window = x"]),
+        (["run", "FILE", "--signed-window", "2", "-3"], ["window_left = 2", "no query would see"]),
         (["run", "FILE", "--dropout", "1"], ["--dropout = 1", "below 1"]),
         (["run", "FILE", "--dropout", "-0.1"], ["--dropout = -0.1", "at least 0"]),
         (["run", "FILE", "--dropout", "0.99999999999"], ["--dropout = 0.99999999999", "float32"]),

@@ -139,10 +139,15 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     rule.causal = random() % 2;
     if (random() % 2) rule.window_left = below(100);
     if (random() % 2) rule.window_right = below(100);
-    if (random() % 2) rule.attention_chunk = 1 + below(100);
+    if (random() % 2) {
+      rule.attention_chunk = 1 + below(100);
+    } else if (random() % 4 == 0) {  // a window that ends before a query's own position
+      rule.window_right = -below(50);
+      if (rule.is_limited_left()) rule.window_left -= rule.window_right;
+    }
     const int64_t seqlen_q = 1 + below(300), seqlen_k = 1 + below(300);
     const int64_t offset = random() % 2 ? seqlen_k - seqlen_q : below(700) - 350;
-    const bool may_have_prefix = rule.window_left < 0 && rule.attention_chunk == 0;
+    const bool may_have_prefix = !rule.is_limited_left() && rule.attention_chunk == 0;
     const int64_t prefix =
         may_have_prefix && random() % 2 ? below(static_cast<uint32_t>(seqlen_k) + 1) : 0;
     const Mask mask = Mask::make(rule, seqlen_q, seqlen_k, offset, prefix);
@@ -372,7 +377,8 @@ OrderedProblem random_ordered(std::mt19937& random) {
   for (int32_t b = 0; b < problem.batch; ++b) {
     const int64_t q = same ? longest_q : length(), k = same ? longest_k : length();
     const int64_t offset = random() % 2 ? k - q : below(700) - 350;
-    const bool may_have_prefix = problem.rule.window_left < 0 && problem.rule.attention_chunk == 0;
+    const bool may_have_prefix =
+        !problem.rule.is_limited_left() && problem.rule.attention_chunk == 0;
     const int64_t prefix =
         may_have_prefix && random() % 3 == 0 ? below(static_cast<uint32_t>(k) + 1) : 0;
     problem.masks.push_back(Mask::make(problem.rule, q, k, offset, prefix));

@@ -219,7 +219,7 @@ TEST(Stagger, NobodyWaitsWhereThatGainsNothing) {
   EXPECT_TRUE(waits(p, kItems));
   p.rule.window_left = 256;
   EXPECT_FALSE(waits(p, kItems)) << "few keys in the window";
-  p.rule.window_left = -1;
+  p.rule.window_left = MaskRule::kNoLimit;
   const int32_t lengths[33] = {};
   p.cu_k = lengths;
   EXPECT_FALSE(waits(p, kItems)) << "sequences of their own lengths";

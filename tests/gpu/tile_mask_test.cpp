@@ -52,16 +52,21 @@ void expect_same_queries(const Mask& mask, int64_t key) {
 }
 
 TEST(TileMask, EqualsMaskOnShortSequences) {
+  constexpr int64_t kNone = MaskRule::kNoLimit;
   for (const int64_t seqlen_q : {1, 2, 5, 9}) {
     for (const int64_t seqlen_k : {0, 1, 4, 7, 12}) {
       for (const bool causal : {false, true}) {
-        for (const int64_t left : {-1, 0, 1, 3, 13}) {
-          for (const int64_t right : {-1, 0, 2, 13}) {
+        for (const int64_t left :
+             {kNone, int64_t{-2}, int64_t{0}, int64_t{1}, int64_t{3}, int64_t{13}}) {
+          for (const int64_t right : {kNone, int64_t{-3}, int64_t{0}, int64_t{2}, int64_t{13}}) {
             for (const int64_t chunk : {0, 1, 2, 3, 5, 30}) {
               for (int64_t offset = -14; offset <= 14; ++offset) {
                 for (const int64_t prefix : {0, 1, 3, 12}) {
-                  if (prefix > 0 && (left >= 0 || chunk > 0)) continue;
                   const MaskRule rule{left, right, chunk, causal};
+                  if (prefix > 0 && (rule.is_limited_left() || chunk > 0)) continue;
+                  // What validate.cpp refuses.
+                  if (chunk > 0 && (left < 0 || right < 0)) continue;
+                  if (left != kNone && left + rule.right() < 0) continue;
                   const Mask mask =
                       Mask::make(rule, seqlen_q, seqlen_k, offset, std::min(prefix, seqlen_k));
                   for (int64_t first = 0; first < seqlen_q; first += 4) {
@@ -82,7 +87,8 @@ TEST(TileMask, EqualsMaskOnShortSequences) {
 // At the largest lengths, windows, chunks and positions.
 TEST(TileMask, EqualsMaskAtTheLimits) {
   constexpr int64_t kLongest = kLongestSequence, kFurthest = Sequences::kFurthestPosition;
-  constexpr int64_t kSizes[] = {-1, 0, 1000, kLongest, INT32_MAX, INT64_MAX};
+  constexpr int64_t kSizes[] = {
+      -MaskRule::kFarthest, -kLongest, -1000, 0, 1000, kLongest, INT32_MAX, MaskRule::kNoLimit};
   for (const int64_t seqlen_q : {int64_t{1}, int64_t{193}, kLongest}) {
     for (const int64_t seqlen_k : {int64_t{0}, int64_t{1}, int64_t{1000}, kLongest}) {
       for (const int64_t offset : {seqlen_k - seqlen_q, -kFurthest, -kFurthest + 100, -seqlen_q,
@@ -94,9 +100,12 @@ TEST(TileMask, EqualsMaskAtTheLimits) {
                    {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{1000}, kLongest, kFurthest,
                     int64_t{INT32_MAX}, int64_t{1} << 31, INT64_MAX}) {
                 const MaskRule rule{left, right, chunk, causal};
-                const Mask mask =
-                    Mask::make(rule, seqlen_q, seqlen_k, offset,
-                               left < 0 && chunk == 0 ? std::min<int64_t>(seqlen_k, 77) : 0);
+                if (chunk > 0 && (left < 0 || right < 0)) continue;
+                const bool both = rule.is_limited_left() && rule.is_limited_right();
+                if (both && left + rule.right() < 0) continue;
+                const Mask mask = Mask::make(
+                    rule, seqlen_q, seqlen_k, offset,
+                    !rule.is_limited_left() && chunk == 0 ? std::min<int64_t>(seqlen_k, 77) : 0);
                 for (const int64_t first : {int64_t{0}, seqlen_q / 2, seqlen_q - 1}) {
                   ASSERT_NO_FATAL_FAILURE(expect_same(rule, mask, first, 16));
                 }

@@ -91,7 +91,16 @@ class Inputs:
     options: dict[str, Any]
 
     # What the oracle takes of them.
-    PLAIN = ("causal", "window", "scale", "softcap", "dropout_p", "alibi_slopes", "attention_chunk")
+    PLAIN = (
+        "causal",
+        "window",
+        "scale",
+        "softcap",
+        "dropout_p",
+        "alibi_slopes",
+        "attention_chunk",
+        "window_signed",
+    )
     PER_SEQUENCE = ("seqused_q", "seqused_k", "q_position", "prefix")
 
     def poison_unused(self) -> None:

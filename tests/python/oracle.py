@@ -47,10 +47,11 @@ def visible(
     seqlen_q: int,
     seqlen_k: int,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int | None, int | None] = (-1, -1),
     attention_chunk: int = 0,
     offset: int | None = None,
     prefix: int = 0,
+    window_signed: bool = False,
 ) -> Array:
     """bool (seqlen_q, seqlen_k): which keys each query sees. offset: where query 0 stands."""
     offset = seqlen_k - seqlen_q if offset is None else offset
@@ -59,9 +60,10 @@ def visible(
     seen = np.ones((seqlen_q, seqlen_k), bool)
     if causal:
         seen &= keys <= position
-    if window[0] >= 0:
+    signed = window_signed or None in window
+    if window[0] is not None and (signed or window[0] >= 0):
         seen &= keys >= position - window[0]
-    if window[1] >= 0:
+    if window[1] is not None and (signed or window[1] >= 0):
         seen &= keys <= position + window[1]
     if attention_chunk > 0:
         seen &= keys // attention_chunk == position // attention_chunk
@@ -76,7 +78,7 @@ def attention(
     dout: Array | None = None,
     dlse: Array | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int | None, int | None] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
@@ -85,6 +87,7 @@ def attention(
     attention_chunk: int = 0,
     offset: int | None = None,
     prefix: int = 0,
+    window_signed: bool = False,
     round_to: Any = None,
 ) -> Result:
     """Forward, and backward if dout is given. Layouts as in strobe.attention, without varlen.
@@ -124,7 +127,9 @@ def attention(
             score = r(score - bias)
             size = size + np.abs(bias)
         seen = np.broadcast_to(
-            visible(seqlen_q, seqlen_k, causal, window, attention_chunk, offset, prefix),
+            visible(
+                seqlen_q, seqlen_k, causal, window, attention_chunk, offset, prefix, window_signed
+            ),
             score.shape,
         )
         any_seen = seen.any(-1)

@@ -125,7 +125,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     # options
     ("window", arrays(window=3), "window = 3, expected a pair (left, right)"),
     ("window-three", arrays(window=(1, 2, 3)), "window = (1, 2, 3), expected a pair"),
-    ("window-low", arrays(window=(-2, 0)), "window[0] = -2, expected -1 to"),
+    ("window-low", arrays(window=(-2, 0)), "window[0] = -2, expected -1 (no limit) or more"),
     ("window-float", arrays(window=(1.5, 0)), "window[0] = 1.5, expected an integer"),
     ("window-big", arrays(window=(0, BIG)), f"window[1] = {BIG}, expected an integer of 64 bits"),
     ("scale", arrays(scale="x"), "scale = 'x', expected a number"),

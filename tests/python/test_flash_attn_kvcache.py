@@ -536,8 +536,8 @@ def test_combine() -> None:
         ({"out_partial": torch.zeros(2, 3)}, r"^out_partial.ndim = 2, expected 5: \(parts, batch"),
         ({"out_partial": torch.zeros(2, 1, 3, 4, 8).double()}, "^out_partial.dtype = float64, exp"),
         (
-            {"out_partial": torch.zeros(2, 1, 3, 4, 300)},
-            r"^out_partial.shape\[4\] \(head_dim_v\) = 3",
+            {"out_partial": torch.zeros(2, 1, 3, 4, 513)},
+            r"^out_partial.shape\[4\] \(head_dim_v\) = 513",
         ),
         ({"lse_partial": np.zeros((2, 1, 3, 4))}, "^lse_partial is of type ndarray"),
         (

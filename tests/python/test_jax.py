@@ -183,6 +183,16 @@ def test_defaults_and_positions_of_jax_nn(seqlen_k: int) -> None:
         compare(both)
 
 
+@pytest.mark.parametrize(
+    ("window", "signed"), [((8, -3), True), ((None, -1), False), ((-2, None), False)]
+)
+def test_windows_beside_a_querys_position(window: Any, signed: bool) -> None:
+    x = tensors(2, 21, 4, 16, seqlen_k=21)[:3]
+    found = attention(*x, local_window_size=window, window_signed=signed)
+    wanted = strobe.attention(*map(np.asarray, x), window=window, window_signed=True)
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_integers_of_numpy() -> None:
     x = tensors(1, 5, 2, 16)[:3]
     for name in ("local_window_size", "q_position"):

@@ -261,11 +261,14 @@ def test_merge(packed: bool, rng: np.random.Generator) -> None:
     assert np.array_equal(strobe.merge(**spread)[0], found[0])
 
 
-def test_merge_of_rows_without_keys(rng: np.random.Generator) -> None:
-    outs, lses = np.full((2, 1, 3, 1, 8), np.nan, np.float32), np.zeros((2, 1, 1, 3), np.float32)
-    lses[:, 0, 0, 0] = -np.inf
+@pytest.mark.parametrize("empty", [-np.inf, np.inf])  # ours, and what flash_attn 2 reports
+@pytest.mark.parametrize("width", [8, 512])
+def test_merge_of_rows_without_keys(empty: float, width: int) -> None:
+    outs = np.full((2, 1, 3, 1, width), np.nan, np.float32)
+    lses = np.zeros((2, 1, 1, 3), np.float32)
+    lses[:, 0, 0, 0] = empty
     lses[0, 0, 0, 1] = np.nan
-    lses[0, 0, 0, 2] = -np.inf
+    lses[0, 0, 0, 2] = empty
     outs[1, 0, 2] = 5
     out, lse = strobe.merge(outs, lses)
     assert (out[0, 0] == 0).all()
@@ -284,8 +287,8 @@ def test_merge_of_rows_without_keys(rng: np.random.Generator) -> None:
         ({"outs": 3}, "outs is of type int"),
         ({"outs": np.zeros((3, 2, 6, 4, 16))}, r"outs.dtype = float64, expected float32 \(partial"),
         (
-            {"outs": np.zeros((3, 2, 6, 4, 300), np.float32)},
-            r"outs.shape\[4\] \(head_dim_v\) = 300",
+            {"outs": np.zeros((3, 2, 6, 4, 513), np.float32)},
+            r"outs.shape\[4\] \(head_dim_v\) = 513",
         ),
         ({"lses": np.zeros((3, 2, 4, 5), np.float32)}, r"lses.shape\[3\] = 5, expected 6"),
         ({"lses": np.zeros((3, 2, 4, 6))}, r"lses.dtype = float64, expected float32 \(partial"),
@@ -302,6 +305,21 @@ def test_what_merge_refuses(change: dict[str, Any], message: str) -> None:
     given, _, _ = parts_of(np.random.default_rng(0), packed=False)
     with pytest.raises(strobe.InvalidArgument, match=message):
         strobe.merge(**{**given, **change})
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 0, 2, 4), (3, 0, 5, 2, 4), (3, 1, 5, 0, 4), (3, 0, 2, 4)])
+def test_merge_without_rows(shape: tuple[int, ...]) -> None:
+    rows_last = (*shape[:-3], shape[-2], shape[-3])
+    out, lse = strobe.merge(np.zeros(shape, np.float32), np.zeros(rows_last, np.float32))
+    assert out.shape == shape[1:]
+    assert lse.shape == rows_last[1:]
+
+
+def test_merge_of_equal_parts_is_that_part() -> None:
+    largest = np.finfo(np.float32).max
+    for parts in range(1, 60):
+        outs = np.full((parts, 1, 1, 1, 4), largest, np.float32)
+        assert (strobe.merge(outs, np.zeros((parts, 1, 1, 1), np.float32))[0] == largest).all()
 
 
 def test_merge_refuses_parts_of_two_kinds() -> None:

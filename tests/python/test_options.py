@@ -140,6 +140,13 @@ CALLS: list[dict[str, Any]] = [
     {"prefix": numbers(0, 40), "causal": True},
     {"prefix": numbers(53, 7), "seqused_k": numbers(20, 30), "causal": True, "window": (-1, 2)},
     {"seqused_k": numbers(30, 12), "q_position": numbers(3, 0), "causal": True, "softcap": 3.0},
+    {"window": (8, -3), "window_signed": True},
+    {"window": (9, -1), "window_signed": True, "causal": True, "q_position": numbers(-10, 40)},
+    {"window": (None, -1)},
+    {"window": (None, -1), "window_signed": False},
+    {"window": (None, -4), "prefix": numbers(3, 20), "causal": True},
+    {"window": (-2, None), "seqused_k": numbers(30, 12)},
+    {"window": (None, None)},
 ]
 
 
@@ -199,6 +206,11 @@ def test_plans_are_kept_by_the_options_and_not_by_the_numbers() -> None:
         ({"prefix": [1, 2]}, "prefix is of type list"),
         ({"prefix": numbers(1, 2), "attention_chunk": 4}, "attention_chunk = 4 with prefix given"),
         ({"prefix": numbers(1, 2), "window": (4, -1)}, r"window\[0\] = 4 with prefix given"),
+        ({"window": (8, -3)}, r"window\[1\] = -3, expected -1 .* or window_signed=True"),
+        ({"window": (2, -3), "window_signed": True}, r"window\[0\] = 2 with window\[1\] = -3, exp"),
+        ({"window": (-1, None), "causal": True}, r"window\[0\] = -1 with window\[1\] = none and"),
+        ({"window": (None, -1), "attention_chunk": 4}, r"window\[1\] = -1 with attention_chunk"),
+        ({"window": (None, "x")}, r"window\[1\] = 'x', expected an integer"),
     ],
 )
 def test_errors_name_the_argument(options: dict[str, Any], words: str) -> None:
@@ -211,14 +223,14 @@ def test_errors_name_the_argument(options: dict[str, Any], words: str) -> None:
 def test_each_scalar_is_handed_on(row: _options.Option) -> None:
     """Into the problem, whose text says every option that has not its default."""
     inputs = Case().make(np.random.default_rng(11))
-    more: dict[str, Any] = {row.name: 1}
-    plain = strobe.plan(inputs.q, inputs.k, inputs.v)
-    assert (
-        strobe.plan(inputs.q, inputs.k, inputs.v, **more).splitlines()[0] != plain.splitlines()[0]
-    )
+    plan: Any = strobe.plan
+    window = (0, 0)  # what window_signed changes the meaning of
+    plain = plan(inputs.q, inputs.k, inputs.v, window=window)
+    more = plan(inputs.q, inputs.k, inputs.v, window=window, **{row.name: 1})
+    assert more.splitlines()[0] != plain.splitlines()[0]
     function: Any = strobe.attention
     with pytest.raises(strobe.InvalidArgument, match=f"^{row.name} = "):
-        function(inputs.q, inputs.k, inputs.v, **{row.name: "x"})
+        function(inputs.q, inputs.k, inputs.v, **{row.name: np.ones(2)})
 
 
 def test_unknown_options_are_refused_as_python_does() -> None:

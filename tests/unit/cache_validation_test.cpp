@@ -154,7 +154,7 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
 // 0 to 4 and 2 new ones.
 struct Launch {
   strobe_problem p = Full();
-  float data[2048] = {};
+  float out[2048] = {}, k[2048] = {}, v[2048] = {}, data[2048] = {};
   int32_t used[2] = {12, 5}, pad[2] = {2, 0}, starts[3] = {0, 3, 5}, position[2] = {4, 26};
   int32_t table[8] = {3, 1, 4, -1, 0, 8, -9, 1 << 30};
   strobe_forward_args a{};
@@ -162,8 +162,10 @@ struct Launch {
   Launch() {
     strobe::resolve_defaults(p);
     a.struct_size = sizeof a;
-    a.q = a.k = a.v = a.k_new = a.v_new = a.rotary_cos = a.rotary_sin = data;
-    a.out = data;
+    a.q = a.k_new = a.v_new = a.rotary_cos = a.rotary_sin = data;
+    a.k = k;
+    a.v = v;
+    a.out = out;
     a.seqused_k = used;
     a.leftpad = pad;
     a.cu_seqlens_k_new = starts;
@@ -192,7 +194,7 @@ TEST(CacheValidation, BadArgumentsAreRefusedByName) {
       {[](L& l) { l.a.rotary_cos = nullptr; }, "rotary_cos = NULL, expected a pointer"},
       {[](L& l) { l.a.rotary_sin = nullptr; }, "rotary_sin = NULL, expected a pointer"},
       {[](L& l) { l.a.rotary_position = nullptr; }, "rotary_position = NULL, expected a pointer"},
-      {[](L& l) { l.a.k = reinterpret_cast<char*>(l.data) + 1; }, "k = "},
+      {[](L& l) { l.a.k = reinterpret_cast<char*>(l.k) + 1; }, "k = "},
       {[](L& l) { l.used[1] = -1; }, "seqused_k[1] = -1, expected 0 to 20"},
       {[](L& l) { l.used[0] = 18; },
        "seqused_k[0] = 18, expected 0 to 17 (seqlen_k less the sequence's new keys)"},

@@ -22,6 +22,7 @@ struct Setting {
   int64_t chunk = 0;
   // Added to the position at the bottom right; keys that all queries see.
   int64_t shift = 0, prefix = 0;
+  bool window_signed = false;  // -1 is a limit, kHuge alone is none
 };
 
 constexpr Setting kSettings[] = {
@@ -40,7 +41,41 @@ constexpr Setting kMoreSettings[] = {
     {false, -1, 3, 0, 0, 12}, {true, -1, -1, 0, -9, 5}, {false, -1, -1, 0, 0, 5},
     {true, -1, -1, 0, 7, 30}};
 
-constexpr MaskRule Rule(const Setting& s) { return {s.left, s.right, s.chunk, s.causal}; }
+// Windows that end before a query's own position, or begin behind it; at last such that hardly one
+// query sees a key.
+constexpr Setting Signed(bool causal, int64_t left, int64_t right, int64_t shift = 0,
+                         int64_t prefix = 0) {
+  return {causal, left, right, 0, shift, prefix, true};
+}
+constexpr Setting kSignedSettings[] = {Signed(false, 8, -3),
+                                       Signed(true, 8, -3),
+                                       Signed(false, 1, -1),
+                                       Signed(false, kHuge, -1),
+                                       Signed(true, kHuge, -1),
+                                       Signed(false, kHuge, -7),
+                                       Signed(false, -1, kHuge),
+                                       Signed(false, -4, 9),
+                                       Signed(false, -5, 5),
+                                       Signed(false, kHuge, kHuge),
+                                       Signed(true, 0, kHuge),
+                                       Signed(false, 20, -2, 5),
+                                       Signed(false, 20, -2, -11),
+                                       Signed(false, -2, 6, -9),
+                                       Signed(false, kHuge, -3, 0, 6),
+                                       Signed(true, kHuge, -9, 4, 3),
+                                       Signed(false, 39, -39),
+                                       Signed(false, -100, kHuge),
+                                       Signed(false, kHuge, -100),
+                                       Signed(false, kHuge, std::numeric_limits<int64_t>::min()),
+                                       Signed(false, std::numeric_limits<int64_t>::min(), kHuge)};
+
+struct Fields {
+  int64_t window_left, window_right, attention_chunk;
+  bool causal, window_signed;
+};
+constexpr MaskRule Rule(const Setting& s) {
+  return MaskRule::of(Fields{s.left, s.right, s.chunk, s.causal, s.window_signed});
+}
 
 // The documented rule, apart from the header's code.
 bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64_t j) {
@@ -48,7 +83,7 @@ bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64
   const int64_t position = i + seqlen_k - seqlen_q + s.shift;
   const int64_t ahead = j - position;  // keys that j stands after the query's position
   if (s.causal && ahead > 0) return false;
-  if (s.right >= 0 && ahead > s.right) return false;
+  if ((s.right >= 0 || s.window_signed) && ahead > s.right) return false;
   if (s.chunk > 0) {
     const double chunk = static_cast<double>(s.chunk);
     if (std::floor(static_cast<double>(position) / chunk) !=
@@ -56,7 +91,7 @@ bool Sees(const Setting& s, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64
       return false;
     }
   }
-  return s.left < 0 || -ahead <= s.left;
+  return (s.left < 0 && !s.window_signed) || -ahead <= s.left;
 }
 
 template <typename Check>
@@ -67,12 +102,13 @@ void ForAllMasks(Check check) {
     if (::testing::Test::HasFailure()) {
       FAIL() << "at seqlen_q " << nq << ", seqlen_k " << nk << ", causal " << s.causal
              << ", window (" << s.left << ", " << s.right << "), chunk " << s.chunk << ", shift "
-             << s.shift << ", prefix " << s.prefix;
+             << s.shift << ", prefix " << s.prefix << ", signed " << s.window_signed;
     }
   };
   for (int64_t nq = 0; nq <= 40; ++nq) {
     for (int64_t nk = 0; nk <= 40; ++nk) {
       for (const Setting& s : kSettings) one(s, nq, nk);
+      for (const Setting& s : kSignedSettings) one(s, nq, nk);
     }
   }
   for (int64_t nq = 0; nq <= 40; nq += nq % 4 + 1) {
@@ -236,6 +272,10 @@ TEST(MaskRule, BoundsOfOneQueryAreExact) {
   for (const Setting& s : kSettings) check(s);
   for (const Setting& s : kMoreSettings) {
     if (s.prefix == 0) check(s);
+  }
+  for (const Setting& s : kSignedSettings) {
+    // Of others, a query sees all keys but at another offset.
+    if (s.left != kHuge && s.right != kHuge && s.shift == 0) check(s);
   }
   // A run may meet one chunk more than it has the length of.
   EXPECT_EQ(Rule({false, -1, -1, 8}).most_seen(2, kHuge), 16);

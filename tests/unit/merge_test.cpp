@@ -53,6 +53,9 @@ struct Merge {
   size_t Lse(int64_t n, int64_t b, int64_t i, int64_t h) const {
     return static_cast<size_t>(((n * batch + b) * heads + h) * rows + i);
   }
+  bool HasNoKeys(int64_t n, int64_t b, int64_t i, int64_t h) const {
+    return std::isinf(lses[Lse(n, b, i, h)]);
+  }
   // Against the definition, in float64.
   void Check() const {
     for (int64_t b = 0; b < batch; ++b) {
@@ -64,13 +67,12 @@ struct Merge {
   void CheckRow(int64_t b, int64_t i, int64_t h) const {
     double largest = -HUGE_VAL, sum = 0;
     for (int64_t n = 0; n < parts; ++n) {
-      largest = std::fmax(largest, lses[Lse(n, b, i, h)]);
+      if (!HasNoKeys(n, b, i, h)) largest = std::fmax(largest, lses[Lse(n, b, i, h)]);
     }
     std::vector<double> wanted(static_cast<size_t>(dim), 0.0);
     for (int64_t n = 0; n < parts; ++n) {
-      const double part = lses[Lse(n, b, i, h)];
-      if (part == -HUGE_VAL) continue;
-      const double weight = std::exp(part - largest);
+      if (HasNoKeys(n, b, i, h)) continue;
+      const double weight = std::exp(lses[Lse(n, b, i, h)] - largest);
       sum += weight;
       for (int64_t d = 0; d < dim; ++d) {
         wanted[static_cast<size_t>(d)] += weight * outs[Out(n, b, i, h) + static_cast<size_t>(d)];
@@ -102,16 +104,18 @@ TEST(Merge, AgreesWithTheDefinition) {
   Rng rng(1);
   for (int n = 0; n < 200; ++n) {
     Merge m(rng, rng.Integer(0, 7), rng.Integer(0, 3), rng.Integer(0, 9), rng.Integer(0, 5),
-            rng.Integer(1, 256), static_cast<oracle::DType>(rng.Integer(0, 2)));
+            rng.Integer(1, rng.Chance(0.5) ? 512 : 40),
+            static_cast<oracle::DType>(rng.Integer(0, 2)));
     for (size_t e = 0; e < m.lses.size(); ++e) {
       if (!rng.Chance(0.3)) continue;
-      m.lses[e] = -kInfinity;  // a part without keys: whatever its outs hold
+      // A part without keys, by either convention: whatever its outs hold.
+      m.lses[e] = rng.Chance(0.5) ? -kInfinity : kInfinity;
     }
     for (int64_t part = 0; part < m.parts; ++part) {
       for (int64_t b = 0; b < m.batch; ++b) {
         for (int64_t i = 0; i < m.rows; ++i) {
           for (int64_t h = 0; h < m.heads; ++h) {
-            if (m.lses[m.Lse(part, b, i, h)] == -kInfinity) m.outs[m.Out(part, b, i, h)] = kNan;
+            if (m.HasNoKeys(part, b, i, h)) m.outs[m.Out(part, b, i, h)] = kNan;
           }
         }
       }
@@ -131,15 +135,16 @@ TEST(Merge, ManyRowsOnSeveralThreads) {
   m.Check();
 }
 
-TEST(Merge, NanAndInfinityArriveAndLseMayBeLeftOut) {
+TEST(Merge, NanArrivesAndLseMayBeLeftOut) {
   Rng rng(3);
   Merge m(rng, 2, 1, 3, 1, 4, oracle::DType::kFloat32);
   m.lses[m.Lse(0, 0, 0, 0)] = kNan;
-  m.lses[m.Lse(1, 0, 1, 0)] = kInfinity;  // as attention has it: exp(inf - inf)
+  m.outs[m.Out(1, 0, 1, 0) + 2] = kNan;
   ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
-  for (const int64_t row : {0, 1}) {
-    EXPECT_TRUE(std::isnan(m.lse[m.Lse(0, 0, row, 0)]));
-    EXPECT_TRUE(std::isnan(oracle::Load(m.dtype, m.out.data(), row * 4)));
+  EXPECT_TRUE(std::isnan(m.lse[m.Lse(0, 0, 0, 0)]));
+  for (int64_t d = 0; d < 4; ++d) {
+    EXPECT_TRUE(std::isnan(oracle::Load(m.dtype, m.out.data(), d)));
+    EXPECT_EQ(std::isnan(oracle::Load(m.dtype, m.out.data(), 4 + d)), d == 2);
   }
   m.CheckRow(0, 2, 0);
   const std::vector<char> before = m.out;
@@ -148,16 +153,82 @@ TEST(Merge, NanAndInfinityArriveAndLseMayBeLeftOut) {
   EXPECT_EQ(m.out, before);
 }
 
-// Parts side by side in each row, and lses that lie as outs do.
-TEST(Merge, ValuesNearTheLargestDoNotOverflowOnTheWay) {
-  Rng rng(4);
-  Merge m(rng, 2, 1, 1, 1, 3, oracle::DType::kFloat32);
-  for (float& out : m.outs) out = 3e38F;
-  for (float& lse : m.lses) lse = 1.5F;
+// Rows without keys by the two conventions that libraries have for their lse.
+TEST(Merge, AnInfiniteLseIsThatOfARowWithoutKeys) {
+  for (const float empty : {-kInfinity, kInfinity}) {
+    Rng rng(3);
+    Merge m(rng, 2, 1, 2, 1, 4, oracle::DType::kFloat32);
+    for (size_t d = 0; d < 4; ++d) m.outs[m.Out(1, 0, 0, 0) + d] = d == 0 ? kNan : 0;
+    m.lses[m.Lse(1, 0, 0, 0)] = m.lses[m.Lse(0, 0, 1, 0)] = m.lses[m.Lse(1, 0, 1, 0)] = empty;
+    ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+    EXPECT_EQ(m.lse[0], m.lses[0]);
+    EXPECT_EQ(m.lse[1], -kInfinity);
+    for (size_t d = 0; d < 4; ++d) {
+      EXPECT_EQ(oracle::Load(m.dtype, m.out.data(), static_cast<int64_t>(d)),
+                m.outs[m.Out(0, 0, 0, 0) + d]);
+      EXPECT_EQ(oracle::Load(m.dtype, m.out.data(), static_cast<int64_t>(4 + d)), 0);
+    }
+  }
+}
+
+TEST(Merge, WhatHasNoWeightDoesNotCount) {
+  Rng rng(3);
+  Merge m(rng, 3, 1, 1, 1, 3, oracle::DType::kFloat32);
+  m.lses = {50, -200, 49};
+  m.outs = {1, 2, 3, kNan, kInfinity, -kInfinity, 3, 2, 1};
   ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+  m.outs[3] = m.outs[4] = m.outs[5] = 0;
   m.CheckRow(0, 0, 0);
 }
 
+// The weights' sum may pass 1: the average of equal values is that value nevertheless, and no other
+// one leaves the values between which it lies.
+TEST(Merge, NoAverageLeavesItsValues) {
+  constexpr float kLargest[] = {std::numeric_limits<float>::max(), 0x1.FEp127f, 65504};
+  for (int64_t parts = 1; parts < 400; ++parts) {
+    for (const oracle::DType dtype :
+         {oracle::DType::kFloat32, oracle::DType::kBFloat16, oracle::DType::kFloat16}) {
+      Rng rng(static_cast<uint64_t>(parts));
+      Merge m(rng, parts, 1, 2, 1, 3, dtype);
+      const float largest = kLargest[static_cast<int>(dtype)];
+      for (int64_t n = 0; n < parts; ++n) {
+        for (const int64_t i : {0, 1}) {
+          float* const row = &m.outs[m.Out(n, 0, i, 0)];
+          row[0] = largest;
+          row[1] = -largest;
+          row[2] = rng.Chance(0.5) ? largest : largest / 2;
+        }
+        m.lses[m.Lse(n, 0, 0, 0)] = 0;
+        m.lses[m.Lse(n, 0, 1, 0)] = static_cast<float>(rng.Uniform(-3, 3));
+      }
+      ASSERT_EQ(strobe_merge(&m.a), STROBE_OK);
+      for (const int64_t row : {0, 3}) {
+        const auto got = [&](int64_t d) { return oracle::Load(dtype, m.out.data(), row + d); };
+        EXPECT_EQ(got(0), largest) << parts << " parts";
+        EXPECT_EQ(got(1), -largest) << parts << " parts";
+        EXPECT_LE(got(2), largest) << parts << " parts";
+        EXPECT_GE(got(2), largest / 2) << parts << " parts";
+      }
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(Merge, WithoutRowsThereIsNothingToDo) {
+  for (const int spoiled : {0, 1, 2}) {
+    Rng rng(5);
+    Merge m(rng, 3, spoiled != 0, spoiled != 1, spoiled != 2, 4, oracle::DType::kFloat32);
+    m.a.outs_strides = {0, 4, 4, 1};
+    m.a.lses_strides = {0, 1, 1, 1};
+    m.a.out_strides = m.a.outs_strides;
+    EXPECT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+    m.a.outs = m.a.lses = nullptr;
+    m.a.out = nullptr;
+    EXPECT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+  }
+}
+
+// Parts side by side in each row, and lses that lie as outs do.
 TEST(Merge, Strides) {
   Rng rng(4);
   Merge m(rng, 3, 2, 5, 4, 8, oracle::DType::kFloat32);
@@ -198,7 +269,7 @@ TEST(Merge, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.batch = -1; }, "batch = -1, expected 0 to"},
       {[](A& a) { a.seqlen_q = -1; }, "seqlen_q = -1, expected 0 to"},
       {[](A& a) { a.heads = -1; }, "heads = -1, expected 0 to"},
-      {[](A& a) { a.head_dim_v = 257; }, "head_dim_v = 257, expected 1 to 256"},
+      {[](A& a) { a.head_dim_v = 513; }, "head_dim_v = 513, expected 1 to 512"},
       {[](A& a) { a.outs = nullptr; }, "outs = NULL, expected a pointer"},
       {[](A& a) { a.lses = nullptr; }, "lses = NULL, expected a pointer"},
       {[](A& a) { a.out = nullptr; }, "out = NULL, expected a pointer"},
@@ -213,6 +284,12 @@ TEST(Merge, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.outs_strides.dim = 2; }, "outs_strides.dim = 2 elements, expected 1"},
       {[](A& a) { a.batch = a.seqlen_q = a.heads = INT32_MAX; }, "outs_strides: "},
       {[](A& a) { a.parts = INT32_MAX, a.seqlen_q = INT32_MAX; }, "parts = 2147483647 of "},
+      {[](A& a) { a.out = const_cast<float*>(a.outs); },
+       "out shares memory with outs, expected memory of its own"},
+      {[](A& a) { a.out = const_cast<float*>(a.outs) + 127; }, "out shares memory with outs"},
+      {[](A& a) { a.lse = const_cast<float*>(a.lses) + 8; }, "lse shares memory with lses"},
+      {[](A& a) { a.lse = const_cast<float*>(a.outs) + 3; }, "lse shares memory with outs"},
+      {[](A& a) { a.out = a.lse; }, "out shares memory with lse"},
   };
   for (const auto& bad : all) {
     Rng rng(5);

@@ -78,8 +78,36 @@ const std::vector<BadProblem>& BadProblems() {
       {"total_k",
        [](P& p) { p.varlen = 1, p.total_q = 9, p.total_k = int64_t{1} << 40; },
        {"total_k", "1099511627776", "2147483647"}},
-      {"window_left", [](P& p) { p.window_left = -2; }, {"window_left", "-2", "-1 to"}},
-      {"window_right", [](P& p) { p.window_right = kMin64; }, {"window_right", "-1 to"}},
+      {"window_left",
+       [](P& p) { p.window_left = -2; },
+       {"window_left = -2, expected -1 (no limit) or more, or window_signed = 1"}},
+      {"window_right",
+       [](P& p) { p.window_right = kMin64; },
+       {"window_right = -9223372036854775808, expected -1 (no limit) or more"}},
+      {"window_signed", [](P& p) { p.window_signed = 2; }, {"window_signed", "2", "0 to 1"}},
+      {"a window of no keys",
+       [](P& p) { p.window_signed = 1, p.window_left = 3, p.window_right = -4; },
+       {"window_left = 3 with window_right = -4, expected at least 4: no query would see a key"}},
+      {"a causal window of no keys",
+       [](P& p) {
+         p.window_signed = 1, p.window_left = -1, p.window_right = STROBE_NO_LIMIT, p.causal = 1;
+       },
+       {"window_left = -1 with window_right = none and causal = 1, expected at "
+        "least 0"}},
+      {"a window far away",
+       [](P& p) { p.window_signed = 1, p.window_left = kMin64, p.window_right = 5; },
+       {"window_left = -9223372036854775808 with window_right = 5", "no query"}},
+      {"signed window and chunks",
+       [](P& p) {
+         p.window_signed = 1, p.window_left = 9, p.window_right = -1, p.attention_chunk = 4;
+       },
+       {"window_right = -1 with attention_chunk = 4, expected at least 0"}},
+      {"prefix and a signed window",
+       [](P& p) {
+         p.has_prefix = 1, p.window_signed = 1, p.window_left = -1,
+         p.window_right = STROBE_NO_LIMIT;
+       },
+       {"window_left = -1 with has_prefix", "expected STROBE_NO_LIMIT"}},
       {"scale inf", [](P& p) { p.scale = kInf; }, {"scale", "inf", "finite"}},
       {"scale -inf", [](P& p) { p.scale = -kInf; }, {"scale", "-inf", "finite"}},
       {"softcap -1", [](P& p) { p.softcap = -1; }, {"softcap", "-1", "positive"}},
@@ -218,6 +246,14 @@ TEST(Validation, TheGoodProblemsAreGood) {
       [](strobe_problem& p) { p.head_dim = 1, p.head_dim_v = 256; },
       [](strobe_problem& p) { p.heads_kv = 0; },
       [](strobe_problem& p) { p.window_left = p.window_right = kMax64; },
+      [](strobe_problem& p) { p.window_signed = 1, p.window_left = 8, p.window_right = -8; },
+      [](strobe_problem& p) {
+        p.window_signed = 1, p.window_left = STROBE_NO_LIMIT, p.window_right = kMin64;
+      },
+      [](strobe_problem& p) {
+        p.window_signed = p.causal = p.has_prefix = 1;
+        p.window_left = STROBE_NO_LIMIT, p.window_right = -1;
+      },
       [](strobe_problem& p) { p.scale = -3; },
       [](strobe_problem& p) { p.scale = 0; },
       [](strobe_problem& p) { p.softcap = 5, p.dropout_p = 0.5f; },
@@ -439,8 +475,17 @@ TEST_F(LaunchValidation, ForwardPointers) {
          a.workspace = AlignedWorkspace() + 4, a.workspace_bytes = plan_.workspace_bytes;
        },
        {"workspace", "alignment to 64"}},
+      {[](A& a) { a.out = const_cast<void*>(a.q); },
+       {"out shares memory with q, expected memory of its own"}},
+      {[](A& a) { a.v = Shifted(a.out, 64); }, {"out shares memory with v"}},
+      {[](A& a) { a.lse = static_cast<float*>(a.out); }, {"out shares memory with lse"}},
+      {[&](A& a) {
+         a.k = a.workspace = AlignedWorkspace(), a.workspace_bytes = plan_.workspace_bytes;
+       },
+       {plan_.workspace_bytes > 0 ? "workspace shares memory with k" : ""}},
   };
   for (const auto& b : bad) {
+    if (b.words[0][0] == '\0') continue;
     strobe_forward_args a = forward_;
     b.spoil(a);
     ExpectRefused(strobe_forward(&plan_, &a), b.words);
@@ -484,8 +529,18 @@ TEST_F(LaunchValidation, BackwardPointers) {
          a.workspace = AlignedWorkspace() + 32, a.workspace_bytes = plan_.workspace_bytes;
        },
        {"workspace", "alignment to 64"}},
+      {[](A& a) { a.dq = a.dk; }, {"dq shares memory with dk, expected memory of its own"}},
+      {[](A& a) { a.dk = Shifted(a.dv, 16); }, {"dk shares memory with dv"}},
+      {[](A& a) { a.q = Shifted(a.dq, -4); }, {"dq shares memory with q"}},
+      {[](A& a) { a.out = Shifted(a.dv, 4); }, {"dv shares memory with out"}},
+      {[](A& a) { a.dlse = static_cast<float*>(a.dk); }, {"dk shares memory with dlse"}},
+      {[&](A& a) {
+         a.dv = a.workspace = AlignedWorkspace(), a.workspace_bytes = plan_.workspace_bytes;
+       },
+       {plan_.workspace_bytes > 0 ? "dv shares memory with workspace" : ""}},
   };
   for (const auto& b : bad) {
+    if (b.words[0][0] == '\0') continue;
     strobe_backward_args a = backward_;
     b.spoil(a);
     ExpectRefused(strobe_backward(&plan_, &a), b.words);

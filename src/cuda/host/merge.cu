@@ -1,7 +1,7 @@
 #include "core/arithmetic.h"
+#include "core/merge_row.h"
 #include "core/problem.h"
 #include "cuda/common/element.h"
-#include "cuda/common/softmax.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
@@ -14,10 +14,10 @@ namespace strobe::cuda {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kShare = 8;  // columns of a lane: i, i + 32, ...; head_dim_v is at most 256
+constexpr int kShare = kMostMerged / 32;  // columns of a lane: i, i + 32, ...
 
-/// One row of one head, by a warp. As on the CPU (cpu/merge.cpp), natural logarithms: the first
-/// part that is largest counts 1, and what outs hold where lse is -inf is not read.
+/// One row of one head, by a warp; as on the CPU (cpu/merge.cpp), and of the same parts
+/// (core/merge_row.h).
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs a) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t row =
@@ -27,24 +27,29 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const auto at = [&](const strobe_strides& s) { return b * s.batch + i * s.seqlen + h * s.head; };
   const float* const lses = a.parts > 0 ? a.lses + at(a.lses_strides) : nullptr;
   const float* const outs = a.parts > 0 ? a.outs + at(a.outs_strides) : nullptr;
-  float largest = -infinity();
-  for (int64_t n = lane; n < a.parts; n += 32) largest = fmaxf(largest, lses[n * a.lses_part]);
+  const auto lse_of = [&](int64_t n) { return merged_lse(lses[n * a.lses_part]); };
+  float largest = lse_of_no_keys();
+  for (int64_t n = lane; n < a.parts; n += 32) largest = fmaxf(largest, lse_of(n));
   for (int step = 16; step > 0; step /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-  float sum = 0.f, x[kShare] = {};
+  float sum = 0.f;
   for (int64_t n = 0; n < a.parts; ++n) {
-    const float lse = lses[n * a.lses_part];
-    if (lse != -infinity()) sum += expf(lse - largest);
+    const float lse = lse_of(n);
+    if (lse != lse_of_no_keys()) sum += expf(lse - largest);
   }
+  MergedColumns<kShare> merged;
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) merged.clear(k);
   for (int64_t n = 0; n < a.parts; ++n) {
-    const float lse = lses[n * a.lses_part];
-    if (lse == -infinity()) continue;
+    const float lse = lse_of(n);
+    if (lse == lse_of_no_keys()) continue;
     const float weight = expf(lse - largest) / sum;
+    if (weight == 0.f) continue;
     const float* const part = outs + n * a.outs_part;
 #pragma unroll
     for (int k = 0; k < kShare; ++k) {
       const int column = lane + 32 * k;
-      if (column < a.head_dim_v) x[k] = __fmaf_rn(weight, part[column], x[k]);
+      if (column < a.head_dim_v) merged.add(k, weight, part[column]);
     }
   }
   const bool empty = sum == 0.f;
@@ -53,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   for (int k = 0; k < kShare; ++k) {
     const int column = lane + 32 * k;
     if (column >= a.head_dim_v) break;
-    const float y = x[k];
+    const float y = merged.average(k);
     if (a.out_dtype == STROBE_FLOAT32) {
       static_cast<float*>(a.out)[out + column] = y;
     } else if (a.out_dtype == kBfloat16) {
@@ -62,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
       static_cast<Element<kFloat16>*>(a.out)[out + column] = Element<kFloat16>(y);
     }
   }
-  if (a.lse && lane == 0) a.lse[at(a.lse_strides)] = empty ? -infinity() : largest + logf(sum);
+  if (a.lse && lane == 0) a.lse[at(a.lse_strides)] = empty ? lse_of_no_keys() : largest + logf(sum);
 }
 
 }  // namespace
