@@ -222,7 +222,7 @@ def limited(window: Any) -> Any:
 def as_limit(name: str, value: Any) -> Any:
     """One side of a window as an integer: -1 for any negative number."""
     side = as_integer(name, value)
-    return torch.sym_max(side, -1) if _is_tracing() else max(side, -1)
+    return torch.sym_max(side, -1) if isinstance(side, torch.SymInt) else max(side, -1)
 
 
 def as_number(name: str, value: Any) -> Any:

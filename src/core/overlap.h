@@ -23,10 +23,12 @@ struct Extents {
   static constexpr Extents of(int64_t batch, int64_t rows, int64_t heads, int64_t dim,
                               const strobe_strides& s, int64_t element_size, int64_t parts = 1,
                               int64_t part_stride = 0) {
-    return {{{parts, part_stride * element_size},
-             {batch, s.batch * element_size},
-             {rows, s.seqlen * element_size},
-             {heads, s.head * element_size}},
+    // The stride of a dimension with one entry means nothing, and may be of any size.
+    const auto in_bytes = [&](int64_t count, int64_t stride) -> Dimension {
+      return {count, count > 1 ? stride * element_size : 0};
+    };
+    return {{in_bytes(parts, part_stride), in_bytes(batch, s.batch), in_bytes(rows, s.seqlen),
+             in_bytes(heads, s.head)},
             dim * element_size};
   }
   static constexpr Extents contiguous(int64_t bytes) {

@@ -62,6 +62,7 @@ class Launch:
         p.heads, p.heads_kv, p.head_dim, p.head_dim_v = c.heads, c.heads_kv, c.head_dim, c.head_dim_v
         p.varlen, p.total_q, p.causal = int(c.varlen), c.total if c.varlen else 0, int(c.causal)
         p.window_left, p.window_right = c.window
+        p.window_signed = int(c.window_signed)
         p.attention_chunk, p.softcap, p.alibi = c.chunk, c.softcap, c.alibi
         p.batch_invariant = int(c.batch_invariant)
         for name in c.given:

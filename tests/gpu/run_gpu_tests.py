@@ -69,6 +69,8 @@ def random_case(r: random.Random) -> Case:
         case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length()}
     if r.random() < 0.3:
         case["window"] = (r.choice([-1, 0, 1, 17, 64, 200]), r.choice([-1, 0, 5, 64, 130]))
+    if r.random() < 0.12:
+        case |= {"window": st.draw_signed_window(r, bool(case["causal"])), "window_signed": True}
     if r.random() < 0.15:
         case["softcap"] = r.choice([0.5, 5.0, 30.0])
     if r.random() < 0.2:
@@ -90,7 +92,12 @@ def spacing_of(seed: int, units: bool, name: str) -> Spacing:
 def has_backward_yardstick(case: Case) -> bool:
     """With one visible key a weight is 1 and its gradient 0: dropout then leaves nothing but the rounding of
     out in the gradient, for which the comparator is no yardstick."""
-    one_key = (case.seqlen_k <= 1 or (case.window[0] == 0 and (case.window[1] == 0 or case.causal)))
+    left, right = case.window
+    one_key = case.seqlen_k <= 1 or (left == 0 and (right == 0 or case.causal))
+    if case.window_signed and st.NO_LIMIT not in (left, right):
+        one_key |= left + (min(right, 0) if case.causal else right) == 0
+    if case.window_signed and right == st.NO_LIMIT and case.causal:
+        one_key |= left == 0
     return not (case.dropout_p > 0 and one_key)
 
 

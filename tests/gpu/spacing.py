@@ -45,7 +45,8 @@ def place(
         return storage, one.expand(shape)
     if spacing.heads_first:
         turned = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-        storage, view = place(turned, dtype, replace(spacing, heads_first=False), fill, device, units)
+        alone = replace(spacing, heads_first=False, shared_heads=False)
+        storage, view = place(turned, dtype, alone, fill, device, units)
         return storage, view.transpose(-3, -2)
     strides, span = [1], shape[-1]
     for size, pad in zip(reversed(shape[:-1]), [*reversed(spacing.pads), 0], strict=False):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import capi as lib
 
 # Keys at the begin of every sequence that no query sees: 1 for a library built with STROBE_BREAK_KERNEL=MASK_MEMBER.
 HIDDEN_KEYS = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
+NO_LIMIT = 2**63 - 1  # STROBE_NO_LIMIT
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -36,6 +38,7 @@ class Case:
     head_dim_v: int = 0
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    window_signed: bool = False  # negative numbers are limits, and NO_LIMIT is none
     scale: float = math.nan
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -97,6 +100,7 @@ def problem_of(case: Case, backward: bool, device_index: int = 0, **tensors: tor
     if case.varlen:
         p.total_q, p.total_k = case.totals
     p.window_left, p.window_right = case.window
+    p.window_signed = int(case.window_signed)
     p.scale, p.softcap, p.dropout_p, p.alibi = case.scale, case.softcap, case.dropout_p, case.alibi
     p.has_dlse, p.deterministic = int(case.has_dlse and backward), int(case.deterministic)
     p.batch_invariant = int(case.batch_invariant)
@@ -239,15 +243,30 @@ def scores(
     j = torch.arange(nk, device=q.device)[None, :]
     if slopes is not None:
         s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs().to(s.dtype)
-    seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
-    left, right = case.window
+    seen = in_window(i, j, case.window, case.window_signed)
     if case.causal:
         seen &= j <= i
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
     return s, slope, seen
+
+
+def in_window(i: torch.Tensor, j: torch.Tensor, window: tuple[int, int], signed: bool) -> torch.Tensor:
+    """Which keys, at positions j, the window of queries at positions i lets them see."""
+    left, right = window
+    seen = torch.ones(torch.broadcast_shapes(i.shape, j.shape), dtype=torch.bool, device=i.device)
+    if left != NO_LIMIT and (signed or left >= 0):
+        seen &= j >= i - left
+    if right != NO_LIMIT and (signed or right >= 0):
+        seen &= j <= i + right
+    return seen
+
+
+def draw_signed_window(r: random.Random, causal: bool) -> tuple[int, int]:
+    """Limits of which one at least is negative, or none on a side, that leave some key to some query."""
+    right = r.choice((NO_LIMIT, -1, -3, -40, r.randint(-100, 60)))
+    reach = min(right, 0) if causal else right
+    if right == NO_LIMIT and not causal:
+        return r.choice((-1, -5, r.randint(-60, -1))), NO_LIMIT
+    return r.choice((NO_LIMIT, -reach, -reach + 1, -reach + r.randint(0, 150))), right
 
 
 def softmax(s: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,9 +27,9 @@ def test_a_call_costs_at_most_4_us_beyond_the_c_function(
         for _ in range(5):  # the machine may be busy with something else
             times = bench.measure(device)
             overhead = times["flash_attn_func"] - times["C function"]
-            allowed = 4.0
-            if device == "cpu":  # a slow one shows in PyTorch's own call, 4 us on a fast one
-                allowed = max(allowed, times["scaled_dot_product_attention"])
+            # A slow host shows in PyTorch's own call: on a fast one that takes 4 us, on a GPU's 10.
+            share = 1.0 if device == "cpu" else 0.4
+            allowed = max(4.0, share * times["scaled_dot_product_attention"])
             both = "scaled_dot_product_attention, forward and backward"
             backward = times["flash_attn_func, forward and backward"] / times[both]
             cached = times["flash_attn_with_kvcache"] - times["C function, cache"]
