@@ -171,6 +171,18 @@ def taken(name: str, x: Tensor, take: Callable[[Tensor], Any]) -> Any:
         raise cannot_be_read(name, x, error) from None
 
 
+def unbound(name: str, x: Tensor, axis: int, count: int) -> Any:
+    """The slices of x along an axis, whose length was looked at: x may have changed since."""
+
+    def parts(tensor: Tensor) -> Any:
+        found = tensor.unbind(axis)
+        if len(found) != count:
+            raise IndexError
+        return found
+
+    return taken(name, x, parts)
+
+
 def check_dropout(dropout_p: Any, softcap: Any) -> None:
     if not 0 <= dropout_p < 1:
         raise InvalidArgument(f"dropout_p = {dropout_p!r}, expected a number in [0, 1)")

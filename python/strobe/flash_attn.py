@@ -34,7 +34,7 @@ from ._flash_attn import (
     call,
     check_tensor,
     check_unused,
-    taken,
+    unbound,
 )
 
 __all__ = [
@@ -125,7 +125,7 @@ def flash_attn_qkvpacked_func(
     """
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     # Its derivative is one torch.stack; that of three slices, three sums.
-    q, k, v = taken("qkv", qkv, lambda x: x.unbind(2))
+    q, k, v = unbound("qkv", qkv, 2, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
 
@@ -153,7 +153,7 @@ def flash_attn_kvpacked_func(
     Returns, Raises: as `flash_attn_func`.
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
-    k, v = taken("kv", kv, lambda x: x.unbind(2))
+    k, v = unbound("kv", kv, 2, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "kv")
 
@@ -243,7 +243,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
-    q, k, v = taken("qkv", qkv, lambda x: x.unbind(1))
+    q, k, v = unbound("qkv", qkv, 1, 3)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "qkv")
@@ -279,7 +279,7 @@ def flash_attn_varlen_kvpacked_func(
     check_tensor("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",))
-    k, v = taken("kv", kv, lambda x: x.unbind(1))
+    k, v = unbound("kv", kv, 1, 2)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "kv")
