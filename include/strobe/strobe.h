@@ -242,7 +242,8 @@ typedef struct strobe_forward_args {
   void* out;     /* [batch, seqlen_q, heads, head_dim_v], or [total_q, ...] */
   float* lse;    /* [batch, heads, seqlen_q], or [heads, total_q]; contiguous. NULL: not wanted */
   /* varlen: [batch + 1], from 0 to at most total_q, not decreasing. Rows past the last are no
-   * sequence's: never read, their out is 0, their lse -inf, their gradients are 0. */
+   * sequence's: what they hold counts for nothing, their out is 0, their lse -inf, their gradients
+   * are 0. */
   const int32_t* cu_seqlens_q;
   const int32_t* cu_seqlens_k;           /* varlen: [batch + 1] */
   const float* alibi_slopes;             /* [heads] or [batch, heads], when the problem has ALiBi */

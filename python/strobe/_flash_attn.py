@@ -221,14 +221,16 @@ def as_integer(name: str, value: Any) -> Any:
 
 def limited(window: Any) -> Any:
     """`window` for the extension: a negative side, in flash_attn no limit whatever the number, is
-    -1. What is no pair of plain integers stays as it is: `as_limit` takes or refuses it.
+    -1, and None is no number there.
     """
     # A compiler's numbers, which may be known at run time alone, are asked nothing here.
-    if type(window) is tuple and len(window) == 2 and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return window
+    if type(window) is tuple and len(window) == 2:
         left, right = window
-        if type(left) is int and type(right) is int and (left < -1 or right < -1):
-            return max(left, -1), max(right, -1)
-    return window
+        if type(left) is int and type(right) is int:
+            return window if left >= -1 and right >= -1 else (max(left, -1), max(right, -1))
+    return pair("window_size", window, as_limit)
 
 
 def as_limit(name: str, value: Any) -> Any:

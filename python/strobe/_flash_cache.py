@@ -28,7 +28,7 @@ from ._flash_attn import (
 from ._operators import _LIBRARY, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._plans import NoSequences, answer, no_lengths
-from ._values import constant, integer, pair
+from ._values import NO_LIMIT, constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -194,7 +194,7 @@ def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
     if wants_value_checks(q) and isinstance(k, torch.Tensor):
         window, chunk = options.get("window", (-1, -1)), options.get("attention_chunk", 0)
         try:
-            moves = window not in ((-1, -1), (None, None)) or chunk > 0
+            moves = any(side not in (-1, None, NO_LIMIT) for side in window) or chunk > 0
             moving = bool(options.get("causal")) or moves
             check_values(q, k, arrays, moving)
         except Error:

@@ -261,7 +261,7 @@ def _numbers(name: str, value: Any, dtype: Any, wanted: str) -> Any:
 def _seed(value: Any) -> Any:
     """uint32 (2,): the high and the low half of a seed."""
     if isinstance(value, int | np.integer):
-        number = seed("dropout_seed", int(value))
+        number = seed("dropout_seed", value)
         return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
     data = _numbers("dropout_seed", value, np.uint32, "32 bits: half of a seed")
     if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -370,7 +370,7 @@ def attention(
 
     limits: Any = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(limits, int | np.integer):
-        limits = (int(limits), int(limits))
+        limits = (limits, limits)
     limits = window("local_window_size", limits)
     left, right = (NO_LIMIT if x is None else x for x in limits)
     options: dict[str, Any] = {
@@ -399,7 +399,7 @@ def attention(
     placed = placed or options["window_signed"]
     if placed or alibi_slopes is not None:
         if isinstance(q_position, int | np.integer):
-            position = integer("q_position", int(q_position))
+            position = integer("q_position", q_position)
             if abs(position) > 2**30:
                 raise InvalidArgument(f"q_position = {position}, expected -2**30 to 2**30")
             if position != seqlen_k - seqlen_q or "seqused_q" in more or "seqused_k" in more:

@@ -11,9 +11,8 @@ namespace strobe {
 namespace {
 
 // Enough for any layout in which larger strides step over what smaller ones reach, which takes a
-// few dozen, and for most others. What takes more is a fraction of a millisecond until it is given
-// up.
-constexpr int64_t kSteps = 1 << 16;
+// few dozen, and for most others. What takes more is half a millisecond until it is given up.
+constexpr int64_t kSteps = 1 << 13;
 
 constexpr int64_t magnitude(int64_t x) { return x < 0 ? -x : x; }
 

@@ -26,7 +26,7 @@ struct Sequence {
 /// the launch, int32, null where they were not given. Numbers from the arrays are cut to what the
 /// tensors hold: no length, position or prefix leads out of them.
 struct Sequences {
-  const int32_t *cu_q, *cu_k;      // [batch + 1]: packed end to end, from the first row to the last
+  const int32_t *cu_q, *cu_k;      // [batch + 1]: packed end to end from the first row on
   const int32_t *used_q, *used_k;  // [batch]: rows in use, of those that a sequence has
   const int32_t* q_position;       // [batch]: key position of a sequence's first query
   const int32_t* prefix;           // [batch]: keys that every query sees

@@ -260,11 +260,12 @@ Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Arg
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
-  STROBE_RETURN_IF_ERROR(check_memory(p, workspace_bytes, a));
   STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));
-  if (!a.workspace || a.workspace_bytes >= workspace_bytes) return {};
-  return invalid(
-      format("workspace_bytes = %zu, expected at least %zu", a.workspace_bytes, workspace_bytes));
+  if (a.workspace && a.workspace_bytes < workspace_bytes) {
+    return invalid(
+        format("workspace_bytes = %zu, expected at least %zu", a.workspace_bytes, workspace_bytes));
+  }
+  return check_memory(p, workspace_bytes, a);
 }
 
 }  // namespace

@@ -215,19 +215,6 @@ void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_
 Range past_end(const int32_t* begins, int64_t batch, int64_t total) {
   return {begins ? min64(max64(begins[batch], 0), total) : total, total};
 }
-void fill_past_end(const ForwardContext& c) {
-  const AttentionProblem& p = c.problem;
-  const Range rows = past_end(c.sequences.cu_q, p.batch, p.total_q);
-  for (int64_t head = 0; head < p.heads; ++head) fill_unused(c, Sequence{}, head, rows);
-}
-void fill_past_end(const BackwardContext& c) {
-  const AttentionProblem& p = c.problem;
-  const Range queries = past_end(c.sequences.cu_q, p.batch, p.total_q);
-  const Range keys = past_end(c.sequences.cu_k, p.batch, p.total_k);
-  for (int64_t head = 0; head < p.heads; ++head) clear_dq(c, Sequence{}, head, queries);
-  for (int64_t head = 0; head < p.heads_kv; ++head) fill_unused_keys(c, Sequence{}, head, keys);
-}
-
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {
  public:
@@ -319,6 +306,19 @@ size_t number_bytes(const AttentionProblem& p) {
     own_numbers(p, BackwardArgs{}, arena);
   }
   return arena.used();
+}
+
+// Fills rows past the end, some of a head at a time. fill(head, rows).
+template <typename Fill>
+void fill_past_end(Range all, int64_t heads, int64_t threads, Interrupt& interrupt,
+                   const Fill& fill) {
+  constexpr int64_t kRows = 1024;
+  const int64_t pieces = ceil_div(all.size(), kRows), items = heads * pieces;
+  if (items == 0) return;
+  share_out(items, min64(threads, items), interrupt, [&](int64_t n, int) {
+    const int64_t begin = all.begin + n % pieces * kRows;
+    fill(n / pieces, Range{begin, min64(begin + kRows, all.end)});
+  });
 }
 
 Status no_memory(size_t bytes) {
@@ -417,7 +417,10 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
     }
     fill_unused(context, s, item.head, queries.unused);
   });
-  fill_past_end(context);
+  STROBE_RETURN_IF_ERROR(interrupt.status());
+  fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
+                interrupt,
+                [&](int64_t head, Range rows) { fill_unused(context, Sequence{}, head, rows); });
   return interrupt.status();
 }
 
@@ -465,7 +468,13 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     }
     fill_unused_keys(context, s, head, keys.unused);
   });
-  fill_past_end(context);
+  STROBE_RETURN_IF_ERROR(interrupt.status());
+  fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
+                interrupt,
+                [&](int64_t head, Range rows) { clear_dq(context, Sequence{}, head, rows); });
+  fill_past_end(
+      past_end(context.sequences.cu_k, p.batch, p.total_k), p.heads_kv, plan.threads, interrupt,
+      [&](int64_t head, Range rows) { fill_unused_keys(context, Sequence{}, head, rows); });
   return interrupt.status();
 }
 

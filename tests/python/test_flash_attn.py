@@ -620,6 +620,19 @@ def test_devices_are_named(device: str) -> None:
         flash_attn_func(X.cuda(), X.cuda(), X.cuda())
 
 
+@pytest.mark.parametrize("window", [(None, -1), (None, None), [3, None]])
+def test_none_is_no_side_of_a_window(window: Any) -> None:
+    """In flash_attn's functions: the extension takes it, for `strobe.attention`."""
+    functions: Any = (
+        (flash_attn_func, (X, X, X)),
+        (flash_attn.flash_attn_with_kvcache, (X, X, X)),
+        (flash_attn_3.flash_attn_with_kvcache, (X, X, X)),
+    )
+    for function, arguments in functions:
+        with pytest.raises(strobe.InvalidArgument, match=r"^window_size\[[01]\] = None"):
+            function(*arguments, window_size=window)
+
+
 @pytest.mark.parametrize("window", [(-2, 3), (4, -7), (-5, -3), (-(2**62), 0), [-2, 3]])
 @pytest.mark.parametrize("grad", [False, True])
 def test_any_negative_side_of_a_window_is_no_limit(window: Any, grad: bool) -> None:

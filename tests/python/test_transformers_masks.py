@@ -98,6 +98,24 @@ def test_a_configuration_makes_an_encoder_of_a_decoder(transformers: Any) -> Non
         transformers_cases.check(transformers, case("llama encoder", "forward", padding=padding))
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_inference_mode(family: str, transformers: Any) -> None:
+    """Nothing counts the writes to an inference tensor, such as the mask that a model makes there.
+    One that was made there is a mask outside, too.
+    """
+    drawn = case(family, "forward")
+    ids, mask = transformers_cases.tokens_of(drawn)
+    model = transformers_cases.make(transformers, drawn, "strobe")
+    with torch.no_grad():
+        wanted = hidden_of(model, {"input_ids": ids, "attention_mask": mask})
+    with torch.inference_mode():
+        found = hidden_of(model, {"input_ids": ids, "attention_mask": mask})
+        made = mask.clone()
+    assert torch.equal(found, wanted)
+    with torch.no_grad():
+        assert torch.equal(hidden_of(model, {"input_ids": ids, "attention_mask": made}), wanted)
+
+
 # ---------------------------------------------------------------------------------------- compiling
 
 

@@ -30,16 +30,17 @@ struct Errors {
 };
 
 /// least: a tensor whose root mean square is smaller counts as nothing: its terms cancel, and what
-/// is left is chance.
+/// is left is chance. Zeros are no results: rows that are not in use, nobody's, or see nothing.
 Errors Measure(const Tensor& got, const Tensor& wanted, double least) {
-  double square = 0, size = 0, worst = 0;
+  double square = 0, size = 0, worst = 0, count = 0;
   for (size_t i = 0; i < wanted.data.size(); ++i) {
+    if (wanted.data[i] == 0) continue;
+    ++count;
     const double error = std::fabs(got.data[i] - wanted.data[i]);
     square += error * error;
     size += wanted.data[i] * wanted.data[i];
     worst = std::max(worst, error);
   }
-  const auto count = static_cast<double>(wanted.data.size());
   if (!(size > least * least * count)) return {};
   return {std::sqrt(square / count), worst};
 }

@@ -1,7 +1,7 @@
 // Rows of packed tensors that belong to no sequence: those past the end of the last one, where a
-// caller's buffers are longer than what they hold. Nothing of them is read, and results are what
-// rows get that are not in use: zeros, and -inf in lse. The host does not know where the last
-// sequence ends, so the thread blocks of a launch that is made anyhow write them.
+// caller's buffers are longer than what they hold. What they hold counts for nothing, and results
+// are what rows get that are not in use: zeros, and -inf in lse. The host does not know where the
+// last sequence ends, so the thread blocks of a launch that is made anyhow write them.
 #ifndef STROBE_CUDA_COMMON_ROWS_PAST_END_CUH_
 #define STROBE_CUDA_COMMON_ROWS_PAST_END_CUH_
 

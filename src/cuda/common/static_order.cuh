@@ -38,7 +38,7 @@ struct Divisor {
 /// order, tiles of a head side by side, which is best for L2 where all tiles are equally long.
 struct StaticOrder {
   int64_t items;
-  uint32_t tiles;        // of the longest sequence
+  uint32_t tiles;        // of the longest sequence; packed: at least 1
   uint32_t batch_heads;  // batch * heads
   Divisor heads;         // query heads
   Divisor kv_group;      // query heads per key head
