@@ -402,3 +402,26 @@ def test_oracle_rejects_wrong_results(rng: np.random.Generator) -> None:
     with pytest.raises(AssertionError, match=r"out\[1, 2, 3, 4\] = nan"):
         inputs.check_forward(wrong, lse)
     assert oracle.visible(2, 3, causal=True).tolist() == [[True, True, False], [True] * 3]
+
+
+def test_rows_past_the_end_of_the_last_sequence() -> None:
+    """Nobody's: whatever they hold, out and gradients are 0 there, and lse -inf."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, dout = (draw((9, 2, 16)).astype(np.float32) for _ in range(4))
+    ends = {"cu_seqlens_q": [0, 2, 6], "cu_seqlens_k": [0, 4, 7]}
+    packed: dict[str, Any] = {name: np.array(x, np.int32) for name, x in ends.items()}
+    packed |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
+    for array, rows in ((q, 6), (k, 7), (v, 7), (dout, 6)):
+        array[rows:] = np.nan
+    out, lse = strobe.attention(q, k, v, **packed, return_lse=True)
+    wanted, wanted_lse = strobe.attention(q[:6], k[:7], v[:7], **packed, return_lse=True)
+    assert np.array_equal(out[:6], wanted)
+    assert not out[6:].any()
+    assert np.array_equal(lse[:, :6], wanted_lse)
+    assert (lse[:, 6:] == -np.inf).all()
+    found = strobe.attention_backward(dout, q, k, v, out, lse, **packed)
+    arrays = (dout[:6], q[:6], k[:7], v[:7], wanted, wanted_lse)
+    right = strobe.attention_backward(*arrays, **packed)
+    for x, y in zip(found, right, strict=True):
+        assert np.array_equal(x[: y.shape[0]], y)
+        assert not x[y.shape[0] :].any()
