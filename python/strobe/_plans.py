@@ -110,7 +110,7 @@ def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
     if problem.fields["batch"] == 0:
         check_without_sequences(problem)
         raise NoSequences(
-            tuple(x and made(allocator(problem.shape(n), x, problem.q)) for n, x in results.items())
+            tuple(x and made(n, problem.shape(n), x, problem.q) for n, x in results.items())
         )
     plan = plan_of(problem)
     q, size = problem.q, _core.workspace_bytes(plan)
@@ -143,10 +143,19 @@ def allocator(shape: Sequence[int], dtype: str, like: Spec) -> Allocator:
     return *maker, shape, _DTYPE_NUMBERS[dtype]
 
 
-def made(allocation: Allocator) -> Any:
-    """The array that an allocator makes."""
-    function, arguments, keywords, *_ = allocation
-    return function(*arguments, **(keywords or {}))
+def made(name: str, shape: Sequence[int], dtype: str, like: Spec) -> Any:
+    """A new array, looked at as the extension does: a mode of PyTorch's may change what is made."""
+    function, arguments, keywords, wanted, number = allocator(shape, dtype, like)
+    array = function(*arguments, **(keywords or {}))
+    try:
+        spec = spec_of(name, array)
+        right = (spec.shape, spec.dtype, spec.place) == (wanted, dtype, like.place)
+    except Error:
+        right = False
+    if right:
+        return array
+    on_cuda = int(like.device == "cuda")
+    raise unlike_result(name, array, wanted, number, function, on_cuda, like.device_index)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

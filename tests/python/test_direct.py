@@ -162,7 +162,7 @@ def test_options_that_change_in_place(device: str, direct: Callable[[], int]) ->
     flash_attn_func(q, k, v, causal=torch.tensor(True))
     with pytest.raises(strobe.InvalidArgument, match="causal"):
         flash_attn_func(q, k, v, causal=torch.tensor([True, False]))
-    assert direct() == 0
+    assert direct() == 4  # a window's numbers are read at each call, before anything is kept
 
 
 def test_other_addresses_and_other_shapes_in_turns(device: str) -> None:
