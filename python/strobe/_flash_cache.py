@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from . import _core
-from ._arrays import cannot_be_read
+from ._arrays import cannot_be_read, check_memory
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
     NO_WINDOW,
@@ -368,6 +368,9 @@ def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
     for each, x in ((name, table), ("cache_batch_idx", index)):
         if x.dtype != torch.int32:
             raise InvalidArgument(f"{each}.dtype = {x.dtype}, expected torch.int32")
+        # PyTorch's operators on the CPU read a storage that was freed.
+        if not torch.compiler.is_compiling() and type(x) is torch.Tensor and x.is_cpu:
+            check_memory(each, x)
     if index.device != table.device:
         raise InvalidArgument(
             f"cache_batch_idx is on {index.device}, expected {table.device} as {name}"

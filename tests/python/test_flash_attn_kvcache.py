@@ -575,3 +575,16 @@ def test_every_sequence_of_a_mixed_batch() -> None:
         **arguments(arrays, NAMES_3), max_seqlen_q=16, return_softmax_lse=True
     )
     arrays.check(array(out), array(lse))
+
+
+@pytest.mark.parametrize("name", ["page_table", "cache_batch_idx"])
+def test_rows_of_a_table_without_memory(name: str) -> None:
+    """PyTorch's own operators read a storage that was freed, and the process ends."""
+    q, cache = torch.ones(2, 1, 2, 16), torch.ones(3, 4, 2, 16)
+    given: dict[str, Any] = {
+        "page_table": torch.zeros(2, 1, dtype=torch.int32),
+        "cache_batch_idx": torch.zeros(2, dtype=torch.int32),
+    }
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(strobe.InvalidArgument, match=f"^{name} is a "):
+        flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4, **given)
