@@ -44,10 +44,11 @@ std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args
   return workspace.CheckZones("workspace");
 }
 
-/// Of the decode kernels. What stands in the way is printed.
-inline CacheFixture::Launch ThroughTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNaN) {
-  return [holds](const strobe_problem& p, strobe_forward_args& args) {
-    const std::string wrong = LaunchInTheEmulator(80, p, args, holds);
+/// Of the kernels for keys in a cache. What stands in the way is printed.
+inline CacheFixture::Launch ThroughTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNaN,
+                                               int arch = 80) {
+  return [holds, arch](const strobe_problem& p, strobe_forward_args& args) {
+    const std::string wrong = LaunchInTheEmulator(arch, p, args, holds);
     if (wrong.empty()) return STROBE_OK;
     std::printf("%s\n", wrong.c_str());
     return STROBE_INTERNAL_ERROR;

@@ -57,15 +57,6 @@ CacheCase DrawPromptCase(uint64_t seed) {
   }
 }
 
-CacheFixture::Launch OnHopper(WorkspaceHolds holds) {
-  return [holds](const strobe_problem& p, strobe_forward_args& args) {
-    const std::string wrong = LaunchInTheEmulator(90, p, args, holds);
-    if (wrong.empty()) return STROBE_OK;
-    std::printf("%s\n", wrong.c_str());
-    return STROBE_INTERNAL_ERROR;
-  };
-}
-
 TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
   const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
@@ -76,7 +67,7 @@ TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
     DrawHopper(seed);
     strobe::emulator::machine().forced_row = "decode_sm90_bf16_64";
     CacheFixture f(c);
-    std::string wrong = f.Run(OnHopper(HoldsOf(seed)));
+    std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
     if (wrong.empty()) wrong = f.Judge();
     if (wrong.empty()) continue;
     ++failures;
