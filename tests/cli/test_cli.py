@@ -277,6 +277,27 @@ def test_sequences_end_to_end(tmp_path: Path, plain: Path, one: bool) -> None:
     close(result["lse"][2], transposed(wanted["lse"][2], (1, b, h, s)), 1e-5)
 
 
+def test_rows_past_the_last_offset(tmp_path: Path) -> None:
+    """They belong to no sequence: zeros in the results, and the others are as without them."""
+    b, s, h, d = SHAPE
+    offsets = ("I32", [2], [0, s])
+    lengths = {"without": s, "with": b * s}
+    without, whole = (
+        run(
+            save(
+                tmp_path / f"{name}.safetensors",
+                {t: ("F32", [n, h, d], x[: n * h * d]) for t, x in (("q", Q), ("k", K), ("v", V))}
+                | {"cu_seqlens": offsets},
+            ),
+            "--backward",
+        )
+        for name, n in lengths.items()
+    )
+    for name in ("out", "dq", "dk", "dv"):
+        assert whole[name][2][: s * h * d] == without[name][2]
+        assert set(whole[name][2][s * h * d :]) == {0.0}
+
+
 def test_grouped_heads(tmp_path: Path) -> None:
     b, s, h, d = SHAPE
     few = [x for row in range(b * s) for x in K[row * h * d : row * h * d + d]]

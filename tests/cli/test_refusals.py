@@ -292,7 +292,7 @@ def test_wrong_tensors(tmp_path: Path, tensors: Tensors, words: list[str]) -> No
 @pytest.mark.parametrize(
     ("offsets", "words"),
     [
-        ([0, 9, 17], ["ends with 17", "expected 18"]),
+        ([0, 9, 19], ["ends with 19", "expected at most 18"]),
         ([1, 9, 18], ["cu_seqlens[0] = 1", "expected 0"]),
         ([0, 19, 18], ["cu_seqlens[2] = 18 after 19"]),
         ([0, -(2**31), 18], ["cu_seqlens[1] = -2147483648 after 0"]),

@@ -85,6 +85,16 @@ def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: in
     return str(problem.write(path))
 
 
+def write_packed_problem(path: Path, row: Row) -> str:
+    """Sequences of more than a tile, of none and of a few rows, and rows past the last offset, which a launch clears."""
+    lengths, past = [row.tile_q + 20, 0, 7], 13
+    problem = Problem(row, row.tile_k)
+    for name, heads in (("q", 2), ("k", 1), ("v", 1), ("dout", 2)):
+        problem.add(name, [sum(lengths) + past, heads, row.width])
+    problem.integers("cu_seqlens", [sum(lengths[:b]) for b in range(len(lengths) + 1)])
+    return str(problem.write(path))
+
+
 def cached_problems(folder: Path, row: Row) -> list[list[str]]:
     """Arguments of `strobe run` for a row of kernels over KV caches: what is split over thread blocks and merged, read
     alone, appended to and turned, in pages and not, by the kernels for plain scores, for all, and for any alignment."""
@@ -152,8 +162,10 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
 
     def run_of(heads: int, heads_kv: int, key_tiles: int = 3) -> list[str]:
         file = write_problem(folder / f"{row.name}.{heads_kv}.{key_tiles}.safetensors", row, heads, heads_kv, key_tiles)
-        return [binary, "run", file, "--device", "cuda", "--repeat", "1", f"--{row.direction}"]
+        return [binary, "run", file, *once]
 
+    once = ["--device", "cuda", "--repeat", "1", f"--{row.direction}"]
+    packed = [binary, "run", write_packed_problem(folder / f"{row.name}.packed.safetensors", row), *once, "--causal"]
     many = []
     if (row.arch, row.direction) == (90, "forward"):
         many = [run_of(150, 150, 0)]  # some thread blocks take a second item
@@ -170,7 +182,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
             few = run_of(150, 150, 0)
             many += [few, [*few, "--dropout", "0.2"]]
     if tool != "racecheck":
-        return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], *many]
+        return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
     rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
     if row.arch == 80:
@@ -180,7 +192,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward" and row.width <= 128:
         runs.append([*run, "--causal", "--deterministic"])
-    return [*runs, *many]
+    return [*runs, packed, *many]
 
 
 def is_asked_for(row: Row, part: str) -> bool:
