@@ -20,7 +20,7 @@ nightly: ## everything that needs no GPU, also what takes hours
 	@scripts/nightly.sh
 bench: ## Strobe and PyTorch on the CPU, same tensors, same process; ARGS go to bench/cpu_bench.py
 	@scripts/bench.sh $(ARGS)
-plots: ## docs/figures from bench/results
+plots: ## docs/figures and the tables of docs/performance.md, from bench/results
 	@scripts/plots.sh $(ARGS)
 gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to tests/gpu/run_gpu_tests.py
 	@scripts/gpu.sh test $(ARGS)

@@ -226,7 +226,7 @@ __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, 
 // values at once: a lane's four values side by side. Before: value i of all lanes side by side.
 // (With four separate additions to the first layout each instruction would touch all sixteen
 // sectors of the block for an eighth of each, and these additions are then what the whole backward
-// pass waits for: docs/perf-log.md.) A launch's kernels come from one image, so they all agree.
+// pass waits for: docs/log/2026-11.md.) A launch's kernels come from one image, so they all agree.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool kAddFour = true;
 #else

@@ -52,7 +52,7 @@
 
 namespace strobe::cuda::sm80 {
 
-/// What a configuration leaves open, and was settled by measurement (docs/perf-log.md).
+/// What a configuration leaves open, and was settled by measurement (docs/log/2026-11.md).
 struct ForwardTuning {
   int step;        // keys whose scores are in registers at once
   int kept;        // k-steps (16 columns) of Q whose fragments stay in registers
