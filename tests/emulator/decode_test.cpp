@@ -30,8 +30,8 @@ constexpr int kMostFailuresShown = 5;
 
 /// Whether the program has kernels of this type.
 bool IsEmulated(DType dtype) {
-  return (dtype == DType::kBFloat16 && STROBE_EMULATES_decode_bf16) ||
-         (dtype == DType::kFloat16 && STROBE_EMULATES_decode_fp16);
+  return (dtype == DType::kBFloat16 && STROBE_EMULATES_cached_bf16) ||
+         (dtype == DType::kFloat16 && STROBE_EMULATES_cached_fp16);
 }
 
 /// A case of cache_case.h that the decode kernels take; every sixteenth has long sequences, which
@@ -57,14 +57,14 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
   device.shared_bytes = rng.Pick(shared);
   machine.forced_row.clear();
   if (rng.Chance(0.3)) {
-    const auto rows = strobe::cuda::row_table<strobe::cuda::DecodeRow>();
+    const auto rows = strobe::cuda::row_table<strobe::cuda::CachedRow>();
     const auto& row =
         rows[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(rows.size()) - 1))];
     if (row.row->config.dtype == (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
       machine.forced_row = row.name;
   }
   if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
-    machine.forced_row = asked;
+    machine.forced_row = strobe::cuda::current_name(asked);
     device.shared_bytes = 227 << 10;
   }
   strobe::emulator::settings().seed = seed;
@@ -126,8 +126,8 @@ TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
     strobe::emulator::machine().forced_row.clear();
     if (!is_wide) {
       strobe::emulator::machine().forced_row = c.dtype == DType::kBFloat16
-                                                   ? "decode_sm80_bf16_128_16x16x3x4"
-                                                   : "decode_sm80_fp16_128_16x16x3x4";
+                                                   ? "cached_sm80_bf16_128_16x16x3x4"
+                                                   : "cached_sm80_fp16_128_16x16x3x4";
       strobe::emulator::machine().devices[0].shared_bytes = 227 << 10;
     }
     ++tried;
@@ -146,7 +146,7 @@ TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
     if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
     ++tried;
     DrawMachine(seed, {});
-    strobe::emulator::machine().forced_row = "decode_sm80_";
+    strobe::emulator::machine().forced_row = "cached_sm80_";
     Fixture f(c);
     strobe_forward_args args = f.ForwardArgs();
     const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(

@@ -65,7 +65,7 @@ TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
   for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
     const CacheCase c = DrawPromptCase(seed);
     DrawHopper(seed);
-    strobe::emulator::machine().forced_row = "decode_sm90_bf16_64";
+    strobe::emulator::machine().forced_row = "cached_sm90_bf16_64";
     CacheFixture f(c);
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
     if (wrong.empty()) wrong = f.Judge();

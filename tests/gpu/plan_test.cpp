@@ -82,7 +82,7 @@ void ExpectSmallRowsToBeSpareOnHopper(bool tiles_matter) {
 TEST(CudaPlan, SmallRowsAreSpareOnHopper) {
   ExpectSmallRowsToBeSpareOnHopper<ForwardRow>(false);
   ExpectSmallRowsToBeSpareOnHopper<BackwardRow>(false);
-  ExpectSmallRowsToBeSpareOnHopper<DecodeRow>(true);
+  ExpectSmallRowsToBeSpareOnHopper<CachedRow>(true);
 }
 
 TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
@@ -277,16 +277,16 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   p.has_seqused_q = 1, p.total_q = 32 * 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   ASSERT_NE(row_for_few(plan), nullptr);
-  const DecodeRow* const of_used = row_for_few(plan);
+  const CachedRow* const of_used = row_for_few(plan);
   p.has_seqused_q = 0, p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   ASSERT_NE(row_for_few(plan), nullptr);
-  const DecodeRow* const few = row_for_few(plan);
+  const CachedRow* const few = row_for_few(plan);
   EXPECT_EQ(few, of_used);
   p.seqlen_q = 16, p.total_q = 40;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
-  EXPECT_EQ(row_of<DecodeRow>(plan, 80), few);
+  EXPECT_EQ(row_of<CachedRow>(plan, 80), few);
 }
 
 // With batch_invariant the choice is the same in every batch.

@@ -11,7 +11,7 @@
 namespace strobe::cuda {
 
 /// Where a query's row of out begins.
-__device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& sequence,
+__device__ __forceinline__ char* out_row(const CachedParams& p, const Sequence& sequence,
                                          int32_t head, int32_t query) {
   return static_cast<char*>(p.out.data) +
          (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
@@ -76,7 +76,7 @@ __device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& til
             out_row(p, sequence, tile.head + p.head(row), tile.first + p.query(row)));
       },
       [&](int row) {
-        pairwise_cached_row<T>(static_cast<const DecodeParams&>(p), tile.batch,
+        pairwise_cached_row<T>(static_cast<const CachedParams&>(p), tile.batch,
                                tile.head + p.head(row), tile.first + p.query(row));
       });
 }

@@ -16,7 +16,7 @@ namespace strobe::cuda {
 /// one warp of the launch. Every warp of every thread block has to come by. Rows of `to` are made
 /// of whole 16-byte units.
 template <typename Shape, bool kElements>
-__device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, const Tensor& to) {
+__device__ __forceinline__ void rotate_queries(const CachedUpdateParams& p, const Tensor& to) {
   const CachedSequences& c = p.cache;
   const int column = 8 * static_cast<int>(threadIdx.x % 32);
   const int32_t heads = p.heads_kv * p.group;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, cons
 /// that are not made of whole 16-byte units.
 template <typename Shape, bool kElements>
 __global__ void __launch_bounds__(Shape::kThreads)
-    update_kernel(const __grid_constant__ DecodeUpdateParams p,
+    update_kernel(const __grid_constant__ CachedUpdateParams p,
                   const __grid_constant__ Tensor rotated) {
   append<Shape, kElements>(p);
   if (rotated.data) rotate_queries<Shape, kElements>(p, rotated);

@@ -33,7 +33,7 @@ struct ForwardConfig {
 
 /// One kernel for keys in a cache: tile_q rows, which are queries times query heads of a key head;
 /// tile_k keys of a team's stage (decode/layout.h).
-using DecodeConfig = ForwardConfig;
+using CachedConfig = ForwardConfig;
 
 /// One backward kernel.
 struct BackwardConfig {

@@ -58,7 +58,7 @@ inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, int32
 /// Whether this kernel writes them: of two that attend for a batch, the one that has the sequences
 /// with many queries.
 STROBE_INLINE constexpr bool has_rows_past_end(const ForwardParams&) { return true; }
-STROBE_INLINE constexpr bool has_rows_past_end(const DecodeParams& p) {
+STROBE_INLINE constexpr bool has_rows_past_end(const CachedParams& p) {
   return p.cache.most_q == INT32_MAX;
 }
 

@@ -133,7 +133,7 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
 }
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
-/// whole 16-byte units. Params: DecodeParams, or DecodeUpdateParams where new keys are appended or
+/// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
 /// rows are rotated; or either WithoutChunks.
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)

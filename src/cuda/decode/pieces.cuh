@@ -157,7 +157,7 @@ class ShareWalk {
   }
   /// The rest of the piece that next() wrote last: what nobody needs to know before the piece has
   /// been computed.
-  __device__ __forceinline__ void complete(const Division& d, const DecodeParams& p,
+  __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
                                            Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
             (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);

@@ -82,7 +82,7 @@ struct Place {
   int32_t batch, span, unit;  // of the sequence; of the span
 
   /// Heads of a track.
-  __device__ __forceinline__ static int32_t heads(const Division& d, const DecodeParams& p,
+  __device__ __forceinline__ static int32_t heads(const Division& d, const CachedParams& p,
                                                   int32_t track) {
     return min(d.heads_per_track, p.heads_kv - track * d.heads_per_track);
   }

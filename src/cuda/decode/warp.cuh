@@ -76,7 +76,7 @@ struct DecodeWarp {
   }
 
   /// The keys from key0 on, whose K and V lie at the shared addresses.
-  __device__ __forceinline__ void step(const DecodeParams& p, uint32_t k_tile, uint32_t v_tile,
+  __device__ __forceinline__ void step(const CachedParams& p, uint32_t k_tile, uint32_t v_tile,
                                        int32_t key0, const float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     Scores s;

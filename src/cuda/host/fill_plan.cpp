@@ -13,9 +13,9 @@ namespace strobe::cuda {
 namespace {
 
 // Of Plan::reserved: the row's index in its table; of the row for unaligned pointers the index and
-// 1, or 0 where there is none; whether the row is a DecodeRow; of the row for sequences with few
+// 1, or 0 where there is none; whether the row is a CachedRow; of the row for sequences with few
 // queries beside others the index and 1, or 0.
-constexpr int kRowSlot = 0, kUnalignedRowSlot = 1, kDecodesSlot = 2, kFewSlot = 3;
+constexpr int kRowSlot = 0, kUnalignedRowSlot = 1, kCachedSlot = 2, kFewSlot = 3;
 
 template <typename Row>
 const Row* row_at(const Plan& plan, int64_t index, int arch) {
@@ -45,10 +45,10 @@ const Row* row_of(const Plan& plan, int arch) {
 }
 template const ForwardRow* row_of<ForwardRow>(const Plan&, int);
 template const BackwardRow* row_of<BackwardRow>(const Plan&, int);
-template const DecodeRow* row_of<DecodeRow>(const Plan&, int);
+template const CachedRow* row_of<CachedRow>(const Plan&, int);
 
-bool decodes(const Plan& plan) {
-  return plan.problem.cache != STROBE_CACHE_NONE || plan.reserved[kDecodesSlot] != 0;
+bool is_cached(const Plan& plan) {
+  return plan.problem.cache != STROBE_CACHE_NONE || plan.reserved[kCachedSlot] != 0;
 }
 
 template <typename Row>
@@ -57,10 +57,10 @@ const Row* row_for_unaligned(const Plan& plan) {
 }
 template const ForwardRow* row_for_unaligned<ForwardRow>(const Plan&);
 template const BackwardRow* row_for_unaligned<BackwardRow>(const Plan&);
-template const DecodeRow* row_for_unaligned<DecodeRow>(const Plan&);
+template const CachedRow* row_for_unaligned<CachedRow>(const Plan&);
 
-const DecodeRow* row_for_few(const Plan& plan) {
-  return row_at<DecodeRow>(plan, plan.reserved[kFewSlot] - 1, 80);
+const CachedRow* row_for_few(const Plan& plan) {
+  return row_at<CachedRow>(plan, plan.reserved[kFewSlot] - 1, 80);
 }
 
 template <typename Row>
@@ -112,16 +112,16 @@ void fill_row(int arch, Plan& plan, const DeviceProperties& device) {
   plan.workspace_bytes = workspace_of(p, row, row_for_unaligned<Row>(plan));
 }
 
-void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
+void fill_cached(int arch, Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const DecodeRow& row = take_row(plan, find_decode_row(arch, p, device, nullptr));
-  plan.reserved[kDecodesSlot] = 1;
-  DecodeUpdateParams params{};
+  const CachedRow& row = take_row(plan, find_cached_row(arch, p, device, nullptr));
+  plan.reserved[kCachedSlot] = 1;
+  CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
-  const auto grid_of = [&](const DecodeRow& r) {
+  const auto grid_of = [&](const CachedRow& r) {
     return r.carve(params, device.multiprocessors, device.shared_bytes);
   };
-  const DecodeGrid grid = grid_of(row);
+  const CachedGrid grid = grid_of(row);
   plan.block_q = row.config.tile_q;
   plan.work_items = grid.x * grid.y;
   plan.grid[0] = static_cast<int32_t>(grid.x);
@@ -132,7 +132,7 @@ void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
     // A row for few queries, of a part of the problem. Where none can be had, none is needed: the
     // row takes all sequences, and no pointers that are not aligned.
     const auto other_bytes = [&](int slot, const AttentionProblem& problem) {
-      const Entry<DecodeRow>* const other = find_decode_row(80, problem, device, nullptr);
+      const Entry<CachedRow>* const other = find_cached_row(80, problem, device, nullptr);
       const int64_t needed = other ? grid_of(*other->row).workspace_bytes : 0;
       if (!other || needed < 0) return int64_t{0};
       plan.reserved[slot] = number_of(other);
@@ -151,8 +151,8 @@ void fill_decode(int arch, Plan& plan, const DeviceProperties& device) {
 }  // namespace
 
 void fill_on(int arch, Plan& plan, const DeviceProperties& device) {
-  if (plan.problem.cache || decodes_without_cache(plan.problem, device)) {
-    fill_decode(arch, plan, device);
+  if (plan.problem.cache || runs_as_cached(plan.problem, device)) {
+    fill_cached(arch, plan, device);
   } else if (plan.problem.direction == STROBE_FORWARD) {
     fill_row<ForwardRow>(arch, plan, device);
   } else {

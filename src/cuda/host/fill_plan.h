@@ -7,7 +7,7 @@
 
 namespace strobe::cuda {
 
-struct DecodeRow;
+struct CachedRow;
 
 /// Fills a plan for the row that find_row finds, which must be there.
 void fill_on(int arch, Plan& plan, const DeviceProperties& device);
@@ -17,8 +17,8 @@ void fill_on(int arch, Plan& plan, const DeviceProperties& device);
 template <typename Row>
 const Row* row_of(const Plan& plan, int arch);
 
-/// Whether the row of a forward plan is a DecodeRow.
-bool decodes(const Plan& plan);
+/// Whether the row of a forward plan is a CachedRow.
+bool is_cached(const Plan& plan);
 
 /// Pointers are not known when a plan is made. This is the plan's row for those that TMA, by which
 /// row_of's reads, cannot read: one of mma.sync's. Null where there is none.
@@ -27,7 +27,7 @@ const Row* row_for_unaligned(const Plan& plan);
 
 /// The plan's row for the sequences of a cache that have few queries, where another one is for
 /// those that have many. Null where there is none.
-const DecodeRow* row_for_few(const Plan& plan);
+const CachedRow* row_for_few(const Plan& plan);
 
 /// What a launch of the (resolved) problem needs, whichever of a plan's rows it is of. other: null
 /// where there is none.

@@ -63,7 +63,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   void* workspace = args.workspace;
   if constexpr (!std::is_same_v<Row, BackwardRow>) {
     bool several = false;  // kernels, of which one leaves something in the workspace for another
-    if constexpr (std::is_same_v<Row, DecodeRow>) several = turns_before(row->config, p.rotary_dim);
+    if constexpr (std::is_same_v<Row, CachedRow>) several = turns_before(row->config, p.rotary_dim);
     if (!workspace && plan.workspace_bytes > 0 && !several) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
@@ -74,7 +74,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     const cudaError_t error = cudaMallocAsync(&workspace, plan.workspace_bytes, stream);
     if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
   }
-  if constexpr (std::is_same_v<Row, DecodeRow>) {
+  if constexpr (std::is_same_v<Row, CachedRow>) {
     params.workspace = workspace;
   } else {
     Arena arena(workspace);
@@ -83,7 +83,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
-  if constexpr (std::is_same_v<Row, DecodeRow>) {
+  if constexpr (std::is_same_v<Row, CachedRow>) {
     error = row->launch(params, target, aligned ? row_for_few(plan) : nullptr);
   } else {
     error = row->launch(params, target);
@@ -101,7 +101,7 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
-  if (decodes(plan)) return launch_row<DecodeRow, DecodeUpdateParams>(arch, plan, args);
+  if (is_cached(plan)) return launch_row<CachedRow, CachedUpdateParams>(arch, plan, args);
   return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {

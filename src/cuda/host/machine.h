@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/checks.h"
@@ -20,6 +21,17 @@ struct DeviceProperties {
   int64_t shared_bytes = 0;  // that a block can have when it asks
   int64_t memory_bytes = 0;
 };
+
+/// The name of a kernel instance, or a part of it, as kernels.def has it today: the instances for
+/// keys in a cache were called decode_sm80_... and decode_sm90_... once.
+inline std::string current_name(std::string_view name) {
+  constexpr std::string_view kOld = "decode_sm", kNew = "cached_sm";
+  std::string current(name);
+  if (const size_t at = current.find(kOld); at != std::string::npos) {
+    current.replace(at, kOld.size(), kNew);
+  }
+  return current;
+}
 
 struct Machine {
   std::vector<DeviceProperties> devices;

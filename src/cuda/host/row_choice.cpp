@@ -96,7 +96,7 @@ template const Entry<ForwardRow>* find_row(int, const AttentionProblem&, const D
 template const Entry<BackwardRow>* find_row(int, const AttentionProblem&, const DeviceProperties&,
                                             std::string*);
 
-const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
+const Entry<CachedRow>* find_cached_row(int arch, const AttentionProblem& p,
                                         const DeviceProperties& device, std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   // With batch_invariant the longest of packed sequences does not count, since rows differ in their
@@ -115,16 +115,16 @@ const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
   const bool few_keys = !p.batch_invariant && keys_of_heads <= kFewKeys;
   int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   if (few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
-  const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
+  const auto holds = [&](const CachedConfig& c) { return min64(c.tile_q, packed); };
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
   // fifths at 1 x 8192 keys, by 9 % at 16 x 4096.
   constexpr double kShortLaunch = 1 << 20;
   const bool is_short = !p.batch_invariant && keys_of_heads <= kShortLaunch;
-  const Entry<DecodeRow>* found = nullptr;
+  const Entry<CachedRow>* found = nullptr;
   int64_t widest = 0;
-  for (const Entry<DecodeRow>& entry : row_table<DecodeRow>()) {
-    const DecodeConfig& c = entry.row->config;
+  for (const Entry<CachedRow>& entry : row_table<CachedRow>()) {
+    const CachedConfig& c = entry.row->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
     if (entry.row->shape.shared_bytes > device.shared_bytes) continue;
     widest = max64(widest, c.width);
@@ -133,7 +133,7 @@ const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
     const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
-      const DecodeConfig& best = found->row->config;
+      const CachedConfig& best = found->row->config;
       if (c.width > best.width || holds(c) < holds(best)) continue;
       if (c.width == best.width && holds(c) == holds(best) && c.tile_q >= best.tile_q) continue;
     }
@@ -155,9 +155,9 @@ namespace {
 // Why the kernels that divide keys decline: a problem with a cache, or one that goes the same way.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const Entry<DecodeRow>* const entry = find_decode_row(80, p, device, &reason);
+  const Entry<CachedRow>* const entry = find_cached_row(80, p, device, &reason);
   if (!entry) return reason;
-  DecodeUpdateParams params{};
+  CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
   if (entry->row->carve(params, device.multiprocessors, device.shared_bytes).workspace_bytes < 0) {
     return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
@@ -302,7 +302,7 @@ namespace {
 // Why the kernels that read a cache by TMA decline.
 std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const Entry<DecodeRow>* const entry = find_decode_row(90, p, device, &reason);
+  const Entry<CachedRow>* const entry = find_cached_row(90, p, device, &reason);
   if (!entry) return reason;
   if (!is_forced(entry->name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
@@ -324,12 +324,12 @@ std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProper
 
 }  // namespace
 
-bool decodes_without_cache(const AttentionProblem& p, const DeviceProperties& device) {
+bool runs_as_cached(const AttentionProblem& p, const DeviceProperties& device) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The batch decides; and lengths in use count from the begin of a packed sequence.
   if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
   const std::string& forced = machine().forced_row;
-  const bool asked_for = forced.find("decode_sm80_") != std::string::npos;
+  const bool asked_for = forced.find("cached_sm80_") != std::string::npos;
   if (!asked_for && (!forced.empty() || !has_few_queries(p, device))) return false;
   return cache_declines(p, device).empty();
 }
@@ -352,7 +352,7 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (other_row && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
   if (p.cache) return arch == 90 ? cached_prompt_declines(p, device) : cache_declines(p, device);
   if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
-  if (decodes_without_cache(p, device)) {
+  if (runs_as_cached(p, device)) {
     return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
   }
   if (arch == 90) {

@@ -11,7 +11,7 @@ namespace strobe::cuda {
 
 template <typename Row>
 struct Entry;  // row_table.h
-struct DecodeRow;
+struct CachedRow;
 
 /// The entry of row_table<Row>() whose row of this architecture takes the (resolved) problem on
 /// such a device; null: none, and *reason, unless null, says why.
@@ -19,11 +19,12 @@ template <typename Row>
 const Entry<Row>* find_row(int arch, const AttentionProblem& problem,
                            const DeviceProperties& device, std::string* reason);
 
-/// Whether the kernels for keys in a cache take a (resolved) problem that has none: few queries.
-bool decodes_without_cache(const AttentionProblem& problem, const DeviceProperties& device);
+/// Whether a (resolved) problem without a cache runs as one with a cache: with few queries it is the
+/// faster for it that the keys are divided among thread blocks.
+bool runs_as_cached(const AttentionProblem& problem, const DeviceProperties& device);
 
 /// The same as find_row for keys in a cache, and for problems that go the same way.
-const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& problem,
+const Entry<CachedRow>* find_cached_row(int arch, const AttentionProblem& problem,
                                         const DeviceProperties& device, std::string* reason);
 
 /// Whether some sequences of a (resolved) problem with a cache may have more than few_queries() in

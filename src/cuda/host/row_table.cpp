@@ -5,7 +5,7 @@
 namespace strobe::cuda {
 
 #define STROBE_forward_ROW(name, when) extern const ForwardRow name;
-#define STROBE_decode_ROW(name, when) extern const DecodeRow name;
+#define STROBE_cached_ROW(name, when) extern const CachedRow name;
 #define STROBE_backward_ROW(name, when) extern const BackwardRow name;
 #include "cuda_rows.inc"
 
@@ -23,8 +23,8 @@ constexpr Entry<ForwardRow> kForward[] = {
 constexpr Entry<BackwardRow> kBackward[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
-#define STROBE_decode_ROW(name, when) {&name, #name, when},
-constexpr Entry<DecodeRow> kDecode[] = {
+#define STROBE_cached_ROW(name, when) {&name, #name, when},
+constexpr Entry<CachedRow> kCached[] = {
 #include "cuda_rows.inc"
     {nullptr, nullptr, any}};
 
@@ -40,8 +40,8 @@ std::span<const Entry<BackwardRow>> row_table<BackwardRow>() {
 }
 
 template <>
-std::span<const Entry<DecodeRow>> row_table<DecodeRow>() {
-  return {kDecode, std::size(kDecode) - 1};
+std::span<const Entry<CachedRow>> row_table<CachedRow>() {
+  return {kCached, std::size(kCached) - 1};
 }
 
 }  // namespace strobe::cuda

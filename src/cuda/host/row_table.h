@@ -8,7 +8,7 @@
 
 namespace strobe::cuda {
 
-/// Row: ForwardRow, DecodeRow or BackwardRow.
+/// Row: ForwardRow, CachedRow or BackwardRow.
 template <typename Row>
 struct Entry {
   const Row* row;

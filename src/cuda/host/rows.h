@@ -29,7 +29,7 @@ using ForwardRow = TensorRow<ForwardConfig, ForwardParams, ForwardArgs>;
 using BackwardRow = TensorRow<BackwardConfig, BackwardParams, BackwardArgs>;
 
 /// What a launch for keys in a cache takes on a device.
-struct DecodeGrid {
+struct CachedGrid {
   int64_t x, y;             // thread blocks
   int64_t workspace_bytes;  // negative: the problem has too many parts
 };
@@ -38,27 +38,27 @@ struct DecodeGrid {
 /// themselves: beyond, O leaves them no registers.
 inline constexpr int32_t kWidestUpdate = 128;
 /// Whether a kernel of its own does that before the one that attends (update_kernel.cuh).
-constexpr bool updates_before(const DecodeConfig& c) {
+constexpr bool updates_before(const CachedConfig& c) {
   return c.arch == 90 || c.width > kWidestUpdate;
 }
 /// Whether that kernel leaves rotated queries in the workspace for the other one.
-constexpr bool turns_before(const DecodeConfig& c, int64_t rotary_dim) {
+constexpr bool turns_before(const CachedConfig& c, int64_t rotary_dim) {
   return updates_before(c) && rotary_dim > 0;
 }
 
 /// For keys in a cache.
-struct DecodeRow {
-  DecodeConfig config;
+struct CachedRow {
+  CachedConfig config;
   LaunchShape shape;
-  DecodeGrid (*carve)(const DecodeParams& params, int64_t multiprocessors, int64_t shared_bytes);
+  CachedGrid (*carve)(const CachedParams& params, int64_t multiprocessors, int64_t shared_bytes);
   /// few: null, or the row that attends for sequences with up to few_queries() queries, in the same
   /// launch; this one then has the others.
-  cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target,
-                        const DecodeRow* few);
+  cudaError_t (*launch)(const CachedUpdateParams& params, const LaunchTarget& target,
+                        const CachedRow* few);
   /// What launch does where new keys lie in the cache already, and nothing is rotated. elements:
   /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
   /// launch. Null where another row has to go first.
-  cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target, bool elements);
+  cudaError_t (*attend)(const CachedParams& params, const LaunchTarget& target, bool elements);
 };
 
 /// log2 of the query heads that a tile of a Hopper row holds of each query: a power of two of those

@@ -26,7 +26,7 @@ struct UnusedRows {
 inline UnusedRows unused_rows_of(const ForwardParams& p) {
   return {p, {p.out, p.heads, p.head_dim_v}, {}, p.lse};
 }
-inline UnusedRows unused_rows_of(const DecodeParams& p) {
+inline UnusedRows unused_rows_of(const CachedParams& p) {
   UnusedRows rows = unused_rows_of(static_cast<const ForwardParams&>(p));
   if (p.float_out) {  // zeros of 16 bits, twice as many
     Tensor& out = rows.queries.tensor;

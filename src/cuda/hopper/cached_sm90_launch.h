@@ -1,7 +1,7 @@
 // Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries; and before it a
 // kernel that appends and rotates, after it one for the sequences of the batch that have few.
-#ifndef STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
-#define STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+#ifndef STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_
+#define STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -19,20 +19,20 @@
 
 namespace strobe::cuda::sm90 {
 
-template <DecodeConfig kConfig>
-constexpr LaunchShape decode_shape() {
+template <CachedConfig kConfig>
+constexpr LaunchShape cached_shape() {
   return forward_shape<kConfig>();
 }
 
 /// Tiles of one head each: those of several heads are no more.
-template <DecodeConfig kConfig>
-int64_t most_tiles(const DecodeParams& p) {
+template <CachedConfig kConfig>
+int64_t most_tiles(const CachedParams& p) {
   const int64_t most = int64_t{p.batch} * ceil_div(p.seqlen_q, kConfig.tile_q);
   return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
-template <DecodeConfig kConfig>
-DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
+template <CachedConfig kConfig>
+CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
   Arena arena;
   const int64_t tiles = most_tiles<kConfig>(p);
   take_workspace(arena, tiles);
@@ -41,26 +41,26 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
 }
 
 /// What update_kernel.cuh asks for.
-template <DecodeConfig kConfig>
+template <CachedConfig kConfig>
 struct UpdateShape {
   using T = Element<kConfig.dtype>;
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
 /// A launch begins with this row, so that it can update the cache.
-template <DecodeConfig kConfig>
-constexpr cudaError_t (*attend)(const DecodeParams&, const LaunchTarget&, bool) = nullptr;
+template <CachedConfig kConfig>
+constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) = nullptr;
 
-template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& target,
-                          const DecodeRow* few) {
-  constexpr auto kShape = decode_shape<kConfig>();
+template <CachedConfig kConfig>
+cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
+                          const CachedRow* few) {
+  constexpr auto kShape = cached_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
   TileParams p{update.attends(), packed_heads_log2(params.group, params.alibi_slopes != nullptr)};
-  DecodeParams of_few = p;
+  CachedParams of_few = p;
   if (few) {
     p.cache.least_q = few_queries(p.group) + 1;
     of_few.cache.most_q = few_queries(p.group);
@@ -115,4 +115,4 @@ cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& 
 
 }  // namespace strobe::cuda::sm90
 
-#endif  // STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+#endif  // STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_
