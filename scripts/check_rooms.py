@@ -24,7 +24,7 @@ ROOMS = {
     "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/hopper"],
     "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode"],
     "cuda/host": ["core", "cuda/common", "cuda/host"],
-    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of a row's source
+    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of an instance's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
     "cli": ["cli", "core", "strobe"],
 }
@@ -33,7 +33,7 @@ LAUNCH = "_launch.h"
 LAUNCHES_ALSO = ["cuda/host"]
 TEAM = "src/core/team.cpp"
 OPENMP = re.compile(r"\s*#\s*(include\s*<omp\.h>|pragma\s+omp\s+parallel)")
-GENERATED = {"cuda_rows.inc": "cuda/host"}
+GENERATED = {"cuda_instances.inc": "cuda/host"}
 
 
 def room_of(path: str) -> str:

@@ -1,6 +1,6 @@
-// What runs before a kernel that does not append and rotate itself (updates_before in host/rows.h):
-// new keys and values go to the cache, and rotated queries to the workspace. The other kernel then
-// reads both from memory, as if nothing had been new.
+// What runs before a kernel that does not append and rotate itself (updates_before in
+// host/instance.h): new keys and values go to the cache, and rotated queries to the workspace. The
+// other kernel then reads both from memory, as if nothing had been new.
 #ifndef STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 #define STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 

@@ -12,9 +12,9 @@
 #include "cuda/common/config.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/decode/decode.cuh"
+#include "cuda/host/instance.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/rows.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -100,7 +100,7 @@ KernelHandle& decode_handle(bool general) {
   return kernels[general];
 }
 /// The one kernel of a shape for tensors of any alignment, whether it appends and rotates or not;
-/// rows that leave that to a kernel of its own take the parameters of those that only read.
+/// instances that leave that to a kernel of its own take the parameters of those that only read.
 template <CachedConfig kConfig>
 using ElementsParams =
     std::conditional_t<updates_before(kConfig), CachedParams, CachedUpdateParams>;
@@ -156,7 +156,7 @@ cudaError_t attend(const CachedParams& p, const LaunchTarget& target, bool eleme
 
 template <CachedConfig kConfig>
 cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
-                          const CachedRow* /*few*/) {
+                          const CachedInstance* /*few*/) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
   const CachedParams& reads_alone = p;

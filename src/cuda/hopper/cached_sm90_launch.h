@@ -12,9 +12,9 @@
 #include "cuda/common/config.h"
 #include "cuda/hopper/forward_sm90.cuh"
 #include "cuda/hopper/forward_sm90_launch.h"
+#include "cuda/host/instance.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/rows.h"
 #include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
@@ -47,13 +47,13 @@ struct UpdateShape {
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
-/// A launch begins with this row, so that it can update the cache.
+/// A launch begins with this instance, so that it can update the cache.
 template <CachedConfig kConfig>
 constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) = nullptr;
 
 template <CachedConfig kConfig>
 cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
-                          const CachedRow* few) {
+                          const CachedInstance* few) {
   constexpr auto kShape = cached_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
   Arena arena(params.workspace);

@@ -1,4 +1,4 @@
-// The stages of a backward pass around its main kernel, which a row of kernels.def composes:
+// The stages of a backward pass around its main kernel, which an instance composes:
 // launch_pre, the main kernel, launch_post. And the sizes that decide its scratch, of a problem.
 #ifndef STROBE_CUDA_HOST_BACKWARD_STAGES_H_
 #define STROBE_CUDA_HOST_BACKWARD_STAGES_H_

@@ -35,9 +35,9 @@ inline std::string current_name(std::string_view name) {
 
 struct Machine {
   std::vector<DeviceProperties> devices;
-  char reason[128] = "";   // why there are no devices; "" when there are
-  int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
-  std::string forced_row;  // STROBE_CUDA_ROW: rows with this in their name come first
+  char reason[128] = "";        // why there are no devices; "" when there are
+  int forced_arch = 0;          // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  std::string forced_instance;  // STROBE_CUDA_ROW: those with this in their name come first
 
   Machine();
 };

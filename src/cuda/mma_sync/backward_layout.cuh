@@ -1,5 +1,5 @@
-// Backward pass through mma.sync: the numbers that follow from a row of kernels.def, and where
-// everything lies in shared memory. backward_sm80.cuh has the whole picture.
+// Backward pass through mma.sync: the numbers that follow from an instance's configuration, and
+// where everything lies in shared memory. backward_sm80.cuh has the whole picture.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 

@@ -23,7 +23,7 @@
 //                  records of two items; additions to dQ that are still to be reported
 //
 // By file:
-//   backward_layout.cuh     the numbers of a row of kernels.def; where all lies in shared memory
+//   backward_layout.cuh     the numbers of an instance; where all lies in shared memory
 //   backward_item.cuh       an item's record
 //   backward_thread.cuh     where a thread stands
 //   backward_barriers.cuh   what waits for what

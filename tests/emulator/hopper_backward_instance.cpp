@@ -1,6 +1,6 @@
-// The Hopper backward kernels of one row of kernels.def, that of STROBE_EMULATED_CONFIG: what CMake
-// writes into a file for each row.
-#include "cuda/host/rows.h"
+// The Hopper backward kernels of one instance of kernels.def, that of STROBE_EMULATED_CONFIG: what
+// CMake writes into a file for each.
+#include "cuda/host/instance.h"
 #include "emulated_device.h"
 #if STROBE_EMULATED_WIDTH > 128
 #include "cuda/hopper/backward_sm90_wide_launch.h"
@@ -67,12 +67,13 @@ void enlist() {
 
 }  // namespace strobe::cuda
 
-#define STROBE_EMULATED_ROW(name, ...)                                                          \
-  namespace strobe::cuda {                                                                      \
-  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                                            \
-  extern const BackwardRow name;                                                                \
-  const BackwardRow name = {kConfig, hopper::backward_shape<kConfig>(),                         \
-                            hopper::backward_carve<kConfig>, hopper::launch_backward<kConfig>}; \
-  static const bool enlisted = (enlist<kConfig>(), true);                                       \
+#define STROBE_EMULATED_INSTANCE(name, ...)                                  \
+  namespace strobe::cuda {                                                   \
+  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                         \
+  extern const BackwardInstance name;                                        \
+  const BackwardInstance name = {kConfig, hopper::backward_shape<kConfig>(), \
+                                 hopper::backward_carve<kConfig>,            \
+                                 hopper::launch_backward<kConfig>};          \
+  static const bool enlisted = (enlist<kConfig>(), true);                    \
   }
-STROBE_EMULATED_ROW(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)
+STROBE_EMULATED_INSTANCE(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)
