@@ -70,7 +70,7 @@
 namespace strobe::cuda::sm90 {
 
 /// Prepares the barriers. One thread. kLoader: arrivals of each of the warps 0 and 1.
-template <typename Tr, uint32_t kLoader, bool kWhole>
+template <typename Tr, uint32_t kLoader, bool kAllRowsUsed>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
                         const TileOrder& order) {
   constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
@@ -85,14 +85,14 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2 * kLoader);
   // Where the scheduler takes tiles unasked no phase ends: compute-sanitizer reports those that
   // nobody waits for.
-  shared.request.init(order.is_fixed<kWhole>() ? ptx::kMostArrivals : 1);
+  shared.request.init(order.is_fixed<kAllRowsUsed>() ? ptx::kMostArrivals : 1);
   shared.suspects = -1;
   ptx::fence_barrier_init();
 }
 
-/// kGeneral: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
-/// ForwardParams, or TileParams where the keys lie in a cache.
-template <typename Tr, bool kGeneral, bool kWhole, typename Params>
+/// kGeneral: scores have more to them than a positive scale. kAllRowsUsed:
+/// Sequences::all_rows_used(). Params: ForwardParams, or TileParams where the keys lie in a cache.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
                    const __grid_constant__ TileOrder order) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if constexpr (!Tr::kEarlyTile) {
-    if (threadIdx.x == 0) prepare<Tr, kLoader, kWhole>(shared, maps, order);
+    if (threadIdx.x == 0) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
     __syncthreads();
   }
 
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
     if (Tr::kEarlyTile && warp == 0) {
-      if (one_thread) prepare<Tr, kLoader, kWhole>(shared, maps, order);
+      if (one_thread) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
       __syncwarp();
       announce_barriers<Tr, Awaits::kScheduler>();
       announce_barriers<Tr, Awaits::kOthers>();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
-    if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
+    if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       clear_past_end(p, 1,
                      {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
     }
-    Consumer<Tr, kGeneral, kWhole, Params>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kWhole>(p, tile, own, kWarps, kRows);
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed>(p, tile, own, kWarps, kRows);
       }
       i = tile.next;
     }

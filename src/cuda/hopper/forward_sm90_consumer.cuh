@@ -27,8 +27,8 @@ enum class Kind {
   kFast      // unmasked, against the reference that there is
 };
 
-/// A consumer warpgroup. kGeneral, kWhole, Params: the kernel's.
-template <typename Tr, bool kGeneral, bool kWhole, typename Params>
+/// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p, int warpgroup)
@@ -61,7 +61,7 @@ class Consumer {
     return warpgroup_ * kWarpgroupRows + 16 * warp() + lane() / 4 + 8 * r;
   }
   __device__ __forceinline__ static TileMask mask_of(const Tile<Tr::kWarpgroups>& tile) {
-    return tile.mask.template known<kWhole>();
+    return tile.mask.template assuming<kAllRowsUsed>();
   }
   __device__ __forceinline__ int query(int r) const { return query_of(p_, row(r)); }
   /// Q's ring moves with the tiles'.
@@ -84,7 +84,7 @@ class Consumer {
     const int last = tile.block_begin, loaded = tile.loaded;
     if (real) {
       shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
-      if (!kWhole && p_.used_q)
+      if (!kAllRowsUsed && p_.used_q)
         zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
                                            tile.rows - warpgroup_ * kWarpgroupRows);
     }
@@ -197,7 +197,7 @@ class Consumer {
     if constexpr (!kMaximum) free_k_and_q(at.stage(), last);  // redo needed them
     ++at_.count;
     pending_ = true;
-    if constexpr (!kWhole) {
+    if constexpr (!kAllRowsUsed) {
       used_v_ = kTileK;
       // A cache has rows past the last key.
       if (masked && (kCached<Params> || p_.used_k))
@@ -209,7 +209,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kWhole) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+    if constexpr (!kAllRowsUsed) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -489,7 +489,7 @@ class Consumer {
   uint32_t weights_[kTileK / 4];  // P
   float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
   bool pending_ = false;          // O += P V of the block before has still to be done
-  int used_v_ = kTileK;           // its rows of V that are in use, at least; only where not kWhole
+  int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
   int keep_o_ = 0;                // 0: the pending product overwrites O
   bool first_ = false;            // the block under way is its tile's first
 

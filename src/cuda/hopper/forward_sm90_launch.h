@@ -107,9 +107,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[is_general(p)  ? 2
-                 : p.is_whole() ? 0
-                                : 1]
+  return kernels[is_general(p)       ? 2
+                 : p.all_rows_used() ? 0
+                                     : 1]
       .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 

@@ -132,14 +132,14 @@ __device__ __forceinline__ int pack_of([[maybe_unused]] const Params& p) {
 template <typename Params>
 using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps, TensorMaps>;
 
-/// What tells the sequences of a launch apart. kWhole: of whole sequences.
-template <bool kWhole, typename Params>
+/// What tells the sequences of a launch apart. kAllRowsUsed: as Sequences::assuming has it.
+template <bool kAllRowsUsed, typename Params>
 __device__ __forceinline__ decltype(auto) sequences_of(const Params& p) {
   if constexpr (kCached<Params>) {
-    static_assert(!kWhole);
+    static_assert(!kAllRowsUsed);
     return (p.cache);
   } else {
-    return p.template known<kWhole>();
+    return p.template assuming<kAllRowsUsed>();
   }
 }
 

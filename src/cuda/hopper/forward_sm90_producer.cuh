@@ -42,13 +42,13 @@ __device__ __forceinline__ void announce_barriers() {
 
 /// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
 /// begins before there are barriers, and hands over the first tile when there are.
-template <typename Tr, bool kWhole, typename Params>
+template <typename Tr, bool kAllRowsUsed, typename Params>
 __device__ void schedule(typename Tr::Shared& shared, const Params& p, const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  const auto& sequences = sequences_of<kWhole>(p);
+  const auto& sequences = sequences_of<kAllRowsUsed>(p);
   const int pack = pack_of(p);
-  TileScheduler<kTileQ, kWhole, std::remove_cvref_t<decltype(sequences)>> scheduler(
+  TileScheduler<kTileQ, kAllRowsUsed, std::remove_cvref_t<decltype(sequences)>> scheduler(
       order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
@@ -57,8 +57,8 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
-    const TileMask mask =
-        sequence.mask.tile(place.begin, kTileQ >> pack, order.rule).template known<kWhole>();
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
+                              .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
     const int head = place.head << pack;
     if (lane == 0) {

@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
 
 /// Copies a block's rows of K or V, kRowsAtOnce at a time. source: this thread's place in the first
 /// of them. rows, columns: that there are from there on.
-template <typename Shape, bool kWhole>
+template <typename Shape, bool kAllRowsExist>
 __device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, int rows,
                                            int columns) {
   using KTile = typename Shape::KTile;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, i
       ptx::cp_async_16_if(
           to + static_cast<uint32_t>(panel * KTile::kPanelBytes + i * KTile::kRowBytes),
           source.row + panel * KTile::kRowBytes,
-          (kWhole || i < rows) && panel * KTile::kPanel < columns);
+          (kAllRowsExist || i < rows) && panel * KTile::kPanel < columns);
     }
     source.next();
   }
