@@ -23,8 +23,9 @@
 namespace strobe::cuda::sm90 {
 
 enum class Kind {
-  kMaximum,  // masked, or the first block of a tile: takes the maximum as new reference
-  kFast      // unmasked, against the reference that there is
+  kTakeMaximum,   // a block that is masked, or the first of a tile: its maximum and all before it
+                  // become the reference
+  kKeepReference  // an unmasked block after those: its scores take the reference that there is
 };
 
 /// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
@@ -93,14 +94,15 @@ class Consumer {
       done_ = false;
       if (n >= blocks.end || n < blocks.begin) {
         skip(loaded);
-      } else if (kGeneral || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
+      } else if (kGeneral || first_ || n < blocks.keep_begin || n >= blocks.keep_end) {
         if (first_) begin_tile(tile);
-        step<Kind::kMaximum>(n, n == blocks.begin, n < blocks.fast_begin || n >= blocks.fast_end);
+        step<Kind::kTakeMaximum>(n, n == blocks.begin,
+                                 n < blocks.keep_begin || n >= blocks.keep_end);
         first_ = false;
       } else {
         for (;; --n) {
-          step<Kind::kFast>(n, n == blocks.begin, false);
-          if (n == blocks.fast_begin) break;
+          step<Kind::kKeepReference>(n, n == blocks.begin, false);
+          if (n == blocks.keep_begin) break;
         }
       }
       if (done_) finish_tile();
@@ -146,7 +148,7 @@ class Consumer {
   /// masked: some row does not see all of it.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
-    constexpr bool kMaximum = kKind == Kind::kMaximum;
+    constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
@@ -165,23 +167,23 @@ class Consumer {
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
     }
-    if constexpr (kMaximum) free_k_and_q(at.stage(), last);
+    if constexpr (kTakeMaximum) free_k_and_q(at.stage(), last);
 
     apply_options(n * kTileK);
     float alpha[2], part[2];
-    if constexpr (kMaximum) {
+    if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
       take_maximum(alpha);
     }
     const float scale = to_log2();
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      part[r] = take_weights(r, scale, kMaximum ? reference_of(max_[r]) : max_[r]);
+      part[r] = take_weights(r, scale, kTakeMaximum ? reference_of(max_[r]) : max_[r]);
 
     keep_before_wait(part[0] + part[1]);
     ptx::wgmma_wait<0>();
     ptx::pin(o_);
-    if constexpr (kMaximum) {
+    if constexpr (kTakeMaximum) {
       done_ = first_ && pending_;
       if (first_) {
         keep_o_ = 0;
@@ -194,7 +196,7 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += part[r];
     if (pending_) arrive(shared_.v_ring.empty[v_at.stage()]);
-    if constexpr (!kMaximum) free_k_and_q(at.stage(), last);  // redo needed them
+    if constexpr (!kTakeMaximum) free_k_and_q(at.stage(), last);  // redo needed them
     ++at_.count;
     pending_ = true;
     if constexpr (!kAllRowsUsed) {
@@ -333,7 +335,7 @@ class Consumer {
     }
   }
   /// S = 2^(S * scale - reference) of row r; returns their sum. A row that has seen no key above
-  /// -inf comes to a kFast block with the reference -inf: infinite weights, and redo.
+  /// -inf comes to a kKeepReference block with the reference -inf: infinite weights, and redo.
   __device__ __forceinline__ float take_weights(int r, float scale, float reference) {
     float sum[2] = {0.f, 0.f};
     for_row(s_, r, [&](int key, float& x) {

@@ -21,10 +21,10 @@ namespace strobe::cuda::sm90 {
 constexpr int kSharedBytes = 232448;  // that a thread block of a 9.0 device can have
 constexpr int kWarpgroupRows = 64, kWarpgroupThreads = 128;
 
-/// Blocks of keys [begin, end) that a warpgroup needs; those of [fast_begin, fast_end) need no
-/// mask.
+/// Blocks of keys [begin, end) that a warpgroup needs. Those of [keep_begin, keep_end) need no mask
+/// and keep the softmax's reference; the others take their maximum (Kind).
 struct alignas(16) Blocks {
-  int32_t begin, end, fast_begin, fast_end;
+  int32_t begin, end, keep_begin, keep_end;
 };
 
 /// A tile of queries, as the scheduler hands it to the other warps.

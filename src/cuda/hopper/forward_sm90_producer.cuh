@@ -93,11 +93,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
                 static_cast<int32_t>(visits.full.begin), static_cast<int32_t>(visits.full.end)};
       // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
       // is free as soon as S is there, and the next tile's Q arrives under the softmax.
-      if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
-      // Rows past a sequence's end hold the next one's queries, or anything. In a fast block they
-      // can send their warp to `redo`, which changes the bits of the rows beside them.
+      if (Tr::kQStages == 1 && blocks.keep_begin == blocks.begin) ++blocks.keep_begin;
+      // Rows past a sequence's end hold the next one's queries, or anything. In a block that keeps
+      // its reference they can send their warp to `redo`, which changes the bits of the rows beside
+      // them.
       if (p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0) {
-        blocks.fast_begin = blocks.fast_end = blocks.end;
+        blocks.keep_begin = blocks.keep_end = blocks.end;
       }
     }
     if (lane < kWarpgroups) tile.part[lane] = blocks;
