@@ -261,27 +261,27 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   Plan plan;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm90");
-  EXPECT_EQ(instance_for_few(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan), nullptr);
   const size_t of_prompts = plan.workspace_bytes;
   p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm90");
-  ASSERT_NE(instance_for_few(plan), nullptr);
-  EXPECT_EQ(instance_for_few(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
   EXPECT_GE(plan.workspace_bytes, of_prompts);
   ASSERT_TRUE(plan_for(p, device(80), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
-  EXPECT_EQ(instance_for_few(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan), nullptr);
   // The same rows whatever else is in the batch. Rows in use are not known before a launch.
   p.batch_invariant = 1;
   p.has_seqused_q = 1, p.total_q = 32 * 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(instance_for_few(plan), nullptr);
-  const CachedInstance* const of_used = instance_for_few(plan);
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  const CachedInstance* const of_used = instance_for_few_queries(plan);
   p.has_seqused_q = 0, p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(instance_for_few(plan), nullptr);
-  const CachedInstance* const few = instance_for_few(plan);
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  const CachedInstance* const few = instance_for_few_queries(plan);
   EXPECT_EQ(few, of_used);
   p.seqlen_q = 16, p.total_q = 40;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());

@@ -11,13 +11,13 @@ namespace strobe::cuda {
 /// problem and the device.
 enum class When : int8_t {
   kAny,
-  kPlain,       // no softcap, ALiBi or dropout
-  kFew,         // few keys: a query sees up to 256 on average; also where not plain
-  kSome,        // some keys: up to 4096 on average; also where not plain
-  kFewQueries,  // no more tiles than multiprocessors, or the tiles are fuller than larger
-                // ones
-  kRuns,        // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
-  kSmall        // an earlier instance of the width takes more shared memory than the device has
+  kPlain,         // no softcap, ALiBi or dropout
+  kUpTo256Keys,   // that a query sees on average; also where not plain
+  kUpTo4096Keys,  // the same
+  kFewQueries,    // no more tiles than multiprocessors, or the tiles are fuller than larger
+                  // ones
+  kRuns,  // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
+  kSmall  // an earlier instance of the width takes more shared memory than the device has
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it

@@ -156,7 +156,7 @@ cudaError_t attend(const CachedParams& p, const LaunchTarget& target, bool eleme
 
 template <CachedConfig kConfig>
 cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
-                          const CachedInstance* /*few*/) {
+                          const CachedInstance* /*for_few_queries*/) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
   const CachedParams& reads_alone = p;

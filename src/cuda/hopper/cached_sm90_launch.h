@@ -53,19 +53,20 @@ constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) 
 
 template <CachedConfig kConfig>
 cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
-                          const CachedInstance* few) {
+                          const CachedInstance* for_few_queries) {
   constexpr auto kShape = cached_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
   TileParams p{update.attends(), packed_heads_log2(params.group, params.alibi_slopes != nullptr)};
-  CachedParams of_few = p;
-  if (few) {
+  CachedParams of_few_queries = p;
+  if (for_few_queries) {
     p.cache.least_q = few_queries(p.group) + 1;
-    of_few.cache.most_q = few_queries(p.group);
-    of_few.workspace = arena.take<std::byte>(
-        few->carve(of_few, target.multiprocessors, target.shared_bytes).workspace_bytes);
+    of_few_queries.cache.most_q = few_queries(p.group);
+    of_few_queries.workspace = arena.take<std::byte>(
+        for_few_queries->carve(of_few_queries, target.multiprocessors, target.shared_bytes)
+            .workspace_bytes);
   }
   TileOrder order = tile_order<kConfig>(p, target, p.pack);
   if (too_many(order)) return cudaErrorInvalidValue;
@@ -110,7 +111,8 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
     STROBE_RETURN_IF_CUDA_ERROR(kernels[is_general(p)].launch(dim3(static_cast<unsigned>(blocks)),
                                                               kShape.threads, args, target));
   }
-  return few ? few->attend(of_few, target, new_elements(params)) : cudaSuccess;
+  return for_few_queries ? for_few_queries->attend(of_few_queries, target, new_elements(params))
+                         : cudaSuccess;
 }
 
 }  // namespace strobe::cuda::sm90

@@ -15,7 +15,7 @@ namespace {
 // Of Plan::reserved: the instance's index in its table; of the instance for unaligned pointers the
 // index and 1, or 0 where there is none; whether the instance is a CachedInstance; of the instance
 // for sequences with few queries beside others the index and 1, or 0.
-constexpr int kInstanceSlot = 0, kUnalignedSlot = 1, kCachedSlot = 2, kFewSlot = 3;
+constexpr int kInstanceSlot = 0, kUnalignedSlot = 1, kCachedSlot = 2, kFewQueriesSlot = 3;
 
 template <typename Instance>
 const Instance* instance_at(const Plan& plan, int64_t index, int arch) {
@@ -59,8 +59,8 @@ template const ForwardInstance* instance_for_unaligned<ForwardInstance>(const Pl
 template const BackwardInstance* instance_for_unaligned<BackwardInstance>(const Plan&);
 template const CachedInstance* instance_for_unaligned<CachedInstance>(const Plan&);
 
-const CachedInstance* instance_for_few(const Plan& plan) {
-  return instance_at<CachedInstance>(plan, plan.reserved[kFewSlot] - 1, 80);
+const CachedInstance* instance_for_few_queries(const Plan& plan) {
+  return instance_at<CachedInstance>(plan, plan.reserved[kFewQueriesSlot] - 1, 80);
 }
 
 template <typename Instance>
@@ -142,9 +142,9 @@ void fill_cached(int arch, Plan& plan, const DeviceProperties& device) {
       return needed;
     };
     const int64_t unaligned = other_bytes(kUnalignedSlot, p);
-    if (has_few_and_many(p)) {
+    if (has_few_and_many_queries(p)) {
       params.cache.most_q = few_queries(params.group);
-      bytes += other_bytes(kFewSlot, few_of_many(p));
+      bytes += other_bytes(kFewQueriesSlot, few_queries_problem(p));
     }
     bytes = max64(bytes, unaligned);
   }

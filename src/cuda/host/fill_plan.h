@@ -27,7 +27,7 @@ const Instance* instance_for_unaligned(const Plan& plan);
 
 /// The plan's instance for the sequences of a cache that have few queries, where another one is for
 /// those that have many. Null where there is none.
-const CachedInstance* instance_for_few(const Plan& plan);
+const CachedInstance* instance_for_few_queries(const Plan& plan);
 
 /// What a launch of the (resolved) problem needs, whichever of a plan's instances it is of. other:
 /// null where there is none.

@@ -52,10 +52,10 @@ struct CachedInstance {
   CachedConfig config;
   LaunchShape shape;
   CachedGrid (*carve)(const CachedParams& params, int64_t multiprocessors, int64_t shared_bytes);
-  /// few: null, or the instance that attends for sequences with up to few_queries() queries, in the
-  /// same launch; this one then has the others.
+  /// for_few_queries: null, or the instance that attends for sequences with up to few_queries()
+  /// queries, in the same launch; this one then has the others.
   cudaError_t (*launch)(const CachedUpdateParams& params, const LaunchTarget& target,
-                        const CachedInstance* few);
+                        const CachedInstance* for_few_queries);
   /// What launch does where new keys lie in the cache already, and nothing is rotated. elements:
   /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
   /// launch. Null where another instance has to go first.

@@ -23,9 +23,9 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   switch (when) {
     case When::kPlain:
       return is_plain;
-    case When::kFew:
+    case When::kUpTo256Keys:
       return keys_up_to(256) || !is_plain;
-    case When::kSome:
+    case When::kUpTo4096Keys:
       return keys_up_to(4096) || !is_plain;
     case When::kFewQueries: {
       if (p.batch_invariant && p.varlen) return false;
@@ -289,13 +289,13 @@ std::string tma_declines(const AttentionProblem& p) {
 
 }  // namespace
 
-AttentionProblem few_of_many(const AttentionProblem& p) {
+AttentionProblem few_queries_problem(const AttentionProblem& p) {
   AttentionProblem few = p;
   few.seqlen_q = few_queries(p.heads / p.heads_kv);
   return few;
 }
 
-bool has_few_and_many(const AttentionProblem& p) {
+bool has_few_and_many_queries(const AttentionProblem& p) {
   return p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
          (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }

@@ -30,9 +30,9 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
 
 /// Whether some sequences of a (resolved) problem with a cache may have more than few_queries() in
 /// use and others not: these then have a kernel of their own.
-bool has_few_and_many(const AttentionProblem& problem);
+bool has_few_and_many_queries(const AttentionProblem& problem);
 /// That kernel's problem, as far as the choice of its instance goes.
-AttentionProblem few_of_many(const AttentionProblem& problem);
+AttentionProblem few_queries_problem(const AttentionProblem& problem);
 
 /// Empty when an instance of this architecture takes the (resolved) problem on such a device, else
 /// why none does.

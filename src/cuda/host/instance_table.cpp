@@ -11,8 +11,9 @@ namespace strobe::cuda {
 
 namespace {
 
-constexpr When any = When::kAny, plain = When::kPlain, few = When::kFew, some = When::kSome,
-               few_queries = When::kFewQueries, runs = When::kRuns, small = When::kSmall;
+constexpr When any = When::kAny, plain = When::kPlain, up_to_256_keys = When::kUpTo256Keys,
+               up_to_4096_keys = When::kUpTo4096Keys, few_queries = When::kFewQueries,
+               runs = When::kRuns, small = When::kSmall;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_forward_INSTANCE(name, when) {&name, #name, when},

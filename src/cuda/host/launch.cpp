@@ -85,7 +85,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Instance, CachedInstance>) {
-    error = instance->launch(params, target, aligned ? instance_for_few(plan) : nullptr);
+    error = instance->launch(params, target, aligned ? instance_for_few_queries(plan) : nullptr);
   } else {
     error = instance->launch(params, target);
   }
