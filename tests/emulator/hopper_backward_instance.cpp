@@ -17,9 +17,9 @@ constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 template <BackwardConfig kConfig, typename Stages>
 void enlist_stages() {
   using T = typename Stages::T;
-  using Form = typename Stages::Form;
-  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
-  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
+  using StageTraits = typename Stages::StageTraits;
+  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
+  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
   emulator::enlist(&backward_pairwise_kernel<T, Stages::kTileQ, Stages::kWidth, Stages::kTileK>);
   emulator::enlist(&backward_parts_kernel<T, Stages::kWidth>);
 }
@@ -32,7 +32,7 @@ template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::TraitsOf<kConfig>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
-                                        Tr::kWidth, typename Tr::Form>>();
+                                        Tr::kWidth, typename Tr::StageTraits>>();
   constexpr int kWidth = kConfig.width;
   emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
   emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
@@ -52,7 +52,7 @@ template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::BackwardTraitsOf<kConfig>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
-                                        typename Tr::Form>>();
+                                        typename Tr::StageTraits>>();
   emulator::enlist(&hopper::backward_kernel<Tr>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true>>);

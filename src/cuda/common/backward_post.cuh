@@ -38,11 +38,11 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
 
 /// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
 /// of the sum, as an accumulator each, at a time.
-template <typename T, int kTileQ, int kWidth, typename Form>
+template <typename T, int kTileQ, int kWidth, typename StageTraits>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
                          const __grid_constant__ BackwardScratch scratch, int64_t items) {
-  if constexpr (!Form::kAsks) {
+  if constexpr (!StageTraits::kMarksNonfinite) {
     ptx::let_next_kernel_begin();
     ptx::wait_for_kernel_before();
   }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kPostThreads)
     }
     const int row = tile.begin + 16 * block + lane / 4;
     store_accumulators<T>(dq, row, 8 * chunk, x, p.scale, lane);
-    if constexpr (!Form::kAsks) {
+    if constexpr (!StageTraits::kMarksNonfinite) {
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kPostThreads)
       }
     }
   }
-  if constexpr (!Form::kAsks) {
+  if constexpr (!StageTraits::kMarksNonfinite) {
     const bool any = __syncthreads_or(!finite) != 0;
     if (threadIdx.x == 0) {
       scratch.dq_nonfinite[index] = any;

@@ -56,15 +56,24 @@ __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
 
 inline constexpr int kPreThreads = 256;
 
-/// What a main kernel wants to find, or to be told of its results: that of mma.sync.
-struct ExchangeForm {
-  static constexpr float kShift = kWeightShift, kScale = kWeightScale;  // 2^kShift
-  static constexpr bool kQuadOrder = false;  // lse and delta in quad_order
-  static constexpr bool kZeroSum = false;    // its first key block to come by a query tile stores
-  static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
-                                             // else backward_pairwise.cuh comes after it
-  static constexpr bool kPreparesKeys = false;  // prepare_keys(p, scratch, i) for each key block i
-  static constexpr bool kMayStoreDq = false;    // it writes dQ itself where scratch.dq is null
+/// What the kernels around a main kernel (pre before it, post after it) have to know of it: which
+/// form it wants its inputs in, and what it leaves to them. These are the traits of mma.sync's.
+struct MmaSyncStageTraits {
+  /// Weights are held times kScale = 2^kShift.
+  static constexpr float kShift = kWeightShift, kScale = kWeightScale;
+  /// pre stores lse and delta in quad_order.
+  static constexpr bool kQuadOrder = false;
+  /// pre sets the sums of dQ to zero. Without, the first key block to come by a query tile stores
+  /// its dQ where the others add theirs.
+  static constexpr bool kZeroSum = false;
+  /// pre marks the query tiles that may hold an infinity or a NaN, and the main kernel looks at the
+  /// marks. Without, dK, dV and dQ that are not finite are marked afterwards, and
+  /// backward_pairwise_kernel computes their rows again.
+  static constexpr bool kMarksNonfinite = true;
+  /// pre calls prepare_keys(p, scratch, i) for each key block i.
+  static constexpr bool kPreparesKeys = false;
+  /// The main kernel writes dQ itself where scratch.dq is null.
+  static constexpr bool kMayStoreDq = false;
 };
 
 /// Sets rows of a tile of dQ to zero, from `begin` on as far as the tile and the sequence go.
@@ -80,7 +89,7 @@ __device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
 }
 
 /// One thread block per query tile.
-template <typename T, int kTileQ, int kWidth, typename Form>
+template <typename T, int kTileQ, int kWidth, typename StageTraits>
 __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
@@ -91,8 +100,9 @@ __global__ void __launch_bounds__(kPreThreads)
     *scratch.ticket = scratch.first_ticket;
     *scratch.any_nonfinite = 0;
   }
-  if constexpr (Form::kPreparesKeys) {
-    if (index < scratch.key_blocks) Form::prepare_keys(p, scratch, static_cast<uint32_t>(index));
+  if constexpr (StageTraits::kPreparesKeys) {
+    if (index < scratch.key_blocks)
+      StageTraits::prepare_keys(p, scratch, static_cast<uint32_t>(index));
   }
   constexpr int kWarps = kPreThreads / 32;
   const WarpOfLaunch own{index * kWarps + static_cast<int>(threadIdx.x / 32),
@@ -107,7 +117,7 @@ __global__ void __launch_bounds__(kPreThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
-  const bool sums_dq = !Form::kMayStoreDq || scratch.dq != nullptr;
+  const bool sums_dq = !StageTraits::kMayStoreDq || scratch.dq != nullptr;
   if (!sums_dq) {
     if (thread == 0) scratch.dq_nonfinite[at] = 0;
     // The main kernel writes the tiles that the sequence's one block of keys visits. (There is no
@@ -131,7 +141,7 @@ __global__ void __launch_bounds__(kPreThreads)
     scratch.additions[at * counters + thread] = first;
   }
 
-  if (Form::kZeroSum && sums_dq && !scratch.items_zero) {
+  if (StageTraits::kZeroSum && sums_dq && !scratch.items_zero) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
     // (backward_math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
@@ -197,16 +207,16 @@ __global__ void __launch_bounds__(kPreThreads)
       }
       if (lane == 0) {
         const float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
-        const int64_t place = at * kTileQ + (Form::kQuadOrder ? quad_order(r) : r);
-        scratch.delta[place] = delta / Form::kScale;
+        const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
+        scratch.delta[place] = delta / StageTraits::kScale;
         // A row past the end gets no weight. (One that sees no key has -inf here, and every score
         // of it is masked.)
-        scratch.lse[place] = there ? weight_reference(natural[i], Form::kShift) : infinity();
+        scratch.lse[place] = there ? weight_reference(natural[i], StageTraits::kShift) : infinity();
         nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
       // nothing.
-      if (Form::kAsks && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
+      if (StageTraits::kMarksNonfinite && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
           column < p.head_dim) {
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -217,7 +227,7 @@ __global__ void __launch_bounds__(kPreThreads)
       }
     }
   }
-  if constexpr (Form::kAsks) {
+  if constexpr (StageTraits::kMarksNonfinite) {
     nonfinite = __syncthreads_or(nonfinite) != 0;
     if (thread == 0) scratch.nonfinite[at] = nonfinite;
   }

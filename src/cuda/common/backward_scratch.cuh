@@ -131,7 +131,7 @@ struct BackwardScratch {
   uint32_t* ticket;       // the next work item
   uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
   float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts
-  void* key_records;      // [key_blocks], of a Form that prepares them; at first null
+  void* key_records;      // [key_blocks], where StageTraits::kPreparesKeys; at first null
   uint32_t key_blocks;
   int32_t tile_k;  // keys of a work item
   uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)

@@ -148,7 +148,7 @@ class BackwardConsumer {
           lane, reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum), scale, tensor, dim,
           parts_sum);
     };
-    put(dv_, keep_scale() / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
+    put(dv_, keep_scale() / Tr::StageTraits::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
     put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
   }
 
@@ -398,11 +398,11 @@ class BackwardConsumer {
       if constexpr (Tr::kGeneral) {
         uint32_t factors[4];
         ptx::load_shared_words(factors_of(j), factors);
-        take_general_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::Form::kScale, deltas[4 * j],
-                           ds + 4 * j);
+        take_general_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::StageTraits::kScale,
+                           deltas[4 * j], ds + 4 * j);
       } else {
-        sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
-                                  lane, 16 * j, seen, ds + 4 * j);
+        sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::StageTraits::kScale,
+                                  deltas[4 * j], lane, 16 * j, seen, ds + 4 * j);
       }
     }
   }

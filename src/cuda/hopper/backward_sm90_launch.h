@@ -149,7 +149,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Where thread blocks wait for others, all items are drawn.
   if (!in_order && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =
-      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
+      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::StageTraits>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
         if (stores_dq<kConfig>(p))

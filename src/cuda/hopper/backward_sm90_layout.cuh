@@ -149,11 +149,12 @@ struct BackwardTraits {
   static constexpr bool kLaneAgain =
       kGeneral || (kStoresDq && kPersistent) || (kChecked128 && kBf16);
 
-  /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
-  /// 2^12 (backward_scratch.cuh).
-  struct Form {
+  /// What the kernels before and after have to know (backward_pre.cuh). fp16 has few exponents: its
+  /// weights are held times 2^12 (backward_scratch.cuh).
+  struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = true;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,
+                          kPreparesKeys = true;
     static constexpr bool kMayStoreDq = true;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,

@@ -97,7 +97,8 @@ __device__ __forceinline__ void take_general_weights(
         const Score::ValueAndDerivative x = row.template value_and_derivative<decltype(cap)::value>(
             s[8 * j + i], key_at - query_at);
         // No weight is above 1, however coarse lse is.
-        w[i] = exp2_fast(min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::Form::kShift));
+        w[i] = exp2_fast(
+            min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::StageTraits::kShift));
         if (!seen(i / 2 % 2, 16 * j + query_of(lane, i))) w[i] = 0.f;
         factor[i] = w[i] * x.derivative;
         if (decltype(with_dropout)::value && dropped(j, i)) {
@@ -117,9 +118,9 @@ __device__ __forceinline__ void take_general_weights(
 }
 
 /// dS^T, packed, of 16 queries. dp_scale: 1 / (1 - dropout_p), over what weights are held times
-/// (Form::kScale). A pair that the mask hides has a factor of 0, or NaN where softcap's derivative
-/// is. So it gives 0, or a NaN where something is not finite: that shows in its rows of dQ and dK,
-/// which are then computed again (backward_pairwise.cuh).
+/// (StageTraits::kScale). A pair that the mask hides has a factor of 0, or NaN where softcap's
+/// derivative is. So it gives 0, or a NaN where something is not finite: that shows in its rows of
+/// dQ and dK, which are then computed again (backward_pairwise.cuh).
 template <typename T>
 __device__ __forceinline__ void take_general_ds(const float* dp, const uint32_t (&factors)[4],
                                                 float dp_scale, const float4& delta, uint32_t* ds) {

@@ -198,8 +198,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       const bool found = Base::suspects(block, dv);
       if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()] = found;
       Base::arrive(shared.nonfinite_full[slot]);
-      Base::store(block, dv, Base::keep_scale() / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
-                  Base::scratch.dv, order);
+      Base::store(block, dv, Base::keep_scale() / Tr::StageTraits::kScale, Base::p.dv,
+                  Base::p.head_dim_v, Base::scratch.dv, order);
     });
   }
 
@@ -360,10 +360,10 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       ptx::load_shared_words(Base::weights_of(stage, j), left);
       if constexpr (Tr::kGeneral) {
         const float4* const deltas = reinterpret_cast<const float4*>(shared.delta[dout_stage]);
-        sm90::take_general_ds<T>(dp + 8 * j, left, Base::keep_scale() / Tr::Form::kScale,
+        sm90::take_general_ds<T>(dp + 8 * j, left, Base::keep_scale() / Tr::StageTraits::kScale,
                                  deltas[4 * j + Base::lane() % 4], ds + 4 * j);
       } else {
-        sm90::take_ds<T, kMasked>(dp + 8 * j, left, Tr::Form::kScale, delta[j], Base::lane(),
+        sm90::take_ds<T, kMasked>(dp + 8 * j, left, Tr::StageTraits::kScale, delta[j], Base::lane(),
                                   16 * j, seen, ds + 4 * j);
       }
     }

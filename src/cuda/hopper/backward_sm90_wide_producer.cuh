@@ -179,8 +179,9 @@ __device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const Bac
   });
 }
 
-/// Q with lse, or dO with delta, of each step. One thread. kAsks: it asks for the next item.
-template <typename Tr, typename Tile, bool kAsks, int kStages>
+/// Q with lse, or dO with delta, of each step. One thread. kRequestsItems: it
+/// also asks the scheduler for the next item.
+template <typename Tr, typename Tile, bool kRequestsItems, int kStages>
 __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<kStages>& ring,
                                              uint8_t (*tiles)[Tile::kBytes], const CUtensorMap& map,
                                              float (*values)[kQueries], const float* values_from,
@@ -188,17 +189,17 @@ __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<k
   RingPosition<kStages> at;
   for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) {
     if (!has_steps(block)) {
-      if constexpr (kAsks) shared.request.arrive();
+      if constexpr (kRequestsItems) shared.request.arrive();
       return;
     }
     // Two steps before the item's last: early enough for the next one to be there in time, late
     // enough for the last items of all to go to whoever is free.
     int to_last = (block.visits.end - block.visits.begin) * (block.head_end - block.head_begin);
-    if (kAsks && to_last <= 2) shared.request.arrive();
+    if (kRequestsItems && to_last <= 2) shared.request.arrive();
 #pragma unroll 1
     for (QueryStep now = QueryStep::first(block); !now.done(block);
          now.advance(block), ++at.count, --to_last) {
-      if (kAsks && to_last == 3) shared.request.arrive();
+      if (kRequestsItems && to_last == 3) shared.request.arrive();
       const int stage = at.stage();
       const int64_t row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
                                       static_cast<uint32_t>(now.tile));

@@ -31,11 +31,11 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
                        p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
 }
 
-/// What pre and post share of a main kernel: its type, tiles and Form (backward_pre.cuh).
-template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename Form_>
+/// What pre and post share of a main kernel: its type, tiles and StageTraits (backward_pre.cuh).
+template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename StageTraits_>
 struct BackwardStages {
   using T = T_;
-  using Form = Form_;
+  using StageTraits = StageTraits_;
   static constexpr int kTileQ = kTileQ_, kTileK = kTileK_, kWidth = kWidth_;
 
   /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the
@@ -46,7 +46,7 @@ struct BackwardStages {
     const GridSize grid = grid_for(max64(max64(1, items), scratch.key_blocks));
     void* args[] = {&p, &scratch, &items, &counters};
     static KernelHandle kernel(
-        reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, Form>));
+        reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, StageTraits>));
     return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
   }
 
@@ -59,11 +59,11 @@ struct BackwardStages {
         const GridSize grid = grid_for(items);
         void* args[] = {&p, &scratch, &items};
         static KernelHandle kernel(
-            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
-        STROBE_RETURN_IF_CUDA_ERROR(
-            kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks));
+            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, StageTraits>));
+        STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target,
+                                                  !StageTraits::kMarksNonfinite));
       }
-      if constexpr (!Form::kAsks) {
+      if constexpr (!StageTraits::kMarksNonfinite) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
         static KernelHandle pairwise(
             reinterpret_cast<const void*>(&backward_pairwise_kernel<T, kTileQ, kWidth, kTileK>));

@@ -59,7 +59,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
-  using Stages = BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, ExchangeForm>;
+  using Stages =
+      BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, MmaSyncStageTraits>;
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
 
   if (order.items > 0) {
