@@ -78,12 +78,13 @@ class Consumer {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
-  /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, all tiles before
-  /// are finished, and this one's last product may still be pending.
-  __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
+  /// All blocks of a tile. exists: false where the scheduler has no more tiles, and only what the
+  /// tile before has left pending is done. When it returns, all tiles before are finished, and this
+  /// one's last product may still be pending.
+  __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
     const Blocks blocks = tile.part[warpgroup_];
     const int last = tile.block_begin, loaded = tile.loaded;
-    if (real) {
+    if (exists) {
       shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
       if (!kAllRowsUsed && p_.used_q)
         zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
@@ -107,7 +108,7 @@ class Consumer {
       }
       if (done_) finish_tile();
     }
-    if (first_ && real) {
+    if (first_ && exists) {
       store_nothing(tile);
       arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
       arrive(shared_.tile_ring.empty[slot_.stage()]);

@@ -264,7 +264,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
   bool careful = false;
-  bool real = true;  // not: a turn that only copies the first block
+  // Whether the loop's next turn computes. The second attempt begins with one that does not: it
+  // only has the first block copied again.
+  bool computes = true;
   uint32_t stage = ring;
   for (;;) {
     w.clear();
@@ -272,13 +274,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
     for (; block < info->block_end; ++block) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
-      if (real) {
+      if (computes) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
       if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
-      if (!real) {
-        real = true;
+      if (!computes) {
+        computes = true;
         stage = next;
         continue;
       }
@@ -321,7 +323,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // With no block at all Q is still on its way, and a thread is not to end before its copies.
     ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
-    careful = true, real = false;
+    careful = true, computes = false;
     block = info->block_begin - 1;
     stage = ring + Shape::kStageBytes;
   }
