@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/common/config.h"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/host/launch_target.h"

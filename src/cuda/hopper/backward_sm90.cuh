@@ -64,18 +64,18 @@
 // A query that does not see a key has weight 0 there, and 0 * NaN = NaN: this kernel marks the rows
 // of dK and dV that are not finite and have met a masked tile.
 //
-// Other kernels of the launch, in their order (host/backward_stages.h): before this one
-// backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns
-// the sum of dQ, where there is one, into dQ, backward_pairwise.cuh computes marked rows again, and
+// Other kernels of the launch, in their order (backward/stages_launch.h): before this one
+// backward/pre.cuh makes delta and what else the products need; after it backward/post.cuh turns
+// the sum of dQ, where there is one, into dQ, backward/pairwise.cuh computes marked rows again, and
 // those of dQ that are not finite, from the pairs that the mask allows, and where a group has parts
-// their dK and dV are added (backward_post.cuh).
+// their dK and dV are added (backward/post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 
 #include <cstddef>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"

@@ -5,13 +5,13 @@
 
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/pre.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
@@ -149,8 +149,8 @@ struct BackwardTraits {
   static constexpr bool kLaneAgain =
       kGeneral || (kStoresDq && kPersistent) || (kChecked128 && kBf16);
 
-  /// What the kernels before and after have to know (backward_pre.cuh). fp16 has few exponents: its
-  /// weights are held times 2^12 (backward_scratch.cuh).
+  /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
+  /// weights are held times 2^12 (backward/scratch.cuh).
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,

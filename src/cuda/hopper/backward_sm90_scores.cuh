@@ -120,7 +120,7 @@ __device__ __forceinline__ void take_general_weights(
 /// dS^T, packed, of 16 queries. dp_scale: 1 / (1 - dropout_p), over what weights are held times
 /// (StageTraits::kScale). A pair that the mask hides has a factor of 0, or NaN where softcap's
 /// derivative is. So it gives 0, or a NaN where something is not finite: that shows in its rows of
-/// dQ and dK, which are then computed again (backward_pairwise.cuh).
+/// dQ and dK, which are then computed again (backward/pairwise.cuh).
 template <typename T>
 __device__ __forceinline__ void take_general_ds(const float* dp, const uint32_t (&factors)[4],
                                                 float dp_scale, const float4& delta, uint32_t* ds) {

@@ -25,7 +25,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/global_access.h"

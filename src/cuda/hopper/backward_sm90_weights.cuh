@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/pre.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/packed.h"

@@ -66,8 +66,8 @@
 
 #include <cstddef>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_wide_consumer.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/hopper/backward_sm90_wide_producer.cuh"

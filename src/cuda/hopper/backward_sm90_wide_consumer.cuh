@@ -3,8 +3,8 @@
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/hopper/backward_sm90_scores.cuh"
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"

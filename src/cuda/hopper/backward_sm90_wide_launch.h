@@ -7,12 +7,12 @@
 
 #include "core/problem.h"
 #include "core/workspace.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90_wide.cuh"
-#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 

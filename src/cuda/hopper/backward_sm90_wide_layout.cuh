@@ -70,8 +70,8 @@ struct WideTraits {
   static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
                                       dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
 
-  /// What the kernels before and after have to know (backward_pre.cuh). fp16 has few exponents: its
-  /// weights are held times 2^12 (backward_scratch.cuh).
+  /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
+  /// weights are held times 2^12 (backward/scratch.cuh).
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,

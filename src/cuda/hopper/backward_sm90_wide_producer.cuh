@@ -3,9 +3,9 @@
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/ptx/barrier.h"

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
 #include "cuda/ptx/global_access.h"

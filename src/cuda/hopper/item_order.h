@@ -11,7 +11,7 @@ namespace strobe::cuda::sm90 {
 
 /// All key blocks of a head one after the other, those that see most queries under a causal mask
 /// first; then the next head of the batch entry, then the next entry. Packed sequences count as one
-/// entry: their records (backward_scratch.cuh's key_block_begin) follow one another.
+/// entry: their records (backward/scratch.cuh's key_block_begin) follow one another.
 struct ItemOrder {
   uint32_t records;        // key blocks of a batch entry
   uint32_t tracks, parts;  // of a batch entry: key heads times parts of their groups

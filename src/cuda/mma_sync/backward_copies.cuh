@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/load.cuh"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"

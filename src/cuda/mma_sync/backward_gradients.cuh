@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/visits.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/mma_sync/addition_order.h"

@@ -18,7 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
+#include "cuda/backward/math.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/shared_access.h"
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool adds_first(const Thread& t, const BackwardStep& 
 }
 /// What the counter of a step's dQ must have reached before this item adds; the addition then makes
 /// it one more. In a deterministic launch a counter holds the key tile that is to add next, and
-/// backward_pre.cuh lets it begin at the first; else it says whether the first has added, and the
+/// backward/pre.cuh lets it begin at the first; else it says whether the first has added, and the
 /// others report nothing.
 template <typename Thread>
 __device__ __forceinline__ uint32_t awaited_additions(const Thread& t, bool first) {

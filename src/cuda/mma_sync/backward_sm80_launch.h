@@ -1,4 +1,4 @@
-// Launches the backward pass: backward_pre.cuh, backward_sm80.cuh, backward_post.cuh.
+// Launches the backward pass: backward/pre.cuh, backward_sm80.cuh, backward/post.cuh.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 
@@ -7,9 +7,9 @@
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/workspace.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
-#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/mma_sync/backward_sm80.cuh"

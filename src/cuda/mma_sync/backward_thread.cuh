@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
+#include "cuda/backward/math.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/params.h"
 #include "cuda/mma_sync/backward_barriers.cuh"

@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_copies.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"

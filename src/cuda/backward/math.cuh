@@ -1,6 +1,6 @@
 // The products of the backward pass, and how its results leave registers.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
+#ifndef STROBE_CUDA_BACKWARD_MATH_CUH_
+#define STROBE_CUDA_BACKWARD_MATH_CUH_
 
 #include <cstdint>
 
@@ -264,4 +264,4 @@ __device__ __forceinline__ void sum_load(const float* p, float (&x)[4]) {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
+#endif  // STROBE_CUDA_BACKWARD_MATH_CUH_

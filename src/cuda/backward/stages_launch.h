@@ -1,15 +1,15 @@
 // The stages of a backward pass around its main kernel, which an instance composes:
 // launch_pre, the main kernel, launch_post. And the sizes that decide its scratch, of a problem.
-#ifndef STROBE_CUDA_HOST_BACKWARD_STAGES_H_
-#define STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+#ifndef STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_
+#define STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_
 
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_post.cuh"
-#include "cuda/common/backward_pre.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/post.cuh"
+#include "cuda/backward/pre.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
@@ -31,7 +31,7 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
                        p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
 }
 
-/// What pre and post share of a main kernel: its type, tiles and StageTraits (backward_pre.cuh).
+/// What pre and post share of a main kernel: its type, tiles and StageTraits (backward/pre.cuh).
 template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename StageTraits_>
 struct BackwardStages {
   using T = T_;
@@ -84,4 +84,4 @@ struct BackwardStages {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+#endif  // STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_

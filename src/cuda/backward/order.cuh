@@ -1,10 +1,10 @@
 // In which order the backward pass takes its work items.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
+#ifndef STROBE_CUDA_BACKWARD_ORDER_CUH_
+#define STROBE_CUDA_BACKWARD_ORDER_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 
 namespace strobe::cuda {
 
@@ -86,4 +86,4 @@ STROBE_INLINE constexpr BackwardOrder backward_order(const BackwardParams& p, in
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
+#endif  // STROBE_CUDA_BACKWARD_ORDER_CUH_

@@ -1,12 +1,12 @@
 // The end of the backward pass: float32 sums to gradients in the caller's type.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+#ifndef STROBE_CUDA_BACKWARD_POST_CUH_
+#define STROBE_CUDA_BACKWARD_POST_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/backward_pairwise.cuh"
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/pairwise.cuh"
+#include "cuda/backward/pre.cuh"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/next_kernel.h"
@@ -184,4 +184,4 @@ __global__ void __launch_bounds__(kPostThreads)
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+#endif  // STROBE_CUDA_BACKWARD_POST_CUH_

@@ -2,8 +2,8 @@
 //
 // Scratch rows are padded: every sequence begins at a multiple of the query tile, so that a tile is
 // one piece of memory, aligned, whatever the lengths.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+#ifndef STROBE_CUDA_BACKWARD_SCRATCH_CUH_
+#define STROBE_CUDA_BACKWARD_SCRATCH_CUH_
 
 #include <cstdint>
 
@@ -241,4 +241,4 @@ STROBE_INLINE constexpr QueryTile query_tile(const CommonParams& p, int64_t inde
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+#endif  // STROBE_CUDA_BACKWARD_SCRATCH_CUH_

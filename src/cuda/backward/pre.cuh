@@ -1,8 +1,8 @@
 // What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
 // the form in which the main kernel reads them, and zeros: of the sum of dQ, or of those rows of dQ
 // itself that nobody else writes.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+#ifndef STROBE_CUDA_BACKWARD_PRE_CUH_
+#define STROBE_CUDA_BACKWARD_PRE_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "core/visits.h"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kPreThreads)
 
   if (StageTraits::kZeroSum && sums_dq && !scratch.items_zero) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
-    // (backward_math.cuh).
+    // (backward/math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
     const int values = min(kTileQ, (seqlen - tile.begin + 15) / 16 * 16) * (kWidth / 4);
 #pragma unroll
@@ -235,4 +235,4 @@ __global__ void __launch_bounds__(kPreThreads)
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+#endif  // STROBE_CUDA_BACKWARD_PRE_CUH_
