@@ -22,6 +22,13 @@ struct Sequence {
   Mask mask;               // has the lengths in use
 };
 
+/// Where the last of packed sequences ends, by the sequences' begins [batch + 1], of the `total`
+/// rows of the tensor. Rows from there on belong to no sequence.
+STROBE_INLINE constexpr int64_t end_of_last(const int32_t* begins, int32_t batch, int64_t total) {
+  const int64_t end = begins[batch];
+  return end < 0 ? 0 : end > total ? total : end;
+}
+
 /// What tells the sequences of a launch apart. The arrays lie in the memory of the device that runs
 /// the launch, int32, null where they were not given. Numbers from the arrays are cut to what the
 /// tensors hold: no length, position or prefix leads out of them.

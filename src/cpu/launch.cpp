@@ -213,7 +213,7 @@ void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_
 // Rows of packed tensors past the end of the last sequence, which are nobody's: as rows that are
 // not in use.
 Range past_end(const int32_t* begins, int64_t batch, int64_t total) {
-  return {begins ? min64(max64(begins[batch], 0), total) : total, total};
+  return {begins ? end_of_last(begins, static_cast<int32_t>(batch), total) : total, total};
 }
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {

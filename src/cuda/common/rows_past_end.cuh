@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/sequence.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
@@ -36,12 +37,6 @@ __device__ __forceinline__ void clear_rows(const Tensor& t, int32_t heads, int32
       store_words(view.data, column, dim, view.aligned(), kZeros);
     if (lse && lane == 0) lse[head * lse_head_stride + row] = -infinity();
   }
-}
-
-/// Where the last of packed sequences ends, of `total` rows.
-__device__ __forceinline__ int64_t end_of_last(const int32_t* begins, int32_t batch,
-                                               int64_t total) {
-  return min(max(int64_t{begins[batch]}, int64_t{0}), total);
 }
 
 /// Those of out and lse, where queries are packed. words: 16-bit values in an element of out. Not
