@@ -47,7 +47,8 @@ struct UpdateShape {
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
-/// A launch begins with this instance, so that it can update the cache.
+/// Null, since a launch always begins with this instance, which has to update the cache first. No
+/// other instance calls it to attend alone.
 template <CachedConfig kConfig>
 constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) = nullptr;
 
@@ -71,7 +72,8 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   TileOrder order = tile_order<kConfig>(p, target, p.pack);
   if (too_many(order)) return cudaErrorInvalidValue;
 
-  // Of this thread's last launch. Before anything is launched: they may fail.
+  // Kept from this thread's last launch. They are made before anything is launched, since that may
+  // fail.
   thread_local CachedTensorMaps maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
@@ -83,7 +85,8 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   maps.boxes = KeyBoxes::make(kConfig.tile_k, c.table ? c.page_size.divisor : 0);
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, int64_t dim) {
     const auto box_rows = static_cast<uint32_t>(maps.boxes.rows);
-    // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+    // Without keys the pointers of K and V may be null, and there is no tensor map of a null
+    // pointer. Nothing is loaded then, so Q's address does.
     if (c.seqlen_k == 0 || !t.data) {
       return kept.make(map, p.q.data, {dim, 1, 1, 1, 0, 0, 0, kConfig.dtype, box_rows});
     }
