@@ -35,7 +35,8 @@ struct DroppedWeights {
     DroppedWeights dropped;
     if (!p.dropout.enabled()) return dropped;
     Dropout dropout = p.dropout;
-    // (Philox's keys of all rounds would otherwise be kept through all steps, and spilled.)
+    // (Opaque, so that the compiler works Philox's round keys out anew. It would keep those of all
+    // rounds through all steps, and spill them.)
     ptx::make_opaque(dropout.key0);
     ptx::make_opaque(dropout.key1);
     const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
@@ -84,7 +85,8 @@ __device__ __forceinline__ void take_general_weights(
     uint32_t (&weights)[kTileQ / 4], const Leave& leave) {
   using T = typename Traits::T;
   choose_copy(score, drops, [&](auto cap, auto with_dropout) {
-    // One row for all queries: a query one further on is a key one less.
+    // One Row serves all queries: a score depends on the distance of key and query, and a query one
+    // further on is as a key one less.
     const Score::Row row{score, static_cast<float>(distance + 2 * (lane % 4) - lane / 4)};
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {

@@ -34,7 +34,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// What both have: the thread block's items, step by step. One thread.
+/// What KeepTurns and ReportAdditions share: a walk through the steps of all of the thread block's
+/// items. One thread.
 template <typename Tr>
 class AdditionOrder {
  protected:
@@ -62,7 +63,7 @@ class AdditionOrder {
     }
   }
 
-  /// Of a query tile of a head.
+  /// The counter of a step's query tile and head.
   __device__ __forceinline__ uint32_t* counter(const Block& block, const QueryStep& of) const {
     return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
                                  static_cast<uint32_t>(of.tile));
@@ -106,14 +107,16 @@ class ReportAdditions : AdditionOrder<Tr> {
     this->for_each_step([&](const Block& block, const QueryStep& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
-      // The producer waits for this too, and with it everybody: no phase goes by unseen.
+      // q.empty counts this arrival too. Before it the producer loads no further Q, so that
+      // dout.empty cannot go on by a whole phase before this thread has seen this one.
       this->shared_.q_ring.empty[stage].arrive();
       report();
       counter_ = this->counter(block, now);
       next_turn_ = block.next_turn();
     });
   }
-  /// The last additions of all, when they are made.
+  /// Raises the counter of the step before, whose additions are made. After run(): of the thread
+  /// block's last step.
   __device__ __forceinline__ void report() {
     if (counter_) ptx::store_release(counter_, next_turn_);
   }

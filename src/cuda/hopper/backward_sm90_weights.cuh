@@ -86,7 +86,8 @@ __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights
 template <typename Tile, int kCount>
 __device__ __forceinline__ void store_rows(uint32_t tile, int row, int lane,
                                            const uint32_t (&pairs)[kCount]) {
-  // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+  // (The address of the next 16 columns differs in single bits, which an exclusive or flips:
+  // tile.cuh.)
   const uint32_t rows =
       tile + static_cast<uint32_t>(Tile::block_offset(row, 0) + Tile::fragment_offset(lane, 0));
 #pragma unroll

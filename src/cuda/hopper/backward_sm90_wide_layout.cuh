@@ -66,7 +66,7 @@ struct WideTraits {
   static constexpr int kDoutStages =
       kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
 
-  /// Whether a block makes dQ two panels at a time, always.
+  /// Whether a thread block always computes dQ two panels at a time.
   static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
                                       dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
 

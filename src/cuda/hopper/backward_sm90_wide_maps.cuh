@@ -1,5 +1,5 @@
-// Hopper backward, wide heads: where things lie and whose they are, as index maps that the tests
-// check on the CPU. backward_sm90_wide.cuh has the kernel, and the whole picture.
+// Hopper backward, wide heads: where data lie and which thread block they belong to, as index maps
+// that tests check on the CPU. backward_sm90_wide.cuh has the kernel, and the whole picture.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_MAPS_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_MAPS_CUH_
 

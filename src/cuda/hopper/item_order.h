@@ -63,9 +63,10 @@ struct OrderedItems {
   /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
   STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,
                                                    bool later_see_more, bool batch_invariant) {
-    // Neighbours of a track begin so many steps apart that the one before has added, and all know
-    // of it, when the next one wants to; less where they are apart anyway. Constants, not the
-    // device's numbers, since the order of additions depends on them.
+    // Two key blocks that follow each other in a track begin so many steps apart that the first has
+    // added to a tile, and reported it, by the time the second wants to add there. Under a causal
+    // mask they need fewer, since they begin at different tiles. These are constants and not the
+    // device's numbers because the order of additions depends on them.
     constexpr int64_t kMultiprocessors = 132;
     const int64_t lead = later_see_more ? 3 : 5;
     const int64_t all = order.records > 0 ? order.items / order.records : 0;
@@ -78,7 +79,7 @@ struct OrderedItems {
     o.group = static_cast<uint32_t>(all / groups);
     if (later_see_more) {
       const int64_t heads = all / order.parts;
-      // Which heads are the last depends on the batch.
+      // Which heads are the last of all depends on the batch; with batch_invariant none ascends.
       const int64_t ascending = batch_invariant ? 0 : min64(ceil_div(o.group, order.parts), heads);
       o.descending = static_cast<uint32_t>(heads - ascending);
     }
