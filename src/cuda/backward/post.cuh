@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kPostThreads)
   if (tile.begin >= seqlen) return;
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
   const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
-  // No key block has come by a tile that sees no key.
+  // A tile that sees no key was visited by no key block, and its sum holds nothing.
   const bool visited =
       !sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)}).empty();
 
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kPostThreads)
   }
 }
 
-/// After a main kernel that does not ask beforehand: rows of dQ, dK and dV that are not finite,
-/// pair by pair. A kernel of its own, since it takes twice the registers of the one before. Any
-/// number of thread blocks; items: query tiles.
+/// Computes rows of dQ, dK and dV that are not finite again, pair by pair, after a main kernel
+/// without kMarksNonfinite. A kernel of its own, since it takes twice the registers of the one
+/// before it. Any number of thread blocks; items: query tiles.
 template <typename T, int kTileQ, int kWidth, int kTileK>
 __global__ void __launch_bounds__(kPostThreads)
     backward_pairwise_kernel(const __grid_constant__ BackwardParams p,

@@ -1,6 +1,6 @@
-// What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
-// the form in which the main kernel reads them, and zeros: of the sum of dQ, or of those rows of dQ
-// itself that nobody else writes.
+// The kernel before the main kernel of the backward pass: it computes lse and delta in the form in
+// which the main kernel reads them, and sets the sum of dQ to zero, or those rows of dQ itself that
+// no other kernel writes.
 #ifndef STROBE_CUDA_BACKWARD_PRE_CUH_
 #define STROBE_CUDA_BACKWARD_PRE_CUH_
 
@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kPreThreads)
   const WarpOfLaunch own{index * kWarps + static_cast<int>(threadIdx.x / 32),
                          int64_t{gridDim.x} * gridDim.y * kWarps};
   if (p.cu_k) clear_past_end_of_keys(p, own);
-  // With a sum of dQ the kernel after the main one does it: dQ's memory may hold lse until then.
+  // Where there is a sum of dQ, the kernel after the main one clears them, since dQ's memory may
+  // hold lse until then.
   if (p.cu_q && !scratch.dq) clear_past_end_of_dq(p, own);
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
@@ -120,8 +121,8 @@ __global__ void __launch_bounds__(kPreThreads)
   const bool sums_dq = !StageTraits::kMayStoreDq || scratch.dq != nullptr;
   if (!sums_dq) {
     if (thread == 0) scratch.dq_nonfinite[at] = 0;
-    // The main kernel writes the tiles that the sequence's one block of keys visits. (There is no
-    // block of keys past the problem's bound.)
+    // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
+    // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
     if (!query_visits(sequence.mask, keys, kTileQ).is_visited(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(kPreThreads)
     }
   }
   if (thread < counters) {
-    // With an order of additions to dQ each key tile waits for its number, from the first one to
-    // add.
+    // Where additions to dQ have an order, each key tile waits until the counter has its number; it
+    // begins with the first one to add.
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};

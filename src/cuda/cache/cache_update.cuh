@@ -1,10 +1,11 @@
 // What a launch does to the cache besides reading it, and to rows on their way into products: new
 // keys and values, and the rotary embedding.
 //
-// Either a kernel of its own goes before (update_kernel.cuh), or no thread block reads what another
-// one writes: whoever attends to a new key takes it from k_new and rotates it itself, by the same
-// arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the
-// cache that new keys go to are then read by nobody.
+// Either a kernel of its own does that before the one that attends (update_kernel.cuh). Or one
+// kernel does both, and no thread block reads what another one writes: a thread block that attends
+// to a new key takes it from k_new and rotates it itself, by the same arithmetic as the one that
+// writes it to the cache, so that the bits are the same. The rows of the cache that new keys go to
+// are then not read in this launch.
 #ifndef STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 #define STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 
@@ -69,7 +70,7 @@ struct Rotation {
                        static_cast<const T*>(p->rotary_sin)[first + pair.n]);
   }
 
-  /// Whom an element is rotated with, by which angle of the tables.
+  /// Which element an element is rotated with, and by which angle of the tables.
   struct Pair {
     int n, other;
     bool leads;
@@ -167,8 +168,8 @@ __device__ __forceinline__ int32_t sequence_of_row(const int32_t* begins, int32_
   return -1;
 }
 
-/// Writes all new keys and values to the cache: each row by one warp of the launch. Every warp of
-/// every thread block has to come by.
+/// Writes all new keys and values to the cache, each row by one warp of the launch. Every warp of
+/// every thread block has to call it.
 template <typename Shape, bool kElements>
 __device__ __forceinline__ void append(const CachedUpdateParams& p) {
   static_assert(Shape::kWidth / 8 <= 32, "a lane has one chunk of a row");

@@ -42,7 +42,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
       return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));
     };
-    // A new key without a page is none either.
+    // A new key that has no page counts as not there, as one in the cache does.
     const auto key_at = [&](int64_t key) -> RotatedRow<T> {
       const T* const cached = at(p.k, key);
       if (key < fresh.begin || !cached) return {cached, {&p, -1}};

@@ -13,7 +13,7 @@
 namespace strobe::cuda {
 
 /// Writes each query that is in use to the same row of `to`, rotated and rounded once: each row by
-/// one warp of the launch. Every warp of every thread block has to come by. Rows of `to` are made
+/// one warp of the launch. Every warp of every thread block has to call it. Rows of `to` are made
 /// of whole 16-byte units.
 template <typename Shape, bool kElements>
 __device__ __forceinline__ void rotate_queries(const CachedUpdateParams& p, const Tensor& to) {
@@ -37,7 +37,8 @@ __device__ __forceinline__ void rotate_queries(const CachedUpdateParams& p, cons
       return static_cast<char*>(t.data) + 2 * t.element(s.batch, s.q_row + query, head);
     };
     uint32_t word[4];
-    // Out of range, the position is of no use, and the row becomes NaN.
+    // Where the sequence's numbers are out of range, so is the position, and the row becomes NaN
+    // anyhow.
     if (column < c.rotary_dim && s.in_range) {
       rotate_chunk<typename Shape::T>(word, p, row_of(p.q), c.query_rotation(s.rotary_start, query),
                                       column, p.head_dim - column);

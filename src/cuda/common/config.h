@@ -12,7 +12,7 @@ namespace strobe::cuda {
 enum class When : int8_t {
   kAny,
   kPlain,         // no softcap, ALiBi or dropout
-  kUpTo256Keys,   // that a query sees on average; also where not plain
+  kUpTo256Keys,   // a query sees so many keys on average; also problems that are not plain
   kUpTo4096Keys,  // the same
   kFewQueries,    // no more tiles than multiprocessors, or the tiles are fuller than larger
                   // ones
@@ -54,9 +54,10 @@ struct LaunchShape {
   int64_t shared_bytes;  // dynamic shared memory of a block
 };
 
-// The seam. src/cuda/mma_sync/forward_sm80_launch.h, which is host code for the kernel of
-// forward_sm80.cuh, defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig
-// and BackwardParams, and for hopper's sm90),
+// What a kernel's host side gives to the planner and the launch.
+// src/cuda/mma_sync/forward_sm80_launch.h, which is host code for the kernel of forward_sm80.cuh,
+// defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig and
+// BackwardParams, and for hopper's sm90),
 //
 //     template <ForwardConfig kConfig> constexpr LaunchShape forward_shape();
 //     template <ForwardConfig kConfig>

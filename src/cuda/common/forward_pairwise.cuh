@@ -1,10 +1,10 @@
 // One row of attention, key by key, from the keys that it sees alone: slow, exact, for any input.
 //
 // The tiled kernels multiply weights of 0 with values of keys that a row does not see. Where such a
-// value is infinite or NaN, so is the product; where weights against a reference maximum meet
-// values near the largest float, the sum overflows. Both show in O, and both are computed again
-// here; and so are rows whose scores are so large that no fused product can be relative to their
-// maximum (is_coarse), which the tiled kernel marks in the same way.
+// value is infinite or NaN, the product is NaN. And where weights above 1, against a reference that
+// is not the maximum, meet values near the largest float, the sum overflows. Both show in O, and
+// such rows are computed again here. So are rows whose scores are so large that a fused x * scale -
+// reference is too inexact (is_coarse), which the tiled kernel marks in the same way.
 #ifndef STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 #define STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 

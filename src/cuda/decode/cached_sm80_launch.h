@@ -27,13 +27,13 @@ constexpr LaunchShape cached_shape() {
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-/// How the keys are split: a function of shapes and the device. (`nonce` and pointers
-/// aside.)
+/// How the keys are split, which depends on shapes and the device alone. (The nonce and the
+/// pointers are set later.)
 template <CachedConfig kConfig>
 Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   using Shape = DecodeShapeOf<kConfig>;
-  // Of a span, where its own number of units decides: enough to fill a large device with one
-  // sequence of some heads, few enough that merging is no burden.
+  // Chunks of a span, where its own number of units decides: enough for one sequence of a few heads
+  // to fill a large device, and few enough that merging costs little.
   constexpr int64_t kFewestChunks = 16, kMostChunks = 128, kBlocksToFill = 256;
   const int64_t blocks =
       blocks_at_once(multiprocessors, shared_bytes, Shape::kSharedBytes, Shape::kMinBlocks);
@@ -87,7 +87,8 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   return {d.tracks, blocks, static_cast<int64_t>(arena.used())};
 }
 
-/// The kernels with these parameters: for plain scores without chunks, and for all.
+/// The kernels with these parameters: one for plain scores without attention chunks, one for all
+/// others.
 template <typename Shape, typename Params>
 KernelHandle& decode_handle(bool general) {
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes

@@ -33,8 +33,8 @@ struct Division {
 #if defined(__CUDACC__)
 
 /// The sequences that a thread block looks at together, one for each thread, and where their units
-/// lie in the line of a track. Threads look at them beside each other: a launch with cold caches
-/// executes most instructions once, and what counts is how many follow each other.
+/// lie in the line of a track. Threads look at them in parallel, since a launch with cold caches
+/// executes most instructions once, and its time is that of the longest chain of them.
 struct Look {
   CachedSequence sequence;
   SequenceUnits s;

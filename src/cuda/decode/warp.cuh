@@ -33,7 +33,8 @@ struct DecodeWarp {
   template <typename Params>
   __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
                                         int slice, float2* score_rows) {
-    // Worked out anew, as all that follows from it: registers are short while keys are read.
+    // Computed anew, with everything that depends on it, since registers are short while keys are
+    // read.
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     const TileRows tile = piece.tile;
 #pragma unroll

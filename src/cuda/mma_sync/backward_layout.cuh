@@ -30,7 +30,7 @@ struct BackwardShape {
   static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
   static constexpr int kPass =
       kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
-  // Registers for running ahead are few where sums and scores take 192 of 255.
+  // Where sums and scores take 192 of 255 registers, loads run ahead of the products by less.
   static constexpr int kAhead = 2;
   /// Whether there are registers for softcap, ALiBi and dropout: the general kernel.
   static constexpr bool kHasGeneral = 8 * (kSumN + kN) < 192;

@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
                                                  v.aligned(), thread);
     } else {
-      // All made anew for each block: registers are shorter than time is here.
+      // Addresses are computed anew for each block: that costs little here, and to keep them would
+      // cost registers.
       const int self = ptx::thread_again();
       const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       constexpr int kRowsAtOnce = kThreads / KTile::kChunks;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const auto block = static_cast<int32_t>(blocks.begin);
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
-      if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
+      if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
       *info = {k,
                v,
                rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
@@ -246,8 +247,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       team_keys[thread] = {keys_of(v.blocks.begin), keys_of(v.blocks.end), keys_of(v.full.begin),
                            keys_of(v.full.end)};
     }
-    // Rows past the end see what the last row sees, so that they never stand in the way of a whole
-    // tile's being unmasked; nothing of them is written.
+    // Rows past the end take the limits of the last row, so that no block is masked because of
+    // them. Nothing of them is written.
     for (int i = thread; i < kTileQ; i += kThreads) {
       const Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
       limits[i] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
@@ -320,7 +321,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
-    // With no block at all Q is still on its way, and a thread is not to end before its copies.
+    // Where there was no block, the copy of Q may still be under way, and a thread must not end
+    // before its copies have.
     ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, computes = false;
