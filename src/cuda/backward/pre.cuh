@@ -63,7 +63,7 @@ struct MmaSyncStageTraits {
   static constexpr float kShift = kWeightShift, kScale = kWeightScale;
   /// pre stores lse and delta in quad_order.
   static constexpr bool kQuadOrder = false;
-  /// pre sets the sums of dQ to zero. Without, the first key block to come by a query tile stores
+  /// pre sets the sums of dQ to zero. Without, the first key block that visits a query tile stores
   /// its dQ where the others add theirs.
   static constexpr bool kZeroSum = false;
   /// pre marks the query tiles that may hold an infinity or a NaN, and the main kernel looks at the

@@ -94,7 +94,8 @@ struct Place {
   }
 
   /// To the first unit of the next span, which is there, if this span has no further unit. Returns
-  /// the sequence, which is looked at once: whoever walks keeps a team of warps waiting.
+  /// the sequence. It is looked at only once, since the thread that walks keeps a team of warps
+  /// waiting.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
                                                        int32_t heads) {

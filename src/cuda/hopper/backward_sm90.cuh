@@ -32,8 +32,8 @@
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; with two panels only, and
 //                                                           not in the general kernel
-//   end             (hardware, 3) the consumers are done    who reports additions to dQ, where
-//                                                           they have an order
+//   end             (hardware, 3) the consumers are done    warp 2, where additions to dQ have an
+//                                                           order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
 //   k               [2][panel][128][64]; v alike, with two panels, and in the general kernel, [1]
@@ -120,7 +120,8 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     // Where thread blocks wait for one another, the one that is waited for has to be running. The
-    // first item is then drawn too, and is not the block's own number: who draws an item runs.
+    // first item is then drawn, too, instead of being the block's own number: a block that draws an
+    // item is running.
     uint32_t index = Tr::kOrdered || scratch_.items_zero ? draw() : blockIdx.x;
 #pragma unroll 1
     for (;; ++item_.count) {

@@ -8,13 +8,13 @@
 //   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
 //   1             32 (W=3)   Q: loads each warpgroup's 64 rows
 //                            (Of keys in a cache 0 loads K, and 1 Q and V: load_cached)
-//   2                        scheduler: takes the next tile, works out who needs which blocks
+//   2                        scheduler: takes the next tile, works out which blocks it needs
 //   3                        O: stores what the consumers leave in shared memory
 //   4 to 4 + 4W   224, 160   consumers: S = Q K^T, softmax, O += P V
 //
 //   barrier        its phases end when                waited for by
 //   k, v .full     TMA has delivered the block        consumers
-//   k, v .empty    every consumer warp is done        who loads it
+//   k, v .empty    every consumer warp is done        warp 0 (cached: 0, 1)
 //   q.full         TMA has delivered a warpgroup's Q  that warpgroup
 //   q.empty        its four warps are done            warp 1
 //   o.full         its four warps have left their O   warp 3

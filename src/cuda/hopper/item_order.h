@@ -34,13 +34,13 @@ struct ItemOrder {
 };
 
 /// The order of a deterministic launch, in which each key block waits at each query tile for the
-/// one that adds to the tile's dQ before it. Who waits, waits for an item that was handed out
-/// earlier; so somebody always goes on.
+/// one that adds to the tile's dQ before it. An item only waits for items that were handed out
+/// earlier, so that one of them always goes on.
 ///
 /// Key blocks ascend and go through their query tiles descending, or the other way round. Under a
-/// causal mask those that descend begin where nobody else is yet: each at its own diagonal, one
-/// tile or two before the block that was handed out before it, which it follows. But then the
-/// longest items come last: so the last heads of all ascend.
+/// causal mask each key block that descends begins at its own diagonal, a tile or two before the
+/// tiles of the block that was handed out before it, which it then follows: it need not wait. But
+/// then the longest items come last, so the last heads of all ascend.
 struct OrderedItems {
   ItemOrder order;
   uint32_t group, groups;  // tracks side by side; the last group has those that are left too

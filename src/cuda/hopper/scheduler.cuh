@@ -75,8 +75,9 @@ class TileScheduler {
 
  private:
   // The upper half of the counter holds a number that only this launch has (the nonce), the lower
-  // half the count. The first block to come by finds something else in the upper half, whatever was
-  // in memory before, and sets both. This saves a memset before each launch, 1.5 microseconds.
+  // half the count. The first block that reads the counter finds something else in the upper half,
+  // whatever was in memory before, and sets both. This saves a memset before each launch, 1.5
+  // microseconds.
   __device__ int32_t fetch() {
     unsigned long long got = 0;
     if (ptx::thread_again() % 32 == 0) {

@@ -132,8 +132,9 @@ void fill_cached(int arch, Plan& plan, const DeviceProperties& device) {
   plan.grid[2] = 1;
   int64_t bytes = grid.workspace_bytes;
   if (arch == 90) {
-    // An instance for few queries, of a part of the problem. Where none can be had, none is needed:
-    // the instance takes all sequences, and no pointers that are not aligned.
+    // Another instance, for a part of the problem: the sequences with few queries, or pointers that
+    // are not aligned. Where there is none, this instance takes all sequences, and a launch with
+    // such pointers is refused.
     const auto other_bytes = [&](int slot, const AttentionProblem& problem) {
       const Entry<CachedInstance>* const other = find_cached_instance(80, problem, device, nullptr);
       const int64_t needed = other ? grid_of(*other->instance).workspace_bytes : 0;
