@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/mask.h"
 
@@ -25,8 +26,7 @@ struct Sequence {
 /// Where the last of packed sequences ends, by the sequences' begins [batch + 1], of the `total`
 /// rows of the tensor. Rows from there on belong to no sequence.
 STROBE_INLINE constexpr int64_t end_of_last(const int32_t* begins, int32_t batch, int64_t total) {
-  const int64_t end = begins[batch];
-  return end < 0 ? 0 : end > total ? total : end;
+  return min64(max64(begins[batch], 0), total);
 }
 
 /// What tells the sequences of a launch apart. The arrays lie in the memory of the device that runs
