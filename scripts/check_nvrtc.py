@@ -44,7 +44,7 @@ __device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true>;
 """,
     "decode/decode.cuh": """
 namespace strobe::cuda {
-__device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, DecodeUpdateParams>;
+__device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, CachedUpdateParams>;
 }
 """,
     "cache/update_kernel.cuh": """

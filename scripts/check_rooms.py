@@ -19,12 +19,14 @@ ROOMS = {
     "cpu": ["core", "cpu"],
     "cuda/ptx": ["cuda/ptx"],
     "cuda/common": ["core", "cuda/common", "cuda/ptx"],
-    "cuda/mma_sync": ["core", "cuda/common", "cuda/ptx", "cuda/mma_sync"],
+    "cuda/backward": ["core", "cuda/common", "cuda/ptx", "cuda/backward"],
+    "cuda/mma_sync": ["core", "cuda/common", "cuda/ptx", "cuda/backward", "cuda/mma_sync"],
     "cuda/cache": ["core", "cuda/common", "cuda/ptx", "cuda/cache"],
-    "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/hopper"],
+    "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/backward", "cuda/cache", "cuda/hopper"],
     "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode"],
     "cuda/host": ["core", "cuda/common", "cuda/host"],
-    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of a row's source
+    "cuda/rows": ["core", "cuda/common", "cuda/ptx", "cuda/host"],  # whole kernels with their launches
+    "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of an instance's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
     "cli": ["cli", "core", "strobe"],
 }
@@ -33,7 +35,7 @@ LAUNCH = "_launch.h"
 LAUNCHES_ALSO = ["cuda/host"]
 TEAM = "src/core/team.cpp"
 OPENMP = re.compile(r"\s*#\s*(include\s*<omp\.h>|pragma\s+omp\s+parallel)")
-GENERATED = {"cuda_rows.inc": "cuda/host"}
+GENERATED = {"cuda_instances.inc": "cuda/host"}
 
 
 def room_of(path: str) -> str:

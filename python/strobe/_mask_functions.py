@@ -34,7 +34,10 @@ class Reach:
         return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def is_served(self) -> bool:
-        """Whether a query sees itself, or nothing: kernels know no window that lies apart."""
+        """Whether a query sees itself, or nothing.
+
+        A window beside its query has a negative limit, which without `window_signed` means none.
+        """
         return self.is_empty() or min(self.left or 0, self.right or 0) >= 0
 
     device = None  # where and_masks and or_masks of transformers put the next part

@@ -160,10 +160,11 @@ struct CachedSequences : Sequences {
 
   /// Every sequence has places of its own.
   STROBE_INLINE constexpr bool sequences_differ() const { return true; }
-  /// What the base knows of whole sequences knows nothing of the cache's arrays.
-  bool is_whole() const = delete;
-  template <bool kWhole>
-  void known() const = delete;
+  /// Not for caches: what the base class can promise of its sequences knows nothing of the cache's
+  /// arrays.
+  bool all_rows_used() const = delete;
+  template <bool>
+  void assuming() const = delete;
 
  private:
   // Where there is nothing to rotate, no position is in use.

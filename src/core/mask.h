@@ -180,12 +180,12 @@ struct BasicMask {
                 static_cast<int32_t>(rule.chunk));
   }
 
-  /// The same mask. kWhole: it is known that there are neither chunks nor a prefix, and what looks
+  /// The same mask. kNoChunksNorPrefix: the caller promises that there are neither, and what looks
   /// for them is not compiled.
-  template <bool kWhole>
-  STROBE_INLINE constexpr BasicMask known() const {
+  template <bool kNoChunksNorPrefix>
+  STROBE_INLINE constexpr BasicMask assuming() const {
     BasicMask m = *this;
-    if (kWhole) m.chunk = m.prefix = 0;
+    if (kNoChunksNorPrefix) m.chunk = m.prefix = 0;
     return m;
   }
 

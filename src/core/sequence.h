@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/mask.h"
 
@@ -21,6 +22,12 @@ struct Sequence {
   int64_t rows_q, rows_k;  // at least mask.seqlen_q, mask.seqlen_k
   Mask mask;               // has the lengths in use
 };
+
+/// Where the last of packed sequences ends, by the sequences' begins [batch + 1], of the `total`
+/// rows of the tensor. Rows from there on belong to no sequence.
+STROBE_INLINE constexpr int64_t end_of_last(const int32_t* begins, int32_t batch, int64_t total) {
+  return min64(max64(begins[batch], 0), total);
+}
 
 /// What tells the sequences of a launch apart. The arrays lie in the memory of the device that runs
 /// the launch, int32, null where they were not given. Numbers from the arrays are cut to what the
@@ -51,16 +58,16 @@ struct Sequences {
     return s;
   }
 
-  /// Whether all rows of all sequences are in use, aligned at their ends, without prefixes and
-  /// chunks: what most launches have.
-  STROBE_INLINE constexpr bool is_whole() const {
+  /// Whether all rows of all sequences are in use, and besides no sequence has a position, a prefix
+  /// or chunks of its own: the last query then stands at the last key. Most launches are so.
+  STROBE_INLINE constexpr bool all_rows_used() const {
     return !used_q && !used_k && !q_position && !prefix && rule.attention_chunk == 0;
   }
-  /// The same sequences. kWhole: it is known that is_whole(), and what looks for more is not
-  /// compiled.
-  template <bool kWhole>
-  STROBE_INLINE constexpr decltype(auto) known() const {
-    if constexpr (kWhole) {
+  /// The same sequences. kAllRowsUsed: the caller promises that all_rows_used(), and the code that
+  /// looks for used lengths, positions, prefixes and chunks is not compiled.
+  template <bool kAllRowsUsed>
+  STROBE_INLINE constexpr decltype(auto) assuming() const {
+    if constexpr (kAllRowsUsed) {
       Sequences s = *this;
       s.used_q = s.used_k = s.q_position = s.prefix = nullptr;
       s.rule.attention_chunk = 0;

@@ -240,7 +240,7 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeFew && !options.dropout && p.dtype == STROBE_FLOAT32) {
+  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && p.dtype == STROBE_FLOAT32) {
     decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }

@@ -11,7 +11,7 @@ namespace strobe::cpu::STROBE_ISA {
 
 /// The most queries of a sequence that is decoded. With more of them, a tile of forward-inl.h fills
 /// its lanes well enough.
-constexpr int64_t kDecodeFew = 8;
+constexpr int64_t kDecodeMostQueries = 8;
 
 struct DecodeScratch {
   float* q;                               // [key head][row][dim]
@@ -365,7 +365,7 @@ struct Decode {
 
 static size_t decode_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_decode(arena, decode_shape(context.problem, kDecodeFew, kPair));
+  carve_decode(arena, decode_shape(context.problem, kDecodeMostQueries, kPair));
   return arena.used();
 }
 
@@ -435,14 +435,14 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
 
 static void decode_finish(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, kDecodeFew, kPair);
+  const DecodeShape shape = decode_shape(c.problem, kDecodeMostQueries, kPair);
   Arena arena(scratch);
   finish_decoded(c, item, result, carve_decode(arena, shape), shape);
 }
 
 static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, kDecodeFew, kPair);
+  const DecodeShape shape = decode_shape(c.problem, kDecodeMostQueries, kPair);
   Arena arena(scratch);
   const DecodeScratch s = carve_decode(arena, shape);
   const Partial root = result ? *result : shape.partial(s.root);

@@ -56,10 +56,11 @@ bool drops_fetches();
 /// Rows of an item. Q, O and the tree of 64 rows of 128 values stay in L2.
 inline constexpr int64_t kDecodeRows = 64;
 
-/// few and width: as in DecodeKernel.
-STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t few, int64_t width) {
+/// most_queries and width: as in DecodeKernel.
+STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_queries,
+                                       int64_t width) {
   DecodeShape s{};
-  s.rows = min64(p.seqlen_q, few) * (p.heads / p.heads_kv);
+  s.rows = min64(p.seqlen_q, most_queries) * (p.heads / p.heads_kv);
   s.item_rows = max64(1, min64(s.rows, kDecodeRows));
   // Where a row of the cache holds all heads side by side, an item takes several, so that it reads
   // memory in the order in which it lies.

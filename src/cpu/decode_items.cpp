@@ -28,7 +28,7 @@ bool has_fast_bf16_products() { return cpu_features().avx512_bf16 && cpu_feature
 bool drops_fetches() { return cpu_features().amd; }
 
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
-    : shape(decode_shape(p, isa.decode->few, isa.decode->width)) {
+    : shape(decode_shape(p, isa.decode->most_queries, isa.decode->width)) {
   const int64_t block_bytes =
       kDecodeKeys * shape.heads * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
   blocks = ceil_div(kLeastBytes, block_bytes);

@@ -15,13 +15,13 @@ struct DecodeUse {
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
-    all = p.seqlen_q <= isa.decode->few;
+    all = p.seqlen_q <= isa.decode->most_queries;
     some = all || p.varlen || p.has_seqused_q;
   }
   /// Whether a sequence with so many queries in use is decoded. It is that number alone which
   /// decides, not the batch that the sequence is in.
   bool decoded(const InstructionSet& isa, int64_t queries) const {
-    return some && queries <= isa.decode->few;
+    return some && queries <= isa.decode->most_queries;
   }
 };
 

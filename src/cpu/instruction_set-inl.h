@@ -36,8 +36,8 @@ static void from_float(int32_t dtype, const float* x, void* y, int64_t n) {
 
 extern const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode);
 const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode) = {
-    STROBE_ISA::kDecodeFew,    STROBE_ISA::kPair,        STROBE_ISA::decode_scratch,
-    STROBE_ISA::decode_blocks, STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
+    STROBE_ISA::kDecodeMostQueries, STROBE_ISA::kPair,        STROBE_ISA::decode_scratch,
+    STROBE_ISA::decode_blocks,      STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
 };
 
 extern const InstructionSet STROBE_ISA_TABLE;

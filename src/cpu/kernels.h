@@ -167,8 +167,8 @@ struct Partial {
 
 /// Decoding in one instruction set.
 struct DecodeKernel {
-  int64_t few;    // a sequence of at most so many queries is decoded
-  int64_t width;  // rows are padded to multiples of it
+  int64_t most_queries;                              // of a sequence that is decoded
+  int64_t width;                                     // rows are padded to multiples of it
   size_t (*scratch)(const ForwardContext& context);  // bytes for each thread
   /// The tree of the item's blocks, into `result`. Null: they are all that the sequence's queries
   /// see, and out and lse are written.

@@ -213,7 +213,7 @@ void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_
 // Rows of packed tensors past the end of the last sequence, which are nobody's: as rows that are
 // not in use.
 Range past_end(const int32_t* begins, int64_t batch, int64_t total) {
-  return {begins ? min64(max64(begins[batch], 0), total) : total, total};
+  return {begins ? end_of_last(begins, static_cast<int32_t>(batch), total) : total, total};
 }
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {
@@ -399,15 +399,15 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
   const DecodeUse use(isa, p);
   std::optional<DecodeItems> decoded;
   if (use.some) decoded.emplace(isa, context, plan.threads, arena);
-  const int64_t few = decoded ? decoded->count() : 0;
+  const int64_t decode_items = decoded ? decoded->count() : 0;
   const auto scratch = scratch_of_threads(plan, workspace, arena.used());
   std::optional<ForwardItems> tiled;
   if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
-  const int64_t items = few + (tiled ? tiled->count() : 0);
+  const int64_t items = decode_items + (tiled ? tiled->count() : 0);
   share_out(items, plan.threads, interrupt, [&](int64_t n, int thread) {
-    if (n < few) return decoded->run(n, scratch(thread));
-    ForwardItem item = (*tiled)[n - few];
+    if (n < decode_items) return decoded->run(n, scratch(thread));
+    ForwardItem item = (*tiled)[n - decode_items];
     const Sequence s = context.sequence(item.batch);
     if (use.decoded(isa, s.mask.seqlen_q)) return;
     const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);

@@ -3,7 +3,7 @@
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 400; 60 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
-//   STROBE_CUDA_ROW        rows with this in their name come first (227 KB of shared memory)
+//   STROBE_CUDA_ROW        instances with this in their name come first (227 KB of shared memory)
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 #include <string>
 
 #include "cache_fixture.h"
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "run_time.h"
@@ -30,8 +30,8 @@ constexpr int kMostFailuresShown = 5;
 
 /// Whether the program has kernels of this type.
 bool IsEmulated(DType dtype) {
-  return (dtype == DType::kBFloat16 && STROBE_EMULATES_decode_bf16) ||
-         (dtype == DType::kFloat16 && STROBE_EMULATES_decode_fp16);
+  return (dtype == DType::kBFloat16 && STROBE_EMULATES_cached_bf16) ||
+         (dtype == DType::kFloat16 && STROBE_EMULATES_cached_fp16);
 }
 
 /// A case of cache_case.h that the decode kernels take; every sixteenth has long sequences, which
@@ -45,7 +45,7 @@ CacheCase DrawCase(uint64_t seed) {
   }
 }
 
-/// Draws a device, an order of threads, and mostly the planner's row.
+/// Draws a device, an order of threads, and mostly the planner's instance.
 void DrawMachine(uint64_t seed, const CacheCase& c) {
   Rng rng(seed ^ 0xE111u);
   strobe::cuda::Machine& machine = strobe::emulator::machine();
@@ -55,16 +55,17 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
   device.compute_capability = 80;
   device.multiprocessors = rng.Pick(multiprocessors);
   device.shared_bytes = rng.Pick(shared);
-  machine.forced_row.clear();
+  machine.forced_instance.clear();
   if (rng.Chance(0.3)) {
-    const auto rows = strobe::cuda::row_table<strobe::cuda::DecodeRow>();
-    const auto& row =
-        rows[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(rows.size()) - 1))];
-    if (row.row->config.dtype == (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
-      machine.forced_row = row.name;
+    const auto instances = strobe::cuda::instance_table<strobe::cuda::CachedInstance>();
+    const auto& entry =
+        instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))];
+    if (entry.instance->config.dtype ==
+        (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
+      machine.forced_instance = entry.name;
   }
   if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
-    machine.forced_row = asked;
+    machine.forced_instance = strobe::cuda::current_name(asked);
     device.shared_bytes = 227 << 10;
   }
   strobe::emulator::settings().seed = seed;
@@ -108,7 +109,7 @@ TEST(EmulatedDecode, UpdatesOfWideRowsAgreeWithTheOracle) {
   }
 }
 
-// A thread looks at a sequence: in the widest rows there are 64 of them, in others 128.
+// A thread looks at a sequence: in the widest instances there are 64 of them, in others 128.
 TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
   constexpr size_t kSequences = 140;
   int tried = 0;
@@ -123,11 +124,11 @@ TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
       c.sequences.push_back(few[i * 7 % few.size()]);
     c.batch_invariant = tried % 2 == 1;
     DrawMachine(seed, c);
-    strobe::emulator::machine().forced_row.clear();
+    strobe::emulator::machine().forced_instance.clear();
     if (!is_wide) {
-      strobe::emulator::machine().forced_row = c.dtype == DType::kBFloat16
-                                                   ? "decode_sm80_bf16_128_16x16x3x4"
-                                                   : "decode_sm80_fp16_128_16x16x3x4";
+      strobe::emulator::machine().forced_instance = c.dtype == DType::kBFloat16
+                                                        ? "cached_sm80_bf16_128_16x16x3x4"
+                                                        : "cached_sm80_fp16_128_16x16x3x4";
       strobe::emulator::machine().devices[0].shared_bytes = 227 << 10;
     }
     ++tried;
@@ -146,7 +147,7 @@ TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
     if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
     ++tried;
     DrawMachine(seed, {});
-    strobe::emulator::machine().forced_row = "decode_sm80_";
+    strobe::emulator::machine().forced_instance = "cached_sm80_";
     Fixture f(c);
     strobe_forward_args args = f.ForwardArgs();
     const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/host/row_choice.h"
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_choice.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "fixture.h"
@@ -28,12 +28,12 @@ using oracle::Rng;
 
 constexpr int kMostFailuresShown = 5;
 
-std::span<const strobe::cuda::Entry<strobe::cuda::BackwardRow>> Rows() {
-  return strobe::cuda::row_table<strobe::cuda::BackwardRow>();
+std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances() {
+  return strobe::cuda::instance_table<strobe::cuda::BackwardInstance>();
 }
 
 Case DrawCase(uint64_t seed) {
-  return DrawHopperCase(Rows(), seed, [](Case& c, Rng& rng) {
+  return DrawHopperCase(Instances(), seed, [](Case& c, Rng& rng) {
     c.deterministic = rng.Chance(0.4) && std::max(c.head_dim, c.head_dim_v) <= 128;
     c.batch_invariant = rng.Chance(0.15);
   });
@@ -87,7 +87,8 @@ TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
 Case MakeCase(int64_t q, int64_t k, int64_t dim) {
   Case c;
   c.seed = 3;
-  c.dtype = Rows()[0].row->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+  c.dtype =
+      Instances()[0].instance->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
   c.heads = 4;
   c.heads_kv = 2;
   c.seqlens_q = {q};
@@ -208,17 +209,17 @@ TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
   }
 }
 
-// A row that is asked for takes what it can, and leaves the rest to another one.
+// An instance that is asked for takes what it can, and leaves the rest to another one.
 TEST(EmulatedHopperBackward, RowsAskedForLeaveWhatTheyCannotDo) {
-  for (const auto& row : Rows()) {
+  for (const auto& entry : Instances()) {
     Case c = MakeCase(60, 70, 64);
-    c.dtype = row.row->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+    c.dtype = entry.instance->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
     c.deterministic = true;
     DrawHopper(1);
-    strobe::emulator::machine().forced_row = row.name;
-    EXPECT_EQ(RunBackward(c), "") << row.name;
+    strobe::emulator::machine().forced_instance = entry.name;
+    EXPECT_EQ(RunBackward(c), "") << entry.name;
   }
-  strobe::emulator::machine().forced_row.clear();
+  strobe::emulator::machine().forced_instance.clear();
 }
 
 // Each wait at an mbarrier guards something: where it is left out, some order of threads and copies

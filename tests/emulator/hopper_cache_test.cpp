@@ -1,6 +1,6 @@
-// Prompts over a KV cache on the CPU (run_time.h): Hopper's rows for caches, with the kernel that
-// appends and rotates before them and the decode kernels for the sequences that have few queries
-// after them, planned by the CUDA back end for devices that are not there, against float64.
+// Prompts over a KV cache on the CPU (run_time.h): Hopper's instances for caches, with the kernel
+// that appends and rotates before them and the decode kernels for the sequences that have few
+// queries after them, planned by the CUDA back end for devices that are not there, against float64.
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 60; 12 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
@@ -10,8 +10,8 @@
 #include <string>
 
 #include "cache_fixture.h"
-#include "cuda/host/row_choice.h"
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_choice.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "hopper_case.h"
@@ -32,8 +32,8 @@ void MakeUnits(Spacing& s, int64_t dim) {
   s.pad_head += (8 - dim % 8) % 8;
 }
 
-/// A case of cache_case.h that Hopper's row takes. Half of them have sequences with many queries
-/// beside some with few, which are another kernel's. New keys may lie anywhere in memory.
+/// A case of cache_case.h that Hopper's instance takes. Half of them have sequences with many
+/// queries beside some with few, which are another kernel's. New keys may lie anywhere in memory.
 CacheCase DrawPromptCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
     CacheCase c = GenerateCacheCase(seed + (again << 32));
@@ -65,7 +65,7 @@ TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
   for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
     const CacheCase c = DrawPromptCase(seed);
     DrawHopper(seed);
-    strobe::emulator::machine().forced_row = "decode_sm90_bf16_64";
+    strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
     CacheFixture f(c);
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
     if (wrong.empty()) wrong = f.Judge();
@@ -75,7 +75,7 @@ TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
                   << "\n"
                   << ToString(c);
   }
-  strobe::emulator::machine().forced_row.clear();
+  strobe::emulator::machine().forced_instance.clear();
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "problem_gen.h"
 #include "run_time.h"
@@ -60,22 +60,22 @@ inline bool MakeHopperCase(Case& c) {
   return true;
 }
 
-/// A case of problem_gen.h in a dtype and with head dims of the rows that there are. change(case,
-/// rng) leaves out what the kernels decline.
-template <typename Row, typename Change>
-Case DrawHopperCase(std::span<const strobe::cuda::Entry<Row>> rows, uint64_t seed,
+/// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
+/// change(case, rng) leaves out what the kernels decline.
+template <typename Instance, typename Change>
+Case DrawHopperCase(std::span<const strobe::cuda::Entry<Instance>> instances, uint64_t seed,
                     const Change& change) {
   for (uint64_t again = 0;; ++again) {
     Case c = GenerateCase(seed + (again << 32));
     oracle::Rng rng(seed ^ again << 40 ^ 0xB4C5u);
-    const auto& row =
-        rows[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(rows.size()) - 1))]
-            .row->config;
-    c.dtype = row.dtype == STROBE_BFLOAT16 ? oracle::DType::kBFloat16 : oracle::DType::kFloat16;
-    // A dimension of a row's own more often than the generator draws one.
-    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, row.width - 63), row.width);
+    const auto& config =
+        instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]
+            .instance->config;
+    c.dtype = config.dtype == STROBE_BFLOAT16 ? oracle::DType::kBFloat16 : oracle::DType::kFloat16;
+    // A dimension of an instance's own more often than the generator draws one.
+    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);
     if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
-    const int64_t widest = rows.back().row->config.width;
+    const int64_t widest = instances.back().instance->config.width;
     change(c, rng);
     if (std::max(c.head_dim, c.head_dim_v) <= widest && MakeHopperCase(c)) {
       return c;

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <string>
 
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "fixture.h"
@@ -21,12 +21,12 @@ namespace {
 
 using oracle::Rng;
 
-std::span<const strobe::cuda::Entry<strobe::cuda::ForwardRow>> Rows() {
-  return strobe::cuda::row_table<strobe::cuda::ForwardRow>();
+std::span<const strobe::cuda::Entry<strobe::cuda::ForwardInstance>> Instances() {
+  return strobe::cuda::instance_table<strobe::cuda::ForwardInstance>();
 }
 
 Case DrawCase(uint64_t seed) {
-  Case c = DrawHopperCase(Rows(), seed, [](Case& drawn, Rng& rng) {
+  Case c = DrawHopperCase(Instances(), seed, [](Case& drawn, Rng& rng) {
     drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
     drawn.dropout_p = 0;
     drawn.batch_invariant = rng.Chance(0.15);

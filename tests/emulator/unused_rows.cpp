@@ -1,5 +1,5 @@
 // The file that nvcc compiles, and its kernel's arguments.
-#include "cuda/host/unused_rows.cu"
+#include "cuda/rows/unused_rows.cu"
 
 #include "emulated_device.h"
 

@@ -1,7 +1,5 @@
 // In which order the backward pass takes its work items, and which tiles of the scratch are whose:
 // index arithmetic of the CUDA kernels, checked on the CPU.
-#include "cuda/common/backward_order.cuh"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +12,8 @@
 #include <vector>
 
 #include "core/visits.h"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/query_steps.h"
 #include "cuda/mma_sync/addition_order.h"
@@ -394,7 +393,7 @@ OrderedProblem random_ordered(std::mt19937& random) {
   return problem;
 }
 
-// The counters as backward_pre.cuh leaves them, by tile of the scratch.
+// The counters as backward/pre.cuh leaves them, by tile of the scratch.
 std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const CommonParams& p,
                                         uint32_t descending, int64_t tiles) {
   BackwardScratch scratch{};

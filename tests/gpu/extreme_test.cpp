@@ -8,7 +8,7 @@
 #include <limits>
 #include <random>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/softcap.h"
 
 namespace strobe::cuda {

@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile.cuh"
@@ -333,7 +333,7 @@ TEST(WideBackward, AccumulatorsFillTheSumOfDq) {
   check_sum<256>();
 }
 
-// In the order of the item's keys, each for as many: what backward_post.cuh takes them for.
+// In the order of the item's keys, each for as many: what backward/post.cuh takes them for.
 TEST(WideBackward, FlagsAreInTheOrderOfKeys) {
   for (int key = 0; key < sm90_wide::kItemKeys; ++key) {
     EXPECT_EQ(sm90_wide::flag_word(static_cast<uint32_t>(key / 64), key / 16 % 4),

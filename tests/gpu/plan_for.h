@@ -6,7 +6,7 @@
 
 #include "cuda/host/dispatch.h"
 #include "cuda/host/fill_plan.h"
-#include "cuda/host/row_choice.h"
+#include "cuda/host/instance_choice.h"
 
 namespace strobe::cuda {
 

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "cuda/host/fill_plan.h"
-#include "cuda/host/row_choice.h"
-#include "cuda/host/row_table.h"
-#include "cuda/host/rows.h"
+#include "cuda/host/instance.h"
+#include "cuda/host/instance_choice.h"
+#include "cuda/host/instance_table.h"
 #include "plan_for.h"
 
 namespace strobe::cuda {
@@ -58,31 +58,31 @@ TEST(CudaPlan, EveryHeadDimHasAForwardKernelOnEveryDevice) {
 
 // A small row has no machine code of 9.0: there an earlier row, with room for its tiles, takes all
 // that this one would.
-template <typename Row>
+template <typename Instance>
 void ExpectSmallRowsToBeSpareOnHopper(bool tiles_matter) {
-  const std::span<const Entry<Row>> rows = row_table<Row>();
+  const std::span<const Entry<Instance>> rows = instance_table<Instance>();
   int small = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].when != When::kSmall) continue;
     ++small;
-    const auto& config = rows[i].row->config;
+    const auto& config = rows[i].instance->config;
     bool has_other = false;
     for (size_t j = 0; j < i; ++j) {
-      const auto& other = rows[j].row->config;
+      const auto& other = rows[j].instance->config;
       has_other |= other.arch == config.arch && other.dtype == config.dtype &&
                    other.width == config.width && rows[j].when == When::kAny &&
                    (!tiles_matter || other.tile_q == config.tile_q) &&
-                   rows[j].row->shape.shared_bytes <= device(90).shared_bytes;
+                   rows[j].instance->shape.shared_bytes <= device(90).shared_bytes;
     }
     EXPECT_TRUE(has_other) << rows[i].name;
-    EXPECT_LE(rows[i].row->shape.shared_bytes, device(80).shared_bytes) << rows[i].name;
+    EXPECT_LE(rows[i].instance->shape.shared_bytes, device(80).shared_bytes) << rows[i].name;
   }
   EXPECT_GT(small, 0);
 }
 TEST(CudaPlan, SmallRowsAreSpareOnHopper) {
-  ExpectSmallRowsToBeSpareOnHopper<ForwardRow>(false);
-  ExpectSmallRowsToBeSpareOnHopper<BackwardRow>(false);
-  ExpectSmallRowsToBeSpareOnHopper<DecodeRow>(true);
+  ExpectSmallRowsToBeSpareOnHopper<ForwardInstance>(false);
+  ExpectSmallRowsToBeSpareOnHopper<BackwardInstance>(false);
+  ExpectSmallRowsToBeSpareOnHopper<CachedInstance>(true);
 }
 
 TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
@@ -261,32 +261,32 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   Plan plan;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm90");
-  EXPECT_EQ(row_for_few(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan), nullptr);
   const size_t of_prompts = plan.workspace_bytes;
   p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm90");
-  ASSERT_NE(row_for_few(plan), nullptr);
-  EXPECT_EQ(row_for_few(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan)->config.tile_q, 64);  // up to 16 queries of a group of 4
   EXPECT_GE(plan.workspace_bytes, of_prompts);
   ASSERT_TRUE(plan_for(p, device(80), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
-  EXPECT_EQ(row_for_few(plan), nullptr);
+  EXPECT_EQ(instance_for_few_queries(plan), nullptr);
   // The same rows whatever else is in the batch. Rows in use are not known before a launch.
   p.batch_invariant = 1;
   p.has_seqused_q = 1, p.total_q = 32 * 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(row_for_few(plan), nullptr);
-  const DecodeRow* const of_used = row_for_few(plan);
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  const CachedInstance* const of_used = instance_for_few_queries(plan);
   p.has_seqused_q = 0, p.total_q = 31 + 481;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(row_for_few(plan), nullptr);
-  const DecodeRow* const few = row_for_few(plan);
+  ASSERT_NE(instance_for_few_queries(plan), nullptr);
+  const CachedInstance* const few = instance_for_few_queries(plan);
   EXPECT_EQ(few, of_used);
   p.seqlen_q = 16, p.total_q = 40;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
-  EXPECT_EQ(row_of<DecodeRow>(plan, 80), few);
+  EXPECT_EQ(instance_of<CachedInstance>(plan, 80), few);
 }
 
 // With batch_invariant the choice is the same in every batch.
@@ -492,9 +492,9 @@ TEST(CudaPlan, HoppersBackwardHasNoSumOfOneAddition) {
     Plan plan;
     const Status s = plan_for(p, device(90), plan);
     EXPECT_TRUE(s.ok()) << s.text();
-    const BackwardRow* const row = row_of<BackwardRow>(plan, 90);
+    const BackwardInstance* const row = instance_of<BackwardInstance>(plan, 90);
     EXPECT_NE(row, nullptr);
-    return row ? workspace_of<BackwardRow>(plan.problem, *row, nullptr) : 0;
+    return row ? workspace_of<BackwardInstance>(plan.problem, *row, nullptr) : 0;
   };
   AttentionProblem p = problem(STROBE_BFLOAT16, 64, STROBE_BACKWARD);
   p.heads_kv = p.heads, p.batch = 40;  // items enough: groups have no parts
@@ -552,14 +552,14 @@ TEST(CudaPlan, APlanForTmaHasARowForUnalignedPointers) {
       Plan plan;
       ASSERT_TRUE(plan_for(problem(dtype, dim), device(90), plan).ok());
       ASSERT_STREQ(plan.kernel, "cuda_sm90");
-      const ForwardRow* const row = row_for_unaligned<ForwardRow>(plan);
+      const ForwardInstance* const row = instance_for_unaligned<ForwardInstance>(plan);
       ASSERT_NE(row, nullptr);
       EXPECT_EQ(row->config.arch, 80);
       EXPECT_EQ(row->config.dtype, dtype);
       EXPECT_GE(row->config.width, dim);
-      EXPECT_GE(plan.workspace_bytes, workspace_of<ForwardRow>(plan.problem, *row, nullptr));
+      EXPECT_GE(plan.workspace_bytes, workspace_of<ForwardInstance>(plan.problem, *row, nullptr));
       ASSERT_TRUE(plan_for(problem(dtype, dim), device(80), plan).ok());
-      EXPECT_EQ(row_for_unaligned<ForwardRow>(plan), nullptr);
+      EXPECT_EQ(instance_for_unaligned<ForwardInstance>(plan), nullptr);
     }
   }
 }
@@ -570,16 +570,16 @@ void take(Arena& arena, const AttentionProblem&, Params& params) {
 }
 
 TEST(CudaPlan, TheWorkspaceServesEitherRow) {
-  const ForwardRow small{{}, {}, take<64, ForwardParams>, nullptr};
-  const ForwardRow large{{}, {}, take<4096, ForwardParams>, nullptr};
+  const ForwardInstance small{{}, {}, take<64, ForwardParams>, nullptr};
+  const ForwardInstance large{{}, {}, take<4096, ForwardParams>, nullptr};
   const AttentionProblem p = problem(STROBE_BFLOAT16, 64);
-  EXPECT_EQ(workspace_of<ForwardRow>(p, small, nullptr), 64u);
-  EXPECT_EQ(workspace_of<ForwardRow>(p, small, &large), 4096u);
-  EXPECT_EQ(workspace_of<ForwardRow>(p, large, &small), 4096u);
-  const BackwardRow few{{}, {}, take<128, BackwardParams>, nullptr};
-  const BackwardRow many{{}, {}, take<8192, BackwardParams>, nullptr};
-  EXPECT_EQ(workspace_of<BackwardRow>(p, few, &many), 8192u);
-  EXPECT_EQ(workspace_of<BackwardRow>(p, many, &few), 8192u);
+  EXPECT_EQ(workspace_of<ForwardInstance>(p, small, nullptr), 64u);
+  EXPECT_EQ(workspace_of<ForwardInstance>(p, small, &large), 4096u);
+  EXPECT_EQ(workspace_of<ForwardInstance>(p, large, &small), 4096u);
+  const BackwardInstance few{{}, {}, take<128, BackwardParams>, nullptr};
+  const BackwardInstance many{{}, {}, take<8192, BackwardParams>, nullptr};
+  EXPECT_EQ(workspace_of<BackwardInstance>(p, few, &many), 8192u);
+  EXPECT_EQ(workspace_of<BackwardInstance>(p, many, &few), 8192u);
 }
 
 TEST(CudaPlan, InvalidProblemsStayInvalid) {

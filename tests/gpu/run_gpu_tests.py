@@ -209,7 +209,7 @@ def test_rows(options: argparse.Namespace) -> str:
             continue
         env = {**os.environ, "STROBE_CUDA_ROW": row.name}
         command = [sys.executable, __file__, "--only", "row"]
-        if row.direction == "decode":
+        if row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []
         run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

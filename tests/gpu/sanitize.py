@@ -152,7 +152,7 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
 
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
     binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
-    if row.direction == "decode":
+    if row.direction == "cached":
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others

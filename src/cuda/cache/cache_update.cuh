@@ -1,10 +1,11 @@
 // What a launch does to the cache besides reading it, and to rows on their way into products: new
 // keys and values, and the rotary embedding.
 //
-// Either a kernel of its own goes before (update_kernel.cuh), or no thread block reads what another
-// one writes: whoever attends to a new key takes it from k_new and rotates it itself, by the same
-// arithmetic as whoever writes it to the cache, so that the bits are the same. The rows of the
-// cache that new keys go to are then read by nobody.
+// Either a kernel of its own does that before the one that attends (update_kernel.cuh). Or one
+// kernel does both, and no thread block reads what another one writes: a thread block that attends
+// to a new key takes it from k_new and rotates it itself, by the same arithmetic as the one that
+// writes it to the cache, so that the bits are the same. The rows of the cache that new keys go to
+// are then not read in this launch.
 #ifndef STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 #define STROBE_CUDA_CACHE_CACHE_UPDATE_CUH_
 
@@ -27,7 +28,7 @@ struct NewKeys {
 /// Whether a kernel with these parameters appends and rotates. One that does not is compiled
 /// without all of this.
 template <typename Params>
-inline constexpr bool kUpdates = std::is_base_of_v<DecodeUpdateParams, Params>;
+inline constexpr bool kUpdates = std::is_base_of_v<CachedUpdateParams, Params>;
 
 /// Eight values of a row, of which there may be less, from memory that is not aligned.
 __device__ __forceinline__ void read_values(uint32_t (&word)[4], const char* row, int columns) {
@@ -53,11 +54,11 @@ __device__ __forceinline__ void read_chunk(uint32_t (&word)[4], const char* from
 /// The rotary embedding of one row of Q or of new keys.
 template <typename T>
 struct Rotation {
-  const DecodeUpdateParams* p;  // what they hold costs no registers
+  const CachedUpdateParams* p;  // what they hold costs no registers
   int64_t first;                // of the row's position in the tables; negative: it stays as it is
 
   /// position: in range, where anything is rotated.
-  __device__ __forceinline__ static Rotation at(const DecodeUpdateParams& p, int64_t position) {
+  __device__ __forceinline__ static Rotation at(const CachedUpdateParams& p, int64_t position) {
     return {&p, p.rotary_cos ? position * (p.cache.rotary_dim / 2) : -1};
   }
   /// Element d of the row after the embedding, rounded once.
@@ -69,7 +70,7 @@ struct Rotation {
                        static_cast<const T*>(p->rotary_sin)[first + pair.n]);
   }
 
-  /// Whom an element is rotated with, by which angle of the tables.
+  /// Which element an element is rotated with, and by which angle of the tables.
   struct Pair {
     int n, other;
     bool leads;
@@ -123,7 +124,7 @@ __device__ __noinline__ uint4 rotated_chunk(const T* row, const T* cosine, const
 }
 /// The same of a row at this position; columns: of the row from `column` on.
 template <typename T>
-__device__ __forceinline__ void rotate_chunk(uint32_t (&word)[4], const DecodeUpdateParams& p,
+__device__ __forceinline__ void rotate_chunk(uint32_t (&word)[4], const CachedUpdateParams& p,
                                              const char* row, int64_t position, int column,
                                              int columns) {
   const int64_t first = position * (p.cache.rotary_dim / 2);
@@ -145,7 +146,7 @@ struct RotatedRow {
 };
 
 /// Where the new keys of a sequence are, for a key head.
-__device__ __forceinline__ NewKeys new_keys_of(const DecodeUpdateParams& p, const CachedSequence& s,
+__device__ __forceinline__ NewKeys new_keys_of(const CachedUpdateParams& p, const CachedSequence& s,
                                                int32_t head_kv) {
   const auto row = [&](const Tensor& t) {
     return static_cast<const char*>(t.data) +
@@ -167,10 +168,10 @@ __device__ __forceinline__ int32_t sequence_of_row(const int32_t* begins, int32_
   return -1;
 }
 
-/// Writes all new keys and values to the cache: each row by one warp of the launch. Every warp of
-/// every thread block has to come by.
+/// Writes all new keys and values to the cache, each row by one warp of the launch. Every warp of
+/// every thread block has to call it.
 template <typename Shape, bool kElements>
-__device__ __forceinline__ void append(const DecodeUpdateParams& p) {
+__device__ __forceinline__ void append(const CachedUpdateParams& p) {
   static_assert(Shape::kWidth / 8 <= 32, "a lane has one chunk of a row");
   if (!p.k_new.data) return;
   const CachedSequences& c = p.cache;

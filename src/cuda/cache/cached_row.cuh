@@ -11,7 +11,7 @@
 namespace strobe::cuda {
 
 /// Where a query's row of out begins.
-__device__ __forceinline__ char* out_row(const DecodeParams& p, const Sequence& sequence,
+__device__ __forceinline__ char* out_row(const CachedParams& p, const Sequence& sequence,
                                          int32_t head, int32_t query) {
   return static_cast<char*>(p.out.data) +
          (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
@@ -42,7 +42,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
       return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));
     };
-    // A new key without a page is none either.
+    // A new key that has no page counts as not there, as one in the cache does.
     const auto key_at = [&](int64_t key) -> RotatedRow<T> {
       const T* const cached = at(p.k, key);
       if (key < fresh.begin || !cached) return {cached, {&p, -1}};
@@ -76,7 +76,7 @@ __device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& til
             out_row(p, sequence, tile.head + p.head(row), tile.first + p.query(row)));
       },
       [&](int row) {
-        pairwise_cached_row<T>(static_cast<const DecodeParams&>(p), tile.batch,
+        pairwise_cached_row<T>(static_cast<const CachedParams&>(p), tile.batch,
                                tile.head + p.head(row), tile.first + p.query(row));
       });
 }

@@ -1,6 +1,6 @@
-// What runs before a kernel that does not append and rotate itself (updates_before in host/rows.h):
-// new keys and values go to the cache, and rotated queries to the workspace. The other kernel then
-// reads both from memory, as if nothing had been new.
+// What runs before a kernel that does not append and rotate itself (updates_before in
+// host/instance.h): new keys and values go to the cache, and rotated queries to the workspace. The
+// other kernel then reads both from memory, as if nothing had been new.
 #ifndef STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 #define STROBE_CUDA_CACHE_UPDATE_KERNEL_CUH_
 
@@ -13,10 +13,10 @@
 namespace strobe::cuda {
 
 /// Writes each query that is in use to the same row of `to`, rotated and rounded once: each row by
-/// one warp of the launch. Every warp of every thread block has to come by. Rows of `to` are made
+/// one warp of the launch. Every warp of every thread block has to call it. Rows of `to` are made
 /// of whole 16-byte units.
 template <typename Shape, bool kElements>
-__device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, const Tensor& to) {
+__device__ __forceinline__ void rotate_queries(const CachedUpdateParams& p, const Tensor& to) {
   const CachedSequences& c = p.cache;
   const int column = 8 * static_cast<int>(threadIdx.x % 32);
   const int32_t heads = p.heads_kv * p.group;
@@ -37,7 +37,8 @@ __device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, cons
       return static_cast<char*>(t.data) + 2 * t.element(s.batch, s.q_row + query, head);
     };
     uint32_t word[4];
-    // Out of range, the position is of no use, and the row becomes NaN.
+    // Where the sequence's numbers are out of range, so is the position, and the row becomes NaN
+    // anyhow.
     if (column < c.rotary_dim && s.in_range) {
       rotate_chunk<typename Shape::T>(word, p, row_of(p.q), c.query_rotation(s.rotary_start, query),
                                       column, p.head_dim - column);
@@ -52,7 +53,7 @@ __device__ __forceinline__ void rotate_queries(const DecodeUpdateParams& p, cons
 /// that are not made of whole 16-byte units.
 template <typename Shape, bool kElements>
 __global__ void __launch_bounds__(Shape::kThreads)
-    update_kernel(const __grid_constant__ DecodeUpdateParams p,
+    update_kernel(const __grid_constant__ CachedUpdateParams p,
                   const __grid_constant__ Tensor rotated) {
   append<Shape, kElements>(p);
   if (rotated.data) rotate_queries<Shape, kElements>(p, rotated);

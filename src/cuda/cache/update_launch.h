@@ -18,22 +18,22 @@ inline bool in_units(const Tensor& t, int32_t dim) {
   return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
 }
 /// Whether there are new keys whose rows are not.
-inline bool new_elements(const DecodeUpdateParams& p) {
+inline bool new_elements(const CachedUpdateParams& p) {
   return p.cache.rows_new > 0 &&
          (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
 }
 /// Whether the launch does anything to the cache besides reading it, or to queries.
-inline bool updates(const DecodeUpdateParams& p) {
+inline bool updates(const CachedUpdateParams& p) {
   return p.cache.rows_new > 0 || p.cache.rotary_dim > 0;
 }
 
 /// Rows of Q, of all heads.
-inline int64_t query_rows(const DecodeParams& p) {
+inline int64_t query_rows(const CachedParams& p) {
   return (p.packed_q ? 1 : p.cache.batch) * p.total_q * p.heads_kv * p.group;
 }
 
 /// Takes room for the queries after the rotary embedding.
-inline Tensor carve_queries(Arena& arena, const DecodeParams& p) {
+inline Tensor carve_queries(Arena& arena, const CachedParams& p) {
   Tensor t{};
   t.head_stride = round_up(p.head_dim, 8);
   t.row_stride = t.head_stride * p.heads_kv * p.group;
@@ -47,12 +47,12 @@ template <typename Shape>
 class UpdateBefore {
  public:
   /// arena: takes room for queries, if any are rotated.
-  UpdateBefore(Arena& arena, const DecodeUpdateParams& p) : p_(p) {
+  UpdateBefore(Arena& arena, const CachedUpdateParams& p) : p_(p) {
     if (p.cache.rotary_dim > 0) rotated_ = carve_queries(arena, p);
   }
   /// The parameters of the kernel that attends.
-  DecodeParams attends() const {
-    DecodeParams attends = p_;
+  CachedParams attends() const {
+    CachedParams attends = p_;
     if (rotated_.data) attends.q = rotated_;
     return attends;
   }
@@ -70,12 +70,12 @@ class UpdateBefore {
     constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: it waits for memory alone
     const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
     const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
-    void* args[] = {const_cast<DecodeUpdateParams*>(&p_), const_cast<Tensor*>(&rotated_)};
+    void* args[] = {const_cast<CachedUpdateParams*>(&p_), const_cast<Tensor*>(&rotated_)};
     return kernels[elements].launch(blocks, Shape::kThreads, args, target);
   }
 
  private:
-  const DecodeUpdateParams& p_;
+  const CachedUpdateParams& p_;
   Tensor rotated_{};
 };
 

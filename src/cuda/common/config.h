@@ -7,17 +7,17 @@
 
 namespace strobe::cuda {
 
-/// When a row is the planner's choice among rows that fit equally well: a function of the problem
-/// and the device.
+/// When an instance is the planner's choice among those that fit equally well: a function of the
+/// problem and the device.
 enum class When : int8_t {
   kAny,
-  kPlain,       // no softcap, ALiBi or dropout
-  kFew,         // few keys: a query sees up to 256 on average; also where not plain
-  kSome,        // some keys: up to 4096 on average; also where not plain
-  kFewQueries,  // no more tiles than multiprocessors, or the row's tiles are fuller than larger
-                // ones
-  kRuns,        // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
-  kSmall        // an earlier row of the width takes more shared memory than the device has
+  kPlain,         // no softcap, ALiBi or dropout
+  kUpTo256Keys,   // a query sees so many keys on average; also problems that are not plain
+  kUpTo4096Keys,  // the same
+  kFewQueries,    // no more tiles than multiprocessors, or the tiles are fuller than larger
+                  // ones
+  kRuns,  // 64 keys or more lie one after the other: a contiguous cache, or pages of so many
+  kSmall  // an earlier instance of the width takes more shared memory than the device has
 };
 
 /// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
@@ -33,7 +33,7 @@ struct ForwardConfig {
 
 /// One kernel for keys in a cache: tile_q rows, which are queries times query heads of a key head;
 /// tile_k keys of a team's stage (decode/layout.h).
-using DecodeConfig = ForwardConfig;
+using CachedConfig = ForwardConfig;
 
 /// One backward kernel.
 struct BackwardConfig {
@@ -54,9 +54,10 @@ struct LaunchShape {
   int64_t shared_bytes;  // dynamic shared memory of a block
 };
 
-// The seam. src/cuda/mma_sync/forward_sm80_launch.h, which is host code for the kernel of
-// forward_sm80.cuh, defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig
-// and BackwardParams, and for hopper's sm90),
+// What a kernel's host side gives to the planner and the launch.
+// src/cuda/mma_sync/forward_sm80_launch.h, which is host code for the kernel of forward_sm80.cuh,
+// defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig and
+// BackwardParams, and for hopper's sm90),
 //
 //     template <ForwardConfig kConfig> constexpr LaunchShape forward_shape();
 //     template <ForwardConfig kConfig>
@@ -67,10 +68,9 @@ struct LaunchShape {
 // The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
 // on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
 // synchronisation. Where it cannot launch, it launches nothing and returns an error. For each row
-// of kernels.def CMake writes a translation unit that puts them into a ForwardRow (rows.h) of bf16
-// and one of fp16.
-// Kernels themselves take a type made of integers: nvcc 13 writes a stub that does not compile for
-// a __global__ template with an argument of class type.
+// of kernels.def CMake writes a translation unit that puts them into a ForwardInstance
+// (host/instance.h) of bf16 and one of fp16. Kernels themselves take a type made of integers: nvcc
+// 13 writes a stub that does not compile for a __global__ template with an argument of class type.
 
 }  // namespace strobe::cuda
 

@@ -8,7 +8,7 @@
 
 namespace strobe::cuda {
 
-/// Of strobe_dtype; host/rows.h holds them against it.
+/// Of strobe_dtype; host/instance.h holds them against it.
 inline constexpr int kBfloat16 = 1, kFloat16 = 2;
 
 /// Not defined for other dtypes: a kernel for one of them has to say what it computes with.

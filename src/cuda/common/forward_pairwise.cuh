@@ -1,10 +1,10 @@
 // One row of attention, key by key, from the keys that it sees alone: slow, exact, for any input.
 //
 // The tiled kernels multiply weights of 0 with values of keys that a row does not see. Where such a
-// value is infinite or NaN, so is the product; where weights against a reference maximum meet
-// values near the largest float, the sum overflows. Both show in O, and both are computed again
-// here; and so are rows whose scores are so large that no fused product can be relative to their
-// maximum (is_coarse), which the tiled kernel marks in the same way.
+// value is infinite or NaN, the product is NaN. And where weights above 1, against a reference that
+// is not the maximum, meet values near the largest float, the sum overflows. Both show in O, and
+// such rows are computed again here. So are rows whose scores are so large that a fused x * scale -
+// reference is too inexact (is_coarse), which the tiled kernel marks in the same way.
 #ifndef STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 #define STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 
@@ -91,10 +91,10 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
   }
 }
 
-/// Rewrites row `query` of O. kWhole: sequences are whole.
-template <typename T, bool kDropout, bool kWhole>
+/// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it.
+template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
-  const Sequence sequence = p.known<kWhole>().sequence(batch);
+  const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch);
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
     return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
   };
@@ -130,10 +130,10 @@ __device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int 
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
-template <typename T, bool kDropout, bool kWhole>
+template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows) {
-  const Sequence sequence = p.known<kWhole>().sequence(tile.batch);
+  const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(tile.batch);
   const RowsView view =
       rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.mask.seqlen_q - tile.first;
@@ -142,7 +142,7 @@ __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, i
       p, warp, warps, rows,
       [&](int row) { return reinterpret_cast<const T*>(view.row(tile.first + row)); },
       [&](int row) {
-        pairwise_row<T, kDropout, kWhole>(p, tile.batch, tile.head, tile.first + row);
+        pairwise_row<T, kDropout, kAllRowsUsed>(p, tile.batch, tile.head, tile.first + row);
       });
 }
 

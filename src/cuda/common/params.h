@@ -44,7 +44,7 @@ struct ForwardParams : CommonParams {
 
 /// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
 /// said of queries holds.
-struct DecodeParams : ForwardParams {
+struct CachedParams : ForwardParams {
   CachedSequences cache;
   bool float_out;  // out is float32
   bool packed_q;   // also while a plan is made, which knows no arrays
@@ -56,21 +56,21 @@ struct DecodeParams : ForwardParams {
 /// alone. A kernel that could do it and finds it done, since another one of the launch went before
 /// it, has null pointers here: it reads every key from the cache and takes queries as they are,
 /// though `cache` still counts the new keys.
-struct DecodeUpdateParams : DecodeParams {
+struct CachedUpdateParams : CachedParams {
   Tensor k_new, v_new;  // of each sequence, or packed, of as many rows as `cache` says
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
 };
 
 /// What a tile of queries holds: of each query `2^pack` neighbouring query heads, which share a key
 /// head, one row each. Row r is query r >> pack, head r % 2^pack of the tile's.
-struct TileParams : DecodeParams {
+struct TileParams : CachedParams {
   int32_t pack;
 
   STROBE_INLINE constexpr int32_t query(int32_t row) const { return row >> pack; }
   STROBE_INLINE constexpr int32_t head(int32_t row) const { return row & ((1 << pack) - 1); }
 };
 
-/// DecodeParams or DecodeUpdateParams in a launch without attention chunks. Kernels are three
+/// CachedParams or CachedUpdateParams in a launch without attention chunks. Kernels are three
 /// quarters as long then: a launch with cold caches reads its code from memory.
 template <typename Params>
 struct WithoutChunks : Params {

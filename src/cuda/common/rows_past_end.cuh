@@ -1,25 +1,27 @@
 // Rows of packed tensors that belong to no sequence: those past the end of the last one, where a
-// caller's buffers are longer than what they hold. What they hold counts for nothing, and results
-// are what rows get that are not in use: zeros, and -inf in lse. The host does not know where the
-// last sequence ends, so the thread blocks of a launch that is made anyhow write them.
+// caller's buffers are longer than what they hold. They are never read, and results are those of
+// rows that are not in use: zeros, and -inf in lse. The host does not know where the last sequence
+// ends, so the thread blocks of a launch that is made anyhow write them.
 #ifndef STROBE_CUDA_COMMON_ROWS_PAST_END_CUH_
 #define STROBE_CUDA_COMMON_ROWS_PAST_END_CUH_
 
 #include <cstdint>
 
+#include "core/sequence.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
 
 namespace strobe::cuda {
 
-/// A warp among those that share the rows.
+/// Which of the launch's warps this is, of all that share the rows.
 struct WarpOfLaunch {
   int64_t number, count;
 };
 
-/// Zeros to rows [begin, total) of a packed tensor of 16-bit values, -inf to those of lse
-/// [heads, total]; lse: null where there is none. A warp takes a head's row at a time.
+/// Writes zeros to rows [begin, total) of a packed tensor of 16-bit values, and -inf to those of
+/// lse [heads, total]; lse: null where there is none. A warp takes a head's row at a time.
+/// (rows/unused_rows.cu writes the same to unused rows within sequences, of which the host knows.)
 __device__ __forceinline__ void clear_rows(const Tensor& t, int32_t heads, int32_t dim, float* lse,
                                            int64_t lse_head_stride, int64_t begin, int64_t total,
                                            WarpOfLaunch warp) {
@@ -38,14 +40,8 @@ __device__ __forceinline__ void clear_rows(const Tensor& t, int32_t heads, int32
   }
 }
 
-/// Where the last of packed sequences ends, of `total` rows.
-__device__ __forceinline__ int64_t end_of_last(const int32_t* begins, int32_t batch,
-                                               int64_t total) {
-  return min(max(int64_t{begins[batch]}, int64_t{0}), total);
-}
-
-/// Those of out and lse, where queries are packed. words: 16-bit values in an element of out. Not
-/// inlined: it is rare that there are any.
+/// Clears those of out and lse, where queries are packed. words: 16-bit values in an element of
+/// out. Not inlined, since it is rare that there are such rows.
 inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, int32_t words,
                                                    WarpOfLaunch warp) {
   Tensor out = p.out;
@@ -55,21 +51,21 @@ inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, int32
              end_of_last(p.cu_q, p.batch, p.total_q), p.total_q, warp);
 }
 
-/// Whether this kernel writes them: of two that attend for a batch, the one that has the sequences
-/// with many queries.
+/// Whether this kernel clears them. Where two kernels attend for a batch, the one for sequences
+/// with many queries does.
 STROBE_INLINE constexpr bool has_rows_past_end(const ForwardParams&) { return true; }
-STROBE_INLINE constexpr bool has_rows_past_end(const DecodeParams& p) {
+STROBE_INLINE constexpr bool has_rows_past_end(const CachedParams& p) {
   return p.cache.most_q == INT32_MAX;
 }
 
-/// Those of dQ, where queries are packed.
+/// Clears those of dQ, where queries are packed.
 inline __device__ __noinline__ void clear_past_end_of_dq(const BackwardParams& p,
                                                          WarpOfLaunch warp) {
   clear_rows(p.dq, p.heads, p.head_dim, nullptr, 0, end_of_last(p.cu_q, p.batch, p.total_q),
              p.total_q, warp);
 }
 
-/// Those of dK and dV, where keys are packed.
+/// Clears those of dK and dV, where keys are packed.
 inline __device__ __noinline__ void clear_past_end_of_keys(const BackwardParams& p,
                                                            WarpOfLaunch warp) {
   const int64_t begin = end_of_last(p.cu_k, p.batch, p.total_k);

@@ -19,14 +19,14 @@ STROBE_INLINE constexpr int64_t blocks_at_once(int64_t multiprocessors, int64_t 
   return multiprocessors * max64(1, min64(fit, most));
 }
 
-/// Blocks that take equally long and begin together go on together, wave after wave: all ask memory
-/// for their first tiles at once, and no multiprocessor computes meanwhile. If the blocks of the
-/// first wave begin a little apart, the copies of one run under the products of others, in all
+/// Thread blocks that take equally long and begin together stay in step, wave after wave: all load
+/// their first tiles at the same time, and no multiprocessor computes meanwhile. If the blocks of
+/// the first wave begin a little apart, the copies of one run under the products of others, in all
 /// waves that follow. The price: a launch ends later by what the blocks of its last wave waited,
 /// which is the more the fuller that wave is. So blocks wait only in launches of several waves that
 /// compute for a while, not where the waves are few and the last is almost full (docs/log/2026-11.md).
 struct Stagger {
-  uint32_t blocks = 0;  // of the first wave; 0: nobody waits
+  uint32_t blocks = 0;  // of the first wave; 0: no block waits
   uint32_t step = 0;    // clock cycles from one begin to the next
   static constexpr uint32_t kBegins = 16;
 

@@ -18,9 +18,10 @@
 // one is about to be read, so a span's end finds room for O there, while the other stages fill
 // with the keys of the next span.
 //
-// A span that is cut: its thread blocks write their pieces (O, maxima, sums; float32) and count
-// themselves; who comes last reads all pieces in order. The counters carry the launch's nonce above
-// the count (hopper/scheduler.cuh says why) and are left as if no launch had been.
+// Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
+// workspace and count themselves; the last to do so reads all pieces, in order, and merges them.
+// The counters hold the launch's nonce above the count (hopper/scheduler.cuh says why), and a
+// launch leaves them 0.
 #ifndef STROBE_CUDA_DECODE_DECODE_CUH_
 #define STROBE_CUDA_DECODE_DECODE_CUH_
 
@@ -59,8 +60,9 @@ struct QueryChunks {
     const uint32_t query = d.group.divide(packed), head = packed - query * d.group.value;
     const char* const from = piece.q + 2 * (p.q.element(0, query, head) + column);
     if constexpr (kUpdates<Params>) {
-      // Out of range, the position is of no use, and the row becomes NaN. (Kernels for whole units
-      // are launched with these parameters only where they rotate themselves.)
+      // Where the sequence's numbers are out of range, so is the position, and the row becomes NaN
+      // anyhow. (Kernels for whole units are launched with these parameters only where they rotate
+      // themselves.)
       const bool rotates = !kElements || p.rotary_cos;
       if (rotates && column < p.cache.rotary_dim && piece.in_range) {
         const int64_t position = p.cache.query_rotation(piece.rotary_start, query);
@@ -78,7 +80,7 @@ struct QueryChunks {
   }
 
  private:
-  // Worked out anew each time: registers are short while keys are read.
+  // Computed anew at each use, since registers are short while keys are read.
   __device__ __forceinline__ static int number(int i) {
     return ptx::opaque(static_cast<int>(threadIdx.x)) + i * Shape::kThreads;
   }
@@ -98,7 +100,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
   }
 }
 
-/// Writes the share's next piece, which there is. Not inlined: there is time.
+/// Writes the share's next piece, which must exist. Not inlined, since it is not in a hurry and
+/// would cost registers.
 template <typename Params>
 __device__ __noinline__ void later_piece(const Params& p, const Division& d, ShareWalk& walk,
                                          Piece& x) {
@@ -106,12 +109,13 @@ __device__ __noinline__ void later_piece(const Params& p, const Division& d, Sha
   walk.complete(d, p, x);
 }
 
-// A counter holds the launch's nonce above a count of this many bits. There are fewer thread
-// blocks, and chunks, than that counts; and so long a nonce is found by chance in memory that
-// nobody has prepared once in 2^48 counters.
+// A counter holds the launch's nonce above a count of this many bits. Thread blocks, and chunks,
+// are fewer than that. In memory that was never prepared a nonce of the other 48 bits is found by
+// chance once in 2^48 counters.
 constexpr int kCountBits = 16;
 
-/// Makes a span's counter one of this launch. A launch leaves it 0, hence that is tried first.
+/// Prepares a span's counter for this launch: nonce, and count 0. Launches leave counters 0, so
+/// that value is tried first.
 __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uint64_t nonce) {
   unsigned long long old = 0;
 #pragma unroll 1
@@ -122,8 +126,8 @@ __device__ __forceinline__ void prepare_counter(unsigned long long* counter, uin
     old = seen;
   } while (old >> kCountBits != nonce);
 }
-/// Counts a piece whose writes this thread knows of. Whether it was the last of `count`: then this
-/// thread knows of all pieces' writes.
+/// Counts a piece whose writes this thread has seen. Returns whether it was the last of `count`; if
+/// so, the writes of all pieces are visible to this thread.
 __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t count) {
   constexpr auto kCount = (1ull << kCountBits) - 1;
   const bool last =
@@ -133,7 +137,7 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
 }
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
-/// whole 16-byte units. Params: DecodeParams, or DecodeUpdateParams where new keys are appended or
+/// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
 /// rows are rotated; or either WithoutChunks.
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
@@ -161,14 +165,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   };
 
-  // One thread walks through the share. The first piece is written by whoever has looked at its
-  // sequence: as much of it as the first copies need.
+  // One thread walks through the share. Its first piece is written by the thread that has looked at
+  // the sequence, as far as the first copies need it.
   constexpr int kWalker = Shape::kThreads - 32;
   static_assert(sizeof(Piece) <= Shape::kPieceBytes);
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
-  if (thread == 0) *word = 0;  // what all find there if no thread has a piece to write
+  if (thread == 0) *word = 0;  // stays so if no thread has a piece to write
   {
     ShareWalk from{};
     Look look;
@@ -187,7 +191,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   KeyCopies<Shape, kElements, Params> copies(p, pieces, ring);
   if (some) {
     using Chunks = QueryChunks<Shape, kElements, Params>;
-    // Q is asked for before the keys, where no more is to be done for it than to load it.
+    // Where Q has only to be loaded, its loads are issued before the copies of keys, and stored
+    // after these are under way.
     if constexpr (!kUpdates<Params> && !kElements) {
       uint32_t q[Chunks::kOfThread][4];
 #pragma unroll
@@ -204,7 +209,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (walk->more()) later_piece(p, d, *walk, pieces[1]);
     }
   }
-  // While the first keys come.
+  // What follows is done while the first keys are on their way.
   if constexpr (kUpdates<Params>) append<Shape, kElements>(p);
   if (p.cu_q && has_rows_past_end(p)) {
     const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
@@ -221,7 +226,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const int32_t known = pieces_known(n);
     const auto whole = [&] { return now.pieces.count == 1; };
     w.begin(p, d, now, slice, score_rows);
-    if (n == 0) __syncthreads();  // Q is there, and all is known of the first pieces
+    if (n == 0) __syncthreads();  // Q has been stored, and the first pieces are complete
     if (thread == kWalker) {
 #pragma unroll 1
       for (int32_t i = known; i < pieces_known(n + 1) && walk->more(); ++i)
@@ -231,7 +236,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     w.take_queries(q_tile, slice);
     copies.fill(done, known);
     {
-      // Where O and the scores leave no registers, the numbers stay in shared memory.
+      // Where O and the scores leave no registers for `begin` and `end`, these are read from shared
+      // memory.
       constexpr bool kStay = kRule && Shape::kWidth > 128;
       const int32_t begin = now.begin, end = now.end;
       int32_t key = now.key + team * Shape::kKeys;
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         if (key >= (kStay ? now.end : end)) continue;
         if (key + Shape::kKeys <= (kStay ? now.begin : begin)) continue;
         copies.wait(done);
-        team_sync();  // the stage is there for all, and all have read the one before
+        team_sync();  // all threads' copies have landed, and all have read the stage before
         const uint32_t stage = ring + static_cast<uint32_t>(done) % kStages * Shape::kStage;
         copies.issue(known);
         ++done;
@@ -250,7 +256,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     // --- The teams' rows together ---
     team_sync();
-    // Worked out anew, as all that follows from it: registers are short while keys are read.
+    // Computed anew, with everything that depends on it, since registers are short while keys are
+    // read.
     const int late = ptx::opaque(thread), late_lane = late % 32;
     {
       const int own = late / Shape::kTeamThreads, free = (done + kStages - 1) % kStages;
@@ -287,7 +294,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
     __syncthreads();
 
-    // --- The span's pieces together, by who comes last ---
+    // --- The span's pieces together, by the thread block that comes last ---
     if (!whole()) {
       if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();

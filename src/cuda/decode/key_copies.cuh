@@ -50,7 +50,7 @@ class KeyCopies {
   static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
   static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
 
-  // Asked for anew each time: registers are short.
+  // Read anew at each use, since registers are short.
   __device__ __forceinline__ static int team() {
     return static_cast<int>(threadIdx.x) / Shape::kTeamThreads;
   }
@@ -120,7 +120,8 @@ class KeyCopies {
       const char* v_row = v + 2 * x.rows.entry * p_.v.batch_stride + at * v_stride;
 #pragma unroll kUnroll
       for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
-        // Keys that no row of the tile sees are zeros here: no product of theirs is a NaN.
+        // Keys that no row of the tile sees are stored as zeros, so that no product with them is
+        // NaN.
         const bool there = row + i >= begin && row + i < end;
         if (!is_new(row + i)) {
           copy_chunk(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
@@ -166,7 +167,7 @@ class KeyCopies {
     }
   }
 
-  // The new keys of a tile. Not inlined: there are few such tiles, and registers are short.
+  // Copies the new keys of a tile. Not inlined: there are few such tiles, and registers are short.
   __device__ __noinline__ static void put_new(const Params& p, const Piece& x, int32_t tile_key,
                                               uint32_t stage) {
     const NewKeys& fresh = x.fresh;
@@ -194,7 +195,7 @@ class KeyCopies {
     }
   }
 
-  // A key without a page is NaN to the queries that see it.
+  // A key that has no page is NaN, and so is the result of every query that sees it.
   __device__ __forceinline__ static void put_nan(uint32_t at) {
     const uint32_t nan[4] = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff}, zero[4] = {};
     ptx::store_shared_words(at, nan);

@@ -37,7 +37,7 @@ struct Piece {
   NewKeys fresh;         // where there are any
 };
 
-/// Pieces that are known ahead of the one that is computed, at most: copies may be so far ahead.
+/// The most pieces that are known ahead of the one that is computed: copies may run so far ahead.
 inline constexpr int kPiecesKnown = 4;
 /// The number of pieces, from the first, that are known when piece n is computed. Two at first, for
 /// each takes a thread some microseconds, and two more during each piece until they are enough.
@@ -155,9 +155,9 @@ class ShareWalk {
     ++pieces_;
     place_.unit += x.units;
   }
-  /// The rest of the piece that next() wrote last: what nobody needs to know before the piece has
-  /// been computed.
-  __device__ __forceinline__ void complete(const Division& d, const DecodeParams& p,
+  /// Completes the piece that next() wrote last, with what is needed only once the piece has been
+  /// computed.
+  __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
                                            Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
             (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);

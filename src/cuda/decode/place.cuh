@@ -33,8 +33,8 @@ struct Division {
 #if defined(__CUDACC__)
 
 /// The sequences that a thread block looks at together, one for each thread, and where their units
-/// lie in the line of a track. Threads look at them beside each other: a launch with cold caches
-/// executes most instructions once, and what counts is how many follow each other.
+/// lie in the line of a track. Threads look at them in parallel, since a launch with cold caches
+/// executes most instructions once, and its time is that of the longest chain of them.
 struct Look {
   CachedSequence sequence;
   SequenceUnits s;
@@ -82,7 +82,7 @@ struct Place {
   int32_t batch, span, unit;  // of the sequence; of the span
 
   /// Heads of a track.
-  __device__ __forceinline__ static int32_t heads(const Division& d, const DecodeParams& p,
+  __device__ __forceinline__ static int32_t heads(const Division& d, const CachedParams& p,
                                                   int32_t track) {
     return min(d.heads_per_track, p.heads_kv - track * d.heads_per_track);
   }
@@ -94,7 +94,8 @@ struct Place {
   }
 
   /// To the first unit of the next span, which is there, if this span has no further unit. Returns
-  /// the sequence, which is looked at once: whoever walks keeps a team of warps waiting.
+  /// the sequence. It is looked at only once, since the thread that walks keeps a team of warps
+  /// waiting.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
                                                        int32_t heads) {

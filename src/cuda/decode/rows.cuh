@@ -125,7 +125,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const bool again =
       (!kRule && is_coarse(open.max)) || (zero != 0.f && result.factor == result.factor);
   if (__any_sync(0xffffffffu, again)) {
-    __syncwarp();  // other lanes write this row there
+    __syncwarp();  // pairwise_cached_row writes the row by other lanes
     pairwise_cached_row<T>(p, piece.tile.batch, piece.tile.head + head, query);
   }
 }
@@ -135,12 +135,13 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now) {
   constexpr int kColumns = Shape::kColumns;
-  // Pieces read at once: enough bytes on their way to cover for L2's latency, as far as there are
-  // registers for them.
+  // How many pieces are read at a time: enough loads under way to cover the latency of L2, as far
+  // as there are registers for them.
   constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
   constexpr int kBatch = kFloats / kColumns < 16 ? kFloats / kColumns : 16;
   static_assert(32 % kBatch == 0);
-  // Worked out anew, as all that follows from it: registers are short while keys are read.
+  // Computed anew, with everything that depends on it, since registers are short while keys are
+  // read.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
   const TileRows tile = now.tile;
   const SpanPieces pieces = now.pieces;
@@ -166,7 +167,8 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
 #pragma unroll 1
   for (; row < tile.count; row += Shape::kWarps) {
     const float2 first = next;
-    // On their way while this row's pieces are weighed: the first of its O, the next row's sums.
+    // Loaded while this row's pieces are weighed: the first pieces of its O, and the next row's
+    // sums.
     read(row, 0);
     next = sums(row + Shape::kWarps, lane);
     OpenRow<kColumns> open;

@@ -33,7 +33,8 @@ struct DecodeWarp {
   template <typename Params>
   __device__ __forceinline__ void begin(const Params& p, const Division& d, const Piece& piece,
                                         int slice, float2* score_rows) {
-    // Worked out anew, as all that follows from it: registers are short while keys are read.
+    // Computed anew, with everything that depends on it, since registers are short while keys are
+    // read.
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     const TileRows tile = piece.tile;
 #pragma unroll
@@ -76,7 +77,7 @@ struct DecodeWarp {
   }
 
   /// The keys from key0 on, whose K and V lie at the shared addresses.
-  __device__ __forceinline__ void step(const DecodeParams& p, uint32_t k_tile, uint32_t v_tile,
+  __device__ __forceinline__ void step(const CachedParams& p, uint32_t k_tile, uint32_t v_tile,
                                        int32_t key0, const float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     Scores s;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/common/config.h"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/host/launch_target.h"
@@ -18,7 +18,8 @@ inline bool is_general(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
 }
 
-/// The maps of this thread's last launch, with what differs. A box of K or V has key_rows rows.
+/// Makes the tensor maps of a launch out of those of this thread's last one: what is the same is
+/// not made again. A box of K or V has key_rows rows.
 template <BackwardConfig kConfig>
 cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows, BackwardMaps& maps) {
   thread_local KeptTensorMap q, k, v, dout;
@@ -34,14 +35,15 @@ cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows, BackwardMaps& 
   return make(dout, maps.dout, p.dout, Rows::kQueries, p.head_dim_v);
 }
 
-/// Pre, the main kernel where it has items, post. counters: of each query tile.
-/// launch_main(maps) launches the main kernel.
+/// Launches the kernels of a backward pass: pre, the main kernel where it has items, post.
+/// counters: how many each query tile has. launch_main(maps) launches the main kernel.
 template <BackwardConfig kConfig, typename Stages, typename LaunchMain>
 cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                           int64_t items, uint32_t key_rows, int32_t counters,
                           const LaunchTarget& target, const LaunchMain& launch_main) {
   thread_local BackwardMaps maps;
-  // Without queries their pointers may be null, which a map takes amiss; dK and dV are zeros then.
+  // Without queries the pointers of Q and dO may be null, and there is no tensor map of a null
+  // pointer. dK and dV are zeros then.
   if (items > 0 && p.total_q > 0) {
     STROBE_RETURN_IF_CUDA_ERROR(make_maps<kConfig>(p, key_rows, maps));
   }

@@ -32,8 +32,8 @@
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; with two panels only, and
 //                                                           not in the general kernel
-//   end             (hardware, 3) the consumers are done    who reports additions to dQ, where
-//                                                           they have an order
+//   end             (hardware, 3) the consumers are done    warp 2, where additions to dQ have an
+//                                                           order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
 //   k               [2][panel][128][64]; v alike, with two panels, and in the general kernel, [1]
@@ -58,24 +58,25 @@
 // branches in P: it waits for S with nothing else in flight, then issues dP, dQ and dV
 // (docs/hopper-backward.md).
 //
-// dQ of a step is made in the next one, so that no warpgroup waits for the other's dS: where there
-// are registers for it also across items (kHasNextStep), else between them.
+// dQ of a step is computed in the step after it, so that no warpgroup waits for the other's dS. The
+// dQ of an item's last step is computed in the first step of the next item where there are
+// registers for that (kHasNextStep), else between the two items.
 //
 // A query that does not see a key has weight 0 there, and 0 * NaN = NaN: this kernel marks the rows
 // of dK and dV that are not finite and have met a masked tile.
 //
-// Other kernels of the launch, in their order (host/backward_stages.h): before this one
-// backward_pre.cuh makes delta and what else the products need; after it backward_post.cuh turns
-// the sum of dQ, where there is one, into dQ, backward_pairwise.cuh computes marked rows again, and
+// Other kernels of the launch, in their order (backward/stages_launch.h): before this one
+// backward/pre.cuh makes delta and what else the products need; after it backward/post.cuh turns
+// the sum of dQ, where there is one, into dQ, backward/pairwise.cuh computes marked rows again, and
 // those of dQ that are not finite, from the pairs that the mask allows, and where a group has parts
-// their dK and dV are added (backward_post.cuh).
+// their dK and dV are added (backward/post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 
 #include <cstddef>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
@@ -89,7 +90,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Fills a ring's next place: the tile at `row` of a head, with its lse or delta.
+/// Loads a tile of Q or dO, which begins at `row` of a head, with its rows of lse or delta into a
+/// ring's next stage, once that is free.
 template <typename Tr>
 __device__ __forceinline__ void load_queries(Ring<Tr::kStages>& ring, RingPosition<Tr::kStages> at,
                                              uint8_t* tile, const CUtensorMap& map, int row,
@@ -106,7 +108,7 @@ __device__ __forceinline__ void load_queries(Ring<Tr::kStages>& ring, RingPositi
   ptx::bulk_load(values, values_from, 4 * Tr::kTileQ, full);
 }
 
-/// The producer's side of the thread block: takes an item, loads its tiles. One thread.
+/// The producer, one thread: takes items, and loads the K, V, Q and dO of each.
 template <typename Tr>
 class BackwardProducer {
  public:
@@ -117,8 +119,9 @@ class BackwardProducer {
       : shared_(shared), p_(p), scratch_(scratch), items_(items), maps_(maps) {}
 
   __device__ __forceinline__ void run() {
-    // Where thread blocks wait for others, those must have begun: an item belongs to a thread block
-    // that runs.
+    // Where thread blocks wait for one another, the one that is waited for has to be running. The
+    // first item is then drawn, too, instead of being the block's own number: a block that draws an
+    // item is running.
     uint32_t index = Tr::kOrdered || scratch_.items_zero ? draw() : blockIdx.x;
 #pragma unroll 1
     for (;; ++item_.count) {
@@ -143,8 +146,8 @@ class BackwardProducer {
       full.wait(item_.phase());
       load();
       if (!Tr::kPersistent) return;
-      // Drawn when the last tiles of an item are under way, not earlier: the last items of all go
-      // to whoever is free.
+      // The next item is drawn when the last tiles of this one are being loaded, and not earlier,
+      // so that the last items of all go to the thread blocks that are free first.
       index = draw();
     }
   }
@@ -179,7 +182,7 @@ class BackwardProducer {
                     block().map_batch);
     }
   }
-  /// K and V, then Q and dO of step after step. One thread.
+  /// Loads an item's K and V, then Q and dO of step after step.
   __device__ __forceinline__ void load() {
     const typename Tr::Block& block = this->block();
     load_keys(shared_.k_ring, shared_.k, maps_.k);
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if (threadIdx.x == 0) {
-    if (p.total_q > 0) {  // else there are no maps
+    if (p.total_q > 0) {  // without queries there are no tensor maps
       ptx::tma_prefetch(maps.q);
       ptx::tma_prefetch(maps.k);
       ptx::tma_prefetch(maps.v);
@@ -241,7 +244,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
-    // (The roles one beside the other: one after the other, ptxas spills a consumer's register.)
+    // (The roles are branches of one another. Written one after the other, they make ptxas spill a
+    // register of the consumers.)
     if (warp == 0) {
       if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
     } else if constexpr (!Tr::kOrdered) {

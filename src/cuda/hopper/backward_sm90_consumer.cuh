@@ -1,10 +1,11 @@
-// Hopper backward: a warpgroup that computes. backward_sm90.cuh has the whole picture, and the step
-// that this file is about.
+// Hopper backward: a consumer warpgroup, which computes the five products for 64 keys.
+// BackwardConsumer::step has the order of a step; the head of backward_sm90.cuh lists all warps and
+// barriers.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CONSUMER_CUH_
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_scores.cuh"
@@ -23,11 +24,13 @@
 
 namespace strobe::cuda::sm90 {
 
-/// kFirst and kNext begin an item, and are masked.
+/// Which copy of a step runs. kFirst and kNext are for the first step of an item; both apply the
+/// mask.
 enum class StepKind {
-  kFirst,   // there is no step before it whose dQ is still to be made
-  kNext,    // that step is the last one of the item before
-  kMasked,  // some query does not see some key, or lies past the end; any of the general kernel
+  kFirst,   // of no step before it is dQ still to be computed
+  kNext,    // dQ is still to be computed of the last step of the item before
+  kMasked,  // some query does not see some key, or lies past the end; all other steps of the
+            // general one
   kFull
 };
 
@@ -64,7 +67,7 @@ class BackwardConsumer {
       clear();
     }
     if (block().exists()) store(order);
-    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // for the other's last pass
   }
   /// All items that the producer takes.
   __device__ __forceinline__ void run_items(const BackwardOrder& order) {
@@ -94,7 +97,7 @@ class BackwardConsumer {
       arrive(shared_.block_ring.empty[item_.stage()]);
     }
     if (pending) finish_dq(item_.stage() ^ 1);
-    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // the last pass of all
+    if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // for the other's last pass
   }
   /// An item's steps.
   template <StepKind kBegin>
@@ -104,7 +107,7 @@ class BackwardConsumer {
     for (;;) {
       now.advance(block());
       if (now.done(block())) break;
-      if constexpr (!Tr::kGeneral) {  // of whose step one copy is enough
+      if constexpr (!Tr::kGeneral) {  // which has one copy of the step, with the mask
         if (block().visits.is_full(now.tile)) {
           step<StepKind::kFull>(now);
           continue;
@@ -113,8 +116,8 @@ class BackwardConsumer {
       step<StepKind::kMasked>(now);
     }
   }
-  /// (With a first product that does not add, ptxas has other values in these registers until then,
-  /// and spills.)
+  /// Sets dK and dV to zero. (They could do without if the first product overwrote them; but then
+  /// ptxas puts other values into these registers until that product, and spills.)
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) dv_[i] = dk_[i] = 0.f;
@@ -122,13 +125,14 @@ class BackwardConsumer {
     ptx::pin(dk_);
   }
 
-  /// dK and dV to where they belong.
+  /// Stores dK and dV of the item, and flags rows that are not finite.
   __device__ __forceinline__ void store(const BackwardOrder& order) {
     const typename Tr::Block& block = this->block();
     const int32_t seqlen = block.seqlen_k;
     const int lane = ptx::thread_again() % 32;
     const int32_t key = block.key_begin + key_row() + lane / 4;
-    // A product of a weight of 0 may be why, unless there are none.
+    // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
+    // tiles were full, and no pair was masked.
     const bool suspect = !block.visits.all_full() &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
@@ -148,7 +152,7 @@ class BackwardConsumer {
           lane, reinterpret_cast<const float(&)[1][kWidth / 8][4]>(sum), scale, tensor, dim,
           parts_sum);
     };
-    put(dv_, keep_scale() / Tr::Form::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
+    put(dv_, keep_scale() / Tr::StageTraits::kScale, p_.dv, p_.head_dim_v, scratch_.dv);
     put(dk_, p_.scale, p_.dk, p_.head_dim, scratch_.dk);
   }
 
@@ -156,11 +160,11 @@ class BackwardConsumer {
     return shared_.blocks[item_.stage()];
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
-  /// Of dropout.
+  /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
   __device__ __forceinline__ float keep_scale() const {
     return Tr::kGeneral ? p_.dropout.keep_scale : 1.f;
   }
-  /// Scratch tile of the step before.
+  /// Number of the query tile of the step before, in the scratch memory: where its dQ is added.
   __device__ __forceinline__ auto& tile_before() {
     if constexpr (Tr::kTileInShared) {
       return static_cast<volatile uint32_t&>(shared_.tile_before[ptx::thread_again() - 128]);
@@ -172,7 +176,7 @@ class BackwardConsumer {
     return Tr::kLaneAgain ? ptx::thread_again() % 32 : static_cast<int>(threadIdx.x % 32);
   }
   __device__ __forceinline__ int warp() const { return ptx::thread_again() / 32 % 4; }
-  /// The warp's first row of the block of keys.
+  /// The warp's first key, counted from the block's.
   __device__ __forceinline__ int key_row() const { return 16 * (ptx::thread_again() / 32 - 4); }
   __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
     __syncwarp();
@@ -185,7 +189,21 @@ class BackwardConsumer {
     ptx::named_barrier_arrive<256>(3 - ptx::thread_again() / 128);
   }
 
-  /// One tile of queries. The five products in the paper's names, transposed where keys are rows.
+  /// One step: query tile i and this warpgroup's 64 keys. The five products have the paper's names;
+  /// those whose rows are keys are transposed. In order of time:
+  ///
+  ///   wait for Q(i), dO(i), and the turn to issue (ping-pong)
+  ///   issue S^T = K Q^T, issue dP^T = V dO^T
+  ///   wait for S; P = exp2(S - lse), while dP is under way
+  ///   wait until both warpgroups have left dS(i-1); issue dQ(i-1) = dS(i-1) K
+  ///   issue dV += P^T dO, pass the turn to the other warpgroup
+  ///   wait for dP; dS = P (dP - delta); leave dS in shared memory, for dQ in the next step
+  ///   issue dK += dS^T Q
+  ///   wait for dQ(i-1) and add it to its sum, or store it; wait for dV, free dO; wait for dK, free
+  ///   Q
+  ///
+  /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
+  /// S with nothing else under way, and issues dP after P.
   template <StepKind kKind>
   __device__ __forceinline__ void step(const QueryStep& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
@@ -214,11 +232,11 @@ class BackwardConsumer {
 
     SeenQueries<kMasked ? 2 : 0> seen(limits(), now.tile * kTileQ);
     if constexpr (Tr::kGeneral) {
-      // While the product is under way.
+      // Loaded while the product is under way.
       const Score score = Score::of(p_, block().batch, now.head);
       float4 lses[kTileQ / 16];
       load_of_queries(lses, shared_.lse[stage], lane());
-      ptx::wgmma_wait<0>();  // there are branches in what follows
+      ptx::wgmma_wait<0>();  // no wgmma may be in flight in the branches that follow
       ptx::pin(s);
       take_general_weights(now, s, score, dropped, weights, lses, seen);
       ptx::wgmma_fence();
@@ -232,12 +250,13 @@ class BackwardConsumer {
     if constexpr (kHasBefore) {
       shared_.ds_ring.full[stage ^ 1].wait(before().phase());
       ptx::wgmma_fence();
-      // dQ = dS K, of the step before
+      // dQ = dS K of the step before
       issue_dq(dq, stage ^ 1, item_.stage() ^ (kKind == StepKind::kNext ? 1 : 0));
       ptx::wgmma_commit();
     }
-    // A fence of its own, so that dQ need not wait for the last weights: 5 % at width 128. At width
-    // 64 there are no registers for it.
+    // A second fence, before dV. With one fence for both products dQ would wait until the last
+    // weights are computed, which dV alone reads: 5 % at width 128. At width 64 there are no
+    // registers for the second.
     if constexpr (Tr::kPingPong || !kHasBefore) ptx::wgmma_fence();
     issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
     ptx::wgmma_commit();
@@ -276,7 +295,7 @@ class BackwardConsumer {
     ++at_.count;
   }
 
-  /// dQ of the last step of the item before.
+  /// Computes dQ of the last step so far, where no step follows in which that could be done.
   __device__ __forceinline__ void finish_dq(int item_stage) {
     const RingPosition<Tr::kStages> last = before();
     float dq[32];
@@ -292,8 +311,9 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ RingPosition<Tr::kStages> before() const { return {at_.count - 1}; }
 
-  // What follows from where a thread stands is computed anew in each step, behind the compiler's
-  // back: it would otherwise keep every address through all steps, and spill them.
+  // Addresses that depend on the thread are computed anew in each step, from values that the
+  // compiler takes for unknown. It would otherwise keep every address in a register through all
+  // steps, and spill them.
   __device__ __forceinline__ static uint32_t fresh(const void* shared) {
     uint32_t address = ptx::shared_address(shared);
     ptx::make_opaque(address);
@@ -347,12 +367,12 @@ class BackwardConsumer {
 
   // --- Between products ---
 
-  /// Of the thread's two keys, 8 rows apart.
+  /// Shared address of the first of the limits of the thread's two keys, which are 8 rows apart.
   __device__ __forceinline__ uint32_t limits() const {
     return ptx::shared_address(block().limits + key_row() + lane() / 4);
   }
 
-  /// P^T from S^T, and below dS^T from dP^T.
+  /// P^T from S^T. (take_ds, below, makes dS^T from dP^T.)
   template <bool kMasked, typename Seen>
   __device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2],
                                                uint32_t (&weights)[kTileQ / 4], int stage,
@@ -383,7 +403,7 @@ class BackwardConsumer {
           ptx::store_shared_words(factors_of(j), factors);
         });
   }
-  /// Where the thread's factors of queries 16 j to 16 j + 15 are: nobody else's.
+  /// Where the thread keeps its factors of queries 16 j to 16 j + 15; no other thread reads them.
   __device__ __forceinline__ uint32_t factors_of(int j) const {
     return ptx::shared_address(shared_.factors[j][ptx::thread_again() - 128]);
   }
@@ -398,11 +418,11 @@ class BackwardConsumer {
       if constexpr (Tr::kGeneral) {
         uint32_t factors[4];
         ptx::load_shared_words(factors_of(j), factors);
-        take_general_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::Form::kScale, deltas[4 * j],
-                           ds + 4 * j);
+        take_general_ds<T>(dp + 8 * j, factors, keep_scale() / Tr::StageTraits::kScale,
+                           deltas[4 * j], ds + 4 * j);
       } else {
-        sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::Form::kScale, deltas[4 * j],
-                                  lane, 16 * j, seen, ds + 4 * j);
+        sm90::take_ds<T, kMasked>(dp + 8 * j, weights + 4 * j, Tr::StageTraits::kScale,
+                                  deltas[4 * j], lane, 16 * j, seen, ds + 4 * j);
       }
     }
   }
@@ -423,7 +443,8 @@ class BackwardConsumer {
       add_dq(dq);
     }
   }
-  /// Adds dQ of the step before to its tile's sum: nobody waits for the additions.
+  /// Adds dQ of the step before to its tile's sum. These are reductions in memory: no thread here
+  /// waits until they are done.
   __device__ __forceinline__ void add_dq(const float (&dq)[32]) {
     const int row_block = dq_row_block(), column_block = dq_column_block();
     float* const sum = scratch_.dq + int64_t{tile_before()} * (kTileQ * kWidth) +
@@ -431,14 +452,15 @@ class BackwardConsumer {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float x[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-      // (Of the second panel, at width 96, half are columns that nothing has.)
+      // (At width 96 the second half of the second panel is padding.)
       if (kWidth >= 64 + 8 * (j + 1) || column_block == 0) sum_add(sum + 128 * j, x);
     }
   }
   __device__ __forceinline__ RowsView& dq_before() { return shared_.dq_before[key_row() / 16]; }
-  /// For store_dq in the next step, which makes this one's dQ.
+  /// Notes which rows of dQ this step's tile has, for store_dq: it runs in the next step, which
+  /// computes their dQ.
   __device__ __forceinline__ void keep_dq_rows(const QueryStep& now) {
-    __syncwarp();  // all have read what was there
+    __syncwarp();  // all lanes have read the rows of the step before
     if (lane() == 0) {
       const typename Tr::Block& block = this->block();
       const int32_t first = now.tile * kTileQ;
@@ -447,7 +469,8 @@ class BackwardConsumer {
     }
     __syncwarp();
   }
-  /// Writes dQ of the step before. A product of a weight of 0 may be why it is not finite.
+  /// Writes dQ of the step before, and flags the tile if it is not finite, which 0 (the weight of a
+  /// masked pair) times an infinity or a NaN may have caused.
   __device__ __forceinline__ void store_dq(const float (&dq)[32]) {
     const int lane = ptx::thread_again() % 32, row = 16 * dq_row_block() + lane / 4;
     const RowsView before = dq_before();
@@ -463,8 +486,8 @@ class BackwardConsumer {
   const BackwardParams& p_;
   const BackwardScratch& scratch_;
   const int warpgroup_;
-  RingPosition<Tr::kItemStages> item_;  // of the rings that move with the items
-  RingPosition<Tr::kStages> at_;        // of those that move with the steps
+  RingPosition<Tr::kItemStages> item_;  // in the rings that move on with each item
+  RingPosition<Tr::kStages> at_;        // in those that move on with each step
   uint32_t tile_before_ = 0;
   float dv_[kWidth / 2], dk_[kWidth / 2];
 };

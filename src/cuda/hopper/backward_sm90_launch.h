@@ -8,12 +8,12 @@
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/workspace.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90.cuh"
-#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 
@@ -45,8 +45,9 @@ bool has_order(const Problem& p) {
 /// Whether the main kernel sets sums of dQ to zero: their bytes, all heads together and of one
 /// head.
 constexpr bool items_zero_sums(int64_t all, int64_t head) {
-  // What is less than half of L2 stays there until it is added to. Of long sequences zeros are a
-  // small part of all that is done, and key blocks that begin far from the last tile would wait.
+  // Sums that are less than half of L2 stay there from the kernel before until they are added to,
+  // and nothing would be won. In long sequences zeros are a small part of the work, and key blocks
+  // that begin far from the last tile would have to wait for theirs.
   return all >= int64_t{32} << 20 && head <= int64_t{512} << 10;
 }
 
@@ -128,9 +129,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const int32_t counters = counters_of<kConfig>(p);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters, p.dq.data);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
-  order.group = 1;  // the order of the flags of what is not finite
-  // Nobody waits for a key block of the same head: side by side they share its queries and the sums
-  // of dQ in L2, which is worth 4 % at 16k keys.
+  order.group = 1;  // in whose order the flags of rows that are not finite lie
+  // Key blocks of a head follow one another, since here none waits for another: side by side they
+  // share the head's queries and sums of dQ in L2, which is worth 4 % at 16k keys.
   ItemOrder item_order{};
   item_order.tracks = static_cast<uint32_t>(p.heads_kv) * order.parts;
   item_order.parts = order.parts;
@@ -146,10 +147,11 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const bool in_order = has_order<kConfig>(p);
   if (in_order) scratch.descending = ordered.descending;
   scratch.items_zero = items > 0 && counters > 0 && !in_order ? 1 : 0;
-  // Where thread blocks wait for others, all items are drawn.
+  // Where thread blocks wait for one another all items are drawn, else only those after the first
+  // of each block.
   if (!in_order && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   using Stages =
-      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::Form>;
+      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::StageTraits>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
         if (stores_dq<kConfig>(p))

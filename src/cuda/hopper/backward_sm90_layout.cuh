@@ -5,13 +5,13 @@
 
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/pre.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
@@ -20,8 +20,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// A block of kTileK keys of a sequence, as the kernel before the main one prepares it: what a
-/// producer's few registers are not enough to work out.
+/// What the kernel needs to know of a block of kTileK keys of a sequence. The kernel before the
+/// main one works it out (prepare), since the producer has too few registers for it.
 template <int kTileK>
 struct alignas(16) KeyRecord {
   QueryVisits visits;
@@ -34,12 +34,12 @@ struct alignas(16) KeyRecord {
   int2 limits[kTileK];              // queries [x, y) that see the key
   int32_t position;                 // of query 0 among the keys
 
-  /// The index-th, by all threads of a block.
+  /// Fills in the record of the index-th key block of the launch, by all threads of a thread block.
   __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
     const auto begin = [&](int32_t i) { return key_block_begin(p, kTileK, i); };
     const int32_t b = sequence_at(index, p.batch, begin);
     const Sequence sequence = p.sequence(b);
-    // Not beyond the problem's bound: there are no flags for more keys.
+    // At most the problem's seqlen_k: there are no more flags for rows that are not finite.
     const int32_t seqlen = min(static_cast<int32_t>(sequence.mask.seqlen_k), p.seqlen_k);
     const int32_t first = static_cast<int32_t>(index - begin(b)) * kTileK;
     const auto thread = static_cast<int>(threadIdx.x);
@@ -73,7 +73,7 @@ struct alignas(16) KeyBlock : KeyRecord<kTileK> {
   // also under a causal mask.
   static constexpr int32_t tile_step = -1;
 };
-/// The same where additions to dQ have an order (OrderedItems).
+/// A work item where additions to dQ have an order (OrderedItems).
 template <int kTileK>
 struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
   int32_t head_kv, part;
@@ -105,9 +105,9 @@ struct BackwardTraits {
   // Tiles have whole panels of 64 columns: at width 96 half of the second one is no product's.
   static constexpr int kPanels = (kWidth + 63) / 64, kTileWidth = 64 * kPanels;
   static constexpr int kStages = 2;  // of Q, dO and dS
-  // Of an item's keys: K is read until the first step of the next item has begun. With two panels a
-  // second V has no room, nor beside factors; V is read for the last time early in an item's last
-  // step.
+  // Stages of K and V, which an item loads once. K is read until the first step of the next item
+  // has begun, so it has two. V is read for the last time early in an item's last step; it has two
+  // where there is room, which is not so with two panels or beside the factors.
   static constexpr int kItemStages = 2, kVStages = kPanels == 1 && !kGeneral ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
@@ -137,23 +137,24 @@ struct BackwardTraits {
   /// the general kernel.
   static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
-  /// In the build for racecheck other kernels are short of registers than in that for use.
+  /// Kernels that are short of registers in the build for racecheck, which has more code.
   static constexpr bool kChecked128 = ptx::kWarpArrivals > 1 && kWidth == 128 && !kGeneral;
 
-  /// Whether the number that each step leaves for the next one is in shared memory, where that
-  /// saves a spill.
+  /// Whether the tile number that each step leaves for the next one (tile_before) is kept in shared
+  /// memory, where a register for it would cause a spill.
   static constexpr bool kTileInShared =
       (kWidth == 64 && !kBf16) || (kChecked128 && kBf16 != kStoresDq);
 
-  /// Whether a thread asks for its lane again and again, where that saves a spill.
+  /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
   static constexpr bool kLaneAgain =
       kGeneral || (kStoresDq && kPersistent) || (kChecked128 && kBf16);
 
-  /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
-  /// 2^12 (backward_scratch.cuh).
-  struct Form {
+  /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
+  /// weights are held times 2^12 (backward/scratch.cuh).
+  struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = true;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,
+                          kPreparesKeys = true;
     static constexpr bool kMayStoreDq = true;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,
@@ -172,7 +173,7 @@ struct BackwardTraits {
     Ring<kItemStages> block_ring, k_ring;
     Ring<kVStages> v_ring;
     Ring<kStages> q_ring, dout_ring, ds_ring;
-    // Of each consumer thread, from its scores to its dS: there are no registers for them.
+    // Factors of each consumer thread, from its scores to its dS: there are no registers for them.
     alignas(16) uint32_t factors[kGeneral ? kTileQ / 16 : 1][kGeneral ? 32 * kWarps : 1][4];
     // The rows of dQ of the tile of the step before, for each warp.
     RowsView dq_before[kStoresDq ? kWarps : 1];

@@ -35,7 +35,8 @@ struct DroppedWeights {
     DroppedWeights dropped;
     if (!p.dropout.enabled()) return dropped;
     Dropout dropout = p.dropout;
-    // (Philox's keys of all rounds would otherwise be kept through all steps, and spilled.)
+    // (Opaque, so that the compiler works Philox's round keys out anew. It would keep those of all
+    // rounds through all steps, and spill them.)
     ptx::make_opaque(dropout.key0);
     ptx::make_opaque(dropout.key1);
     const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
@@ -84,7 +85,8 @@ __device__ __forceinline__ void take_general_weights(
     uint32_t (&weights)[kTileQ / 4], const Leave& leave) {
   using T = typename Traits::T;
   choose_copy(score, drops, [&](auto cap, auto with_dropout) {
-    // One row for all queries: a query one further on is a key one less.
+    // One Row serves all queries: a score depends on the distance of key and query, and a query one
+    // further on is as a key one less.
     const Score::Row row{score, static_cast<float>(distance + 2 * (lane % 4) - lane / 4)};
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
@@ -97,7 +99,8 @@ __device__ __forceinline__ void take_general_weights(
         const Score::ValueAndDerivative x = row.template value_and_derivative<decltype(cap)::value>(
             s[8 * j + i], key_at - query_at);
         // No weight is above 1, however coarse lse is.
-        w[i] = exp2_fast(min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::Form::kShift));
+        w[i] = exp2_fast(
+            min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::StageTraits::kShift));
         if (!seen(i / 2 % 2, 16 * j + query_of(lane, i))) w[i] = 0.f;
         factor[i] = w[i] * x.derivative;
         if (decltype(with_dropout)::value && dropped(j, i)) {
@@ -117,9 +120,9 @@ __device__ __forceinline__ void take_general_weights(
 }
 
 /// dS^T, packed, of 16 queries. dp_scale: 1 / (1 - dropout_p), over what weights are held times
-/// (Form::kScale). A pair that the mask hides has a factor of 0, or NaN where softcap's derivative
-/// is. So it gives 0, or a NaN where something is not finite: that shows in its rows of dQ and dK,
-/// which are then computed again (backward_pairwise.cuh).
+/// (StageTraits::kScale). A pair that the mask hides has a factor of 0, or NaN where softcap's
+/// derivative is. So it gives 0, or a NaN where something is not finite: that shows in its rows of
+/// dQ and dK, which are then computed again (backward/pairwise.cuh).
 template <typename T>
 __device__ __forceinline__ void take_general_ds(const float* dp, const uint32_t (&factors)[4],
                                                 float dp_scale, const float4& delta, uint32_t* ds) {

@@ -1,31 +1,32 @@
-// Hopper backward, additions to dQ in a fixed order (`deterministic`): who lets a thread block add,
-// and who tells the others that it has. backward_sm90.cuh has the whole picture.
+// Hopper backward, additions to dQ in a fixed order (`deterministic`): how a thread block waits for
+// its turn to add to a tile, and tells the others that it has added. backward_sm90.cuh has the
+// whole picture.
 //
 // Each query tile of a head has a counter (BackwardScratch::additions) that says which key block
 // adds to its dQ next. Two threads of the producer's warpgroup wait for it and raise it. The
 // consumers do what they do without an order, and know nothing of counters:
 //
-//   - KeepTurns arrives at ds.full, for which the consumers wait before they make a step's dQ, when
-//     it is this block's turn;
-//   - ReportAdditions sees at dout.empty, where the consumers arrive after they have added dQ of
-//     the step before, that the additions are made, and raises the counter: those of an item's last
-//     step in the first step of the next item, and the last of all when the whole thread block has
-//     come to its end. Its release covers the consumers' additions: what they did before they
-//     arrived, this thread knows of. It waits until L2 has acknowledged them, for which nobody else
-//     waits.
+//   - KeepTurns waits until it is this block's turn, and then arrives at ds.full, for which the
+//     consumers wait before they compute a step's dQ;
+//   - ReportAdditions waits at dout.empty, where the consumers arrive after they have added dQ of
+//     the step before, and then raises the counter. So an item's last step is reported in the first
+//     step of the next item, and the last step of all when the consumers have come to their end. To
+//     raise the counter is a release, which covers the consumers' additions, since they came before
+//     the consumers' arrival. It waits until L2 has acknowledged them; only this thread waits for
+//     that.
 //
-// There is no deadlock. Items are drawn one after the other (OrderedItems), and of a tile's key
-// blocks each waits for those alone that were drawn before. So let the first drawn of the items
-// whose additions are not all reported be at its i-th step: there is nobody left for it to wait
-// for. The consumers make this dQ in their next step, of this item or of the next, or at the end;
-// for that step they wait for tiles from memory alone: whose turn its own dQ is, they ask a step
-// later.
+// There is no deadlock. Items are drawn one after the other (OrderedItems), and each key block of a
+// tile waits only for blocks that were drawn before it. Take, of all items whose additions are not
+// all reported, the one that was drawn first, and say that it is at its step i. All that it could
+// wait for is reported, so its turn for dQ(i) comes. Its consumers compute dQ(i) in their next step
+// (of this item or the next one, or at the end), and that step waits for nothing but tiles from
+// memory, because the turn for its own dQ is asked for a step later.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/global_access.h"
@@ -34,7 +35,8 @@
 
 namespace strobe::cuda::sm90 {
 
-/// What both have: the thread block's items, step by step. One thread.
+/// What KeepTurns and ReportAdditions share: a walk through the steps of all of the thread block's
+/// items. One thread.
 template <typename Tr>
 class AdditionOrder {
  protected:
@@ -62,7 +64,7 @@ class AdditionOrder {
     }
   }
 
-  /// Of a query tile of a head.
+  /// The counter of a step's query tile and head.
   __device__ __forceinline__ uint32_t* counter(const Block& block, const QueryStep& of) const {
     return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
                                  static_cast<uint32_t>(of.tile));
@@ -106,14 +108,16 @@ class ReportAdditions : AdditionOrder<Tr> {
     this->for_each_step([&](const Block& block, const QueryStep& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
-      // The producer waits for this too, and with it everybody: no phase goes by unseen.
+      // q.empty counts this arrival too. Before it the producer loads no further Q, so that
+      // dout.empty cannot go on by a whole phase before this thread has seen this one.
       this->shared_.q_ring.empty[stage].arrive();
       report();
       counter_ = this->counter(block, now);
       next_turn_ = block.next_turn();
     });
   }
-  /// The last additions of all, when they are made.
+  /// Raises the counter of the step before, whose additions are made. After run(): of the thread
+  /// block's last step.
   __device__ __forceinline__ void report() {
     if (counter_) ptx::store_release(counter_, next_turn_);
   }

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/pre.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/packed.h"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void take_weights(const float* s, float scale, const 
 }
 
 /// Two weights times two values. bf16 has float32's exponents: the product may be taken of packed
-/// values. fp16's weights are too large for that (Form::kScale).
+/// values. fp16's weights are too large for that (StageTraits::kScale).
 template <typename T>
 __device__ __forceinline__ uint32_t times_weights(uint32_t weights, float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t times_weights(uint32_t weights, float low, f
   }
 }
 
-/// dS^T = P^T (dP^T - delta), packed. weight_scale: what weights are held times (Form::kScale).
+/// dS^T = P^T (dP^T - delta), packed. weight_scale: what weights are held times
+/// (StageTraits::kScale).
 template <typename T, bool kMasked, typename Seen>
 __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights,
                                         float weight_scale, const float4& delta, int lane,
@@ -85,7 +86,8 @@ __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights
 template <typename Tile, int kCount>
 __device__ __forceinline__ void store_rows(uint32_t tile, int row, int lane,
                                            const uint32_t (&pairs)[kCount]) {
-  // (Whose k-th 16 columns are found by flipping bits: tile.cuh.)
+  // (The address of the next 16 columns differs in single bits, which an exclusive or flips:
+  // tile.cuh.)
   const uint32_t rows =
       tile + static_cast<uint32_t>(Tile::block_offset(row, 0) + Tile::fragment_offset(lane, 0));
 #pragma unroll

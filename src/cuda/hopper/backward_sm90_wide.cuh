@@ -2,15 +2,15 @@
 // specialisation by product (arXiv:2307.08691, algorithm 2). docs/hopper-backward.md draws the
 // pipeline over time. backward_sm90.cuh is the kernel for narrower heads.
 //
-// dK and dV of 64 keys and 256 columns are all that fits into the registers of two warpgroups. So a
-// thread block has 64 keys, and each warpgroup some of the five products. Alone it would be
-// bound by the additions of dQ to its sum in L2. So two neighbouring blocks (a cluster) work as a
-// pair on 128 keys: they exchange dS, and each makes half of dQ's columns from the keys of both,
-// which halves the additions.
+// dK and dV of 64 keys and 256 columns fill the registers of two warpgroups. So a thread block has
+// 64 keys, and each of its warpgroups computes some of the five products. A thread block alone
+// would be limited by the additions of dQ to its sum in L2. So two neighbouring ones (a cluster)
+// work as a pair on 128 keys: they exchange dS, and each computes half of dQ's columns from the
+// keys of both, which halves the additions.
 //
 // A work item is 128 keys of a key head, with the tiles of 64 queries that see some of them, of all
-// query heads that read this key head (or of a part of them), last tile first. Pairs stay, and draw
-// item after item: an item's results leave under the begin of the next one.
+// query heads that read this key head (or of a part of them), last tile first. A pair of thread
+// blocks draws item after item, so that an item's results are stored while the next one begins.
 //
 //   warps     registers  role
 //   0         32         producer, one thread: Q and lse, step by step; it asks for the next item
@@ -60,14 +60,15 @@
 // In the general kernel the weights warpgroup has branches between S and P, with nothing of its own
 // in flight, and leaves factors in place of P (backward_sm90_scores.cuh).
 //
-// Rows that are not finite, and the kernels before and after: as in backward_sm90.cuh.
+// The head of backward_sm90.cuh says what becomes of rows that are not finite, and which kernels
+// run before and after; that is the same here.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CUH_
 
 #include <cstddef>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_wide_consumer.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/hopper/backward_sm90_wide_producer.cuh"

@@ -1,10 +1,11 @@
-// Hopper backward, wide heads: the warpgroups that compute. backward_sm90_wide.cuh has the whole
-// picture, and the step that this file is about.
+// Hopper backward, wide heads: the three consumer warpgroups, one class each. The head of
+// backward_sm90_wide.cuh lists all warps and barriers, and has the order of a step of each
+// warpgroup.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_CONSUMER_CUH_
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/hopper/backward_sm90_scores.cuh"
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
@@ -21,8 +22,8 @@
 namespace strobe::cuda::sm90_wide {
 
 /// Calls run(tile, full, last) for each step of an item: last tile first, head after head; and
-/// next_head(head) before each head. What it needs of the item is in registers: a load from shared
-/// memory waits behind the operands of wgmma.
+/// next_head(head) before each head. What the loop needs of the item is read once and kept in
+/// registers, since a load from shared memory would wait behind those of wgmma's operands.
 template <typename NextHead, typename Run>
 __device__ __forceinline__ void for_each_step(const KeyBlock& block, const NextHead& next_head,
                                               const Run& run) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void for_each_step(const KeyBlock& block, const NextH
   }
 }
 
-/// What the three have in common.
+/// What the three consumer warpgroups have in common.
 template <typename Tr>
 struct Warpgroup {
   using T = typename Tr::T;
@@ -50,38 +51,43 @@ struct Warpgroup {
                                        const BackwardScratch& scratch_)
       : shared(shared_), p(p_), scratch(scratch_) {}
 
-  // (What follows from where a thread stands is computed anew: kept, it would be spilled.)
+  // (The lane and the warp are computed anew at each use: kept in registers, they would be
+  // spilled.)
   __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
-  /// Of the warpgroup's four. It has the accumulators' rows 16 * warp() to 16 * warp() + 15.
+  /// The warp's number in its warpgroup, 0 to 3. It has rows 16 * warp() to 16 * warp() + 15 of the
+  /// accumulators.
   __device__ __forceinline__ static int warp() { return ptx::thread_again() / 32 % 4; }
   __device__ __forceinline__ static void arrive(ptx::Barrier& barrier) {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  /// Frees a place of a ring that this warp has read by ordinary loads, and that TMA writes next.
+  /// Frees a stage that this warp has read by ordinary loads. TMA writes it next, and the fence
+  /// orders that write after those loads.
   __device__ __forceinline__ static void release(ptx::Barrier& empty) {
     ptx::fence_proxy_async();
     arrive(empty);
   }
-  /// In the ring of dO, of a step's place in the other rings.
+  /// A step's position in the ring of dO, from that in the other rings: it may have another number
+  /// of stages.
   __device__ __forceinline__ static RingPosition<Tr::kDoutStages> dout_at(RingPosition<2> at) {
     return {at.count};
   }
-  /// A shared address for a descriptor. Computed anew in each step, behind the compiler's back: it
-  /// would otherwise keep every address through all steps. In a cluster an address has high bits
-  /// that say which block's it is; a descriptor is always this block's.
+  /// A shared address for a descriptor. Computed anew in each step, from a value that the compiler
+  /// takes for unknown: it would otherwise keep every address in a register through all steps. In a
+  /// cluster the high bits of an address say which thread block's memory it is; a descriptor takes
+  /// none of these bits, and is always of this block's.
   __device__ __forceinline__ static uint32_t fresh(const void* shared) {
     uint32_t address = ptx::shared_address(shared);
     ptx::make_opaque(address);
     return address & 0x3ffffu;
   }
-  /// Where P^T of queries 16j to 16j + 15, of the general kernel its factors, passes from a thread
-  /// of one warpgroup to one of the next.
+  /// Where P^T of queries 16j to 16j + 15 (in the general kernel: the factors) passes from a thread
+  /// of the weights warpgroup to the same thread of the gradients warpgroup.
   __device__ __forceinline__ uint32_t weights_of(int stage, int j) const {
     return ptx::shared_address(shared.weights[stage]) +
            static_cast<uint32_t>(weights_offset(ptx::thread_again() % 128, j));
   }
-  /// Of dropout.
+  /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
   __device__ __forceinline__ float keep_scale() const {
     return Tr::kGeneral ? p.dropout.keep_scale : 1.f;
   }
@@ -145,7 +151,8 @@ struct Warpgroup {
     }
     return __any_sync(0xffffffffu, found && !block.visits.all_full());
   }
-  /// Rows of dK or dV to where they belong: the tensor, or the sums of its part of the group.
+  /// Stores rows of dK or dV: to the caller's tensor, or, where a group has several parts, to the
+  /// sums of this item's part.
   template <int kCount>
   __device__ __forceinline__ void store(const KeyBlock& block, const float (&sum)[kCount],
                                         float scale, const Tensor& tensor, int32_t dim,
@@ -198,8 +205,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       const bool found = Base::suspects(block, dv);
       if (Base::lane() == 0) shared.nonfinite[slot][Base::warp()] = found;
       Base::arrive(shared.nonfinite_full[slot]);
-      Base::store(block, dv, Base::keep_scale() / Tr::Form::kScale, Base::p.dv, Base::p.head_dim_v,
-                  Base::scratch.dv, order);
+      Base::store(block, dv, Base::keep_scale() / Tr::StageTraits::kScale, Base::p.dv,
+                  Base::p.head_dim_v, Base::scratch.dv, order);
     });
   }
 
@@ -215,8 +222,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::KTile, typename Tr::QTile>(
         s, shared.k, shared.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
-    // What is to be had from shared memory, under the product: it takes long to come. (A masked
-    // step has no registers for it.)
+    // lse is loaded while the product is under way, since shared memory answers slowly meanwhile.
+    // (A masked step has no registers for that, and loads it after the product.)
     float4 lse[kQueries / 16];
     if constexpr (!kMasked) sm90::load_of_queries(lse, shared.lse[stage], Base::lane());
     shared.weights_ring.empty[stage].wait(at_.free());
@@ -268,7 +275,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
                                    });
     add_dv(dv, weights);
   }
-  /// The end of a step: dV += P^T dO, when the gradients warpgroup has been told of the weights.
+  /// The end of a step. Tells the gradients warpgroup that the weights are there, frees Q, waits
+  /// for dO, and adds dV += P^T dO.
   __device__ __forceinline__ void add_dv(float (&dv)[Tr::kWidthV / 2],
                                          const uint32_t (&weights)[kQueries / 4]) {
     const int stage = at_.stage();
@@ -319,7 +327,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
             });
         ++v_at_.count;
       }
-      shared.nonfinite_full[slot].wait(item.phase());  // what the weights warpgroup says of dV
+      shared.nonfinite_full[slot].wait(item.phase());  // until the weights warpgroup has flagged dV
       const bool found = Base::suspects(block, dk) || shared.nonfinite[slot][Base::warp()] != 0;
       if (Base::lane() == 0) {
         Base::scratch.nonfinite[block.number * kFlagWords + flag_word(rank, Base::warp())] = found;
@@ -341,7 +349,8 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     Base::template issue_scores<typename Tr::VTile, typename Tr::DoutTile>(
         dp, shared.v, shared.dout[dout_stage]);  // dP^T = V dO^T
     ptx::wgmma_commit();
-    // (The general kernel has no registers for all of delta, and a masked step none for it now.)
+    // delta is loaded while the product is under way, where there are registers for it. (A masked
+    // step loads it after the product, and the general kernel four values at a time.)
     float4 delta[kQueries / 16];
     if constexpr (!kMasked && !Tr::kGeneral) {
       sm90::load_of_queries(delta, shared.delta[dout_stage], Base::lane());
@@ -360,10 +369,10 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
       ptx::load_shared_words(Base::weights_of(stage, j), left);
       if constexpr (Tr::kGeneral) {
         const float4* const deltas = reinterpret_cast<const float4*>(shared.delta[dout_stage]);
-        sm90::take_general_ds<T>(dp + 8 * j, left, Base::keep_scale() / Tr::Form::kScale,
+        sm90::take_general_ds<T>(dp + 8 * j, left, Base::keep_scale() / Tr::StageTraits::kScale,
                                  deltas[4 * j + Base::lane() % 4], ds + 4 * j);
       } else {
-        sm90::take_ds<T, kMasked>(dp + 8 * j, left, Tr::Form::kScale, delta[j], Base::lane(),
+        sm90::take_ds<T, kMasked>(dp + 8 * j, left, Tr::StageTraits::kScale, delta[j], Base::lane(),
                                   16 * j, seen, ds + 4 * j);
       }
     }
@@ -381,7 +390,8 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     ++at_.count;
   }
 
-  /// dS to shared memory for dQ, and of a pair to the other block's too.
+  /// Leaves dS in shared memory for the dQ warpgroup, and sends it to the peer's shared memory for
+  /// the peer's.
   __device__ __forceinline__ void leave_ds(const uint32_t (&ds)[kQueries / 4], int stage) {
     using Tile = typename Tr::DsTile;
     const int warp = Base::warp(), lane = Base::lane();
@@ -392,7 +402,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
     ptx::Barrier& full = shared.ds_ring.full[stage];
     constexpr uint32_t kBytes = Tile::kBytes / 4;  // the warp's 16 keys
     if (lane == 0) {
-      full.arrive_expect(kBytes);  // what the other block sends
+      full.arrive_expect(kBytes);  // the phase ends only when the peer's dS has arrived, too
       const uint32_t first = static_cast<uint32_t>(warp) * kBytes, peer = ptx::cluster_rank() ^ 1;
       ptx::send(ptx::shared_of(ptx::shared_address(shared.ds[stage][1]) + first, peer),
                 tile + first, kBytes, ptx::shared_of(ptx::shared_address(&full), peer));
@@ -449,7 +459,8 @@ struct DqWarpgroup : Warpgroup<Tr> {
   }
 
  private:
-  /// Adds kPanels panels of dQ to their tile's sum in global memory: nobody waits for that.
+  /// Computes kPanels panels of dQ and adds them to their tile's sum in global memory. No thread
+  /// here waits until the additions are done.
   template <int kPanels>
   __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
                                              uint32_t rank) {
@@ -482,7 +493,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
       sum_add(to + 128 * j, x);
     }
   }
-  /// dQ = dS K over 64 keys.
+  /// dQ = dS K over 64 keys; keep: added to what is in dq.
   template <int kCount>
   __device__ __forceinline__ static void issue_dq(float (&dq)[kCount], const uint8_t* ds,
                                                   const uint8_t* keys, int keep) {
@@ -494,7 +505,8 @@ struct DqWarpgroup : Warpgroup<Tr> {
                                        b.at(i * 16 * Tr::KTile::kRowBytes), keep || i != 0);
     }
   }
-  /// dS may be written anew: here, and by what the other block sends.
+  /// Says that dS of this stage may be overwritten: to the gradients warpgroup of this thread
+  /// block, and to that of the peer, which sends its dS to the same stage.
   __device__ __forceinline__ void free_ds(int stage, uint32_t rank) {
     ptx::Barrier& empty = shared.ds_ring.empty[stage];
     __syncwarp();

@@ -7,12 +7,12 @@
 
 #include "core/problem.h"
 #include "core/workspace.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90_wide.cuh"
-#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 
@@ -77,7 +77,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.
   if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
-  using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::Form>;
+  using Stages =
+      BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::StageTraits>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
       p, scratch, order, order.items, 64, 0, target, [&](BackwardMaps& maps) {

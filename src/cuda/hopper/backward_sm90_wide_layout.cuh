@@ -66,15 +66,16 @@ struct WideTraits {
   static constexpr int kDoutStages =
       kFixedBytes + 2 * DoutTile::kBytes + 3072 <= kMostBytes ? 2 : 1;
 
-  /// Whether a block makes dQ two panels at a time, always.
+  /// Whether a thread block always computes dQ two panels at a time.
   static constexpr bool kEvenShares = dq_share<KTile::kPanels>(0, 0).count % 2 == 0 &&
                                       dq_share<KTile::kPanels>(0, 1).count % 2 == 0;
 
-  /// What the kernels before and after are told. fp16 has few exponents: its weights are held times
-  /// 2^12 (backward_scratch.cuh).
-  struct Form {
+  /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
+  /// weights are held times 2^12 (backward/scratch.cuh).
+  struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kAsks = false, kPreparesKeys = false;
+    static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,
+                          kPreparesKeys = false;
     static constexpr bool kMayStoreDq = false;
   };
 

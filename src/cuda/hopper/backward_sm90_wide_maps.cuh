@@ -1,5 +1,5 @@
-// Hopper backward, wide heads: where things lie and whose they are, as index maps that the tests
-// check on the CPU. backward_sm90_wide.cuh has the kernel, and the whole picture.
+// Hopper backward, wide heads: where data lie and which thread block they belong to, as index maps
+// that tests check on the CPU. backward_sm90_wide.cuh has the kernel, and the whole picture.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_MAPS_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_MAPS_CUH_
 
@@ -14,8 +14,9 @@ inline constexpr int kKeys = 64, kQueries = 64;
 inline constexpr int kBlocks = 2, kItemKeys = kBlocks * kKeys;
 
 /// Where the weights warpgroup leaves four words of P^T for the gradients warpgroup, in bytes:
-/// those of queries 16j to 16j + 15 that `thread` of a warpgroup has. Nobody else reads them, so
-/// all that counts is that neighbouring threads are neighbours.
+/// those of queries 16j to 16j + 15 that `thread` of a warpgroup has. Only the thread of the same
+/// number reads them, so their order is free, as long as neighbouring threads' words are
+/// neighbours.
 STROBE_INLINE constexpr int weights_offset(int thread, int j) { return 16 * (128 * j + thread); }
 
 /// Panels of 64 columns of dQ that a block makes in a step.

@@ -1,11 +1,11 @@
-// Hopper backward, wide heads: the four warps that compute nothing. backward_sm90_wide.cuh has the
-// whole picture.
+// Hopper backward, wide heads: the producer warpgroup, whose warps schedule items and load tiles.
+// The table at the head of backward_sm90_wide.cuh says which warp does what.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_WIDE_PRODUCER_CUH_
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/ptx/barrier.h"
@@ -17,7 +17,8 @@
 
 namespace strobe::cuda::sm90_wide {
 
-/// Takes items, and works out what the others need to know of them. One warp.
+/// The scheduler, one warp: draws items, and writes to shared memory what the others need to know
+/// of them.
 template <typename Tr>
 class Scheduler {
  public:
@@ -45,11 +46,12 @@ class Scheduler {
   }
 
  private:
-  // (What can be asked for again is not kept: the warp has few registers.)
+  // (Read anew at each use and not kept, since the warp has few registers.)
   __device__ __forceinline__ static int lane() { return ptx::thread_again() % 32; }
   __device__ __forceinline__ static uint32_t rank() { return ptx::cluster_rank(); }
 
-  /// The next number that nobody has; block 0 of a pair draws for both.
+  /// Draws the number of the next item. Block 0 of a pair draws for both, and sends the number to
+  /// block 1.
   __device__ __forceinline__ uint32_t draw() {
     uint32_t number = 0;
     const int slot = drawn_at_.stage();
@@ -71,8 +73,9 @@ class Scheduler {
     ++drawn_at_.count;
     return __shfl_sync(0xffffffffu, number, 0);
   }
-  /// From `index` on, the first item that there is and nobody has: sequences shorter than the
-  /// longest have fewer. Those that there are not have no rows that are not finite.
+  /// Moves on from `index`, by drawing, to an item that exists: sequences shorter than the longest
+  /// have fewer key blocks than are counted. False: there are no more items. Of an item that does
+  /// not exist the flags of rows that are not finite are set to 0, since no consumer sets them.
   __device__ __forceinline__ bool find(uint32_t& index) {
 #pragma unroll 1
     for (;; index = draw()) {
@@ -102,7 +105,7 @@ class Scheduler {
     KeyBlock& block = shared_.blocks[slot];
     if (lane() == 0) {
       const auto [item, sequence, mask] = look_up(index);
-      // Of both blocks of a pair: they go through the same steps.
+      // Visits of all 128 keys: both blocks of a pair go through the same steps.
       const int32_t begin = item.block * kItemKeys;
       const Range keys{begin, min(begin + kItemKeys, mask.seqlen_k)};
       block.visits = QueryVisits::make(mask, keys, kQueries, kItemKeys);
@@ -137,7 +140,7 @@ class Scheduler {
   RingPosition<2> drawn_at_;
 };
 
-/// Calls run(block) for item after item, in one thread.
+/// Calls run(block) for item after item, in the one thread that loads.
 template <typename Tr, typename Run>
 __device__ __forceinline__ void for_each_item_loaded(typename Tr::Shared& shared, const Run& run) {
 #pragma unroll 1
@@ -150,7 +153,8 @@ __device__ __forceinline__ void for_each_item_loaded(typename Tr::Shared& shared
   }
 }
 
-/// V and K of each item, and what is needed of the peer's K. One thread.
+/// Loads V and K of each item, and those panels of the peer's K that this block's share of dQ
+/// needs. One thread.
 template <typename Tr>
 __device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const BackwardMaps& maps,
                                           uint32_t rank) {
@@ -168,7 +172,8 @@ __device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const Bac
                       64 * (first + i), row, block.item.head_kv, block.map_batch);
       }
     };
-    // V is free first.
+    // V first, since its stage is free first: an item's last dP, which reads V, comes before its
+    // last dQ.
     load(shared.v_ring, shared.v, Tr::VTile::kPanelBytes, maps.v, block.map_k, 0,
          Tr::VTile::kPanels);
     load(shared.k_ring, shared.k, KTile::kPanelBytes, maps.k, block.map_k, 0, KTile::kPanels);
@@ -179,8 +184,9 @@ __device__ __forceinline__ void load_keys(typename Tr::Shared& shared, const Bac
   });
 }
 
-/// Q with lse, or dO with delta, of each step. One thread. kAsks: it asks for the next item.
-template <typename Tr, typename Tile, bool kAsks, int kStages>
+/// Loads Q with lse, or dO with delta, for each step. One thread. kRequestsItems: this thread also
+/// asks the scheduler for the next item.
+template <typename Tr, typename Tile, bool kRequestsItems, int kStages>
 __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<kStages>& ring,
                                              uint8_t (*tiles)[Tile::kBytes], const CUtensorMap& map,
                                              float (*values)[kQueries], const float* values_from,
@@ -188,17 +194,18 @@ __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<k
   RingPosition<kStages> at;
   for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) {
     if (!has_steps(block)) {
-      if constexpr (kAsks) shared.request.arrive();
+      if constexpr (kRequestsItems) shared.request.arrive();
       return;
     }
-    // Two steps before the item's last: early enough for the next one to be there in time, late
-    // enough for the last items of all to go to whoever is free.
+    // The next item is asked for two steps before this item's last: early enough for its record to
+    // be there in time, late enough for the last items of all to go to the pairs that are free
+    // first.
     int to_last = (block.visits.end - block.visits.begin) * (block.head_end - block.head_begin);
-    if (kAsks && to_last <= 2) shared.request.arrive();
+    if (kRequestsItems && to_last <= 2) shared.request.arrive();
 #pragma unroll 1
     for (QueryStep now = QueryStep::first(block); !now.done(block);
          now.advance(block), ++at.count, --to_last) {
-      if (kAsks && to_last == 3) shared.request.arrive();
+      if (kRequestsItems && to_last == 3) shared.request.arrive();
       const int stage = at.stage();
       const int64_t row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
                                       static_cast<uint32_t>(now.tile));

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
 #include "cuda/ptx/global_access.h"
@@ -21,7 +21,7 @@
 
 namespace strobe::cuda::sm90 {
 
-/// One warp.
+/// Sets the sums of dQ to zero, where the thread block has a first key block. One warp.
 template <typename Tr>
 class ZeroSums {
  public:
@@ -69,7 +69,7 @@ class ZeroSums {
   const BackwardScratch& scratch_;
 };
 
-/// One thread.
+/// Arrives at ds.full when the sum of a step's tile is known to be zero. One thread.
 template <typename Tr>
 class AwaitZeros : AdditionOrder<Tr> {
  public:

@@ -18,7 +18,7 @@ struct LaneBox {
   int32_t entry, row;  // of the cache, or of its pages
   bool wanted;         // some key of the box is the sequence's
 
-  /// Asks for the number of the page; nothing waits for it before it is used.
+  /// Loads the number of the page. The load is waited for where the number is used, a block later.
   __device__ __forceinline__ static LaneBox find(const KeyBoxes& boxes, const KeyRows& keys,
                                                  int32_t block_key, int32_t tile_k, int32_t end) {
     const auto i = static_cast<int32_t>(threadIdx.x % 32);
@@ -29,11 +29,11 @@ struct LaneBox {
   }
 };
 
-/// Fetches a block into a stage that is free; `full` gets one arrival. Rows of pages that are not
-/// there become `lost`, a pair of values; boxes without keys stay what they were. free: waits until
-/// the stage is; what can be known before is worked out before. By a whole warp, each lane with its
-/// own box: boxes of eight or sixteen rows take one lane that fetches all of them half as long
-/// again.
+/// Fetches a block into a stage; `full` gets one arrival. free(): waits until the stage is free; it
+/// is called after everything that can be worked out before. Rows of pages that are not there
+/// become `lost`, a pair of values; boxes without keys stay what they were. By a whole warp, each
+/// lane with its own box: where boxes have eight or sixteen rows, one lane that fetches all of them
+/// takes half as long again.
 template <typename Tile, typename Free>
 __device__ __forceinline__ void load_boxes(uint8_t* tile, const CUtensorMap& map,
                                            ptx::Barrier& full, const KeyBoxes& boxes,

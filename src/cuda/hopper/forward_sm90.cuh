@@ -8,13 +8,13 @@
 //   0             56 (W=2)   K and V: loads blocks into two rings, K one block ahead of V
 //   1             32 (W=3)   Q: loads each warpgroup's 64 rows
 //                            (Of keys in a cache 0 loads K, and 1 Q and V: load_cached)
-//   2                        scheduler: takes the next tile, works out who needs which blocks
+//   2                        scheduler: takes the next tile, works out which blocks it needs
 //   3                        O: stores what the consumers leave in shared memory
 //   4 to 4 + 4W   224, 160   consumers: S = Q K^T, softmax, O += P V
 //
 //   barrier        its phases end when                waited for by
 //   k, v .full     TMA has delivered the block        consumers
-//   k, v .empty    every consumer warp is done        who loads it
+//   k, v .empty    every consumer warp is done        warp 0 (cached: 0, 1)
 //   q.full         TMA has delivered a warpgroup's Q  that warpgroup
 //   q.empty        its four warps are done            warp 1
 //   o.full         its four warps have left their O   warp 3
@@ -50,10 +50,10 @@
 // cannot vanish, since the true maximum is no smaller. Where a sum exceeds kSumLimit, the warp
 // computes its rows of the block again, with their maximum (redo).
 //
-// A key that a row does not see has weight 0, and 0 * NaN = NaN: a tile where some O is not finite
-// goes onto a list, and at the end of the kernel its rows that are not are computed again from the
-// keys that they see alone (forward_pairwise.cuh). Not at once: that code between the steps would
-// cost them registers.
+// A key that a row does not see has weight 0, and 0 * NaN = NaN. A tile where some O is not finite
+// therefore goes onto a list. At the end of the kernel the rows of O that are not finite are
+// computed again, from the keys alone that they see (forward_pairwise.cuh). This waits for the end
+// because code between two steps would cost the steps registers.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CUH_
 
@@ -69,8 +69,9 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Prepares the barriers. One thread. kLoader: arrivals of each of the warps 0 and 1.
-template <typename Tr, uint32_t kLoader, bool kWhole>
+/// Initialises the barriers, by one thread. kLoader: how many arrivals each of warps 0 and 1 makes
+/// at a tile's `empty` barrier.
+template <typename Tr, uint32_t kLoader, bool kAllRowsUsed>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
                         const TileOrder& order) {
   constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
@@ -83,27 +84,29 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   shared.k_ring.init(1, kWarps * kOfWarp);
   shared.v_ring.init(1, kWarps * kOfWarp);
   shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2 * kLoader);
-  // Where the scheduler takes tiles unasked no phase ends: compute-sanitizer reports those that
+  // Where tiles are fixed the scheduler does not wait for requests. The barrier then expects more
+  // arrivals than ever come, so that no phase of it ends: compute-sanitizer reports phases that
   // nobody waits for.
-  shared.request.init(order.is_fixed<kWhole>() ? ptx::kMostArrivals : 1);
+  shared.request.init(order.is_fixed<kAllRowsUsed>() ? ptx::kMostArrivals : 1);
   shared.suspects = -1;
   ptx::fence_barrier_init();
 }
 
-/// kGeneral: scores have more to them than a positive scale. kWhole: Sequences::is_whole(). Params:
-/// ForwardParams, or TileParams where the keys lie in a cache.
-template <typename Tr, bool kGeneral, bool kWhole, typename Params>
+/// kGeneral: with softcap, ALiBi or a scale that is not positive. kAllRowsUsed:
+/// Sequences::all_rows_used(). Params: ForwardParams, or TileParams where the keys lie in a cache.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
                    const __grid_constant__ TileOrder order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
-  // One thread each, where they are not whole warps.
+  // Warps 0 and 1 arrive once, as one thread each; with a cache they work, and arrive, as whole
+  // warps.
   constexpr uint32_t kLoader = kCached<Params> ? ptx::kWarpArrivals : 1;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if constexpr (!Tr::kEarlyTile) {
-    if (threadIdx.x == 0) prepare<Tr, kLoader, kWhole>(shared, maps, order);
+    if (threadIdx.x == 0) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
     __syncthreads();
   }
 
@@ -114,12 +117,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
     if (Tr::kEarlyTile && warp == 0) {
-      if (one_thread) prepare<Tr, kLoader, kWhole>(shared, maps, order);
+      if (one_thread) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
       __syncwarp();
       announce_barriers<Tr, Awaits::kScheduler>();
       announce_barriers<Tr, Awaits::kOthers>();
       announce_barriers<Tr, Awaits::kConsumers>();
-    } else if (warp != 2) {  // the scheduler waits itself
+    } else if (warp != 2) {  // warp 2 waits in schedule(), after it has worked out the first tile
       wait_for_barriers<Tr, Awaits::kOthers>();
     }
     if constexpr (kCached<Params>) {
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
-    if (warp == 2) schedule<Tr, kWhole>(shared, p, order);
+    if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
     if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
@@ -140,17 +143,17 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       clear_past_end(p, 1,
                      {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
     }
-    Consumer<Tr, kGeneral, kWhole, Params>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
-      // Not `warp`, which would have been spilled for this.
+      // Computed anew: to keep `warp` until here would spill a register.
       const int own = static_cast<int>(threadIdx.x / 32) - 4;
       constexpr int kRows = Tr::kWarpgroups * kWarpgroupRows;
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kWhole>(p, tile, own, kWarps, kRows);
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed>(p, tile, own, kWarps, kRows);
       }
       i = tile.next;
     }

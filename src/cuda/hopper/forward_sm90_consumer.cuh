@@ -1,5 +1,6 @@
-// Hopper forward: a warpgroup that computes. forward_sm90.cuh has the whole picture, and the step
-// that this file is about.
+// Hopper forward: a consumer warpgroup, which computes S, the softmax and O of 64 rows.
+// Consumer::step has the order of a step; the head of forward_sm90.cuh lists all warps and
+// barriers.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 
@@ -23,12 +24,13 @@
 namespace strobe::cuda::sm90 {
 
 enum class Kind {
-  kMaximum,  // masked, or the first block of a tile: takes the maximum as new reference
-  kFast      // unmasked, against the reference that there is
+  kTakeMaximum,   // a block that is masked, or the first of a tile: its maximum and all before it
+                  // become the reference
+  kKeepReference  // an unmasked block after those: its scores take the reference that there is
 };
 
-/// A consumer warpgroup. kGeneral, kWhole, Params: the kernel's.
-template <typename Tr, bool kGeneral, bool kWhole, typename Params>
+/// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(typename Tr::Shared& shared, const Params& p, int warpgroup)
@@ -44,14 +46,16 @@ class Consumer {
       more = tile.batch >= 0;
       run_tile(tile, more);
     }
-    if (warpgroup_ == 0) wait_ping_pong();  // the last pass of all
+    if (warpgroup_ == 0)
+      wait_ping_pong();  // the last warpgroup's last pass: every pass is waited for
   }
 
  private:
   using T = typename Tr::T;
   static constexpr int kTileK = Tr::kTileK, kWidth = Tr::kWidth;
-  // What the sum of a thread's weights of a row and block may be: fp16's largest is 65504; with
-  // bf16, whose range is float32's, O += P V has to stay finite.
+  // The largest sum of a thread's weights in a row of a block with which the block need not be
+  // computed again. In fp16 no weight may pass 65504. bf16 has float32's range, and there O += P V
+  // has to stay finite.
   static constexpr float kSumLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
@@ -61,10 +65,10 @@ class Consumer {
     return warpgroup_ * kWarpgroupRows + 16 * warp() + lane() / 4 + 8 * r;
   }
   __device__ __forceinline__ static TileMask mask_of(const Tile<Tr::kWarpgroups>& tile) {
-    return tile.mask.template known<kWhole>();
+    return tile.mask.template assuming<kAllRowsUsed>();
   }
   __device__ __forceinline__ int query(int r) const { return query_of(p_, row(r)); }
-  /// Q's ring moves with the tiles'.
+  /// Each tile has one stage of Q, so the ring of Q moves on together with the ring of tiles.
   __device__ __forceinline__ RingPosition<Tr::kQStages> q_at() const { return {slot_.count}; }
   __device__ __forceinline__ void arrive(ptx::Barrier& barrier) {
     __syncwarp();
@@ -77,14 +81,15 @@ class Consumer {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
-  /// All blocks of a tile. Not `real`: there are no more tiles. When it returns, all tiles before
-  /// are finished, and this one's last product may still be pending.
-  __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool real) {
+  /// All blocks of a tile. exists: false where the scheduler has no more tiles, and only what the
+  /// tile before has left pending is done. When it returns, all tiles before are finished, and this
+  /// one's last product may still be pending.
+  __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
     const Blocks blocks = tile.part[warpgroup_];
     const int last = tile.block_begin, loaded = tile.loaded;
-    if (real) {
+    if (exists) {
       shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
-      if (!kWhole && p_.used_q)
+      if (!kAllRowsUsed && p_.used_q)
         zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
                                            tile.rows - warpgroup_ * kWarpgroupRows);
     }
@@ -93,25 +98,27 @@ class Consumer {
       done_ = false;
       if (n >= blocks.end || n < blocks.begin) {
         skip(loaded);
-      } else if (kGeneral || first_ || n < blocks.fast_begin || n >= blocks.fast_end) {
+      } else if (kGeneral || first_ || n < blocks.keep_begin || n >= blocks.keep_end) {
         if (first_) begin_tile(tile);
-        step<Kind::kMaximum>(n, n == blocks.begin, n < blocks.fast_begin || n >= blocks.fast_end);
+        step<Kind::kTakeMaximum>(n, n == blocks.begin,
+                                 n < blocks.keep_begin || n >= blocks.keep_end);
         first_ = false;
       } else {
         for (;; --n) {
-          step<Kind::kFast>(n, n == blocks.begin, false);
-          if (n == blocks.fast_begin) break;
+          step<Kind::kKeepReference>(n, n == blocks.begin, false);
+          if (n == blocks.keep_begin) break;
         }
       }
       if (done_) finish_tile();
     }
-    if (first_ && real) {
+    if (first_ && exists) {
       store_nothing(tile);
       arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
   }
-  /// State of a new tile; that of the one before is kept until its O is done.
+  /// Begins the softmax of a new tile. retire() keeps what the tile before still needs, for its
+  /// last O += P V is done in this tile's first step.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
     retire();
@@ -124,9 +131,10 @@ class Consumer {
     }
   }
 
-  /// The tile before has no more scores to come: lse, and what O will have to be multiplied by.
-  /// With nothing pending there is none before, or it is finished and its slot may be another's by
-  /// now: then nothing of what is read and made here is used.
+  /// Called when all scores of the tile before have been seen: writes its lse, and works out the
+  /// factor by which its O is multiplied once the last product is done. Where no product is pending
+  /// there is no tile before, or it is finished and its place in shared memory may hold another
+  /// tile: what is worked out then is not used.
   __device__ __forceinline__ void retire() {
     done_slot_ = tile_slot_;
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
@@ -142,11 +150,20 @@ class Consumer {
     }
   }
 
-  /// THE step: see the head of this file. n: the block of keys; last: the warpgroup's last one.
-  /// masked: some row does not see all of it.
+  /// One step: S and the softmax of block n of the keys; and O += P V of the block before, which
+  /// may be the last one of the tile before, and whose weights P are in weights_. In order of time:
+  ///
+  ///   wait for this block's K, the V of the block before, and the turn to issue (ping-pong)
+  ///   issue S = Q K^T, issue O += P V, pass the turn to the next warpgroup
+  ///   wait for S; softmax of S, while O += P V is under way
+  ///   wait for O; free V; P = S, rounded
+  ///
+  /// K, and Q after the tile's last block, are freed as soon as S is there if the block takes its
+  /// maximum, else after the check of the sums, since redo reads them. last: n is the last block of
+  /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
-    constexpr bool kMaximum = kKind == Kind::kMaximum;
+    constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
@@ -154,34 +171,34 @@ class Consumer {
     ptx::wgmma_fence();
     issue_qk(at.stage());
     ptx::wgmma_commit();
-    // Where nothing is pending, this makes something of whatever is there, which the next one
-    // overwrites: cheaper than a second version of the step.
+    // Where nothing is pending, this product multiplies whatever is in weights_ and V, and the next
+    // one overwrites O (keep_o_). That costs less than a second copy of the step.
     issue_pv(v_at.stage());
     ptx::wgmma_commit();
     pass_ping_pong();
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
-    if constexpr (kGeneral) {  // whose branches must find nothing under way
+    if constexpr (kGeneral) {  // its softmax has branches: no wgmma may be in flight there
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
     }
-    if constexpr (kMaximum) free_k_and_q(at.stage(), last);
+    if constexpr (kTakeMaximum) free_k_and_q(at.stage(), last);
 
     apply_options(n * kTileK);
     float alpha[2], part[2];
-    if constexpr (kMaximum) {
+    if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
       take_maximum(alpha);
     }
     const float scale = to_log2();
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      part[r] = take_weights(r, scale, kMaximum ? reference_of(max_[r]) : max_[r]);
+      part[r] = take_weights(r, scale, kTakeMaximum ? reference_of(max_[r]) : max_[r]);
 
     keep_before_wait(part[0] + part[1]);
     ptx::wgmma_wait<0>();
     ptx::pin(o_);
-    if constexpr (kMaximum) {
+    if constexpr (kTakeMaximum) {
       done_ = first_ && pending_;
       if (first_) {
         keep_o_ = 0;
@@ -194,12 +211,13 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += part[r];
     if (pending_) arrive(shared_.v_ring.empty[v_at.stage()]);
-    if constexpr (!kMaximum) free_k_and_q(at.stage(), last);  // redo needed them
+    if constexpr (!kTakeMaximum) free_k_and_q(at.stage(), last);  // redo is done with them
     ++at_.count;
     pending_ = true;
-    if constexpr (!kWhole) {
+    if constexpr (!kAllRowsUsed) {
       used_v_ = kTileK;
-      // A cache has rows past the last key.
+      // Only a masked block reaches past the last key in use. What V holds there may be NaN, so
+      // wait_for_v sets it to zeros. A cache always has such rows.
       if (masked && (kCached<Params> || p_.used_k))
         used_v_ = shared_.tiles[slot_.stage()].mask.seqlen_k - n * kTileK;
     }
@@ -209,7 +227,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kWhole) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+    if constexpr (!kAllRowsUsed) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -217,15 +235,17 @@ class Consumer {
     if (last) arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
   }
 
-  /// ptxas moves the wait for O += P V up, and so most of the softmax out of that product's shadow,
-  /// unless something that it leaves in place comes between: a store that depends on all weights,
-  /// and that is never done.
+  /// Keeps the wait for O += P V behind the softmax. ptxas would move that wait up, and most of the
+  /// softmax would then begin after the product instead of running beside it. It does not move the
+  /// wait across this store, which depends on all weights and is never executed.
   __device__ __forceinline__ void keep_before_wait(float sum) {
     ptx::never_store_shared(ptx::shared_address(&shared_.never_written), sum);
   }
 
-  /// A block that this warpgroup does not need, or, where nothing is loaded, none: time to do what
-  /// is pending, after its ping-pong barrier. The block's barriers are warp 0's business.
+  /// A turn without a block: this warpgroup needs no key of the block, or the tile has no keys and
+  /// nothing is loaded. A pending O += P V is done now. The warpgroup waits for its turn and passes
+  /// it on as in a step, since the others count on that. At the barriers of a block that is not
+  /// needed, the warp that loads arrives in its place.
   __device__ __forceinline__ void skip(bool loaded) {
     if (pending_) {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
@@ -291,13 +311,14 @@ class Consumer {
     }
   }
 
-  /// -inf for keys that a row does not see. Those that it sees are consecutive, hence also the
-  /// thread's share of them: [from, to) of its kScores.
+  /// Sets the scores of keys that a row does not see to -inf. The keys that it sees are
+  /// consecutive, and so are those that this thread holds of them: [from, to) of its kScores.
   __device__ __forceinline__ void mask(int first_key) {
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Rows past the end see what the last one sees: no block is masked on their account.
+      // A row past the end takes the limits of the last row, so that no block is masked because of
+      // it. It is not stored.
       const int here = min(row(r), tile.rows - 1);
       const Range keys = mask_of(tile).row(query_of(p_, here));
       const int from =
@@ -314,7 +335,8 @@ class Consumer {
     }
   }
 
-  /// What a score is multiplied by to be in units of log 2; apply_options has done it already.
+  /// The factor that brings a score to units of log 2: 1 in the general kernel, where apply_options
+  /// has multiplied already.
   __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
   /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
@@ -323,7 +345,8 @@ class Consumer {
     const float scale = to_log2();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most[2] = {score(r, 0), score(r, 1)};  // two chains, for latency
+      float most[2] = {score(r, 0),
+                       score(r, 1)};  // two chains, so that fmaxf need not wait for fmaxf
 #pragma unroll
       for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
       const float now = fmaxf(max_[r], quad_max(fmaxf(most[0], most[1])) * scale);
@@ -332,8 +355,9 @@ class Consumer {
       sum_[r] *= alpha[r];
     }
   }
-  /// S = 2^(S * scale - reference) of row r; returns their sum. A row that has seen no key above
-  /// -inf comes to a kFast block with the reference -inf: infinite weights, and redo.
+  /// S = 2^(S * scale - reference) of row r; returns the sum. A row that has had no score above
+  /// -inf has the reference -inf. In a block that keeps the reference its weights are then
+  /// infinite, and redo computes the block again.
   __device__ __forceinline__ float take_weights(int r, float scale, float reference) {
     float sum[2] = {0.f, 0.f};
     for_row(s_, r, [&](int key, float& x) {
@@ -347,8 +371,9 @@ class Consumer {
     for (int i = 0; i < kWidth / 2; ++i) o_[i] *= alpha[i / 2 % 2];
   }
 
-  /// The warp's 16 rows of an unmasked block again, by mma.sync from shared memory, this time with
-  /// their maximum.
+  /// Computes the warp's 16 rows of S of an unmasked block again, from Q and K in shared memory,
+  /// and this time takes their maximum as the reference. By mma.sync, which needs this warp alone:
+  /// wgmma would need the whole warpgroup.
   __device__ __forceinline__ void redo(int stage, int first_key, float (&part)[2]) {
     using QTile = typename Tr::QTile;
     using KTile = typename Tr::KTile;
@@ -387,7 +412,8 @@ class Consumer {
     for (int i = 0; i < 4; ++i) s[i] = c[i];
   }
 
-  /// O of the tile in slot done_slot_, all of whose products are done.
+  /// Scales, rounds and stores O of the tile in slot done_slot_, whose products are all done. A
+  /// tile with rows that are not finite goes onto the list of suspects.
   __device__ __forceinline__ void finish_tile() {
     Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
     const float(&factor)[2] = done_factor_;
@@ -395,7 +421,8 @@ class Consumer {
     uint32_t marks[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kWidth / 16; i += 2) {
-      // O goes out in rounds of kOPanels panels.
+      // O passes through shared memory in rounds of kOPanels panels. Before each, wait until warp 3
+      // has read the round before.
       if constexpr (Tr::kStagesO) {
         if (i % (4 * Tr::kOPanels) == 0) shared_.o_ring[warpgroup_].empty[0].wait(o_at_.free());
       }
@@ -422,7 +449,8 @@ class Consumer {
         }
       }
     }
-    // A NaN score shows in the sum, hence in the factor, and is as it should be.
+    // Where a score is NaN, so are the sum and the factor: O is rightly NaN, and the row is not
+    // computed again.
     bool suspect = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) suspect |= valid[r] && marked(marks[r]) && factor[r] == factor[r];
@@ -461,8 +489,8 @@ class Consumer {
     return tile.lse_row + head_of(p_, row(r)) * p_.lse_head_stride + query(r);
   }
 
-  /// 0 and -inf: no row of the warpgroup sees a key; NaN where a cached sequence's numbers are out
-  /// of range.
+  /// No row of the warpgroup sees a key: writes O = 0 and lse = -inf, or NaN where the numbers of a
+  /// cached sequence are out of range.
   __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
@@ -482,20 +510,20 @@ class Consumer {
   const Params& p_;
   const int warpgroup_;
   RingPosition<Tr::kTileSlots> slot_;
-  RingPosition<Tr::kStages> at_;  // of the next block; a pending one is the one before
+  RingPosition<Tr::kStages> at_;  // of the next K; a pending V is one stage behind
   RingPosition<1> o_at_;
 
   float s_[kTileK / 2], o_[kWidth / 2];
   uint32_t weights_[kTileK / 4];  // P
   float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
   bool pending_ = false;          // O += P V of the block before has still to be done
-  int used_v_ = kTileK;           // its rows of V that are in use, at least; only where not kWhole
+  int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
   int keep_o_ = 0;                // 0: the pending product overwrites O
   bool first_ = false;            // the block under way is its tile's first
 
-  int tile_slot_ = 0;  // of the tile that S belongs to
-  int done_slot_ = 0;  // of the tile that O belongs to, once it has no more scores to come
-  bool done_ = false;  // and when O is complete
+  int tile_slot_ = 0;  // place of the tile that S belongs to
+  int done_slot_ = 0;  // place of the tile whose scores have all been seen (retire)
+  bool done_ = false;  // whether the O of that tile is complete
   float done_factor_[2];
 
   Score score_;  // kGeneral

@@ -78,7 +78,7 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (too_many(order)) return cudaErrorInvalidValue;
 
-  // Of this thread's last launch.
+  // Kept from this thread's last launch: most launches differ from it in addresses alone.
   thread_local TensorMaps maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
@@ -88,7 +88,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
                      static_cast<uint32_t>(of == Rows::kKeys ? kConfig.tile_k : kWarpgroupRows));
   };
   STROBE_RETURN_IF_CUDA_ERROR(make(q, maps.q, p.q, Rows::kQueries, p.head_dim));
-  // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+  // Without keys the pointers of K and V may be null, and there is no tensor map of a null pointer.
+  // Nothing is loaded then, so Q's address does.
   const bool keys = p.total_k > 0;
   STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, keys ? p.k : p.q, Rows::kKeys, p.head_dim));
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, keys ? p.v : p.q, Rows::kKeys, p.head_dim_v));
@@ -96,8 +97,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
     STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v));
   }
 
-  // Most launches have neither that nor more than whole sequences. Their kernel is a sixth shorter,
-  // which counts where sequences are short: a launch reads its code from memory.
+  // Most launches have plain scores and all rows in use. The kernel for these is a sixth shorter
+  // than the one for sequences of any kind, which shows where sequences are short, since a launch
+  // reads its code from memory.
   static KernelHandle kernels[] = {
       KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true, ForwardParams>),
                    kShape.shared_bytes),
@@ -107,9 +109,9 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
                    kShape.shared_bytes)};
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[is_general(p)  ? 2
-                 : p.is_whole() ? 0
-                                : 1]
+  return kernels[is_general(p)       ? 2
+                 : p.all_rows_used() ? 0
+                                     : 1]
       .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 

@@ -21,10 +21,10 @@ namespace strobe::cuda::sm90 {
 constexpr int kSharedBytes = 232448;  // that a thread block of a 9.0 device can have
 constexpr int kWarpgroupRows = 64, kWarpgroupThreads = 128;
 
-/// Blocks of keys [begin, end) that a warpgroup needs; those of [fast_begin, fast_end) need no
-/// mask.
+/// Blocks of keys [begin, end) that a warpgroup needs. Those of [keep_begin, keep_end) need no mask
+/// and keep the softmax's reference; the others take their maximum (Kind).
 struct alignas(16) Blocks {
-  int32_t begin, end, fast_begin, fast_end;
+  int32_t begin, end, keep_begin, keep_end;
 };
 
 /// A tile of queries, as the scheduler hands it to the other warps.
@@ -32,8 +32,9 @@ template <int kWarpgroups>
 struct Tile {
   Blocks part[kWarpgroups];
   alignas(16) TileMask mask;
-  // Blocks for all warpgroups together. Where there are none, and at the end, one that nobody needs
-  // and that is not loaded: in it the tile before is finished.
+  // Blocks that some warpgroup needs: [block_begin, block_end). Where there are none, and in the
+  // tile that says that there are no more, it is one block that is not loaded (`loaded` is 0):
+  // consumers finish the tile before in its turn.
   int32_t block_begin, block_end, loaded;
   int32_t batch;  // negative: there are no more tiles
   int32_t head, head_kv;
@@ -64,8 +65,9 @@ struct Traits {
   static constexpr int64_t kNeeded =
       int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes + 2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
-  // At least 3: with a block of tile t under way, the loading of its V may wait for tile t + 1, and
-  // tile t - 1 is not finished.
+  // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
+  // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads
+  // the last V of tile t after the first K of tile t + 1.
   static constexpr int kTileSlots = 4;
   static constexpr int kThreads = kWarpgroupThreads * (kWarpgroups + 1);
   // Together no more than the registers that the block starts with: 504 a thread of each warpgroup
@@ -132,14 +134,14 @@ __device__ __forceinline__ int pack_of([[maybe_unused]] const Params& p) {
 template <typename Params>
 using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps, TensorMaps>;
 
-/// What tells the sequences of a launch apart. kWhole: of whole sequences.
-template <bool kWhole, typename Params>
+/// What tells the sequences of a launch apart. kAllRowsUsed: as Sequences::assuming has it.
+template <bool kAllRowsUsed, typename Params>
 __device__ __forceinline__ decltype(auto) sequences_of(const Params& p) {
   if constexpr (kCached<Params>) {
-    static_assert(!kWhole);
+    static_assert(!kAllRowsUsed);
     return (p.cache);
   } else {
-    return p.template known<kWhole>();
+    return p.template assuming<kAllRowsUsed>();
   }
 }
 

@@ -1,4 +1,6 @@
-// Hopper forward: the four warps that compute nothing. forward_sm90.cuh has the whole picture.
+// Hopper forward: the producer warpgroup, warps 0 to 3. They load K, V and Q, schedule tiles and
+// store O; the table at the head of forward_sm90.cuh says which warp does what, and what each
+// barrier waits for.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 
@@ -15,40 +17,43 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Who waits for warp 0 to initialise the barriers in shared memory. Each has a hardware barrier of
-/// its own: compute-sanitizer reports one that the warps of a thread block reach at different
-/// instructions.
+/// The groups of warps that wait until warp 0 has initialised the barriers in shared memory. Each
+/// group waits at a hardware barrier of its own, since compute-sanitizer reports a hardware barrier
+/// that warps of one thread block reach at different instructions.
 enum class Awaits { kScheduler, kOthers, kConsumers };
-/// Its number: 1 to 1 + W have other uses.
+/// The number of a group's hardware barrier. Those up to W are the ping-pong barriers, and W + 1 is
+/// the one at the kernel's end.
 template <typename Tr, Awaits kWho>
 inline constexpr int kAwaitBarrier = 2 + Tr::kWarpgroups + static_cast<int>(kWho);
-/// Those who wait, and warp 0.
+/// Threads that take part in it: those of the group that waits, and warp 0.
 template <typename Tr, Awaits kWho>
 inline constexpr int kAwaitThreads = 32 * (kWho == Awaits::kScheduler ? 2
                                            : kWho == Awaits::kOthers  ? 3
                                                                       : 4 * Tr::kWarpgroups + 1);
 
-/// Waits, once. Without kEarlyTile the kernel has waited before.
+/// Waits until the barriers are initialised; each warp calls this once. Without kEarlyTile there is
+/// nothing to wait for: the kernel has begun with a __syncthreads after the initialisation.
 template <typename Tr, Awaits kWho>
 __device__ __forceinline__ void wait_for_barriers() {
   if constexpr (Tr::kEarlyTile)
     ptx::named_barrier_sync<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
-/// Warp 0 has initialised them.
+/// Warp 0 tells a group that the barriers are initialised.
 template <typename Tr, Awaits kWho>
 __device__ __forceinline__ void announce_barriers() {
   ptx::named_barrier_arrive<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
 
-/// Takes tiles and works out what the others need to know of them. One warp, which with kEarlyTile
-/// begins before there are barriers, and hands over the first tile when there are.
-template <typename Tr, bool kWhole, typename Params>
+/// The scheduler, one warp: takes tile after tile and writes to shared memory what the other warps
+/// need to know of it. With kEarlyTile it works out the first tile while warp 0 still initialises
+/// the barriers, and waits for these only before it hands the tile over.
+template <typename Tr, bool kAllRowsUsed, typename Params>
 __device__ void schedule(typename Tr::Shared& shared, const Params& p, const TileOrder& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
-  const auto& sequences = sequences_of<kWhole>(p);
+  const auto& sequences = sequences_of<kAllRowsUsed>(p);
   const int pack = pack_of(p);
-  TileScheduler<kTileQ, kWhole, std::remove_cvref_t<decltype(sequences)>> scheduler(
+  TileScheduler<kTileQ, kAllRowsUsed, std::remove_cvref_t<decltype(sequences)>> scheduler(
       order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
@@ -57,8 +62,8 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
-    const TileMask mask =
-        sequence.mask.tile(place.begin, kTileQ >> pack, order.rule).template known<kWhole>();
+    const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
+                              .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
     const int head = place.head << pack;
     if (lane == 0) {
@@ -82,8 +87,9 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       tile.suspect = 0;
       tile.lse_row = sequence.lse_row + int64_t{head} * p.lse_head_stride + place.begin;
     }
-    // Lanes 0 to W - 1 work for a warpgroup each, lane W for the tile.
-    const int part = kWarpgroupRows >> pack;  // of the queries
+    // Lanes 0 to W - 1 work out the blocks of one warpgroup each, and lane W those of the whole
+    // tile.
+    const int part = kWarpgroupRows >> pack;  // queries of a warpgroup
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
     Blocks blocks{};
@@ -91,13 +97,15 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (!visits.blocks.empty()) {
       blocks = {static_cast<int32_t>(visits.blocks.begin), static_cast<int32_t>(visits.blocks.end),
                 static_cast<int32_t>(visits.full.begin), static_cast<int32_t>(visits.full.end)};
-      // With one stage of Q the last block takes its maximum too: such a block needs no redo, so Q
-      // is free as soon as S is there, and the next tile's Q arrives under the softmax.
-      if (Tr::kQStages == 1 && blocks.fast_begin == blocks.begin) ++blocks.fast_begin;
-      // Rows past a sequence's end hold the next one's queries, or anything. In a fast block they
-      // can send their warp to `redo`, which changes the bits of the rows beside them.
+      // Where Q has one stage, the last block to be computed takes its maximum too (that is the one
+      // at `begin`, for blocks descend). Such a block never needs `redo`, which reads Q again. So Q
+      // is free as soon as S is there, and the next tile's Q arrives while the softmax is computed.
+      if (Tr::kQStages == 1 && blocks.keep_begin == blocks.begin) ++blocks.keep_begin;
+      // Rows past a sequence's end hold the next sequence's queries, or anything. In a block that
+      // keeps its reference they can send their warp to `redo`, which changes the bits of the rows
+      // beside them. With batch_invariant no block of such a warpgroup keeps its reference.
       if (p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0) {
-        blocks.fast_begin = blocks.fast_end = blocks.end;
+        blocks.keep_begin = blocks.keep_end = blocks.end;
       }
     }
     if (lane < kWarpgroups) tile.part[lane] = blocks;
@@ -126,8 +134,8 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
   if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
 }
 
-/// Calls run(tile) for tile after tile, in a warp or in its lane 0 alone; when run returns, no lane
-/// of the warp reads the tile any more.
+/// Calls run(tile) for tile after tile, in a whole warp or in its lane 0 alone. When run returns,
+/// no lane may still read the tile: its place is then given back to the scheduler.
 template <typename Tr, typename Run>
 __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run run) {
   for (RingPosition<Tr::kTileSlots> at;; ++at.count) {
@@ -140,7 +148,8 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
   }
 }
 
-/// K and V, by one thread: K one block ahead of V, also from tile to tile.
+/// Loads K and V, by one thread. K is loaded one block ahead of V, also from one tile to the next,
+/// because consumers issue S = Q K(j)^T before O += P V(j-1).
 template <typename Tr>
 __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   struct Place {
@@ -156,7 +165,9 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
       ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
                     ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
     }
-    // For those who will not come by. Here, because here the phase is known to be theirs.
+    // Consumer warps that do not need the block never arrive at its `empty` barrier, which counts
+    // all of them, so this thread arrives for them. It does so here, because it has just seen that
+    // the stage was free: the barrier's phase is the one that ends when this block has been read.
     if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
     ++at.count;
   };
@@ -168,12 +179,14 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   };
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     Place place{0, tile.head_kv, tile.map_batch, 0};
-    // The scheduler gets as much time for the next tile as four steps take: two in which this warp
-    // runs ahead, two to find the tile.
+    // The next tile is asked for four steps before the end of this one. This warp is up to two
+    // steps ahead of the consumers; the other two are the time that the scheduler has to find the
+    // tile.
     const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
     for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
       if (n == request) shared.request.arrive();
-      // Consumers now finish the tile before: without its last V they would wait for ever.
+      // This tile has no keys, and consumers use its one turn to finish the tile before. They wait
+      // for that tile's last V first, so it has to be loaded now.
       if (!tile.loaded) {
         load_v();
         break;
@@ -189,7 +202,7 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   load_v();
 }
 
-/// Q of a tile, by one thread.
+/// Loads a tile's Q, 64 rows for each warpgroup, by one thread.
 template <typename Tr, typename Params>
 __device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared,
                                             [[maybe_unused]] const Params& p,
@@ -215,7 +228,7 @@ __device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared,
   }
 }
 
-/// Q, by one thread.
+/// Loads Q of tile after tile, by one thread.
 template <typename Tr>
 __device__ void load_q(typename Tr::Shared& shared, const ForwardParams& p,
                        const CUtensorMap& map) {
@@ -226,15 +239,17 @@ __device__ void load_q(typename Tr::Shared& shared, const ForwardParams& p,
   });
 }
 
-/// Q and V of keys in a cache, or K, each by a whole warp: the boxes of a block take one warp too
-/// long for both. Pages are looked up one block ahead.
+/// For keys in a cache: loads K (kIsK), or else Q and V, by a whole warp. Two warps share this
+/// because one would take too long to fetch the boxes of both K and V. The pages of a block are
+/// looked up while the block before is loaded.
 template <typename Tr, bool kIsK>
 __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
                             const CachedTensorMaps& maps) {
   using KTile = typename Tr::KTile;
   Ring<Tr::kStages>& ring = kIsK ? shared.k_ring : shared.v_ring;
   const CUtensorMap& map = kIsK ? maps.k : maps.v;
-  // A key without a page is NaN to the queries that see it, whatever its value.
+  // What is written for a key that has no page. NaN in K makes every query that sees the key NaN,
+  // so V may be zeros.
   constexpr uint32_t kLost = kIsK ? 0x7fff7fff : 0;
   const auto lane = [] { return static_cast<int>(ptx::thread_again() % 32); };
   RingPosition<Tr::kStages> at;
@@ -250,7 +265,7 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
     const auto find = [&](int n) {
       return LaneBox::find(maps.boxes, keys, n * Tr::kTileK, Tr::kTileK, end);
     };
-    // As load_kv does; this warp runs ahead by as many blocks as there are stages.
+    // As in load_kv. This warp runs ahead of the consumers by as many blocks as there are stages.
     const int request = max(begin, min(begin + 3, tile.block_end - 1));
     LaneBox next{};
     if (tile.loaded) next = find(tile.block_end - 1);
@@ -264,30 +279,31 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
       load_boxes<KTile>(kIsK ? shared.k[at.stage()] : shared.v[at.stage()], map,
                         ring.full[at.stage()], maps.boxes, keys, box, tile.head_kv, kLost,
                         [&] { ring.empty[at.stage()].wait(at.free()); });
-      // For those who will not come by. Here, because here the phase is known to be theirs.
+      // As in load_kv, for consumer warps that do not need the block. load_boxes has waited until
+      // the stage was free, so the phase is the one that ends when this block has been read.
       if (idle > 0 && lane() == 0) ring.empty[at.stage()].arrive(idle * ptx::kWarpArrivals);
       ++at.count;
     }
-    __syncwarp();  // all lanes have read the tile
+    __syncwarp();  // no lane reads the tile after this
   });
 }
 
-/// O from shared to global memory. One warp.
+/// Stores O, which consumers have left in shared memory, to global memory. One warp.
 template <typename Tr, typename Params>
 __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
   using T = typename Tr::T;
   constexpr int kRounds = (Tr::kPanels + Tr::kOPanels - 1) / Tr::kOPanels;
-  uint32_t phases = 0;  // of the warpgroups' rings, which have one stage: a bit each
+  uint32_t phases = 0;  // parity of each warpgroup's o.full, one bit each: the rings have one stage
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     const int lane = ptx::thread_again() % 32;
-    // What warpgroup w has left, from panel `begin` on.
+    // Stores what warpgroup w has left in shared memory: columns from panel `begin` on.
     const auto store = [&](int w, int begin) {
       phases ^= 1u << w;
       const int rows = min(tile.rows - w * kWarpgroupRows, kWarpgroupRows);
       const int first = tile.map_q + query_of(p, w * kWarpgroupRows);
-      // TMA leaves out rows past the tensor's end, but not those of the next sequence, nor those
-      // that are not in use.
+      // TMA writes nothing past the tensor's end, but it would overwrite the next sequence's rows,
+      // and rows that are not in use. Where a tile has such rows they are left out by hand.
       if (!p.query_counts_differ() || rows == kWarpgroupRows) {
         if (lane == 0) {
           for (int i = 0; i < Tr::kOPanels; ++i) {
@@ -316,7 +332,8 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       __syncwarp();
       if (ptx::arrives(lane)) shared.o_ring[w].empty[0].arrive();
     };
-    // A warpgroup that sees nothing has written its zeros already.
+    // A warpgroup none of whose rows sees a key leaves nothing here: it has written its zeros
+    // itself (store_nothing).
     if constexpr (kRounds == 1) {
 #pragma unroll 1
       for (int w = 0; w < Tr::kWarpgroups; ++w) {
@@ -325,9 +342,11 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
         store(w, 0);
       }
     } else {
-      // Whoever is ready. A warpgroup whose keys end some blocks before the others' (chunks) leaves
-      // its second round here before it goes on to those blocks, and the others wait for it there:
-      // nobody may wait for them before it has been stored.
+      // Rounds are stored of whichever warpgroup is ready, in no fixed order. With attention chunks
+      // a warpgroup may be done with its keys some blocks before the others. It then waits here
+      // until its round has been stored, and only then takes its turns in the remaining blocks, in
+      // which the others wait for it at the ping-pong barrier. If this warp waited for the others
+      // first, that would be a deadlock.
       constexpr int kBits = 8;
       uint32_t left = 0;  // rounds of each warpgroup
       for (int w = 0; w < Tr::kWarpgroups; ++w)

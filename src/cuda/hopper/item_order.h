@@ -11,7 +11,7 @@ namespace strobe::cuda::sm90 {
 
 /// All key blocks of a head one after the other, those that see most queries under a causal mask
 /// first; then the next head of the batch entry, then the next entry. Packed sequences count as one
-/// entry: their records (backward_scratch.cuh's key_block_begin) follow one another.
+/// entry: their records (backward/scratch.cuh's key_block_begin) follow one another.
 struct ItemOrder {
   uint32_t records;        // key blocks of a batch entry
   uint32_t tracks, parts;  // of a batch entry: key heads times parts of their groups
@@ -34,13 +34,13 @@ struct ItemOrder {
 };
 
 /// The order of a deterministic launch, in which each key block waits at each query tile for the
-/// one that adds to the tile's dQ before it. Who waits, waits for an item that was handed out
-/// earlier; so somebody always goes on.
+/// one that adds to the tile's dQ before it. An item only waits for items that were handed out
+/// earlier, so that one of them always goes on.
 ///
 /// Key blocks ascend and go through their query tiles descending, or the other way round. Under a
-/// causal mask those that descend begin where nobody else is yet: each at its own diagonal, one
-/// tile or two before the block that was handed out before it, which it follows. But then the
-/// longest items come last: so the last heads of all ascend.
+/// causal mask each key block that descends begins at its own diagonal, a tile or two before the
+/// tiles of the block that was handed out before it, which it then follows: it need not wait. But
+/// then the longest items come last, so the last heads of all ascend.
 struct OrderedItems {
   ItemOrder order;
   uint32_t group, groups;  // tracks side by side; the last group has those that are left too
@@ -63,9 +63,10 @@ struct OrderedItems {
   /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
   STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,
                                                    bool later_see_more, bool batch_invariant) {
-    // Neighbours of a track begin so many steps apart that the one before has added, and all know
-    // of it, when the next one wants to; less where they are apart anyway. Constants, not the
-    // device's numbers, since the order of additions depends on them.
+    // Two key blocks that follow each other in a track begin so many steps apart that the first has
+    // added to a tile, and reported it, by the time the second wants to add there. Under a causal
+    // mask they need fewer, since they begin at different tiles. These are constants and not the
+    // device's numbers because the order of additions depends on them.
     constexpr int64_t kMultiprocessors = 132;
     const int64_t lead = later_see_more ? 3 : 5;
     const int64_t all = order.records > 0 ? order.items / order.records : 0;
@@ -78,7 +79,7 @@ struct OrderedItems {
     o.group = static_cast<uint32_t>(all / groups);
     if (later_see_more) {
       const int64_t heads = all / order.parts;
-      // Which heads are the last depends on the batch.
+      // Which heads are the last of all depends on the batch; with batch_invariant none ascends.
       const int64_t ascending = batch_invariant ? 0 : min64(ceil_div(o.group, order.parts), heads);
       o.descending = static_cast<uint32_t>(heads - ascending);
     }

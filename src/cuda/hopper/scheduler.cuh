@@ -33,7 +33,7 @@ struct TileOrder {
   unsigned long long* counter;
   Stagger stagger;
 
-  /// kMay: else `fixed` is not looked at.
+  /// kMay: false in kernels whose tiles are never fixed: `fixed` is then not read.
   template <bool kMay>
   STROBE_INLINE bool is_fixed() const {
     return kMay && fixed;
@@ -51,12 +51,14 @@ class TileScheduler {
                                            int pack)
       : order_(order), params_(params), pack_(pack), next_(blockIdx.x) {}
 
-  /// The next tile; first: the first one. False when there is none; not to be called again then.
-  /// (What can be asked for again is not kept: the warp has few registers.)
+  /// The next tile; first: whether it is the first one. False when there is none; must not be
+  /// called after that. (Values that can be computed again are not kept, since the warp has few
+  /// registers.)
   __device__ bool next(bool first, TilePlace& place) {
     if (!first) next_ = fixed() ? next_ + static_cast<int32_t>(gridDim.x) : fetch();
     const bool there = find(next_, place);
-    // A block whose own number is past the end still takes a number, so that the last one knows.
+    // A block whose own number is past the end takes one from the counter, too: finish() counts on
+    // each block taking exactly one number past the end.
     if (!there && !fixed()) {
       if (next_ == static_cast<int32_t>(blockIdx.x)) next_ = fetch();
       finish(next_);
@@ -64,16 +66,18 @@ class TileScheduler {
     return there;
   }
 
-  /// Whether the next tiles are known beforehand; else the later one asks, the better.
+  /// Whether a block's tiles are fixed. Where they are not, next() should be called as late as
+  /// possible: the later tiles are handed out, the more evenly blocks finish.
   __device__ bool fixed() const { return order_.template is_fixed<kMayBeFixed>(); }
 
   /// Number of the tile that next() gave.
   __device__ int32_t number() const { return next_; }
 
  private:
-  // The word holds the launch's nonce above the count: memory that no launch has prepared (or whose
-  // last one has finished) has another, and whoever comes first prepares it. This saves the memset
-  // before each launch, 1.5 microseconds.
+  // The upper half of the counter holds a number that only this launch has (the nonce), the lower
+  // half the count. The first block that reads the counter finds something else in the upper half,
+  // whatever was in memory before, and sets both. This saves a memset before each launch, 1.5
+  // microseconds.
   __device__ int32_t fetch() {
     unsigned long long got = 0;
     if (ptx::thread_again() % 32 == 0) {
@@ -91,7 +95,7 @@ class TileScheduler {
   // to touch the counter, and leaves it as if no launch had been.
   __device__ void finish(int32_t number) {
     const auto blocks = static_cast<int32_t>(gridDim.x);
-    // A search has counted the tiles when it comes to the end.
+    // Where find() searches, begin_ has counted all tiles when the search comes to the end.
     const int32_t total =
         params_.query_counts_differ() ? begin_ : static_cast<int32_t>(order_.tiles.items);
     const int32_t last = (total > blocks ? total : blocks) + blocks - 1;

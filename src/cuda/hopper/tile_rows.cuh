@@ -1,4 +1,4 @@
-// Rows and columns of a tile that count: those in use, and those that a row sees.
+// Which rows of a tile are in use, and which of its columns a row sees.
 #ifndef STROBE_CUDA_HOPPER_TILE_ROWS_CUH_
 #define STROBE_CUDA_HOPPER_TILE_ROWS_CUH_
 
@@ -9,10 +9,11 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Rows of a tile from `begin` on become zeros. They are not in use and may hold NaN, which times
-/// a weight of 0 would send the tile to pairwise_rows. Every warpgroup does it for itself before
-/// its ping-pong barrier, which orders it for its other warps; a warpgroup that reads the tile
-/// meanwhile has written the same zeros.
+/// Sets rows of a tile from `begin` on to zeros. They are not in use and may hold NaN, which times
+/// a weight of 0 would be NaN and send the tile to pairwise_rows. Every warpgroup writes these
+/// zeros before its ping-pong barrier, after which its products read the tile: so the writes of all
+/// its warps are done by then. Two warpgroups may write the same tile at a time; they write the
+/// same zeros.
 template <typename SharedTile>
 __device__ __forceinline__ void zero_rows_from(uint8_t* tile, int begin) {
   constexpr int kRowBytes = SharedTile::kRowBytes, kPanelBytes = SharedTile::kPanelBytes;

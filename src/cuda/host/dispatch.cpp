@@ -4,9 +4,9 @@
 #include <string>
 
 #include "cuda/host/fill_plan.h"
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/row_choice.h"
 
 namespace strobe::cuda {
 

@@ -61,7 +61,7 @@ void make_cached(AttentionProblem& p, ForwardArgs& a) {
 
 }  // namespace
 
-void fill_params(const AttentionProblem& p, const ForwardArgs& a, DecodeUpdateParams& d) {
+void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdateParams& d) {
   if (!p.cache) {
     AttentionProblem cached = p;
     ForwardArgs args = a;

@@ -11,7 +11,7 @@ namespace strobe::cuda {
 void fill_params(const AttentionProblem& problem, const ForwardArgs& args, ForwardParams& params);
 /// Of keys in a cache.
 void fill_params(const AttentionProblem& problem, const ForwardArgs& args,
-                 DecodeUpdateParams& params);
+                 CachedUpdateParams& params);
 void fill_params(const AttentionProblem& problem, const BackwardArgs& args, BackwardParams& params);
 
 }  // namespace strobe::cuda

@@ -12,8 +12,8 @@
 #include "cuda/host/device_pointer.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
+#include "cuda/host/instance.h"
 #include "cuda/host/machine.h"
-#include "cuda/host/rows.h"
 #include "cuda/host/stream_blocks.h"
 #include "cuda/host/unused_rows.h"
 
@@ -37,18 +37,18 @@ bool aligned_for_tma(std::initializer_list<const void*> pointers) {
 bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.out}); }
 bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.dout}); }
 
-template <typename Row, typename Params, typename Args>
-Status launch_row(int arch, const Plan& plan, const Args& args) {
+template <typename Instance, typename Params, typename Args>
+Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
   if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
-  const Row* row = row_of<Row>(plan, arch);
-  if (!row) return invalid("plan: not made by strobe_plan_make");
+  const Instance* instance = instance_of<Instance>(plan, arch);
+  if (!instance) return invalid("plan: not made by strobe_plan_make");
   const bool aligned = arch != 90 || aligned_for_tma(args);
   if (!aligned) {
-    row = row_for_unaligned<Row>(plan);
-    if (!row) {
+    instance = instance_for_unaligned<Instance>(plan);
+    if (!instance) {
       return invalid(
           format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v));
     }
@@ -61,9 +61,10 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
-  if constexpr (!std::is_same_v<Row, BackwardRow>) {
+  if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
     bool several = false;  // kernels, of which one leaves something in the workspace for another
-    if constexpr (std::is_same_v<Row, DecodeRow>) several = turns_before(row->config, p.rotary_dim);
+    if constexpr (std::is_same_v<Instance, CachedInstance>)
+      several = turns_before(instance->config, p.rotary_dim);
     if (!workspace && plan.workspace_bytes > 0 && !several) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
@@ -74,19 +75,19 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
     const cudaError_t error = cudaMallocAsync(&workspace, plan.workspace_bytes, stream);
     if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
   }
-  if constexpr (std::is_same_v<Row, DecodeRow>) {
+  if constexpr (std::is_same_v<Instance, CachedInstance>) {
     params.workspace = workspace;
   } else {
     Arena arena(workspace);
-    row->carve(arena, p, params);
+    instance->carve(arena, p, params);
   }
   const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
-  if constexpr (std::is_same_v<Row, DecodeRow>) {
-    error = row->launch(params, target, aligned ? row_for_few(plan) : nullptr);
+  if constexpr (std::is_same_v<Instance, CachedInstance>) {
+    error = instance->launch(params, target, aligned ? instance_for_few_queries(plan) : nullptr);
   } else {
-    error = row->launch(params, target);
+    error = instance->launch(params, target);
   }
   if (error == cudaSuccess && has_unused_rows(params)) {
     error = launch_unused_rows(unused_rows_of(params), target);
@@ -101,11 +102,11 @@ Status launch_row(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
-  if (decodes(plan)) return launch_row<DecodeRow, DecodeUpdateParams>(arch, plan, args);
-  return launch_row<ForwardRow, ForwardParams>(arch, plan, args);
+  if (is_cached(plan)) return launch_instance<CachedInstance, CachedUpdateParams>(arch, plan, args);
+  return launch_instance<ForwardInstance, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {
-  return launch_row<BackwardRow, BackwardParams>(arch, plan, args);
+  return launch_instance<BackwardInstance, BackwardParams>(arch, plan, args);
 }
 
 }  // namespace strobe::cuda

@@ -6,7 +6,7 @@
 
 namespace strobe::cuda {
 
-/// Of a plan for a row of this architecture.
+/// Of a plan for an instance of this architecture.
 Status launch(int arch, const Plan& plan, const ForwardArgs& args);
 Status launch(int arch, const Plan& plan, const BackwardArgs& args);
 

@@ -9,7 +9,7 @@ namespace strobe::cuda {
 
 Machine::Machine() {
   if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
-  if (const char* forced = std::getenv("STROBE_CUDA_ROW")) forced_row = forced;
+  if (const char* forced = std::getenv("STROBE_CUDA_ROW")) forced_instance = current_name(forced);
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {

@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/checks.h"
@@ -21,11 +22,22 @@ struct DeviceProperties {
   int64_t memory_bytes = 0;
 };
 
+/// The name of a kernel instance, or a part of it, as kernels.def has it today: the instances for
+/// keys in a cache were called decode_sm80_... and decode_sm90_... once.
+inline std::string current_name(std::string_view name) {
+  constexpr std::string_view kOld = "decode_sm", kNew = "cached_sm";
+  std::string current(name);
+  if (const size_t at = current.find(kOld); at != std::string::npos) {
+    current.replace(at, kOld.size(), kNew);
+  }
+  return current;
+}
+
 struct Machine {
   std::vector<DeviceProperties> devices;
-  char reason[128] = "";   // why there are no devices; "" when there are
-  int forced_arch = 0;     // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
-  std::string forced_row;  // STROBE_CUDA_ROW: rows with this in their name come first
+  char reason[128] = "";        // why there are no devices; "" when there are
+  int forced_arch = 0;          // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  std::string forced_instance;  // STROBE_CUDA_ROW: those with this in their name come first
 
   Machine();
 };

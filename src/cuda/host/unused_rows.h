@@ -11,8 +11,8 @@
 
 namespace strobe::cuda {
 
-/// The tensors in which a launch owes something to rows that are not in use: zeros, and -inf in
-/// lse.
+/// The tensors in which a launch has to fill rows that are not in use: with zeros, and lse with
+/// -inf.
 struct UnusedRows {
   struct Zeros {
     Tensor tensor;
@@ -26,7 +26,7 @@ struct UnusedRows {
 inline UnusedRows unused_rows_of(const ForwardParams& p) {
   return {p, {p.out, p.heads, p.head_dim_v}, {}, p.lse};
 }
-inline UnusedRows unused_rows_of(const DecodeParams& p) {
+inline UnusedRows unused_rows_of(const CachedParams& p) {
   UnusedRows rows = unused_rows_of(static_cast<const ForwardParams&>(p));
   if (p.float_out) {  // zeros of 16 bits, twice as many
     Tensor& out = rows.queries.tensor;
@@ -44,11 +44,12 @@ inline UnusedRows unused_rows_of(const BackwardParams& p) {
           nullptr};
 }
 
-/// Whether rows that are not in use are owed anything.
+/// Whether a launch may have rows that are not in use, which have to be filled.
 inline bool has_unused_rows(const ForwardParams& p) { return p.used_q != nullptr; }
 inline bool has_unused_rows(const BackwardParams& p) { return p.Sequences::has_unused_rows(); }
 
-/// Writes them. Touches no row in use: before or after the kernels of the direction.
+/// Fills them. It touches no row in use, so it may run before or after the kernels of the
+/// direction.
 cudaError_t launch_unused_rows(const UnusedRows& rows, const LaunchTarget& target);
 
 }  // namespace strobe::cuda

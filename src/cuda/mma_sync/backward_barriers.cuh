@@ -1,7 +1,7 @@
-// The barriers of the backward pass through mma.sync. Most are mbarriers in shared memory, here by
-// their addresses. Something that one side fills and another side uses up has two: `full`, on which
-// who uses it waits, and `empty`, on which who fills it waits. Where it has several stages, there
-// is a pair for each stage, and the n-th use takes stage n % stages.
+// The barriers of the backward pass through mma.sync. Most are mbarriers in shared memory, named
+// here by their addresses. Each buffer that one side fills and another reads has two: readers wait
+// for `full`, and the side that fills it waits for `empty`. Where a buffer has several stages,
+// there is a pair for each stage, and the n-th use takes stage n % stages.
 //
 //   what         filled by           used up by         of
 //   record       weights half        both halves        an item (backward_item.cuh), two stages
@@ -38,8 +38,8 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t record_empty(int item) const { return at(7 + item % 2); }
   __device__ __forceinline__ uint32_t k_full() const { return at(9); }
   __device__ __forceinline__ uint32_t k_empty() const { return at(10); }
-  /// Steps take the two barriers alternately: who waits for one must not take it for the one after
-  /// next.
+  /// Steps alternate between two barriers. With one, a warp that still waits for a step's phase
+  /// could not tell it from the phase of the step after next.
   __device__ __forceinline__ uint32_t added(int step) const {
     return at(11 + 4 * kStages + step % 2);
   }
@@ -52,7 +52,7 @@ struct BackwardBarriers {
     return at(kExchange + Shape::kHalfWarps + warp);
   }
 
-  /// By one thread, before any other comes by.
+  /// Initialises all barriers. By one thread, before any other uses them.
   __device__ __forceinline__ void init() const {
     constexpr uint32_t kOfWarp = ptx::kWarpArrivals, kOfHalf = Shape::kHalfWarps * kOfWarp,
                        kOfAll = 2 * kOfHalf;

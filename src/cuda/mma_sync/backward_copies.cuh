@@ -1,7 +1,8 @@
 // What the weights half brings into shared memory for both halves: the record of the next item, its
 // keys and values with the limits of the keys, and each step's queries and rows of dO with their
-// lse and delta. Every copy waits for the `empty` of what it fills, and its `full` is told when it
-// has landed (backward_barriers.cuh); the threads themselves do not wait for it.
+// lse and delta. Every copy waits for the `empty` barrier of the buffer that it fills, and arrives
+// at its `full` barrier when it has landed (backward_barriers.cuh). The threads themselves do not
+// wait for that.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_COPIES_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_COPIES_CUH_
 
@@ -9,9 +10,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/load.cuh"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cp_async.h"
@@ -19,8 +20,8 @@
 
 namespace strobe::cuda::sm80 {
 
-/// This thread's part of a copy is issued; tell the barrier when it has landed. aligned: it was
-/// made by cp.async.
+/// Called when this thread has issued its part of a copy: lets the barrier know when that has
+/// landed. aligned: the copy was made by cp.async.
 __device__ __forceinline__ void arrive_when_landed(uint32_t barrier, bool aligned) {
   if (aligned) {
     ptx::barrier_arrive_after_copies(barrier);
@@ -150,8 +151,9 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
         record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         break;
       }
-      // A sequence with fewer keys than the longest has fewer items: this is none, nor are those up
-      // to the next existing one, which the other thread blocks then need not draw.
+      // This item does not exist: its sequence has fewer keys than the longest one. The ticket
+      // skips to the next item that exists, so that other thread blocks need not draw those
+      // between.
       const int64_t next = next_existing_item(
           order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
             return t.p.sequence(batch).mask.seqlen_k > block_of_sequence * kC.tile_k;

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
         for (int e = 0; e < 2; ++e) {
           float w = e ? weight.y : weight.x, dp = x[m][n][2 * h + e];
           if constexpr (Thread::kGeneral) {
-            if (__float_as_int(w) < 0) dp *= 0.f;  // dropped; NaN stays
+            if (__float_as_int(w) < 0) dp *= 0.f;  // dropped; a NaN stays a NaN
             w = fabsf(w);
           }
           const float2 subtract = delta[n % kHave];
@@ -76,10 +76,10 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
   const typename Thread::Barriers& barriers = t.barriers;
   const BackwardParams& p = t.p;
   const float dp_scale = kGeneral ? p.dropout.keep_scale / kWeightScale : 1 / kWeightScale;
-  // Reports the additions of the step before, a while after they were issued, so that nobody waits
-  // for them to arrive.
+  // Reports the additions of the step before. They were issued a while ago, so the report need not
+  // wait until they have arrived in L2.
   const auto report = [&] {
-    __syncwarp();  // all lanes' additions
+    __syncwarp();  // the additions of all lanes come before the report
     if (t.place().lane() != 0) return;
     const uint32_t slot = report_slot(t, t.place(), t.deterministic() ? t.n_step() - 1 : 0);
     if (report_addition(t, slot, t.place().warp())) ptx::store_shared(slot + 4, 0);
@@ -134,11 +134,13 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
       uint32_t tile =
           t.scratch_tile(static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, scratch))), step);
 
-      // The answer is not needed before dQ is there, and addresses are not kept until then.
+      // The counter is read early, since nothing waits for its value before dQ is there. Its
+      // address is not kept until then, but computed again where the counter has to be read again.
       uint32_t added = ptx::load_relaxed(additions(t, tile, t.place().warp()));
       ptx::make_opaque(tile);
 
-      // dK needs the warp's own dS alone, unless queries are split; dQ that of all warps.
+      // For dK a warp needs its own dS alone, unless warps share the queries; for dQ it needs that
+      // of all warps, and waits for them.
       if constexpr (Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
       barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
       accumulate(t, dk, ds, Shape::kDsAt, t.q_tile(Shape::kQAt, stage), seen_only,
@@ -155,7 +157,8 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
           t.arrive_warp(barriers.ds_empty());
           if (t.is_last(step)) t.arrive_warp(barriers.k_empty());
         }
-        // All that is left to look up, before the additions fill the queue to memory.
+        // Everything else that has to be read from memory is read now: after the additions it would
+        // wait behind them in the queue to memory.
         const bool first = adds_first(t, step);
         const uint32_t awaited = awaited_additions(t, first);
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
@@ -163,7 +166,8 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
           more = !t.is_last(step);
           step = t.after(step, t.visits());
         }
-        // No acquire: what follows goes to L2, where the others' additions have arrived by now.
+        // No acquire is needed: the additions that follow are done in L2, where those of the other
+        // thread blocks have arrived by now.
         while (added < awaited) added = ptx::load_relaxed(additions(t, tile, t.place().warp()));
         __syncwarp();
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/visits.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/mma_sync/addition_order.h"
@@ -38,10 +38,10 @@ enum RowCopies : int32_t {
   kCopyWholeTiles  // 16 bytes at a time; the rows have all columns of a tile
 };
 
-/// What the threads have to know of an item. It lives in shared memory: it is the same for all
-/// threads, and registers are what the kernel is short of.
+/// What the threads have to know of an item. It is kept in shared memory, since it is the same for
+/// all threads and the kernel is short of registers.
 struct alignas(16) ItemRecord {
-  TileVisits visits;     // first, for it is read in one piece
+  TileVisits visits;     // first, so that it is aligned and read in one piece
   int32_t first_query;   // from this tile's first query on this item is the first to add to dQ
   uint32_t scratch;      // first scratch tile of the sequence
   const char *q, *dout;  // row 0 of the sequence, head 0

@@ -1,5 +1,5 @@
-// Backward pass through mma.sync: the numbers that follow from a row of kernels.def, and where
-// everything lies in shared memory. backward_sm80.cuh has the whole picture.
+// Backward pass through mma.sync: the numbers that follow from an instance's configuration, and
+// where everything lies in shared memory. backward_sm80.cuh has the whole picture.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_LAYOUT_CUH_
 
@@ -30,7 +30,7 @@ struct BackwardShape {
   static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
   static constexpr int kPass =
       kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
-  // Registers for running ahead are few where sums and scores take 192 of 255.
+  // Where sums and scores take 192 of 255 registers, loads run ahead of the products by less.
   static constexpr int kAhead = 2;
   /// Whether there are registers for softcap, ALiBi and dropout: the general kernel.
   static constexpr bool kHasGeneral = 8 * (kSumN + kN) < 192;

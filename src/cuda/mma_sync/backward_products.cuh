@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/seen_queries.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/ldmatrix.h"

@@ -1,24 +1,24 @@
 // How the sums of the backward pass through mma.sync leave registers: dQ, to which several items
 // add, in an order; dK and dV, which are one item's.
 //
-// Who adds to one warp's part of a query tile's dQ, and when: the first item to come by, that of
-// the first keys that the tile sees, stores, so the others wait for it; in a deterministic launch
-// each waits for the one before it, so that the order of additions is fixed. Items are handed out
-// with keys ascending, so whoever waits, waits for an item that is under way. Each part has a
-// counter, which says what has been added to it.
+// Several items add to one warp's part of a query tile's dQ. The first of them, that of the first
+// keys that the tile sees, stores its dQ, and the others wait for that before they add. In a
+// deterministic launch each of them waits for the one before it, so that the order of additions is
+// fixed. Items are handed out with keys ascending, so an item that is waited for is always under
+// way. Each part has a counter, which says what has been added to it.
 //
-// To raise the counter, here to report an addition, is a release, which waits until L2 has
-// acknowledged the addition. In a deterministic launch, where every step has one, the weights half
-// does it two steps later, for all warps of the gradients half; its warps take that in rotation.
-// The last two steps of an item are reported by the gradients half itself: the weights half would
-// first wait for the next item, and that item for others that wait for these reports.
+// To report an addition is to raise the counter. That is a release, which waits until L2 has
+// acknowledged the addition. In a deterministic launch, where every step reports, the weights half
+// does it two steps later for all warps of the gradients half, its warps by turns. The last two
+// steps of an item are reported by the gradients half itself. The weights half would wait for the
+// next item first, and that item may wait for others that wait for these reports: a deadlock.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
 
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
+#include "cuda/backward/math.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/shared_access.h"
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool adds_first(const Thread& t, const BackwardStep& 
 }
 /// What the counter of a step's dQ must have reached before this item adds; the addition then makes
 /// it one more. In a deterministic launch a counter holds the key tile that is to add next, and
-/// backward_pre.cuh lets it begin at the first; else it says whether the first has added, and the
+/// backward/pre.cuh lets it begin at the first; else it says whether the first has added, and the
 /// others report nothing.
 template <typename Thread>
 __device__ __forceinline__ uint32_t awaited_additions(const Thread& t, bool first) {

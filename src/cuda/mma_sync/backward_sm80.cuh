@@ -23,7 +23,7 @@
 //                  records of two items; additions to dQ that are still to be reported
 //
 // By file:
-//   backward_layout.cuh     the numbers of a row of kernels.def; where all lies in shared memory
+//   backward_layout.cuh     the numbers of an instance; where all lies in shared memory
 //   backward_item.cuh       an item's record
 //   backward_thread.cuh     where a thread stands
 //   backward_barriers.cuh   what waits for what
@@ -31,11 +31,11 @@
 //   backward_products.cuh   the five products
 //   backward_results.cuh    dQ, in which order; dK and dV
 //   backward_weights.cuh, backward_gradients.cuh   the halves' loops
-// Two more kernels: backward_pre.cuh before, backward_post.cuh after.
+// Two more kernels: backward/pre.cuh before, backward/post.cuh after.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_CUH_
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/mma_sync/backward_gradients.cuh"
 #include "cuda/mma_sync/backward_layout.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"

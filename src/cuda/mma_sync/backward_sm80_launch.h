@@ -1,4 +1,4 @@
-// Launches the backward pass: backward_pre.cuh, backward_sm80.cuh, backward_post.cuh.
+// Launches the backward pass: backward/pre.cuh, backward_sm80.cuh, backward/post.cuh.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 
@@ -7,9 +7,9 @@
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/workspace.h"
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
-#include "cuda/host/backward_stages.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/mma_sync/backward_sm80.cuh"
@@ -59,7 +59,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
-  using Stages = BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, ExchangeForm>;
+  using Stages =
+      BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, MmaSyncStageTraits>;
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
 
   if (order.items > 0) {

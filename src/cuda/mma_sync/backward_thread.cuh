@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
+#include "cuda/backward/math.cuh"
 #include "cuda/common/config.h"
 #include "cuda/common/params.h"
 #include "cuda/mma_sync/backward_barriers.cuh"
@@ -93,12 +93,12 @@ struct BackwardThread {
       return static_cast<uint32_t>(ScoreTile::fragment_offset_b(lane(), 0));
     }
   };
-  /// Made anew, for each phase of a step, behind the compiler's back: it would otherwise compute
-  /// every address ahead of the loop and spill them all.
+  /// Made anew for each phase of a step, from a thread number that the compiler takes for unknown.
+  /// It would otherwise compute every address before the loop, and spill them all.
   __device__ __forceinline__ Place fresh_place() const {
     return {ptx::thread_again() % Shape::kHalfThreads};
   }
-  /// For what every step needs: kept where there are registers.
+  /// The same for what every step needs: kept from step to step where there are registers.
   __device__ __forceinline__ Place place() const {
     if constexpr (Shape::kFresh) return fresh_place();
     return {half_thread};
@@ -124,7 +124,8 @@ struct BackwardThread {
     return shared + static_cast<uint32_t>(Shape::kExchangeAt + 64 * Shape::kQueries * me.warp() +
                                           16 * me.lane());
   }
-  /// Which queries see each key of the item (key_limits). They come and go with K.
+  /// Which queries see each key of the item (key_limits). They are loaded and freed together with
+  /// K.
   __device__ __forceinline__ uint32_t limits_at() const {
     return shared + static_cast<uint32_t>(Shape::kLimitsAt);
   }

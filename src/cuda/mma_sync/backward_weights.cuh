@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/backward_order.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
-#include "cuda/common/seen_queries.cuh"
 #include "cuda/mma_sync/backward_copies.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
@@ -108,7 +108,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
             if (p.dropout.enabled()) {
               const uint32_t bits = word[h][d];
               if (!(column ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
-                w *= 0.f;  // NaN stays
+                w *= 0.f;  // a NaN stays a NaN
                 shared_value[h][column] = -shared_value[h][column];
               }
             }
@@ -165,9 +165,9 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       const bool masked = t.masked(step, t.visits());
       const bool seen_only = masked && t.queries_nonfinite(step);
 
-      // Waits for the additions of two steps ago, here, where registers are free. It has to come
-      // before this step's weights are handed on: with them the other half can end this step, and
-      // then arrives at the same barrier.
+      // Waits here, where registers are free, for the additions of two steps ago. It has to come
+      // before this step's weights are handed to the other half: with them that half can end this
+      // step, and would then arrive at the same barrier for another step.
       if (reports()) barriers.wait_empty(barriers.added(t.n_step()), t.n_step(), 2);
       barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
@@ -186,7 +186,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       uint32_t weight[kM][kN / 2][4];
       Score score = Score::scaled(p);
       barriers.wait_empty(barriers.exchange_empty(t.place().warp()), t.n_step(), 1);
-      if constexpr (Thread::kGeneral) {  // masked or not: one copy of the long code is enough
+      if constexpr (Thread::kGeneral) {  // its code is long: one copy, with the mask, for all steps
         if (Score::of(p, 0.f).cap() == Cap::kAny) {
           weigh<true, true>(t, me, step, score, x, lse, lse_at, weight);
         } else {
@@ -227,7 +227,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
           report_addition(t, report_slot(t, t.place(), t.n_step() - 2), lane);
       };
       if constexpr (Shape::kReportEarly) report();
-      if constexpr (kStages == 2) copy_ahead();  // where the step before was
+      if constexpr (kStages == 2) copy_ahead();  // to the stage of the step before
       if constexpr (!Shape::kReportEarly) report();
       barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
       accumulate(t, dv, weight, Shape::kWeightsAt, t.q_tile(Shape::kDoutAt, stage), seen_only,

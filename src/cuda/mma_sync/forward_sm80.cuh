@@ -32,7 +32,7 @@
 // are not finite then, or whose scores were too large (is_coarse), are computed one by one
 // (forward_pairwise.cuh).
 //
-// Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
+// Two kernels per instance: the plain one, and the general one, which knows softcap,
 // ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units.
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
 
 /// Copies a block's rows of K or V, kRowsAtOnce at a time. source: this thread's place in the first
 /// of them. rows, columns: that there are from there on.
-template <typename Shape, bool kWhole>
+template <typename Shape, bool kAllRowsExist>
 __device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, int rows,
                                            int columns) {
   using KTile = typename Shape::KTile;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, i
       ptx::cp_async_16_if(
           to + static_cast<uint32_t>(panel * KTile::kPanelBytes + i * KTile::kRowBytes),
           source.row + panel * KTile::kRowBytes,
-          (kWhole || i < rows) && panel * KTile::kPanel < columns);
+          (kAllRowsExist || i < rows) && panel * KTile::kPanel < columns);
     }
     source.next();
   }
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       load_tile<kTileK, Shape::kWidth, kThreads>(stage + KTile::kBytes, v, block * kTileK,
                                                  v.aligned(), thread);
     } else {
-      // All made anew for each block: registers are shorter than time is here.
+      // Addresses are computed anew for each block: that costs little here, and to keep them would
+      // cost registers.
       const int self = ptx::thread_again();
       const int chunk = self % KTile::kChunks, first_row = self / KTile::kChunks;
       constexpr int kRowsAtOnce = kThreads / KTile::kChunks;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const auto block = static_cast<int32_t>(blocks.begin);
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
-      if (thread != kThreads - 1) return;  // not of the warp that has the teams' keys to work out
+      if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
       *info = {k,
                v,
                rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
@@ -246,8 +247,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       team_keys[thread] = {keys_of(v.blocks.begin), keys_of(v.blocks.end), keys_of(v.full.begin),
                            keys_of(v.full.end)};
     }
-    // Rows past the end see what the last row sees, so that they never stand in the way of a whole
-    // tile's being unmasked; nothing of them is written.
+    // Rows past the end take the limits of the last row, so that no block is masked because of
+    // them. Nothing of them is written.
     for (int i = thread; i < kTileQ; i += kThreads) {
       const Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
       limits[i] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
@@ -264,7 +265,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
   // --- Loop over key blocks; a second attempt where the first one overflowed ---
   bool careful = false;
-  bool real = true;  // not: a turn that only copies the first block
+  // Whether the loop's next turn computes. The second attempt begins with one that does not: it
+  // only has the first block copied again.
+  bool computes = true;
   uint32_t stage = ring;
   for (;;) {
     w.clear();
@@ -272,13 +275,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
     for (; block < info->block_end; ++block) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
-      if (real) {
+      if (computes) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
       if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
-      if (!real) {
-        real = true;
+      if (!computes) {
+        computes = true;
         stage = next;
         continue;
       }
@@ -318,10 +321,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       stage = next;
     }
     w.sum_lanes();
-    // With no block at all Q is still on its way, and a thread is not to end before its copies.
+    // Where there was no block, the copy of Q may still be under way, and a thread must not end
+    // before its copies have.
     ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
-    careful = true, real = false;
+    careful = true, computes = false;
     block = info->block_begin - 1;
     stage = ring + Shape::kStageBytes;
   }

@@ -228,8 +228,8 @@ struct Warp {
   }
 
   __device__ __forceinline__ void team_barrier() const { ptx::named_barrier_sync<64>(1 + team); }
-  /// One value per row from the other part: each sends, in a set of the weights that nobody reads
-  /// at the time, and receives after a barrier.
+  /// How two warps that share rows exchange a value for each row: each writes its own to a set of
+  /// the weights that is not being read, and reads the other's after a barrier.
   __device__ __forceinline__ uint32_t row_value(int set, int from, int m, int h) const {
     return weights + static_cast<uint32_t>((set * kSplit + from) * Shape::kWeightsBytes +
                                            4 * (16 * m + lane / 4 + 8 * h));
@@ -266,8 +266,8 @@ struct Warp {
       }
     });
   }
-  /// Zeros in place of the weights that dropout takes; after they are summed, for dropout comes
-  /// after the softmax.
+  /// Sets weights that dropout drops to zero. That is done after they are summed, since dropout
+  /// comes after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
     const auto batch_head = static_cast<uint32_t>(info.batch * p.heads + info.head);
     const auto first_row = static_cast<uint32_t>(info.begin + team * Shape::kRows);
@@ -294,8 +294,8 @@ struct Warp {
     return make_int2(limit.x - key0 - 2 * (lane % 4), limit.y - key0 - 2 * (lane % 4));
   }
 
-  /// -inf where a row does not see the key; new maxima, and what they make of the old O and sums.
-  /// all: every row sees every key.
+  /// Sets scores of keys that a row does not see to -inf, takes the new maxima, and rescales O and
+  /// the sums by them. all: every row sees every key.
   __device__ __forceinline__ void raise_references(Scores& s, int32_t key0, bool all, int set) {
     float max[kM][2];
 #pragma unroll
@@ -326,7 +326,7 @@ struct Warp {
 #pragma unroll
         for (int h = 0; h < 2; ++h) max[m][h] = fmaxf(max[m][h], received_row(set, m, h));
       }
-      team_barrier();  // the weights come to the same place
+      team_barrier();  // before the weights overwrite these values
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -382,7 +382,7 @@ struct Warp {
     accumulate(s, v, set);
   }
 
-  /// Whether every row of the warp has something to subtract.
+  /// Whether every row of the warp has a reference, so that no step needs a maximum any more.
   __device__ __forceinline__ bool have_references() const {
     bool all = true;
 #pragma unroll
@@ -394,7 +394,7 @@ struct Warp {
 
   /// Whether this lane's part of O is finite, and its sums are with room to spare.
   __device__ __forceinline__ bool all_finite() const {
-    float zero[4] = {};  // four, so that the additions do not wait for each other
+    float zero[4] = {};  // four sums, so that one addition need not wait for another
     bool fine = true;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -408,8 +408,8 @@ struct Warp {
     return fine && zero[0] + zero[1] + zero[2] + zero[3] == 0.f;
   }
 
-  /// The sums of whole rows, or of the warp's part of them, sent to the other: a barrier must
-  /// follow.
+  /// Sums up the lanes of a row. Where two warps share rows, each sends its part to the other, and
+  /// a barrier must follow before it is read.
   __device__ __forceinline__ void sum_lanes() {
     if constexpr (kSplit == 2) team_barrier();
 #pragma unroll

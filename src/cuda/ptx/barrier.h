@@ -37,7 +37,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
                : "memory");
 }
 
-/// The warp's kWarpArrivals, after all its lanes are done.
+/// Makes the warp's kWarpArrivals, after all its lanes have come here.
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
   if (arrives(lane)) barrier_arrive(barrier);
@@ -89,7 +89,7 @@ class Barrier {
         : "memory");
   }
   __device__ __forceinline__ void wait(uint32_t parity) { barrier_wait(address(), parity); }
-  /// Whether that is over; may take a moment to say no.
+  /// Whether that phase is over. May wait for a moment before it answers no.
   __device__ __forceinline__ bool test(uint32_t parity) { return barrier_test(address(), parity); }
   __device__ __forceinline__ uint32_t address() { return shared_address(&word_); }
 

@@ -14,8 +14,9 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   return x;
 }
 
-/// The same; what was written, or added, before the release that wrote what is read here comes
-/// before all that this thread does next, and before what others do who learn of it.
+/// Reads a counter with acquire semantics. Everything that was written, or added, before the
+/// release that wrote the value read here comes before what this thread does next, and before what
+/// threads do that this thread in turn synchronises with.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");

@@ -4,7 +4,8 @@
 
 namespace strobe::cuda::ptx {
 
-/// Waits until kThreads have come to barrier `id`, to wait (sync) or to go on (arrive).
+/// sync: waits until kThreads threads have come to barrier `id`, this one included. arrive: counts
+/// as one of them, and goes on.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

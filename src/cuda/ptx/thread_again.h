@@ -6,7 +6,8 @@ namespace strobe::cuda::ptx {
 
 #if defined(__CUDACC__)
 
-/// threadIdx.x, asked for again: else the compiler keeps all that follows from it, and spills it.
+/// threadIdx.x, read anew, so that the compiler computes anew what depends on it: it would
+/// otherwise keep all of that in registers, and spill it.
 __device__ __forceinline__ int thread_again() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

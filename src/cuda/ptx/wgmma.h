@@ -38,15 +38,15 @@ __device__ __forceinline__ void pin(float (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
-/// Sets the registers to 0, here: the compiler would set variables to 0 as early as it can, which
-/// may be before the warpgroup has got registers for them.
+/// Sets the registers to 0 at this place and not earlier: the compiler would set variables to 0 as
+/// early as it can, which may be before the warpgroup has got registers for them.
 template <int kCount>
 __device__ __forceinline__ void clear(float (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(r[i])::"memory");
 }
 
-/// Sets this warpgroup's registers per thread. Every warp of it has to come by.
+/// Sets this warpgroup's registers per thread. Every warp of it has to execute this.
 template <int kRegisters>
 __device__ __forceinline__ void set_max_registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

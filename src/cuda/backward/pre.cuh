@@ -1,8 +1,8 @@
-// What the backward pass needs beside its inputs, and the kernel that makes it: lse and delta in
-// the form in which the main kernel reads them, and zeros: of the sum of dQ, or of those rows of dQ
-// itself that nobody else writes.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+// The kernel before the main kernel of the backward pass: it computes lse and delta in the form in
+// which the main kernel reads them, and sets the sum of dQ to zero, or those rows of dQ itself that
+// no other kernel writes.
+#ifndef STROBE_CUDA_BACKWARD_PRE_CUH_
+#define STROBE_CUDA_BACKWARD_PRE_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "core/visits.h"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
@@ -56,15 +56,24 @@ __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
 
 inline constexpr int kPreThreads = 256;
 
-/// What a main kernel wants to find, or to be told of its results: that of mma.sync.
-struct ExchangeForm {
-  static constexpr float kShift = kWeightShift, kScale = kWeightScale;  // 2^kShift
-  static constexpr bool kQuadOrder = false;  // lse and delta in quad_order
-  static constexpr bool kZeroSum = false;    // its first key block to come by a query tile stores
-  static constexpr bool kAsks = true;        // it asks which tiles may hold an infinity or a NaN;
-                                             // else backward_pairwise.cuh comes after it
-  static constexpr bool kPreparesKeys = false;  // prepare_keys(p, scratch, i) for each key block i
-  static constexpr bool kMayStoreDq = false;    // it writes dQ itself where scratch.dq is null
+/// What the kernels around a main kernel (pre before it, post after it) have to know of it: which
+/// form it wants its inputs in, and what it leaves to them. These are the traits of mma.sync's.
+struct MmaSyncStageTraits {
+  /// Weights are held times kScale = 2^kShift.
+  static constexpr float kShift = kWeightShift, kScale = kWeightScale;
+  /// pre stores lse and delta in quad_order.
+  static constexpr bool kQuadOrder = false;
+  /// pre sets the sums of dQ to zero. Without, the first key block that visits a query tile stores
+  /// its dQ where the others add theirs.
+  static constexpr bool kZeroSum = false;
+  /// pre marks the query tiles that may hold an infinity or a NaN, and the main kernel looks at the
+  /// marks. Without, dK, dV and dQ that are not finite are marked afterwards, and
+  /// backward_pairwise_kernel computes their rows again.
+  static constexpr bool kMarksNonfinite = true;
+  /// pre calls prepare_keys(p, scratch, i) for each key block i.
+  static constexpr bool kPreparesKeys = false;
+  /// The main kernel writes dQ itself where scratch.dq is null.
+  static constexpr bool kMayStoreDq = false;
 };
 
 /// Sets rows of a tile of dQ to zero, from `begin` on as far as the tile and the sequence go.
@@ -80,7 +89,7 @@ __device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
 }
 
 /// One thread block per query tile.
-template <typename T, int kTileQ, int kWidth, typename Form>
+template <typename T, int kTileQ, int kWidth, typename StageTraits>
 __global__ void __launch_bounds__(kPreThreads)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
@@ -91,14 +100,16 @@ __global__ void __launch_bounds__(kPreThreads)
     *scratch.ticket = scratch.first_ticket;
     *scratch.any_nonfinite = 0;
   }
-  if constexpr (Form::kPreparesKeys) {
-    if (index < scratch.key_blocks) Form::prepare_keys(p, scratch, static_cast<uint32_t>(index));
+  if constexpr (StageTraits::kPreparesKeys) {
+    if (index < scratch.key_blocks)
+      StageTraits::prepare_keys(p, scratch, static_cast<uint32_t>(index));
   }
   constexpr int kWarps = kPreThreads / 32;
   const WarpOfLaunch own{index * kWarps + static_cast<int>(threadIdx.x / 32),
                          int64_t{gridDim.x} * gridDim.y * kWarps};
   if (p.cu_k) clear_past_end_of_keys(p, own);
-  // With a sum of dQ the kernel after the main one does it: dQ's memory may hold lse until then.
+  // Where there is a sum of dQ, the kernel after the main one clears them, since dQ's memory may
+  // hold lse until then.
   if (p.cu_q && !scratch.dq) clear_past_end_of_dq(p, own);
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
@@ -107,11 +118,11 @@ __global__ void __launch_bounds__(kPreThreads)
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;
   const int thread = threadIdx.x;
-  const bool sums_dq = !Form::kMayStoreDq || scratch.dq != nullptr;
+  const bool sums_dq = !StageTraits::kMayStoreDq || scratch.dq != nullptr;
   if (!sums_dq) {
     if (thread == 0) scratch.dq_nonfinite[at] = 0;
-    // The main kernel writes the tiles that the sequence's one block of keys visits. (There is no
-    // block of keys past the problem's bound.)
+    // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
+    // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
     if (!query_visits(sequence.mask, keys, kTileQ).is_visited(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
@@ -120,8 +131,8 @@ __global__ void __launch_bounds__(kPreThreads)
     }
   }
   if (thread < counters) {
-    // With an order of additions to dQ each key tile waits for its number, from the first one to
-    // add.
+    // Where additions to dQ have an order, each key tile waits until the counter has its number; it
+    // begins with the first one to add.
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
@@ -131,9 +142,9 @@ __global__ void __launch_bounds__(kPreThreads)
     scratch.additions[at * counters + thread] = first;
   }
 
-  if (Form::kZeroSum && sums_dq && !scratch.items_zero) {
+  if (StageTraits::kZeroSum && sums_dq && !scratch.items_zero) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
-    // (backward_math.cuh).
+    // (backward/math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));
     const int values = min(kTileQ, (seqlen - tile.begin + 15) / 16 * 16) * (kWidth / 4);
 #pragma unroll
@@ -197,16 +208,16 @@ __global__ void __launch_bounds__(kPreThreads)
       }
       if (lane == 0) {
         const float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
-        const int64_t place = at * kTileQ + (Form::kQuadOrder ? quad_order(r) : r);
-        scratch.delta[place] = delta / Form::kScale;
+        const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
+        scratch.delta[place] = delta / StageTraits::kScale;
         // A row past the end gets no weight. (One that sees no key has -inf here, and every score
         // of it is masked.)
-        scratch.lse[place] = there ? weight_reference(natural[i], Form::kShift) : infinity();
+        scratch.lse[place] = there ? weight_reference(natural[i], StageTraits::kShift) : infinity();
         nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
       // nothing.
-      if (Form::kAsks && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
+      if (StageTraits::kMarksNonfinite && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
           column < p.head_dim) {
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -217,7 +228,7 @@ __global__ void __launch_bounds__(kPreThreads)
       }
     }
   }
-  if constexpr (Form::kAsks) {
+  if constexpr (StageTraits::kMarksNonfinite) {
     nonfinite = __syncthreads_or(nonfinite) != 0;
     if (thread == 0) scratch.nonfinite[at] = nonfinite;
   }
@@ -225,4 +236,4 @@ __global__ void __launch_bounds__(kPreThreads)
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_PRE_CUH_
+#endif  // STROBE_CUDA_BACKWARD_PRE_CUH_

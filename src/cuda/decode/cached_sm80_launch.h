@@ -1,6 +1,6 @@
 // Launches decode.cuh.
-#ifndef STROBE_CUDA_DECODE_DECODE_SM80_LAUNCH_H_
-#define STROBE_CUDA_DECODE_DECODE_SM80_LAUNCH_H_
+#ifndef STROBE_CUDA_DECODE_CACHED_SM80_LAUNCH_H_
+#define STROBE_CUDA_DECODE_CACHED_SM80_LAUNCH_H_
 
 #include <atomic>
 #include <cstdint>
@@ -12,28 +12,28 @@
 #include "cuda/common/config.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/decode/decode.cuh"
+#include "cuda/host/instance.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/rows.h"
 
 namespace strobe::cuda::sm80 {
 
-template <DecodeConfig kC>
+template <CachedConfig kC>
 using DecodeShapeOf = DecodeShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps>;
 
-template <DecodeConfig kConfig>
-constexpr LaunchShape decode_shape() {
+template <CachedConfig kConfig>
+constexpr LaunchShape cached_shape() {
   using Shape = DecodeShapeOf<kConfig>;
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-/// How the keys are split: a function of shapes and the device. (`nonce` and pointers
-/// aside.)
-template <DecodeConfig kConfig>
-Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
+/// How the keys are split, which depends on shapes and the device alone. (The nonce and the
+/// pointers are set later.)
+template <CachedConfig kConfig>
+Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   using Shape = DecodeShapeOf<kConfig>;
-  // Of a span, where its own number of units decides: enough to fill a large device with one
-  // sequence of some heads, few enough that merging is no burden.
+  // Chunks of a span, where its own number of units decides: enough for one sequence of a few heads
+  // to fill a large device, and few enough that merging costs little.
   constexpr int64_t kFewestChunks = 16, kMostChunks = 128, kBlocksToFill = 256;
   const int64_t blocks =
       blocks_at_once(multiprocessors, shared_bytes, Shape::kSharedBytes, Shape::kMinBlocks);
@@ -64,16 +64,16 @@ Division division_of(const DecodeParams& p, int64_t multiprocessors, int64_t sha
 }
 
 /// Carves a division's part of the workspace.
-template <DecodeConfig kConfig>
-void carve(Arena& arena, const DecodeParams& p, Division& d) {
+template <CachedConfig kConfig>
+void carve(Arena& arena, const CachedParams& p, Division& d) {
   const int64_t slots = int64_t{d.tracks} * d.slots_of_track(p.cache.batch);
   d.counters = arena.take<unsigned long long>(int64_t{d.tracks} * p.cache.batch * d.most_spans());
   d.piece_sums = arena.take<float2>(slots * d.piece_rows);
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
-template <DecodeConfig kConfig>
-DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t shared_bytes) {
+template <CachedConfig kConfig>
+CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
   const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, DecodeShapeOf<kConfig>::kUnit));
@@ -87,7 +87,8 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
   return {d.tracks, blocks, static_cast<int64_t>(arena.used())};
 }
 
-/// The kernels with these parameters: for plain scores without chunks, and for all.
+/// The kernels with these parameters: one for plain scores without attention chunks, one for all
+/// others.
 template <typename Shape, typename Params>
 KernelHandle& decode_handle(bool general) {
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
@@ -100,11 +101,11 @@ KernelHandle& decode_handle(bool general) {
   return kernels[general];
 }
 /// The one kernel of a shape for tensors of any alignment, whether it appends and rotates or not;
-/// rows that leave that to a kernel of its own take the parameters of those that only read.
-template <DecodeConfig kConfig>
+/// instances that leave that to a kernel of its own take the parameters of those that only read.
+template <CachedConfig kConfig>
 using ElementsParams =
-    std::conditional_t<updates_before(kConfig), DecodeParams, DecodeUpdateParams>;
-template <DecodeConfig kConfig>
+    std::conditional_t<updates_before(kConfig), CachedParams, CachedUpdateParams>;
+template <CachedConfig kConfig>
 KernelHandle& elements_handle() {
   using Shape = DecodeShapeOf<kConfig>;
   static KernelHandle kernel(
@@ -115,8 +116,8 @@ KernelHandle& elements_handle() {
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
 /// workspace, and then past it.
-template <DecodeConfig kConfig>
-Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarget& target) {
+template <CachedConfig kConfig>
+Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
   carve<kConfig>(arena, p, d);
   static std::atomic<uint64_t> launches;
@@ -128,7 +129,7 @@ Division prepare_division(Arena& arena, const DecodeParams& p, const LaunchTarge
 }
 
 /// Launches the kernel that takes these parameters, all that there are. new_elements: of new keys.
-template <DecodeConfig kConfig, typename Params>
+template <CachedConfig kConfig, typename Params>
 cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target,
                           bool new_elements) {
   using Shape = DecodeShapeOf<kConfig>;
@@ -147,19 +148,19 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
   return decode_handle<Shape, Params>(general).launch(grid, Shape::kThreads, args, target);
 }
 
-template <DecodeConfig kConfig>
-cudaError_t attend(const DecodeParams& p, const LaunchTarget& target, bool elements) {
+template <CachedConfig kConfig>
+cudaError_t attend(const CachedParams& p, const LaunchTarget& target, bool elements) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
   return launch_kernel<kConfig>(p, d, target, elements);
 }
 
-template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& target,
-                          const DecodeRow* /*few*/) {
+template <CachedConfig kConfig>
+cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
+                          const CachedInstance* /*for_few_queries*/) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
-  const DecodeParams& reads_alone = p;
+  const CachedParams& reads_alone = p;
   if (!updates(p)) return launch_kernel<kConfig>(reads_alone, d, target, false);
   if constexpr (!updates_before(kConfig)) {
     return launch_kernel<kConfig>(p, d, target, new_elements(p));
@@ -172,4 +173,4 @@ cudaError_t launch_decode(const DecodeUpdateParams& p, const LaunchTarget& targe
 
 }  // namespace strobe::cuda::sm80
 
-#endif  // STROBE_CUDA_DECODE_DECODE_SM80_LAUNCH_H_
+#endif  // STROBE_CUDA_DECODE_CACHED_SM80_LAUNCH_H_

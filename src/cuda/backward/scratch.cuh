@@ -1,9 +1,10 @@
-// Sizes and scratch memory of the backward pass, and whose tiles of it are whose.
+// Sizes and scratch memory of the backward pass, and which of its tiles belong to which sequence
+// and head.
 //
 // Scratch rows are padded: every sequence begins at a multiple of the query tile, so that a tile is
 // one piece of memory, aligned, whatever the lengths.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+#ifndef STROBE_CUDA_BACKWARD_SCRATCH_CUH_
+#define STROBE_CUDA_BACKWARD_SCRATCH_CUH_
 
 #include <cstdint>
 
@@ -118,11 +119,11 @@ struct BackwardScratch {
   float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale
   float* dq;     // [heads, tiles, tile_q / 16, width / 8, 128]: blocks of 16 x 8 in the
                  // order of sum_offset. Null where the main kernel writes dQ itself
-  uint32_t* nonfinite;      // [heads, tiles]: q or dout may hold an inf or a NaN there; of a kernel
-                            // that does not ask beforehand, [items, warps]: dK or dV do
-  uint32_t* any_nonfinite;  // of such a kernel: whether it has set one of them. If not, none is
-                            // looked at, and those of items that do not exist never are
-  uint32_t* dq_nonfinite;   // [heads, tiles], of such a kernel: some of the tile's dQ is not finite
+  uint32_t* nonfinite;      // with kMarksNonfinite (pre.cuh) [heads, tiles]: q or dout may hold an
+                            // inf or a NaN there; without, [items, warps]: dK or dV does
+  uint32_t* any_nonfinite;  // without: whether one of them is set. If not, none is read; flags of
+                            // items that do not exist never are
+  uint32_t* dq_nonfinite;   // without, [heads, tiles]: some of the tile's dQ is not finite
   uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
                             // unless deterministic, whether the first one has stored there,
                             // or whether dq is zero there (items_zero)
@@ -131,7 +132,7 @@ struct BackwardScratch {
   uint32_t* ticket;       // the next work item
   uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
   float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts
-  void* key_records;      // [key_blocks], of a Form that prepares them; at first null
+  void* key_records;      // [key_blocks], where StageTraits::kPreparesKeys; at first null
   uint32_t key_blocks;
   int32_t tile_k;  // keys of a work item
   uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
@@ -146,11 +147,11 @@ STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const Bac
   return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);
 }
 
-/// dq: dQ itself, or null while the arena counts. Where there is a sum of it, the post kernel
-/// writes it, last: until then lse and delta live there, where there is room. key_flags:
-/// `nonfinite` words that the main kernel writes (none where there are no keys); negative where it
-/// is one that asks beforehand. sums_dq: whether there is a sum of dQ, which the main kernel does
-/// not write itself.
+/// dq: dQ itself, or null while the arena counts. Where there is a sum of dQ, the post kernel
+/// writes dQ last of all; until then lse and delta are kept in its memory, where there is room.
+/// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
+/// negative with kMarksNonfinite. sums_dq: whether there is a sum of dQ, because the main kernel
+/// does not write dQ itself.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
                                              void* dq, int64_t key_flags = -1,
@@ -176,7 +177,8 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   c.any_nonfinite = c.ticket ? c.ticket + 1 : nullptr;
   const int64_t parts = group_parts(s, tile_k);
   if (parts > 1) {
-    // Both in one piece, last, so that total_k decides nothing but the size.
+    // dK and dV in one piece and last of all, so that total_k decides only the size and moves
+    // nothing else.
     c.dk = arena.take<float>(2 * s.total_k * s.heads_kv * parts * width);
     c.dv = c.dk ? c.dk + width : nullptr;
   }
@@ -241,4 +243,4 @@ STROBE_INLINE constexpr QueryTile query_tile(const CommonParams& p, int64_t inde
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_SCRATCH_CUH_
+#endif  // STROBE_CUDA_BACKWARD_SCRATCH_CUH_

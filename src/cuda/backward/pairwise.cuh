@@ -4,13 +4,13 @@
 // A tiled kernel multiplies weights of 0 with rows of q, k and dout of which a key or a query sees
 // nothing. Where such a row holds an infinity or a NaN, so does the product: a row of a gradient
 // that is not finite, and that has met a masked tile, is computed again here.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
+#ifndef STROBE_CUDA_BACKWARD_PAIRWISE_CUH_
+#define STROBE_CUDA_BACKWARD_PAIRWISE_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
@@ -146,4 +146,4 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_PAIRWISE_CUH_
+#endif  // STROBE_CUDA_BACKWARD_PAIRWISE_CUH_

@@ -1,15 +1,15 @@
-// The stages of a backward pass around its main kernel, which a row of kernels.def composes:
+// The stages of a backward pass around its main kernel, which an instance composes:
 // launch_pre, the main kernel, launch_post. And the sizes that decide its scratch, of a problem.
-#ifndef STROBE_CUDA_HOST_BACKWARD_STAGES_H_
-#define STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+#ifndef STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_
+#define STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_
 
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/common/backward_order.cuh"
-#include "cuda/common/backward_post.cuh"
-#include "cuda/common/backward_pre.cuh"
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/post.cuh"
+#include "cuda/backward/pre.cuh"
+#include "cuda/backward/scratch.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
@@ -31,11 +31,11 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
                        p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
 }
 
-/// What pre and post share of a main kernel: its type, tiles and Form (backward_pre.cuh).
-template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename Form_>
+/// What pre and post share of a main kernel: its type, tiles and StageTraits (backward/pre.cuh).
+template <typename T_, int kTileQ_, int kTileK_, int kWidth_, typename StageTraits_>
 struct BackwardStages {
   using T = T_;
-  using Form = Form_;
+  using StageTraits = StageTraits_;
   static constexpr int kTileQ = kTileQ_, kTileK = kTileK_, kWidth = kWidth_;
 
   /// lse and delta; `counters` counters of each query tile set to 0. Also without a query: the
@@ -46,7 +46,7 @@ struct BackwardStages {
     const GridSize grid = grid_for(max64(max64(1, items), scratch.key_blocks));
     void* args[] = {&p, &scratch, &items, &counters};
     static KernelHandle kernel(
-        reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, Form>));
+        reinterpret_cast<const void*>(&backward_pre_kernel<T, kTileQ, kWidth, StageTraits>));
     return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
   }
 
@@ -59,11 +59,11 @@ struct BackwardStages {
         const GridSize grid = grid_for(items);
         void* args[] = {&p, &scratch, &items};
         static KernelHandle kernel(
-            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, Form>));
-        STROBE_RETURN_IF_CUDA_ERROR(
-            kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target, !Form::kAsks));
+            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, StageTraits>));
+        STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target,
+                                                  !StageTraits::kMarksNonfinite));
       }
-      if constexpr (!Form::kAsks) {
+      if constexpr (!StageTraits::kMarksNonfinite) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
         static KernelHandle pairwise(
             reinterpret_cast<const void*>(&backward_pairwise_kernel<T, kTileQ, kWidth, kTileK>));
@@ -84,4 +84,4 @@ struct BackwardStages {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_HOST_BACKWARD_STAGES_H_
+#endif  // STROBE_CUDA_BACKWARD_STAGES_LAUNCH_H_

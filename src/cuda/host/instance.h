@@ -1,6 +1,7 @@
-// A row of kernels.def as compiled code. Each instance file (instance.cu.in) defines one.
-#ifndef STROBE_CUDA_HOST_ROWS_H_
-#define STROBE_CUDA_HOST_ROWS_H_
+// A kernel instance as compiled code: a row of kernels.def in one of its two types. Each file that
+// CMake writes (instance.cu.in) defines one of each type.
+#ifndef STROBE_CUDA_HOST_INSTANCE_H_
+#define STROBE_CUDA_HOST_INSTANCE_H_
 
 #include "core/problem.h"
 #include "core/workspace.h"
@@ -15,7 +16,7 @@ static_assert(kBfloat16 == STROBE_BFLOAT16 && kFloat16 == STROBE_FLOAT16);
 
 /// For keys in whole tensors. Args: of a launch.
 template <typename Config, typename Params_, typename Args_>
-struct TensorRow {
+struct TensorInstance {
   using Params = Params_;
   using Args = Args_;
 
@@ -25,11 +26,11 @@ struct TensorRow {
   void (*carve)(Arena& arena, const AttentionProblem& problem, Params& params);
   cudaError_t (*launch)(const Params& params, const LaunchTarget& target);
 };
-using ForwardRow = TensorRow<ForwardConfig, ForwardParams, ForwardArgs>;
-using BackwardRow = TensorRow<BackwardConfig, BackwardParams, BackwardArgs>;
+using ForwardInstance = TensorInstance<ForwardConfig, ForwardParams, ForwardArgs>;
+using BackwardInstance = TensorInstance<BackwardConfig, BackwardParams, BackwardArgs>;
 
 /// What a launch for keys in a cache takes on a device.
-struct DecodeGrid {
+struct CachedGrid {
   int64_t x, y;             // thread blocks
   int64_t workspace_bytes;  // negative: the problem has too many parts
 };
@@ -38,31 +39,31 @@ struct DecodeGrid {
 /// themselves: beyond, O leaves them no registers.
 inline constexpr int32_t kWidestUpdate = 128;
 /// Whether a kernel of its own does that before the one that attends (update_kernel.cuh).
-constexpr bool updates_before(const DecodeConfig& c) {
+constexpr bool updates_before(const CachedConfig& c) {
   return c.arch == 90 || c.width > kWidestUpdate;
 }
 /// Whether that kernel leaves rotated queries in the workspace for the other one.
-constexpr bool turns_before(const DecodeConfig& c, int64_t rotary_dim) {
+constexpr bool turns_before(const CachedConfig& c, int64_t rotary_dim) {
   return updates_before(c) && rotary_dim > 0;
 }
 
 /// For keys in a cache.
-struct DecodeRow {
-  DecodeConfig config;
+struct CachedInstance {
+  CachedConfig config;
   LaunchShape shape;
-  DecodeGrid (*carve)(const DecodeParams& params, int64_t multiprocessors, int64_t shared_bytes);
-  /// few: null, or the row that attends for sequences with up to few_queries() queries, in the same
-  /// launch; this one then has the others.
-  cudaError_t (*launch)(const DecodeUpdateParams& params, const LaunchTarget& target,
-                        const DecodeRow* few);
+  CachedGrid (*carve)(const CachedParams& params, int64_t multiprocessors, int64_t shared_bytes);
+  /// for_few_queries: null, or the instance that attends for sequences with up to few_queries()
+  /// queries, in the same launch; this one then has the others.
+  cudaError_t (*launch)(const CachedUpdateParams& params, const LaunchTarget& target,
+                        const CachedInstance* for_few_queries);
   /// What launch does where new keys lie in the cache already, and nothing is rotated. elements:
   /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
-  /// launch. Null where another row has to go first.
-  cudaError_t (*attend)(const DecodeParams& params, const LaunchTarget& target, bool elements);
+  /// launch. Null where another instance has to go first.
+  cudaError_t (*attend)(const CachedParams& params, const LaunchTarget& target, bool elements);
 };
 
-/// log2 of the query heads that a tile of a Hopper row holds of each query: a power of two of those
-/// that share a key head, at most a warpgroup's 64 rows. ALiBi's slopes are a head's own.
+/// log2 of the query heads that a tile of a Hopper instance holds of each query: a power of two of
+/// those that share a key head, at most a warpgroup's 64 rows. ALiBi's slopes are a head's own.
 constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
   int32_t log2 = 0;
   while (!alibi && log2 < 6 && (group & (int64_t{1} << log2)) == 0) ++log2;
@@ -77,4 +78,4 @@ constexpr int32_t few_queries(int64_t group) {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_HOST_ROWS_H_
+#endif  // STROBE_CUDA_HOST_INSTANCE_H_

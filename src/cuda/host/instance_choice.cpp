@@ -1,4 +1,4 @@
-#include "cuda/host/row_choice.h"
+#include "cuda/host/instance_choice.h"
 
 #include <cinttypes>
 #include <string_view>
@@ -7,7 +7,7 @@
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/fill_params.h"
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_table.h"
 
 namespace strobe::cuda {
 
@@ -15,17 +15,17 @@ namespace {
 
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
   const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
-  // Rows differ in their bits: with batch_invariant nothing counts here that others in the batch
-  // decide, which are its size and, where lengths vary, the longest.
+  // Instances differ in their bits: with batch_invariant nothing counts here that others in the
+  // batch decide, which are its size and, where lengths vary, the longest.
   const auto keys_up_to = [&](int64_t most) {
     return !(p.batch_invariant && p.varlen) && MaskRule::of(p).keys_to_diagonal(p.seqlen_k) <= most;
   };
   switch (when) {
     case When::kPlain:
       return is_plain;
-    case When::kFew:
+    case When::kUpTo256Keys:
       return keys_up_to(256) || !is_plain;
-    case When::kSome:
+    case When::kUpTo4096Keys:
       return keys_up_to(4096) || !is_plain;
     case When::kFewQueries: {
       if (p.batch_invariant && p.varlen) return false;
@@ -40,41 +40,42 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DevicePro
   }
 }
 
-// Whether tests or benches ask for this row; a problem that it cannot do goes where it always does.
-bool is_forced(std::string_view row) {
-  const std::string& forced = machine().forced_row;
-  return !forced.empty() && row.find(forced) != std::string_view::npos;
+// Whether tests or benches ask for this instance; a problem that it cannot do goes where it always
+// does.
+bool is_forced(std::string_view instance) {
+  const std::string& forced = machine().forced_instance;
+  return !forced.empty() && instance.find(forced) != std::string_view::npos;
 }
 
-// Whether a row of this width cannot give the same bits again, which the problem asks for.
+// Whether an instance of this width cannot give the same bits again, which the problem asks for.
 bool is_unordered(int arch, int64_t width, const AttentionProblem& p) {
   return arch == 90 && p.direction == STROBE_BACKWARD && p.deterministic && width > kWidestOrdered;
 }
 
 }  // namespace
 
-template <typename Row>
-const Entry<Row>* find_row(int arch, const AttentionProblem& p, const DeviceProperties& device,
-                           std::string* reason) {
+template <typename Instance>
+const Entry<Instance>* find_instance(int arch, const AttentionProblem& p,
+                                     const DeviceProperties& device, std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  const Entry<Row>* found = nullptr;
+  const Entry<Instance>* found = nullptr;
   int64_t widest = 0, least_shared = 0;
-  for (const Entry<Row>& entry : row_table<Row>()) {
-    const auto& c = entry.row->config;
+  for (const Entry<Instance>& entry : instance_table<Instance>()) {
+    const auto& c = entry.instance->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
     if (is_unordered(arch, c.width, p)) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
-    const int64_t shared = entry.row->shape.shared_bytes;
+    const int64_t shared = entry.instance->shape.shared_bytes;
     if (shared > device.shared_bytes) {
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
     const bool suited = suits(entry.when, c.tile_q, p, device);
-    // kPlain says what the row can do, any other `when` where it is the faster one.
+    // kPlain says what the instance can do, any other `when` where it is the faster one.
     const bool can = suited || entry.when != When::kPlain;
     if (can && is_forced(entry.name)) return &entry;
-    if (suited && (!found || c.width < found->row->config.width)) found = &entry;
+    if (suited && (!found || c.width < found->instance->config.width)) found = &entry;
   }
   if (found || !reason) return found;
   const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
@@ -91,16 +92,17 @@ const Entry<Row>* find_row(int arch, const AttentionProblem& p, const DeviceProp
   return nullptr;
 }
 
-template const Entry<ForwardRow>* find_row(int, const AttentionProblem&, const DeviceProperties&,
-                                           std::string*);
-template const Entry<BackwardRow>* find_row(int, const AttentionProblem&, const DeviceProperties&,
-                                            std::string*);
+template const Entry<ForwardInstance>* find_instance(int, const AttentionProblem&,
+                                                     const DeviceProperties&, std::string*);
+template const Entry<BackwardInstance>* find_instance(int, const AttentionProblem&,
+                                                      const DeviceProperties&, std::string*);
 
-const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
-                                        const DeviceProperties& device, std::string* reason) {
+const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& p,
+                                                  const DeviceProperties& device,
+                                                  std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  // With batch_invariant the longest of packed sequences does not count, since rows differ in their
-  // bits: whatever its length, they get the tile that 32 rows of this device get.
+  // With batch_invariant the longest of packed sequences does not count, since instances differ in
+  // their bits: whatever its length, they get the tile that 32 rows of this device get.
   // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
   // 0.82; for hundreds of queries at 0.67 of the speed of 64, and 16 at 0.43.
   constexpr int64_t kRowsOfAnyLength = 32;
@@ -115,25 +117,25 @@ const Entry<DecodeRow>* find_decode_row(int arch, const AttentionProblem& p,
   const bool few_keys = !p.batch_invariant && keys_of_heads <= kFewKeys;
   int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   if (few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
-  const auto holds = [&](const DecodeConfig& c) { return min64(c.tile_q, packed); };
+  const auto holds = [&](const CachedConfig& c) { return min64(c.tile_q, packed); };
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
   // fifths at 1 x 8192 keys, by 9 % at 16 x 4096.
   constexpr double kShortLaunch = 1 << 20;
   const bool is_short = !p.batch_invariant && keys_of_heads <= kShortLaunch;
-  const Entry<DecodeRow>* found = nullptr;
+  const Entry<CachedInstance>* found = nullptr;
   int64_t widest = 0;
-  for (const Entry<DecodeRow>& entry : row_table<DecodeRow>()) {
-    const DecodeConfig& c = entry.row->config;
+  for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>()) {
+    const CachedConfig& c = entry.instance->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
-    if (entry.row->shape.shared_bytes > device.shared_bytes) continue;
+    if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     if (is_forced(entry.name)) return &entry;
     const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
-      const DecodeConfig& best = found->row->config;
+      const CachedConfig& best = found->instance->config;
       if (c.width > best.width || holds(c) < holds(best)) continue;
       if (c.width == best.width && holds(c) == holds(best) && c.tile_q >= best.tile_q) continue;
     }
@@ -155,11 +157,12 @@ namespace {
 // Why the kernels that divide keys decline: a problem with a cache, or one that goes the same way.
 std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const Entry<DecodeRow>* const entry = find_decode_row(80, p, device, &reason);
+  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, device, &reason);
   if (!entry) return reason;
-  DecodeUpdateParams params{};
+  CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
-  if (entry->row->carve(params, device.multiprocessors, device.shared_bytes).workspace_bytes < 0) {
+  if (entry->instance->carve(params, device.multiprocessors, device.shared_bytes).workspace_bytes <
+      0) {
     return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
   }
   return {};
@@ -286,13 +289,13 @@ std::string tma_declines(const AttentionProblem& p) {
 
 }  // namespace
 
-AttentionProblem few_of_many(const AttentionProblem& p) {
+AttentionProblem few_queries_problem(const AttentionProblem& p) {
   AttentionProblem few = p;
   few.seqlen_q = few_queries(p.heads / p.heads_kv);
   return few;
 }
 
-bool has_few_and_many(const AttentionProblem& p) {
+bool has_few_and_many_queries(const AttentionProblem& p) {
   return p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
          (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }
@@ -302,7 +305,7 @@ namespace {
 // Why the kernels that read a cache by TMA decline.
 std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProperties& device) {
   std::string reason;
-  const Entry<DecodeRow>* const entry = find_decode_row(90, p, device, &reason);
+  const Entry<CachedInstance>* const entry = find_cached_instance(90, p, device, &reason);
   if (!entry) return reason;
   if (!is_forced(entry->name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
@@ -314,7 +317,7 @@ std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProper
   }
   if (p.cache != STROBE_CACHE_PAGED) return {};
   if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
-  if (KeyBoxes::make(entry->row->config.tile_k, p.page_size).rows == 0) {
+  if (KeyBoxes::make(entry->instance->config.tile_k, p.page_size).rows == 0) {
     return format("page_size = %" PRId64
                   ", expected a multiple of 8 (TMA reads boxes of eight rows)",
                   p.page_size);
@@ -324,12 +327,12 @@ std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProper
 
 }  // namespace
 
-bool decodes_without_cache(const AttentionProblem& p, const DeviceProperties& device) {
+bool runs_as_cached(const AttentionProblem& p, const DeviceProperties& device) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The batch decides; and lengths in use count from the begin of a packed sequence.
   if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
-  const std::string& forced = machine().forced_row;
-  const bool asked_for = forced.find("decode_sm80_") != std::string::npos;
+  const std::string& forced = machine().forced_instance;
+  const bool asked_for = forced.find("cached_sm80_") != std::string::npos;
   if (!asked_for && (!forced.empty() || !has_few_queries(p, device))) return false;
   return cache_declines(p, device).empty();
 }
@@ -348,22 +351,23 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
       return format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence);
     }
   }
-  const bool other_row = arch == 90 && machine().forced_row.find("_sm80_") != std::string::npos;
-  if (other_row && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
+  const bool other_instance =
+      arch == 90 && machine().forced_instance.find("_sm80_") != std::string::npos;
+  if (other_instance && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
   if (p.cache) return arch == 90 ? cached_prompt_declines(p, device) : cache_declines(p, device);
   if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
-  if (decodes_without_cache(p, device)) {
+  if (runs_as_cached(p, device)) {
     return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
   }
   if (arch == 90) {
-    if (other_row) return "STROBE_CUDA_ROW asks for another kernel";
+    if (other_instance) return "STROBE_CUDA_ROW asks for another kernel";
     if (std::string reason = tma_declines(p); !reason.empty()) return reason;
   }
   std::string reason;
   if (p.direction == STROBE_FORWARD) {
-    find_row<ForwardRow>(arch, p, device, &reason);
+    find_instance<ForwardInstance>(arch, p, device, &reason);
   } else {
-    find_row<BackwardRow>(arch, p, device, &reason);
+    find_instance<BackwardInstance>(arch, p, device, &reason);
   }
   return reason;
 }

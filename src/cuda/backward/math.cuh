@@ -1,6 +1,6 @@
 // The products of the backward pass, and how its results leave registers.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
+#ifndef STROBE_CUDA_BACKWARD_MATH_CUH_
+#define STROBE_CUDA_BACKWARD_MATH_CUH_
 
 #include <cstdint>
 
@@ -53,9 +53,9 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const LoadA& l
 }
 
 /// The same for a block where an operand may hold an infinity or a NaN and some pairs are masked:
-/// only pairs with sees(2 m + h, k) are touched, so that 0 * NaN reaches nobody else. Row h of
-/// block m is 16 m + 8 h + lane / 4. value_b(k, n): row k of B, columns 8 n + 2 (lane % 4) + {0,
-/// 1}. kUnroll: A's fragments are registers. Slow, rare.
+/// only pairs with sees(2 m + h, k) are multiplied, so that no row gets 0 * NaN of a pair that is
+/// masked. Row h of block m is 16 m + 8 h + lane / 4. value_b(k, n): row k of B, columns 8 n + 2
+/// (lane % 4) + {0, 1}. kUnroll: A's fragments are registers. Slow, rare.
 template <typename T, int kSlices, bool kUnroll, int kM, int kN, typename LoadA, typename ValueB,
           typename Sees>
 __device__ __forceinline__ void multiply_seen(float (&acc)[kM][kN][4], int lane,
@@ -235,7 +235,7 @@ inline constexpr bool kAddFour = false;
 
 /// Where the lane's value 0 of a block is.
 __device__ __forceinline__ int sum_offset(int lane) { return kAddFour ? 4 * lane : lane; }
-/// p: see sum_offset. Nobody waits for the result.
+/// p: see sum_offset. No thread waits until it is done.
 __device__ __forceinline__ void sum_store(float* p, const float (&x)[4]) {
   if constexpr (kAddFour) {
     *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
@@ -264,4 +264,4 @@ __device__ __forceinline__ void sum_load(const float* p, float (&x)[4]) {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_MATH_CUH_
+#endif  // STROBE_CUDA_BACKWARD_MATH_CUH_

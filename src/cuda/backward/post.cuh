@@ -1,12 +1,12 @@
 // The end of the backward pass: float32 sums to gradients in the caller's type.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+#ifndef STROBE_CUDA_BACKWARD_POST_CUH_
+#define STROBE_CUDA_BACKWARD_POST_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_math.cuh"
-#include "cuda/common/backward_pairwise.cuh"
-#include "cuda/common/backward_pre.cuh"
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/pairwise.cuh"
+#include "cuda/backward/pre.cuh"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/next_kernel.h"
@@ -38,11 +38,11 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
 
 /// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
 /// of the sum, as an accumulator each, at a time.
-template <typename T, int kTileQ, int kWidth, typename Form>
+template <typename T, int kTileQ, int kWidth, typename StageTraits>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
                          const __grid_constant__ BackwardScratch scratch, int64_t items) {
-  if constexpr (!Form::kAsks) {
+  if constexpr (!StageTraits::kMarksNonfinite) {
     ptx::let_next_kernel_begin();
     ptx::wait_for_kernel_before();
   }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kPostThreads)
   if (tile.begin >= seqlen) return;
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
   const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
-  // No key block has come by a tile that sees no key.
+  // A tile that sees no key was visited by no key block, and its sum holds nothing.
   const bool visited =
       !sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)}).empty();
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kPostThreads)
     }
     const int row = tile.begin + 16 * block + lane / 4;
     store_accumulators<T>(dq, row, 8 * chunk, x, p.scale, lane);
-    if constexpr (!Form::kAsks) {
+    if constexpr (!StageTraits::kMarksNonfinite) {
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kPostThreads)
       }
     }
   }
-  if constexpr (!Form::kAsks) {
+  if constexpr (!StageTraits::kMarksNonfinite) {
     const bool any = __syncthreads_or(!finite) != 0;
     if (threadIdx.x == 0) {
       scratch.dq_nonfinite[index] = any;
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kPostThreads)
   }
 }
 
-/// After a main kernel that does not ask beforehand: rows of dQ, dK and dV that are not finite,
-/// pair by pair. A kernel of its own, since it takes twice the registers of the one before. Any
-/// number of thread blocks; items: query tiles.
+/// Computes rows of dQ, dK and dV that are not finite again, pair by pair, after a main kernel
+/// without kMarksNonfinite. A kernel of its own, since it takes twice the registers of the one
+/// before it. Any number of thread blocks; items: query tiles.
 template <typename T, int kTileQ, int kWidth, int kTileK>
 __global__ void __launch_bounds__(kPostThreads)
     backward_pairwise_kernel(const __grid_constant__ BackwardParams p,
@@ -184,4 +184,4 @@ __global__ void __launch_bounds__(kPostThreads)
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_POST_CUH_
+#endif  // STROBE_CUDA_BACKWARD_POST_CUH_

@@ -1,6 +1,6 @@
-// The Hopper backward kernels of one row of kernels.def, that of STROBE_EMULATED_CONFIG: what CMake
-// writes into a file for each row.
-#include "cuda/host/rows.h"
+// The Hopper backward kernels of one instance of kernels.def, that of STROBE_EMULATED_CONFIG: what
+// CMake writes into a file for each.
+#include "cuda/host/instance.h"
 #include "emulated_device.h"
 #if STROBE_EMULATED_WIDTH > 128
 #include "cuda/hopper/backward_sm90_wide_launch.h"
@@ -17,9 +17,9 @@ constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 template <BackwardConfig kConfig, typename Stages>
 void enlist_stages() {
   using T = typename Stages::T;
-  using Form = typename Stages::Form;
-  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
-  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, Form>);
+  using StageTraits = typename Stages::StageTraits;
+  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
+  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
   emulator::enlist(&backward_pairwise_kernel<T, Stages::kTileQ, Stages::kWidth, Stages::kTileK>);
   emulator::enlist(&backward_parts_kernel<T, Stages::kWidth>);
 }
@@ -32,7 +32,7 @@ template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::TraitsOf<kConfig>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
-                                        Tr::kWidth, typename Tr::Form>>();
+                                        Tr::kWidth, typename Tr::StageTraits>>();
   constexpr int kWidth = kConfig.width;
   emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
   emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
@@ -52,7 +52,7 @@ template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::BackwardTraitsOf<kConfig>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
-                                        typename Tr::Form>>();
+                                        typename Tr::StageTraits>>();
   emulator::enlist(&hopper::backward_kernel<Tr>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true>>);
@@ -67,12 +67,13 @@ void enlist() {
 
 }  // namespace strobe::cuda
 
-#define STROBE_EMULATED_ROW(name, ...)                                                          \
-  namespace strobe::cuda {                                                                      \
-  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                                            \
-  extern const BackwardRow name;                                                                \
-  const BackwardRow name = {kConfig, hopper::backward_shape<kConfig>(),                         \
-                            hopper::backward_carve<kConfig>, hopper::launch_backward<kConfig>}; \
-  static const bool enlisted = (enlist<kConfig>(), true);                                       \
+#define STROBE_EMULATED_INSTANCE(name, ...)                                  \
+  namespace strobe::cuda {                                                   \
+  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                         \
+  extern const BackwardInstance name;                                        \
+  const BackwardInstance name = {kConfig, hopper::backward_shape<kConfig>(), \
+                                 hopper::backward_carve<kConfig>,            \
+                                 hopper::launch_backward<kConfig>};          \
+  static const bool enlisted = (enlist<kConfig>(), true);                    \
   }
-STROBE_EMULATED_ROW(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)
+STROBE_EMULATED_INSTANCE(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)

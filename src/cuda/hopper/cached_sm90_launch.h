@@ -1,7 +1,7 @@
 // Launches forward_sm90.cuh for keys in a cache, where a sequence has many queries; and before it a
 // kernel that appends and rotates, after it one for the sequences of the batch that have few.
-#ifndef STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
-#define STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+#ifndef STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_
+#define STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -12,27 +12,27 @@
 #include "cuda/common/config.h"
 #include "cuda/hopper/forward_sm90.cuh"
 #include "cuda/hopper/forward_sm90_launch.h"
+#include "cuda/host/instance.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/host/rows.h"
 #include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
-template <DecodeConfig kConfig>
-constexpr LaunchShape decode_shape() {
+template <CachedConfig kConfig>
+constexpr LaunchShape cached_shape() {
   return forward_shape<kConfig>();
 }
 
 /// Tiles of one head each: those of several heads are no more.
-template <DecodeConfig kConfig>
-int64_t most_tiles(const DecodeParams& p) {
+template <CachedConfig kConfig>
+int64_t most_tiles(const CachedParams& p) {
   const int64_t most = int64_t{p.batch} * ceil_div(p.seqlen_q, kConfig.tile_q);
   return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
-template <DecodeConfig kConfig>
-DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
+template <CachedConfig kConfig>
+CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
   Arena arena;
   const int64_t tiles = most_tiles<kConfig>(p);
   take_workspace(arena, tiles);
@@ -41,36 +41,39 @@ DecodeGrid decode_carve(const DecodeParams& p, int64_t multiprocessors, int64_t 
 }
 
 /// What update_kernel.cuh asks for.
-template <DecodeConfig kConfig>
+template <CachedConfig kConfig>
 struct UpdateShape {
   using T = Element<kConfig.dtype>;
   static constexpr int kWidth = kConfig.width, kWarps = 8, kThreads = 32 * kWarps;
 };
 
-/// A launch begins with this row, so that it can update the cache.
-template <DecodeConfig kConfig>
-constexpr cudaError_t (*attend)(const DecodeParams&, const LaunchTarget&, bool) = nullptr;
+/// Null, since a launch always begins with this instance, which has to update the cache first. No
+/// other instance calls it to attend alone.
+template <CachedConfig kConfig>
+constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) = nullptr;
 
-template <DecodeConfig kConfig>
-cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& target,
-                          const DecodeRow* few) {
-  constexpr auto kShape = decode_shape<kConfig>();
+template <CachedConfig kConfig>
+cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
+                          const CachedInstance* for_few_queries) {
+  constexpr auto kShape = cached_shape<kConfig>();
   using Tr = TraitsOf<kConfig>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
   TileParams p{update.attends(), packed_heads_log2(params.group, params.alibi_slopes != nullptr)};
-  DecodeParams of_few = p;
-  if (few) {
+  CachedParams of_few_queries = p;
+  if (for_few_queries) {
     p.cache.least_q = few_queries(p.group) + 1;
-    of_few.cache.most_q = few_queries(p.group);
-    of_few.workspace = arena.take<std::byte>(
-        few->carve(of_few, target.multiprocessors, target.shared_bytes).workspace_bytes);
+    of_few_queries.cache.most_q = few_queries(p.group);
+    of_few_queries.workspace = arena.take<std::byte>(
+        for_few_queries->carve(of_few_queries, target.multiprocessors, target.shared_bytes)
+            .workspace_bytes);
   }
   TileOrder order = tile_order<kConfig>(p, target, p.pack);
   if (too_many(order)) return cudaErrorInvalidValue;
 
-  // Of this thread's last launch. Before anything is launched: they may fail.
+  // Kept from this thread's last launch. They are made before anything is launched, since that may
+  // fail.
   thread_local CachedTensorMaps maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
@@ -82,7 +85,8 @@ cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& 
   maps.boxes = KeyBoxes::make(kConfig.tile_k, c.table ? c.page_size.divisor : 0);
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, int64_t dim) {
     const auto box_rows = static_cast<uint32_t>(maps.boxes.rows);
-    // Without keys their pointers may be null, which a map takes amiss; nothing is loaded then.
+    // Without keys the pointers of K and V may be null, and there is no tensor map of a null
+    // pointer. Nothing is loaded then, so Q's address does.
     if (c.seqlen_k == 0 || !t.data) {
       return kept.make(map, p.q.data, {dim, 1, 1, 1, 0, 0, 0, kConfig.dtype, box_rows});
     }
@@ -110,9 +114,10 @@ cudaError_t launch_decode(const DecodeUpdateParams& params, const LaunchTarget& 
     STROBE_RETURN_IF_CUDA_ERROR(kernels[is_general(p)].launch(dim3(static_cast<unsigned>(blocks)),
                                                               kShape.threads, args, target));
   }
-  return few ? few->attend(of_few, target, new_elements(params)) : cudaSuccess;
+  return for_few_queries ? for_few_queries->attend(of_few_queries, target, new_elements(params))
+                         : cudaSuccess;
 }
 
 }  // namespace strobe::cuda::sm90
 
-#endif  // STROBE_CUDA_HOPPER_DECODE_SM90_LAUNCH_H_
+#endif  // STROBE_CUDA_HOPPER_CACHED_SM90_LAUNCH_H_

@@ -1,4 +1,4 @@
-#include "decode_kernels.inc"
+#include "cached_kernels.inc"
 
 namespace strobe::cuda {
 constexpr int kDtype = kBfloat16;

@@ -1,11 +1,11 @@
 // Which of the decode kernels the planner takes.
-#include "cuda/host/row_choice.h"
+#include "cuda/host/instance_choice.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
 
-#include "cuda/host/row_table.h"
+#include "cuda/host/instance_table.h"
 #include "emulated_device.h"
 
 namespace strobe::cuda {
@@ -13,15 +13,15 @@ namespace {
 
 constexpr int64_t kHopper = 227 << 10, kAmpere = 163 << 10, kAda = 99 << 10;
 
-DecodeConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
-  emulator::machine().forced_row.clear();  // another test's
+CachedConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
+  emulator::machine().forced_instance.clear();  // another test's
   DeviceProperties device;
   device.compute_capability = 80;
   device.multiprocessors = 20;
   device.shared_bytes = shared_bytes;
-  const Entry<DecodeRow>* const entry = find_decode_row(80, p, device, nullptr);
+  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, device, nullptr);
   EXPECT_NE(entry, nullptr);
-  return entry->row->config;
+  return entry->instance->config;
 }
 
 AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
@@ -38,7 +38,7 @@ AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
   return p;
 }
 
-TEST(DecodeRowChoice, TakesTheFewestRowsThatHoldASequences) {
+TEST(CachedInstanceChoice, TakesTheFewestRowsThatHoldASequences) {
   for (const int64_t head_dim : {40, 64, 96, 128}) {
     EXPECT_EQ(Chosen(Problem(1, 1, head_dim), kHopper).tile_q, 16);
     EXPECT_EQ(Chosen(Problem(4, 4, head_dim), kHopper).tile_q, 16);
@@ -56,7 +56,15 @@ TEST(DecodeRowChoice, TakesTheFewestRowsThatHoldASequences) {
   EXPECT_EQ(Chosen(Problem(16, 4, 256), kHopper).width, 256);
 }
 
-TEST(DecodeRowChoice, FewKeysAreReadByTwoTilesOf32Rows) {
+TEST(CachedInstanceChoice, NamesOfBeforeAreUnderstood) {
+  EXPECT_EQ(current_name("decode_sm80_bf16_64_16x32x3x4"), "cached_sm80_bf16_64_16x32x3x4");
+  EXPECT_EQ(current_name("decode_sm90_"), "cached_sm90_");
+  EXPECT_EQ(current_name("cached_sm90_fp16_"), "cached_sm90_fp16_");
+  EXPECT_EQ(current_name("_64x64x"), "_64x64x");
+  EXPECT_EQ(current_name(""), "");
+}
+
+TEST(CachedInstanceChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   AttentionProblem p = Problem(16, 4, 128);
   p.batch = 8;  // 2^17 keys of both heads
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
@@ -71,7 +79,7 @@ TEST(DecodeRowChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
 }
 
-TEST(DecodeRowChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
+TEST(CachedInstanceChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
   AttentionProblem few = Problem(1, 4, 128), many = Problem(1000, 4, 128);
   few.varlen = many.varlen = few.batch_invariant = many.batch_invariant = 1;
   EXPECT_EQ(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
@@ -81,7 +89,7 @@ TEST(DecodeRowChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant)
   EXPECT_NE(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
 }
 
-TEST(DecodeRowChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {
+TEST(CachedInstanceChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {
   AttentionProblem p = Problem(1, 4, 128);
   p.batch = 16, p.seqlen_k = 4096;
   EXPECT_EQ(Chosen(p, kHopper).warps, 8);

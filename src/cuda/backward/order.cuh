@@ -1,17 +1,17 @@
 // In which order the backward pass takes its work items.
-#ifndef STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
-#define STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
+#ifndef STROBE_CUDA_BACKWARD_ORDER_CUH_
+#define STROBE_CUDA_BACKWARD_ORDER_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/backward_scratch.cuh"
+#include "cuda/backward/scratch.cuh"
 
 namespace strobe::cuda {
 
 /// The order in which work items, each a (batch, key head, part of the group, key block), are
-/// taken. Tracks, which are the first three, come in groups whose queries fit into L2 together;
-/// within a group the first key block comes first, of all its tracks: under a causal mask that is
-/// the longest work first; and nobody waits for an item that is taken later.
+/// taken. The first three make a track. Tracks come in groups whose queries fit into L2 together.
+/// Within a group the first key block of all its tracks comes first: under a causal mask that is
+/// the longest work, and no item waits for one that is taken later.
 struct BackwardOrder {
   uint32_t blocks, tracks, group, parts;
   int32_t heads_per_part;
@@ -50,7 +50,8 @@ STROBE_INLINE constexpr int64_t next_existing_item(const BackwardOrder& o, int32
   const uint32_t here = o.tracks - first < o.group ? o.tracks - first : o.group;
   const auto rest = static_cast<uint32_t>(index - group * per_group);
   const auto block = static_cast<int32_t>(rest / here);
-  // On in this row, a sequence at a time; its tracks are neighbours.
+  // Goes on among the items of the same key block, a sequence at a time: the tracks of a sequence
+  // are neighbours.
   const uint32_t of_sequence = static_cast<uint32_t>(heads_kv) * o.parts;
   uint32_t batch = (first + rest % here) / of_sequence;
   const bool whole_row = batch == first / of_sequence;  // none before it in the row
@@ -86,4 +87,4 @@ STROBE_INLINE constexpr BackwardOrder backward_order(const BackwardParams& p, in
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_BACKWARD_ORDER_CUH_
+#endif  // STROBE_CUDA_BACKWARD_ORDER_CUH_

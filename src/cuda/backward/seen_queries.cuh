@@ -1,6 +1,6 @@
 // The mask from the side of the keys, as the backward pass looks at it.
-#ifndef STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_
-#define STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_
+#ifndef STROBE_CUDA_BACKWARD_SEEN_QUERIES_CUH_
+#define STROBE_CUDA_BACKWARD_SEEN_QUERIES_CUH_
 
 #include <cstdint>
 
@@ -38,4 +38,4 @@ struct SeenQueries {
 
 }  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_COMMON_SEEN_QUERIES_CUH_
+#endif  // STROBE_CUDA_BACKWARD_SEEN_QUERIES_CUH_
