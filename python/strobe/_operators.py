@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch._functorch import config as functorch_config
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import _autograd, _core, _options, _questions, _s_dmask
+from . import _autograd, _core, _options, _profiler, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
 from ._plans import NoSequences, answer
@@ -40,6 +40,7 @@ if not hasattr(torch.library, "register_autograd"):
 
 Tensor: TypeAlias = torch.Tensor
 
+_profiler.introduce()
 _LIBRARY: Final = torch.library.Library("strobe", "DEF")
 
 # Everything but the tensors q, k and v; the same in each operator that takes a problem.
@@ -320,6 +321,14 @@ def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]
     if plain:
         return record(q, k, v, (forward(q, k, v, *options), options, True))
     return attention_forward(q, k, v, *options)
+
+
+def came_by(function: str, out: Any) -> None:
+    """Names a call that operators have computed, for `strobe.why()`. Where a compiler or a mode
+    makes a graph of the call, nothing has been computed.
+    """
+    if not torch.compiler.is_compiling() and type(out) is Tensor:
+        _core.came_by(function)
 
 
 # ---------------------------------------------------------------------------------- dropout weights
