@@ -23,8 +23,9 @@ if(NOT STROBE_NVTX_INCLUDE_DIR)
   endif()
   return()
 endif()
-target_include_directories(strobe_objects SYSTEM PRIVATE "${STROBE_NVTX_INCLUDE_DIR}")
-target_compile_definitions(strobe_objects PRIVATE STROBE_HAVE_NVTX=1)
+# For the one file that has ranges: the kernels are compiled as without.
+set_source_files_properties(src/api/capi.cpp PROPERTIES
+  COMPILE_DEFINITIONS STROBE_HAVE_NVTX=1 COMPILE_OPTIONS "-isystem;${STROBE_NVTX_INCLUDE_DIR}")
 # NVTX opens the tool's library by dlopen, which older systems have in a library of its own.
 list(APPEND STROBE_STATIC_LIBS ${CMAKE_DL_LIBS})
 target_link_libraries(strobe PRIVATE ${CMAKE_DL_LIBS})

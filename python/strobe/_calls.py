@@ -61,7 +61,7 @@ class Verdict:
     __slots__ = ("kind", "reason", "text")
 
     def __init__(self, *, kind: str = "", detail: str = "") -> None:
-        """kind and detail: why Strobe does not."""
+        """Of Strobe's; with a kind, of PyTorch's: what it is and, in detail, why."""
         self.kind = kind
         self.reason = f"{kind}: {detail}" if detail else kind
         self.text = f"declined: {SDPA} was left to PyTorch, because {self.reason}" if kind else ""

@@ -212,6 +212,8 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
   return guarded([&]() -> Status {
     STROBE_RETURN_IF_ERROR(checked("problem", problem));
     STROBE_RETURN_IF_ERROR(checked("plan", plan));
+    read_log_setting();
+    NvtxRange::find_tool();
     Status made = make_plan(*problem, *plan);
     if (made.code() == STROBE_UNSUPPORTED) log_declined(made.text());
     return made;

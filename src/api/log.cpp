@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <string>
 
 #include "api/plan.h"
@@ -47,7 +48,6 @@ constexpr size_t kMostLines = 1024;
 
 class Log {
  public:
-  // STROBE_LOG is read once, so that no launch looks at the environment.
   Log() {
     const char* const given = std::getenv("STROBE_LOG");
     if (!given || !*given || std::strcmp(given, "0") == 0) return;
@@ -99,12 +99,18 @@ Log& the_log() {
 
 }  // namespace
 
+void read_log_setting() { the_log(); }
+
 void log_launch(const Plan& plan) {
   Log& log = the_log();
   const AttentionProblem& p = plan.problem;
   // A launch without rows runs no kernel.
   if (!log.on() || (rows_q(p) == 0 && rows_k(p) == 0) || !log.may_be_new(plan)) return;
-  log.say(who_computes(plan));
+  try {
+    log.say(who_computes(plan));
+  } catch (const std::bad_alloc&) {
+    // The line is lost, and the launch goes on.
+  }
 }
 
 void log_declined(std::string_view text) {

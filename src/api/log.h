@@ -8,6 +8,9 @@
 
 namespace strobe {
 
+/// Looks at the environment, once: when a plan is made, as a launch looks nothing up.
+void read_log_setting();
+
 /// Before a launch: says which kernel computes the plan's problem, and why those before it
 /// declined, unless this was said before.
 void log_launch(const Plan& plan);
