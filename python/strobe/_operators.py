@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch._functorch import config as functorch_config
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import _autograd, _core, _options, _profiler, _questions, _s_dmask
+from . import _autograd, _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
 from ._errors import InvalidArgument, Unsupported
 from ._plans import NoSequences, answer
@@ -40,7 +40,6 @@ if not hasattr(torch.library, "register_autograd"):
 
 Tensor: TypeAlias = torch.Tensor
 
-_profiler.introduce()
 _LIBRARY: Final = torch.library.Library("strobe", "DEF")
 
 # Everything but the tensors q, k and v; the same in each operator that takes a problem.

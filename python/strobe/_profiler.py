@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
-
-import torch.autograd.profiler
 
 from . import _core
 
-# The module's flag, which PyTorch sets for torch.profiler, emit_nvtx and emit_itt, and asks itself
-# where a question of the profiler would take too long. Without it calls have no ranges.
+# A flag of torch.autograd.profiler, which PyTorch sets for torch.profiler, emit_nvtx and emit_itt,
+# and reads itself where to ask the profiler would take too long. Without it calls have no ranges.
 _FLAG: Final = "_is_profiler_enabled"
 
 
-def introduce() -> None:
-    """Tells _core where it says whether a profiler is on."""
+def introduce(torch: Any) -> None:
+    """Tells _core where this PyTorch says whether a profiler is on."""
     names = torch.autograd.profiler.__dict__
     if _FLAG in names:
         _core.set_profiler(names, _FLAG)
@@ -22,7 +21,7 @@ def introduce() -> None:
 
 def begin(name: str) -> Any:
     """A range begins."""
-    record = torch.autograd.profiler.record_function(name)
+    record = sys.modules["torch"].autograd.profiler.record_function(name)
     record.__enter__()
     return record
 

@@ -259,8 +259,9 @@ def test_merges() -> None:
     halves = torch.from_numpy(OUT)[None].repeat(3, 1, 1, 1, 1)
     strobe.merge(halves, torch.from_numpy(LSE)[None].repeat(3, 1, 1, 1), out_dtype="float16")
     assert strobe.why().startswith("served: strobe.merge was computed by Strobe on cpu\n")
-    assert strobe.why().endswith("parts 3, batch 2, heads 4, seqlen_q 5, head_dim_v 8, "
-                                 "float32 to float16")  # fmt: skip
+    assert strobe.why().endswith(
+        "parts 3, batch 2, heads 4, seqlen_q 5, head_dim_v 8, float32 to float16"
+    )
 
 
 @pytest.mark.skipif(
@@ -363,10 +364,15 @@ def test_a_call_that_raises_leaves_it_as_it_was() -> None:
     with pytest.raises(strobe.InvalidArgument):
         strobe.attention(ROWS, ROWS[:1], ROWS)
     with pytest.raises(strobe.InvalidArgument):
-        strobe.attention(ROWS.reshape(-1, 4, 8), ROWS.reshape(-1, 4, 8), ROWS.reshape(-1, 4, 8),
-                         cu_seqlens_q=np.array([0, 9, 5], np.int32),
-                         cu_seqlens_k=np.array([0, 9, 5], np.int32),
-                         max_seqlen_q=9, max_seqlen_k=9)  # fmt: skip
+        strobe.attention(
+            ROWS.reshape(-1, 4, 8),
+            ROWS.reshape(-1, 4, 8),
+            ROWS.reshape(-1, 4, 8),
+            cu_seqlens_q=np.array([0, 9, 5], np.int32),
+            cu_seqlens_k=np.array([0, 9, 5], np.int32),
+            max_seqlen_q=9,
+            max_seqlen_k=9,
+        )
     assert strobe.why() == before
 
 

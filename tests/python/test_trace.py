@@ -64,6 +64,20 @@ def test_ranges() -> None:
     assert names(lambda: strobe.merge(outs, lses)) == ["strobe::merge [cpu]"]
 
 
+PLAIN = """
+import numpy, torch, strobe
+x = torch.randn(1, 5, 2, 8)
+strobe.attention(x, x, x)
+with torch.profiler.profile() as found:
+    strobe.attention(x, x, x)
+assert [e.name for e in found.events() if e.name.startswith("strobe::forward [cpu_")]
+"""
+
+
+def test_ranges_without_strobes_modules_for_pytorch() -> None:
+    subprocess.run([sys.executable, "-c", PLAIN], check=True, timeout=300)
+
+
 def test_a_range_in_a_compiled_program() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda q: flash_attn_func(q, q, q), backend="aot_eager")
@@ -83,8 +97,15 @@ def test_a_range_ends_where_the_launch_is_refused() -> None:
 
     def refused() -> None:
         with pytest.raises(strobe.InvalidArgument, match="cu_seqlens"):
-            strobe.attention(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-                             max_seqlen_q=9, max_seqlen_k=9)  # fmt: skip
+            strobe.attention(
+                packed,
+                packed,
+                packed,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+                max_seqlen_q=9,
+                max_seqlen_k=9,
+            )
         strobe.attention(T, T, T)
 
     first, second = ranges(refused)
@@ -133,8 +154,9 @@ def stderr_of(**environment: str) -> str:
     if not environment:
         variables.pop("STROBE_LOG", None)
     program = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=300,
-                         check=True)  # fmt: skip
+    run = subprocess.run(
+        program, env=variables, capture_output=True, text=True, timeout=300, check=True
+    )
     return run.stderr
 
 
