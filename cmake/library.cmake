@@ -11,6 +11,7 @@ endif()
 strobe_sources(sources
   src/api/capi.cpp
   src/api/kernel_table.cpp
+  src/api/log.cpp
   src/core/machine.cpp
   src/api/plan.cpp
   src/core/checks.cpp
@@ -129,3 +130,4 @@ target_link_libraries(strobe_static PRIVATE
 if(EXISTS "${PROJECT_SOURCE_DIR}/src/cuda/CMakeLists.txt")
   include(cuda)
 endif()
+include(nvtx)

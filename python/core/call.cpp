@@ -44,6 +44,7 @@ Call::~Call() {
   for (Ref& result : results) result.release();
   for (Ref& copy : copies) copy.release();
   workspace_.release();
+  range_.forget();
   scalars.release();
   new std::shared_ptr<Launch>(std::move(launch_));
 }
@@ -373,7 +374,7 @@ bool Call::make(const Key& key) {
   auto launch = std::make_shared<Launch>();
   const void* plan = PyCapsule_GetPointer(capsule, kPlanCapsule);
   if (plan == nullptr) return false;
-  std::memcpy(&launch->plan, plan, sizeof launch->plan);
+  launch->plan = std::make_shared<strobe_plan>(*static_cast<const strobe_plan*>(plan));
   for (Py_ssize_t i = 0; i < PyTuple_Size(allocators); ++i)
     if (!launch->results[i].take(PyTuple_GetItem(allocators, i))) return false;
   if (!launch->workspace.take(workspace)) return false;
@@ -433,7 +434,7 @@ bool Call::allocate() {
         allocator.make(kSlotNames[slots[i]], tensors[kQ], tensors[slots[i]], watch.unwatched);
     if (!results[i]) return false;
   }
-  if (launch_->plan.problem.device != STROBE_CUDA) return true;
+  if (launch_->plan->problem.device != STROBE_CUDA) return true;
   if (!current_stream(tensors[kQ], &stream_)) return false;
   if (!launch_->workspace.function) return true;
   if (launch_->small && !is_capturing(stream_)) return true;
@@ -469,7 +470,7 @@ void Call::fill(Arguments& arguments) {
   arguments.dropout_seed = seed;
   arguments.dropout_offset = offset;
   arguments.workspace = workspace_address_;
-  arguments.workspace_bytes = launch_->workspace.function ? launch_->plan.workspace_bytes : 0;
+  arguments.workspace_bytes = launch_->workspace.function ? launch_->plan->workspace_bytes : 0;
   arguments.stream = stream_;
 #define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
 #include "core/options.def"
@@ -518,8 +519,8 @@ bool Call::launch_it() {
     forward.interrupt = gradients.interrupt = interrupted;
     forward.interrupt_data = gradients.interrupt_data = &thread;
   }
-  const strobe_status status = backward ? library.backward(&launch_->plan, &gradients)
-                                        : library.forward(&launch_->plan, &forward);
+  const strobe_status status = backward ? library.backward(launch_->plan.get(), &gradients)
+                                        : library.forward(launch_->plan.get(), &forward);
   if (thread != nullptr) PyEval_RestoreThread(thread);
   without_gil_ = false;
   for (int i = 0; i < writes_; ++i)
@@ -558,7 +559,11 @@ bool Call::run() {
     if (key.fits()) launch_ = plans[backward].find(key);
   }
   if (launch_ == nullptr && !make(key)) return false;
-  return allocate() && watch.check(kSlotNames, tensors, kSlots) && launch_it();
+  if (tensors[kQ].is_torch() &&
+      !range_.begin(backward ? "backward" : "forward", launch_->plan->kernel))
+    return false;
+  const bool done = allocate() && watch.check(kSlotNames, tensors, kSlots) && launch_it();
+  return range_.end() && done && note_launch(door, launch_->plan);
 }
 
 }  // namespace strobe_python

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plans.h"
+#include "profiler.h"
 #include "tensor.h"
 #include "values.h"
 
@@ -60,6 +61,7 @@ struct Call {
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
 
+  const char* door = "strobe.attention";  // by which function the call came, for `strobe.why()`
   const bool backward;
   bool cached = false;                                 // attention_with_kvcache
   bool rotary_interleaved = false, float_out = false;  // with a cache
@@ -96,6 +98,7 @@ struct Call {
   Tensor workspace_tensor_;
   void* workspace_address_ = nullptr;
   void* stream_ = nullptr;
+  ProfilerRange range_;
   bool without_gil_ = false;  // as when the interpreter ends a thread that waits for it
 };
 

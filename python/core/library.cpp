@@ -198,7 +198,7 @@ PyObject* long_text(Function function, const Argument* argument) {
 
 PyObject* plan_text(PyObject*, PyObject* capsule) {
   auto* plan = static_cast<strobe_plan*>(PyCapsule_GetPointer(capsule, kPlanCapsule));
-  return plan == nullptr ? nullptr : long_text(library.plan_text, plan);
+  return plan == nullptr ? nullptr : text_of_plan(*plan);
 }
 
 PyObject* workspace_bytes(PyObject*, PyObject* capsule) {
@@ -276,6 +276,8 @@ PyObject* kernels(PyObject*, PyObject*) {
 }
 
 }  // namespace
+
+PyObject* text_of_plan(const strobe_plan& plan) { return long_text(library.plan_text, &plan); }
 
 void raise_status(strobe_status status) {
   Ref error = call_python("_errors", "error_for_status", "(is)", static_cast<int>(status),

@@ -33,4 +33,7 @@ extern PyMethodDef library_methods[];
 
 extern const char kPlanCapsule[];
 
+// A plan in words, a str.
+PyObject* text_of_plan(const strobe_plan& plan);
+
 }  // namespace strobe_python

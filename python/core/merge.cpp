@@ -27,6 +27,7 @@ struct Merge {
   Ref stacked[2];  // of lists of parts
   Ref results[2];
   Tensor arrays[kMergeArrays];
+  ProfilerRange range;
   bool without_gil = false;  // as when the interpreter ends a thread that waits for it
 
   ~Merge() {
@@ -34,6 +35,7 @@ struct Merge {
     for (Tensor& array : arrays) array.forget();
     for (Ref& array : stacked) array.release();
     for (Ref& array : results) array.release();
+    range.forget();
   }
   // outs, lses and out, each read once. On false an exception is set, as below.
   bool give(PyObject* const* given);
@@ -114,6 +116,7 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   arguments.outs_part = outs.strides[0];
   arguments.lses_part = lses.strides[0];
   if (outs.on_cuda && !current_stream(outs, &arguments.stream)) return false;
+  if (outs.is_torch() && !range.begin("merge", outs.on_cuda ? "cuda" : "cpu")) return false;
   if (!watch.check(kMergeNames, arrays, kMergeArrays)) return false;
   PyThreadState* thread = PyEval_SaveThread();
   without_gil = true;
@@ -121,7 +124,8 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   PyEval_RestoreThread(thread);
   without_gil = false;
   if (is_given && !mark_written(status, out)) return false;
-  if (status == STROBE_OK) return true;
+  if (!range.end()) return false;
+  if (status == STROBE_OK) return note_merge(arguments);
   Ref error = call_python("_merge", "launch_error", "(isO)", static_cast<int>(status),
                           library.last_error(), names);
   if (error) raise_object(error.get());

@@ -102,6 +102,7 @@ PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
 // q, k, v, out, return_lse, whether out is float32, options
 PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
   Call call(false);
+  call.door = "strobe.attention_with_kvcache";
   call.cached = true;
   if (!takes(count, 7) || !to_flag("float_out", a[5], &call.float_out)) return nullptr;
   return attend(call, "attention_with_kvcache", a, a[6]);
@@ -133,6 +134,7 @@ bool give_gradients(Call& call, PyObject* grads) {
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (!takes(count, 10) || !all_there({"dout", "q", "k", "v", "out", "lse"}, a)) return nullptr;
   Call call(true);
+  call.door = "strobe.attention_backward";
   for (int slot = kDout; slot <= kDlse; ++slot)
     if (!call.give(static_cast<Slot>(slot), a[slot])) return nullptr;
   if (!give_gradients(call, a[7]) || !to_flag("deterministic", a[8], &call.deterministic) ||
@@ -175,6 +177,7 @@ bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
 PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count < 16) return takes(count, 16), nullptr;
   Call call(false);
+  call.door = "torch.ops.strobe.attention_forward";
   call.wants_lse = true;
   for (int i = 0; i < 3; ++i)
     if (!straighten(call, static_cast<Slot>(kQ + i), a[i], false)) return nullptr;
@@ -187,6 +190,7 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count < 20) return takes(count, 20), nullptr;
   constexpr Slot kSlotsInOrder[] = {kDout, kDlse, kQ, kK, kV, kOut, kLse};
   Call call(true);
+  call.door = "the backward pass";
   for (int i = 0; i < 7; ++i) {
     const Slot slot = kSlotsInOrder[i];
     PyObject* array = a[i];
@@ -319,6 +323,7 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (a[5] != Py_False || !given.are_usual() || !unwatched(given.q, given.k, given.v))
     return general();
   Call call(false);
+  call.door = given.cu_seqlens_q == Py_None ? "flash_attn_func" : "flash_attn_varlen_func";
   call.watch.unwatched = true;
   // A tensor of torch.func's transforms has no memory: reading it fails.
   if (!call.give(kQ, given.q) || !call.give(kK, given.k) || !call.give(kV, given.v))
@@ -381,8 +386,8 @@ int execute(PyObject* module) {
     return -1;
   }
   if (plans == nullptr) plans = new Plans[2];
-  for (PyMethodDef* methods :
-       {library_methods, tensor_methods, call_methods, merge_methods, xla_methods})
+  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, merge_methods,
+                               xla_methods, latest_methods, profiler_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }

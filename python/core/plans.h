@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "latest.h"
 #include "library.h"
 #include "tensor.h"
 
@@ -59,7 +60,7 @@ struct Allocator {
 
 // A plan and all that a call needs besides the addresses of its tensors.
 struct Launch {
-  strobe_plan plan;
+  SharedPlan plan;
   Allocator results[3];   // out and lse, or dq, dk and dv
   Allocator workspace;    // CUDA: the framework's memory; without: the library makes its own
   bool small = false;     // so small a workspace that the library keeps it, but not in a graph

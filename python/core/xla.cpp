@@ -10,7 +10,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "library.h"
+#include "latest.h"
 #include "xla_ffi.h"
 
 // XLA calls a handler without the GIL, from threads of its own: nothing here touches Python but for
@@ -86,15 +86,15 @@ strobe_problem problem_of(bool backward, int32_t dtype, const int64_t* q, const 
 // Plans that were made, by the bytes of their problems.
 class XlaPlans {
  public:
-  strobe_plan find_or_make(const strobe_problem& problem) {
+  SharedPlan find_or_make(const strobe_problem& problem) {
     const std::string key(reinterpret_cast<const char*>(&problem), sizeof problem);
     {
       const std::shared_lock lock(mutex_);
       if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
     }
-    strobe_plan plan{};
-    plan.struct_size = sizeof plan;
-    check(library.plan_make(&problem, &plan));
+    auto plan = std::make_shared<strobe_plan>();
+    plan->struct_size = sizeof *plan;
+    check(library.plan_make(&problem, plan.get()));
     const std::unique_lock lock(mutex_);
     if (plans_.size() >= kCapacity) plans_.clear();
     plans_.emplace(key, plan);
@@ -104,7 +104,7 @@ class XlaPlans {
  private:
   static constexpr size_t kCapacity = 1024;  // about 2 KiB each
   std::shared_mutex mutex_;
-  std::unordered_map<std::string, strobe_plan> plans_;
+  std::unordered_map<std::string, SharedPlan> plans_;
 };
 XlaPlans& xla_plans = *new XlaPlans;  // never freed: launches may come while the process ends
 
@@ -261,7 +261,7 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
         other->dims[2] != heads_kv || (other == &k && other->dims[3] != dim))
       refuse(kInvalidArgument, "strobe: q, k and v differ in dtype or shape");
   void* stream = cuda ? enter_cuda(frame, problem) : nullptr;
-  const strobe_plan plan = xla_plans.find_or_make(problem);
+  const SharedPlan plan = xla_plans.find_or_make(problem);
 
   if (!backward) {
     strobe_forward_args arguments{};
@@ -271,9 +271,10 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
     arguments.v = v.data;
     arguments.out = out.data<void>("out", q.dtype, {batch, rows, heads, dim_v});
     if (out.more_than(1)) arguments.lse = out.data<float>("lse", kF32, {batch, heads, rows});
-    give_workspace(out, plan, arguments);
+    give_workspace(out, *plan, arguments);
     arguments.stream = stream;
-    return check(library.forward(&plan, &arguments));
+    check(library.forward(plan.get(), &arguments));
+    return note_launch_of_xla("strobe.jax.attention", plan);
   }
   strobe_backward_args arguments{};
   if (dout->dtype != q.dtype || dout->dims[0] != batch || dout->dims[1] != rows ||
@@ -290,9 +291,10 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
   arguments.dq = out.data<void>("dq", q.dtype, {batch, rows, heads, dim});
   arguments.dk = out.data<void>("dk", q.dtype, {batch, keys, heads_kv, dim});
   arguments.dv = out.data<void>("dv", q.dtype, {batch, keys, heads_kv, dim_v});
-  give_workspace(out, plan, arguments);
+  give_workspace(out, *plan, arguments);
   arguments.stream = stream;
-  check(library.backward(&plan, &arguments));
+  check(library.backward(plan.get(), &arguments));
+  note_launch_of_xla("the gradient of strobe.jax.attention", plan);
 }
 
 Error* error_of(const CallFrame& frame, Code code, const char* text) {

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from . import _core
+from . import _core, _profiler
 from ._errors import Error, InvalidArgument, Unsupported, first_line, shown
 from ._values import integer
 
@@ -116,6 +116,7 @@ def introduce_torch() -> None:
         torch.autograd.graph.increment_version,
         (torch.float32, torch.bfloat16, torch.float16, torch.int32),
     )
+    _profiler.introduce(torch)
 
 
 def is_masked(array: NDArray) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _operators, functional
+from . import _core, _operators, functional
+from ._calls import ALL_HIDDEN, GRADIENT_OF_SDPA, SDPA
 from ._masks import Block, Blocks
 
 Tensor: TypeAlias = torch.Tensor
@@ -118,6 +119,7 @@ def forward(
         lse[block.batch, :, block.queries] = found[1]
     if lse is None and with_lse:
         lse = q.new_full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
+    _came_by(SDPA, task)
     return out, lse  # no views, which autograd lets nobody write to
 
 
@@ -154,7 +156,16 @@ def backward(
             grads=(_part(dq, *queries), _part(dk, *keys), _part(dv, *keys)),
             **options,
         )
+    _came_by(GRADIENT_OF_SDPA, task)
     return grads
+
+
+def _came_by(function: str, task: Task) -> None:
+    """Names what has been computed, for `strobe.why()`."""
+    if task.blocks.blocks:
+        _core.came_by(function)
+    else:
+        _core.say(ALL_HIDDEN)
 
 
 class Masked(torch.autograd.Function):  # type: ignore[misc]

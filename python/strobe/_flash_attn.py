@@ -27,6 +27,16 @@ NO_WINDOW: Final = (-1, -1)
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 Options: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 
+# By what q, k and v were taken from (see `call`), and whether the batch is dense.
+_FUNCTIONS: Final = {
+    ("", True): "flash_attn_func",
+    ("kv", True): "flash_attn_kvpacked_func",
+    ("qkv", True): "flash_attn_qkvpacked_func",
+    ("", False): "flash_attn_varlen_func",
+    ("kv", False): "flash_attn_varlen_kvpacked_func",
+    ("qkv", False): "flash_attn_varlen_qkvpacked_func",
+}
+
 _is_tracing: Final = torch.compiler.is_dynamo_compiling
 
 
@@ -314,6 +324,8 @@ def call(
     if not tracing and not more:
         try:
             found = _core.flash(q, k, v, lengths, options, return_attn_probs)
+            if found is not None and packed:
+                _core.came_by(_FUNCTIONS[packed, lengths[0] is None])
             if type(found) is tuple:  # autograd watches
                 return _operators.record(q, k, v, found)
             if found is not None:
@@ -336,6 +348,7 @@ def call(
             if found is error:
                 raise
             raise _by_name(found, packed) from None
+    _operators.came_by(_FUNCTIONS[packed, lengths[0] is None], out)
     if not return_attn_probs:
         return out
     if arguments[3] is None:

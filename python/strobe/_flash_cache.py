@@ -25,7 +25,7 @@ from ._flash_attn import (
     limited,
     taken,
 )
-from ._operators import _LIBRARY, define, is_transformed, new_results
+from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._plans import NoSequences, answer, no_lengths
 from ._values import NO_LIMIT, constant, integer, pair
@@ -86,11 +86,12 @@ def call(
     return_lse: Any = True,
     names: dict[str, str] = NAMES,
     recorded: bool = False,
+    function: str = "flash_attn_with_kvcache",
 ) -> Result:
     """out, or (out, lse), of queries with a cache, without a gradient.
 
     options: of `strobe.attention_with_kvcache`; names: what the caller calls them. recorded: as
-    results that autograd knows, whose backward pass is refused.
+    results that autograd knows, whose backward pass is refused. function: the caller.
     """
     if options["window"] is not NO_WINDOW:
         options["window"] = limited(options["window"])
@@ -100,13 +101,16 @@ def call(
     is_tensor = not tracing and not recorded and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
         try:  # what is wrong here is said below
-            return _core.kvcache(q, k, v, None, return_lse, False, options)
+            found = _core.kvcache(q, k, v, None, return_lse, False, options)
         except InvalidArgument:
             pass
         except Error as error:
             raise type(error)(renamed(str(error), names)) from None
         except Exception:
             pass
+        else:
+            _core.came_by(function)
+            return found
     every = {row.name: row.default for row in CACHE_ROWS} | options
     named = {"q": q, "k": k, "v": v} | {name: every[name] for name in _ARRAYS}
     for name, x in named.items():
@@ -150,6 +154,7 @@ def call(
         if found is error:
             found = cannot_be_read(names.get("k", "k"), k, error)
         raise found from None
+    came_by(function, found[0])
     return found if return_lse else found[0]
 
 
@@ -443,5 +448,7 @@ def paged_varlen(
     }
     names = {**NAMES, "k": "k", "v": "v", "leftpad": "leftpad_k"}
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
-    found: tuple[Tensor, Tensor] = call(q, k, v, options, names=names, recorded=recorded)
+    function = "flash_attn_varlen_func"
+    found: tuple[Tensor, Tensor]
+    found = call(q, k, v, options, names=names, recorded=recorded, function=function)
     return found

@@ -322,6 +322,14 @@ def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]
     return attention_forward(q, k, v, *options)
 
 
+def came_by(function: str, out: Any) -> None:
+    """Names a call that operators have computed, for `strobe.why()`. Where a compiler or a mode
+    makes a graph of the call, nothing has been computed.
+    """
+    if not torch.compiler.is_compiling() and type(out) is Tensor:
+        _core.came_by(function)
+
+
 # ---------------------------------------------------------------------------------- dropout weights
 
 

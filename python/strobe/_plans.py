@@ -81,12 +81,14 @@ class NoSequences(Exception):
 
 def answer(none: NoSequences, again: Callable[[], Any]) -> tuple[Any, ...]:
     """The results of a call that raised `none`. again: makes it with `no_lengths`."""
-    if not none.results:
+    results = none.results
+    if not results:
         try:
             again()
         except NoSequences as found:
-            return found.results
-    return none.results
+            results = found.results
+    _core.say("served: there was nothing to compute, as there are no sequences")
+    return results
 
 
 def no_lengths(options: Mapping[str, Any]) -> dict[str, Any]:

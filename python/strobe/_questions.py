@@ -112,10 +112,15 @@ def why(
 
     A bad request raises nothing: the answer is the text of what is wrong with it.
 
-    Without q, k and v: what became of this thread's latest scaled_dot_product_attention that
-    `strobe.torch` saw; calls outside its blocks, or which PyTorch keeps from its flash kernel after
-    `strobe.torch.register()`, leave that as it was. The answer begins with "served" (by which
-    kernel), "declined" (for which reason PyTorch computed it) or "no call seen".
+    Without q, k and v: what became of this thread's latest call, by whichever function it came:
+    this module's, flash_attn's, scaled_dot_product_attention, a model of transformers, JAX, or a
+    backward pass. The answer begins with "served" (by which kernel; the lines that follow are the
+    problem, and why the kernels before declined), "declined" (for which reason PyTorch computed it)
+    or "no call seen". A call that raises leaves it as it was. So do calls of
+    scaled_dot_product_attention that Strobe does not see: outside the blocks of `strobe.torch`, and
+    those that PyTorch keeps from its flash kernel after `strobe.torch.register()`. Calls in threads
+    that Python did not start (in which PyTorch runs the backward pass on a GPU, and JAX all) are
+    every thread's.
 
     Args: as `plan`.
     """

@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _arrays, _autograd, _blocks, _flash_attn, _masks, _operators, _questions
+from . import _arrays, _autograd, _blocks, _core, _flash_attn, _masks, _operators, _questions
 from ._blocks import Task
-from ._calls import Verdict
+from ._calls import SDPA, Verdict
 from ._errors import Error, InvalidArgument, Unsupported
 from ._masks import Block, Blocks
 from .flash_attn import flash_attn_func
@@ -185,7 +185,7 @@ def top_left(is_causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple
 
 @lru_cache(maxsize=4096)
 def _verdict(is_causal: bool, *kind: Any) -> Verdict:
-    """Of a call without a mask. Its kernel is that of the whole, also where blocks are computed."""
+    """Of a call without a mask."""
     q, k, v, dtypes, devices, dropout_p, _, _, autocast = kind
     detail = f"query {q} {dtypes[0]} on {devices[0]}, key {k}, value {v}, dropout_p {dropout_p}"
     reason = objection(*kind)
@@ -195,16 +195,13 @@ def _verdict(is_causal: bool, *kind: Any) -> Verdict:
     dtype = str(autocast or dtypes[0]).removeprefix("torch.")
     specs = [_arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, str(devices[0])) for n in (q, k, v)]
     try:
-        plans = [
+        for direction in (False, True):
             _questions.plan(
                 *specs, causal=causal, window=window, dropout_p=dropout_p, backward=direction
             )
-            for direction in (False, True)
-        ]
     except Error as error:
         return Verdict(kind="no kernel of Strobe takes it", detail=str(error))
-    lines = dict(line.split(maxsplit=1) for line in plans[0].splitlines() if " " in line)
-    return Verdict(kernel=lines.get("kernel", ""))
+    return Verdict()
 
 
 def judge(request: Request) -> tuple[Verdict, Blocks | None]:
@@ -321,6 +318,7 @@ def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
         causal or attn_mask is not None,
         window,
     )
+    _core.came_by(SDPA)
     return out.transpose(1, 2)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import _flash_cache, _options
+from . import _core, _flash_cache, _options
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
     DENSE,
@@ -264,6 +264,7 @@ def flash_attn_combine(
     except Error as error:
         names = {"outs": "out_partial", "lses": "lse_partial"}
         raise type(error)(renamed(str(error), names)) from None
+    _core.came_by("flash_attn_combine")
     return merged, lse.transpose(-1, -2)
 
 

@@ -27,6 +27,7 @@ import torch
 from . import _mask_functions, _padding
 from ._errors import Unsupported
 from ._mask_functions import Reach
+from ._operators import came_by
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 __all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
@@ -34,6 +35,7 @@ __all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
 Tensor: TypeAlias = torch.Tensor
 
 NAME: Final = "strobe"
+_FUNCTION: Final = "the attention of a model of transformers"  # as `strobe.why()` names it
 
 
 def register() -> None:
@@ -317,6 +319,7 @@ def attention(
         out = flash_attn_func(q, k, v, **options)
     else:
         out = _padding.attend(q, k, v, mask, options)
+    came_by(_FUNCTION, out)
     return out, None
 
 
@@ -373,7 +376,9 @@ def paged_attention(
             write_index=others["write_index"],
         )
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k)
-        return flash_attn_varlen_func(q, k, v, *lengths, **options), None
+        out = flash_attn_varlen_func(q, k, v, *lengths, **options)
+        came_by(_FUNCTION, out)
+        return out, None
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     k_cache, v_cache = (
         x[layer].view(-1, cache.block_size, *x[layer].shape[1:])
@@ -389,4 +394,5 @@ def paged_attention(
         block_table=block_table[group],
         **options,
     )
+    came_by(_FUNCTION, out)
     return out[:, 0], None

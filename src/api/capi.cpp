@@ -8,6 +8,8 @@
 #include <string_view>
 #include <type_traits>
 
+#include "api/log.h"
+#include "api/nvtx_range.h"
 #include "api/plan.h"
 #include "core/checks.h"
 #include "core/machine.h"
@@ -136,6 +138,8 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
                           direction, direction == STROBE_FORWARD ? "forward" : "backward"));
   }
   STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
+  log_launch(*plan);
+  const NvtxRange range(forward ? "forward" : "backward", kernel->name);
   return (kernel->*run)(*plan, *args);
 }
 
@@ -208,7 +212,11 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
   return guarded([&]() -> Status {
     STROBE_RETURN_IF_ERROR(checked("problem", problem));
     STROBE_RETURN_IF_ERROR(checked("plan", plan));
-    return make_plan(*problem, *plan);
+    read_log_setting();
+    NvtxRange::find_tool();
+    Status made = make_plan(*problem, *plan);
+    if (made.code() == STROBE_UNSUPPORTED) log_declined(made.text());
+    return made;
   });
 }
 
@@ -254,6 +262,7 @@ strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
     STROBE_RETURN_IF_ERROR(checked("args", args));
     MergeArgs checked_args = *args;
     STROBE_RETURN_IF_ERROR(check_merge(checked_args));
+    const NvtxRange range("merge", checked_args.device == STROBE_CUDA ? "cuda" : "cpu");
     if (checked_args.device == STROBE_CUDA) {
 #if STROBE_HAVE_CUDA
       return cuda::merge(checked_args);

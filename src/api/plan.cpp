@@ -20,11 +20,13 @@ const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std:
   return text.empty() ? nullptr : text.c_str();
 }
 
-// Why no kernel takes the problem, in few words: kernels with the same reason share a line.
-std::string refusals(const AttentionProblem& resolved) {
+// Why kernels decline the problem, of those before index `end`: an entry each, in which kernels
+// with the same reason stand together.
+std::vector<std::string> refusals(const AttentionProblem& resolved, int32_t end) {
   std::vector<std::pair<std::string, std::string>> found;  // names and their reason
   std::string text;
-  for (const Kernel& kernel : kernel_table()) {
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    if (i++ == end) break;
     if (kernel.device != resolved.device) continue;
     const char* reason = refusal(kernel, resolved, text);
     if (!reason) continue;
@@ -34,8 +36,15 @@ std::string refusals(const AttentionProblem& resolved) {
       found.emplace_back(kernel.name, reason);
     }
   }
+  std::vector<std::string> entries;
+  for (const auto& [names, reason] : found) entries.push_back(names + " declines: " + reason);
+  return entries;
+}
+
+// Why no kernel takes the problem.
+std::string refusals(const AttentionProblem& resolved) {
   std::string lines;
-  for (const auto& [names, reason] : found) lines += names + " declines: " + reason + "\n";
+  for (const std::string& entry : refusals(resolved, -1)) lines += entry + "\n";
   return lines.empty() ? no_kernels() : lines;
 }
 
@@ -131,6 +140,12 @@ std::string describe(const Plan& plan) {
     s += "  " + lines.substr(at, end - at) + "\n";
     at = end + 1;
   }
+  return s;
+}
+
+std::string who_computes(const Plan& plan) {
+  std::string s = std::string(plan.kernel) + " computes " + to_string(plan.problem);
+  for (const std::string& entry : refusals(plan.problem, plan.kernel_index)) s += "; " + entry;
   return s;
 }
 

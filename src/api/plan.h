@@ -26,6 +26,9 @@ std::string describe(const Plan& plan);
 /// One line per kernel of the problem's device: takes it, or why not.
 std::string why(const AttentionProblem& problem);
 
+/// In one line: which kernel computes the plan's problem, and why those before it declined.
+std::string who_computes(const Plan& plan);
+
 }  // namespace strobe
 
 #endif  // STROBE_API_PLAN_H_
