@@ -51,15 +51,16 @@ _ARRAYS: Final = (
     "alibi_slopes",
 )
 # And the rest, with PyTorch's types.
+_TYPES: Final = {row.name: row.kind.operator_type for row in CACHE_ROWS}
 _PLAIN: Final = {
-    "max_seqlen_q": "SymInt?",
-    "scale": "float?",
-    "causal": "bool",
-    "window_left": "SymInt",
-    "window_right": "SymInt",
-    "softcap": "float",
-    "attention_chunk": "SymInt",
-    "rotary_interleaved": "bool",
+    "max_seqlen_q": _TYPES["max_seqlen_q"],
+    "scale": _TYPES["scale"],
+    "causal": _TYPES["causal"],
+    "window_left": _TYPES["window"],
+    "window_right": _TYPES["window"],
+    "softcap": _TYPES["softcap"],
+    "attention_chunk": _TYPES["attention_chunk"],
+    "rotary_interleaved": _TYPES["rotary_interleaved"],
 }
 _CONVERTERS: Final = {"SymInt": as_integer, "float": as_number, "bool": as_flag}
 # What the library calls things, and what flash_attn calls them.
@@ -171,8 +172,6 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     options["window"] = options.pop("window_left"), options.pop("window_right")
     constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
-    if options["attention_chunk"] == 0:  # a rare option, which costs time
-        del options["attention_chunk"]
     tail = (None, True, False)
     try:
         found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, *tail, options)

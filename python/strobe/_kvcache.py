@@ -118,7 +118,6 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _pl
     float_out = fields.pop("float_out")
     out_dtype = "float32" if float_out else q.dtype
     longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
-    del fields["max_seqlen_k"]
     if packed:
         take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
         sizes["batch"] = sizes["batch + 1"] - 1

@@ -221,9 +221,8 @@ def flash_attn_with_kvcache(
         "window": window_size,
         "softcap": softcap,
         "rotary_interleaved": rotary_interleaved,
+        "attention_chunk": attention_chunk,
     }
-    if type(attention_chunk) is not int or attention_chunk != 0:  # a rare option, which costs time
-        options["attention_chunk"] = attention_chunk
     if rotary_seqlens is None:
         _flash_cache.rotary_start(options)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)

@@ -19,10 +19,10 @@ import numpy as np
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
-from ._options import ARRAYS
+from ._options import ARRAYS, converted
 from ._problem import DTYPE_CODES
 from ._questions import check
-from ._values import NO_LIMIT, flag, integer, real, seed, window
+from ._values import NO_LIMIT, flag, integer, seed
 
 __all__ = ["attention"]
 
@@ -371,21 +371,30 @@ def attention(
     limits: Any = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(limits, int | np.integer):
         limits = (limits, limits)
-    limits = window("local_window_size", limits)
-    left, right = (NO_LIMIT if x is None else x for x in limits)
+    checked = converted(
+        {
+            "causal": is_causal,
+            "window": limits,
+            "window_signed": window_signed,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "batch_invariant": batch_invariant,
+            "attention_chunk": attention_chunk,
+            "threads": threads,
+            **({} if scale is None else {"scale": scale}),
+        },
+        _NAMES,
+    )
+    checked["window_signed"] = checked["window_signed"] or None in checked["window"]
+    left, right = (NO_LIMIT if x is None else x for x in checked["window"])
+    checked["window"] = (left, right)
+    # As fields of strobe_problem, by whose names XLA hands them on.
     options: dict[str, Any] = {
-        "causal": int(flag("is_causal", is_causal)),
-        "window_left": left,
-        "window_right": right,
-        "window_signed": int(flag("window_signed", window_signed) or None in limits),
-        "softcap": real("softcap", softcap),
-        "dropout_p": real("dropout_p", dropout_p),
-        "batch_invariant": int(flag("batch_invariant", batch_invariant)),
-        "attention_chunk": integer("attention_chunk", attention_chunk),
-        "threads": integer("threads", threads, 32),
+        name: int(value) if isinstance(value, bool) else value
+        for name, value in checked.items()
+        if name != "window"
     }
-    if scale is not None:
-        options["scale"] = real("scale", scale)
+    options |= {"window_left": left, "window_right": right}
 
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
@@ -406,8 +415,6 @@ def attention(
                 more["q_position"] = np.full(batch, position, np.int32)
         else:
             more["q_position"] = _numbers("q_position", q_position, np.int32, "-2**30 to 2**30")
-    apart = ("window_left", "window_right")
-    checked = {"window": (left, right)} | {x: y for x, y in options.items() if x not in apart}
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
         tuple((name, x.shape, x.dtype.name) for name, x in more.items()),
