@@ -288,8 +288,18 @@ _operator: Final = define(
     _kernel,
     new_results,
 )
-# No gradient, as in flash_attn.
-_LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
+
+
+def _without_gradient(keys: Any, *inputs: Any) -> Any:
+    """The operator where autograd watches: it has no gradient, as in flash_attn, and slopes that
+    require one are refused, also while a graph is traced, whose kernels run where nobody records.
+    """
+    constant("alibi_slopes", inputs[3 + _ARRAYS.index("alibi_slopes")])
+    with torch._C._AutoDispatchBelowAutograd():
+        return _operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+
+_LIBRARY.impl("attention_with_kvcache", _without_gradient, "Autograd", with_keyset=True)
 
 
 # As in flash_attn, packed queries over pages may require a gradient, and the error is that of their

@@ -423,7 +423,8 @@ def _backward(
 def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
     """(..., heads), float32."""
     with torch.no_grad():
-        delta: Tensor = _flash_attn.taken("dout", dout, lambda x: (x.float() * out.float()).sum(-1))
+        result = _flash_attn.taken("out", out, lambda x: x.float())
+        delta: Tensor = _flash_attn.taken("dout", dout, lambda x: (x.float() * result).sum(-1))
         return delta * (1 - dropout_p)
 
 
