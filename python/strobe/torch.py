@@ -1,4 +1,4 @@
-"""PyTorch's own scaled_dot_product_attention, computed by Strobe.
+"""PyTorch's own scaled_dot_product_attention, computed by Strobe, and attention with a gradient.
 
     import strobe.torch
     with strobe.torch.sdpa_kernel():                     # this thread, this block
@@ -12,7 +12,9 @@ latest call that Strobe saw which kernel served it or why it was declined, or th
 `strobe.torch.why` says why any call would be declined.
 
 Tensors here are laid out as scaled_dot_product_attention has them: (batch, heads, seqlen,
-head_dim), of any strides. `strobe.flash_attn` has the functions in FlashAttention's layout.
+head_dim), of any strides. `attention` alone has the layout of `strobe.attention` and of
+FlashAttention, whose functions are in `strobe.flash_attn`; it takes packed sequences, prefixes,
+chunks and lengths in use.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 
 from . import _calls, _checkpoints, _sdpa, _sdpa_compiled
 from ._calls import ServedCalls, Verdict
+from ._differentiable import attention
 from ._flash_impl import register
 
-__all__ = ["ServedCalls", "register", "sdpa_kernel", "why"]
+__all__ = ["ServedCalls", "attention", "register", "sdpa_kernel", "why"]
 
 Tensor: TypeAlias = torch.Tensor
 

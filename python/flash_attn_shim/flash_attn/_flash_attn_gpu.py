@@ -423,8 +423,12 @@ def _backward(
 def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
     """(..., heads), float32."""
     with torch.no_grad():
-        result = _flash_attn.taken("out", out, lambda x: x.float())
-        delta: Tensor = _flash_attn.taken("dout", dout, lambda x: (x.float() * result).sum(-1))
+        try:
+            delta: Tensor = (dout.float() * out.float()).sum(-1)
+        except Exception:
+            for name, x in (("dout", dout), ("out", out)):  # which of them it was
+                _flash_attn.taken(name, x, lambda x: (x.float() * 1.0).sum(-1))
+            raise
         return delta * (1 - dropout_p)
 
 
