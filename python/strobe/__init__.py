@@ -52,9 +52,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """The modules that need another package are imported when they are first asked for."""
-    return _modules.module_of(name)
+if not TYPE_CHECKING:  # which knows them from above, and no other names
+    # The modules that need another package are imported when they are first asked for.
+    __getattr__ = _modules.module_of
 
 
 def __dir__() -> list[str]:

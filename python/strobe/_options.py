@@ -11,52 +11,72 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
+from ._arrays import AnyArray, ArraySpec
 from ._core import OPTIONS
 from ._values import flag, integer, real, seed, window
 
+# The rows below, for type checkers. First those that are no arrays: of every call, of those without
+# a cache, of those with one.
 
-class SharedOptions(TypedDict, total=False):
-    """The rows below, for type checkers: those of every call."""
 
+class _SharedScalars(TypedDict, total=False):
     causal: bool
     window: tuple[int | None, int | None]
     scale: float | None
     softcap: float
-    alibi_slopes: Any
-    cu_seqlens_q: Any
     max_seqlen_q: int | None
     batch_invariant: bool
     threads: int
     attention_chunk: int
-    seqused_q: Any
-    seqused_k: Any
-    q_position: Any
-    prefix: Any
     window_signed: bool
 
 
-class CallOptions(SharedOptions, total=False):
-    """And those of a call without a cache."""
-
+class _CallScalars(_SharedScalars, total=False):
     dropout_p: float
     dropout_seed: int
     dropout_offset: int
-    cu_seqlens_k: Any
     max_seqlen_k: int | None
 
 
-class CacheOptions(SharedOptions, total=False):
-    """And those of `attention_with_kvcache`."""
+class _SharedArrays(TypedDict, total=False):
+    alibi_slopes: AnyArray | None
+    cu_seqlens_q: AnyArray | None
+    seqused_q: AnyArray | None
+    seqused_k: AnyArray | None
+    q_position: AnyArray | None
+    prefix: AnyArray | None
 
-    block_table: Any
-    cache_batch_idx: Any
-    leftpad: Any
-    k_new: Any
-    v_new: Any
-    cu_seqlens_k_new: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_position: Any
+
+class CallOptions(_CallScalars, _SharedArrays, total=False):
+    """Of a call without a cache."""
+
+    cu_seqlens_k: AnyArray | None
+
+
+class DescribedOptions(_CallScalars, total=False):
+    """Likewise, of a call that is not made (`plan`, `why`), whose arrays may be described."""
+
+    alibi_slopes: AnyArray | ArraySpec | None
+    cu_seqlens_q: AnyArray | ArraySpec | None
+    cu_seqlens_k: AnyArray | ArraySpec | None
+    seqused_q: AnyArray | ArraySpec | None
+    seqused_k: AnyArray | ArraySpec | None
+    q_position: AnyArray | ArraySpec | None
+    prefix: AnyArray | ArraySpec | None
+
+
+class CacheOptions(_SharedScalars, _SharedArrays, total=False):
+    """Of `attention_with_kvcache`."""
+
+    block_table: AnyArray | None
+    cache_batch_idx: AnyArray | None
+    leftpad: AnyArray | None
+    k_new: AnyArray | None
+    v_new: AnyArray | None
+    cu_seqlens_k_new: AnyArray | None
+    rotary_cos: AnyArray | None
+    rotary_sin: AnyArray | None
+    rotary_position: AnyArray | None
     rotary_interleaved: bool
 
 
@@ -139,16 +159,17 @@ def positional(**more: Any) -> tuple[Any, ...]:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_HINTS: Final = CallOptions.__annotations__ | CacheOptions.__annotations__
 
 
-def documented(function: Function, rows: Sequence[Option] = ROWS) -> Function:
-    """`function` whose signature shows the rows in place of **options."""
+def documented(
+    function: Function, rows: Sequence[Option] = ROWS, hints: type = CallOptions
+) -> Function:
+    """`function` whose signature shows the rows in place of **options. hints: their types."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     for row in rows:
-        hint = _HINTS[row.name].__forward_arg__
+        hint = hints.__annotations__[row.name].__forward_arg__
         shown.append(inspect.Parameter(row.name, keyword, default=row.default, annotation=hint))
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
@@ -156,4 +177,9 @@ def documented(function: Function, rows: Sequence[Option] = ROWS) -> Function:
 
 def documented_with_cache(function: Function) -> Function:
     """Likewise, of a call with a cache."""
-    return documented(function, CACHE_ROWS)
+    return documented(function, CACHE_ROWS, CacheOptions)
+
+
+def documented_for_description(function: Function) -> Function:
+    """Likewise, of a call that is not made."""
+    return documented(function, ROWS, DescribedOptions)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,13 @@ from ._options import ARRAYS, converted
 from ._problem import DTYPE_CODES
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer, seed
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ._arrays import SupportsDLPack
+
+    Array: TypeAlias = ArrayLike | SupportsDLPack
 
 __all__ = ["attention"]
 
@@ -284,25 +291,103 @@ def _check(tensors: Any, more: Any, options: Any) -> None:
         raise type(error)(renamed(str(error), _NAMES)) from None
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: Literal[False] = ...,
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: Literal[True],
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: bool = ...,
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     window_signed: bool = False,
     return_residual: bool = False,
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    q_position: Any = 0,
-    prefix: Any = None,
+    alibi_slopes: Array | None = None,
+    q_position: int | Array = 0,
+    prefix: Array | None = None,
     attention_chunk: int = 0,
     dropout_p: float = 0.0,
-    dropout_seed: Any = None,
+    dropout_seed: int | Array | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
     threads: int = 0,
@@ -356,6 +441,14 @@ def attention(
         jax.errors.JaxRuntimeError: when it runs: a position out of range; on a GPU: a problem that
             none of its kernels takes. On platforms other than CPU and CUDA, XLA refuses to compile
             the call: it knows no strobe_attention_forward there.
+
+    Example:
+        >>> import jax, strobe
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 30, 4, 16))
+        >>> out = strobe.jax.attention(q, k, v, is_causal=True)
+        >>> dq = jax.grad(lambda q: strobe.jax.attention(q, k, v, is_causal=True).sum())(q)
+        >>> out.shape, dq.shape
+        ((2, 30, 4, 16), (2, 30, 4, 16))
     """
     arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ndim = arrays["q"].ndim

@@ -61,6 +61,12 @@ def why(
             (bool, or 0 and -inf) that hides keys at the ends, queries, the future or all beyond a
             window: its contents are read.
         dropout_p, is_causal, scale, enable_gqa: as scaled_dot_product_attention has them.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> strobe.torch.why(q, k, v, is_causal=True)
+        ''
     """
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     verdict, _ = _sdpa.judge_any(*arguments)
@@ -77,6 +83,14 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
     Under torch.compile, enter it around the compiled call or, with a PyTorch that can compile such
     blocks (2.4 cannot), inside; calls of a block that is compiled itself are not counted. Gradients
     work after the block has ended, as they are recorded in it.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> with strobe.torch.sdpa_kernel() as served:
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> served.calls, served.fallbacks
+        (1, {})
     """
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ def test_the_process_lives(program: str) -> None:
     assert found.returncode == 0, f"{found.stdout.splitlines()[-1:]}\n{found.stderr[-2000:]}"
 
 
-class Unmultiplied(torch.Tensor):  # type: ignore[misc]
+class Unmultiplied(torch.Tensor):  # type: ignore[misc,name-defined]
     """Has memory, and shares it through DLPack, but has no operators."""
 
     @classmethod
