@@ -4,36 +4,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 namespace strobe_python {
 
 Plans* plans = nullptr;  // never freed: Python may have ended before
-
-#define STROBE_ARRAY(name, ...) #name,
-const char* const kSlotNames[kSlots] = {
-    "dout",
-    "q",
-    "k",
-    "v",
-    "out",
-    "lse",
-    "dlse",
-    "alibi_slopes",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "dq",
-    "dk",
-    "dv",
-#include "core/options.def"
-    "block_table",
-    "k_new",
-    "v_new",
-    "cu_seqlens_k_new",
-    "rotary_cos",
-    "rotary_sin",
-#define STROBE_CACHE_ARRAY(name) #name,
-#include "core/options.def"
-};
 
 // --------------------------------------------------------------------------------------- arguments
 
@@ -45,7 +21,6 @@ Call::~Call() {
   for (Ref& copy : copies) copy.release();
   workspace_.release();
   range_.forget();
-  scalars.release();
   new std::shared_ptr<Launch>(std::move(launch_));
 }
 
@@ -53,87 +28,64 @@ bool Call::give(Slot slot, PyObject* array) {
   return array == Py_None || read(kSlotNames[slot], array, tensors[slot]);
 }
 
-namespace {
-
-constexpr const char* kLongest[] = {"max_seqlen_q", "max_seqlen_k"};
-
-// An option that is no array: of which calls, and how it is taken.
-struct Option {
-  const char* name;
-  bool without_cache, with_cache;
-  bool (*give)(Call& call, const char* name, PyObject* value);
-};
-
-template <bool Call::*member>
-bool give_flag(Call& call, const char* name, PyObject* value) {
-  return to_flag(name, value, &(call.*member));
-}
-template <double Call::*member>
-bool give_real(Call& call, const char* name, PyObject* value) {
-  return to_real(name, value, &(call.*member));
-}
-template <uint64_t Call::*member>
-bool give_seed(Call& call, const char* name, PyObject* value) {
-  return to_seed(name, value, &(call.*member));
-}
-template <int index>
-bool give_longest(Call& call, const char*, PyObject* value) {
-  return call.give_length(index, value);
+bool Call::give_window(const char* name, PyObject* window) {
+  Ref pair;
+  if (!PyTuple_CheckExact(window) || PyTuple_Size(window) != 2) {
+    pair = call_python("_values", "window", "(sO)", name, window);
+    if (!pair) return false;
+    window = pair.get();
+  }
+  PyObject* const limits[] = {PyTuple_GetItem(window, 0), PyTuple_GetItem(window, 1)};
+  without_limit = limits[0] == Py_None || limits[1] == Py_None;
+  const auto give_limit = [](const char* side, PyObject* limit, int64_t* number) {
+    if (limit != Py_None) return to_integer(side, limit, 64, number);
+    *number = STROBE_NO_LIMIT;
+    return true;
+  };
+  return give_limit("window[0]", limits[0], &numbers[kScalar_window].integer) &&
+         give_limit("window[1]", limits[1], &numbers[kWindowRight].integer);
 }
 
-constexpr Option kOptions[] = {
-    {"causal", true, true, give_flag<&Call::causal>},
-    {"batch_invariant", true, true, give_flag<&Call::batch_invariant>},
-    {"window", true, true, [](Call& call, auto, PyObject* x) { return call.give_window(x); }},
-    {"scale", true, true,
-     [](Call& call, auto name, PyObject* x) { return call.give_scale(name, x); }},
-    {"softcap", true, true, give_real<&Call::softcap>},
-    {"dropout_p", true, false, give_real<&Call::dropout_p>},
-    {"dropout_seed", true, false, give_seed<&Call::seed>},
-    {"dropout_offset", true, false, give_seed<&Call::offset>},
-    {kLongest[0], true, true, give_longest<0>},
-    {kLongest[1], true, false, give_longest<1>},
-    {"threads", true, true,
-     [](Call& call, auto name, PyObject* x) { return to_integer(name, x, 32, &call.threads); }},
-    {"rotary_interleaved", false, true, give_flag<&Call::rotary_interleaved>},
-};
-constexpr int kNames = kSlots + static_cast<int>(std::size(kOptions));
-
-const char* name_at(int index) {
-  return index < kSlots ? kSlotNames[index] : kOptions[index - kSlots].name;
+bool Call::give(Scalar scalar, PyObject* value, const char* said) {
+  const ScalarOption& option = kScalarOptions[scalar];
+  const char* name = said != nullptr ? said : option.name;
+  Number& number = numbers[scalar];
+  bool flag;
+  switch (option.kind) {
+    case OptionKind::kFlag:
+      if (!to_flag(name, value, &flag)) return false;
+      set(scalar, flag);
+      return true;
+    case OptionKind::kInteger:
+      return to_integer(name, value, 64, &number.integer);
+    case OptionKind::kInteger32:
+      return to_integer(name, value, 32, &number.integer);
+    case OptionKind::kIntegerOrNone:
+      set(scalar, value != Py_None);
+      return value == Py_None || to_integer(name, value, 64, &number.integer);
+    case OptionKind::kReal:
+      return to_real(name, value, &number.real);
+    case OptionKind::kRealOrNone:
+      set(scalar, value != Py_None);
+      return value == Py_None || to_real(name, value, &number.real);
+    case OptionKind::kSeed:
+      return to_seed(name, value, &number.word);
+    case OptionKind::kWindow:
+      return give_window(name, value);
+    case OptionKind::kArray:
+      break;
+  }
+  return false;
 }
-
-// The index of a name, or kNames. Names in a call are interned: nearly always addresses are equal.
-int index_of(PyObject* name) {
-  static PyObject* known[kNames];
-  if (known[kNames - 1] == nullptr)
-    for (int i = 0; i < kNames; ++i) known[i] = PyUnicode_InternFromString(name_at(i));
-  for (int i = 0; i < kNames; ++i)
-    if (known[i] == name) return i;
-  for (int i = 0; i < kNames; ++i)
-    if (PyUnicode_CompareWithASCIIString(name, name_at(i)) == 0) return i;
-  return kNames;
-}
-
-// Whether a call has the array as an option.
-bool is_option(bool cached, int slot) {
-  if (slot == kAlibi || slot == kCuQ || slot == kCuK) return slot != kCuK || !cached;
-  return slot > kDv && (cached || slot < kBlockTable);
-}
-
-}  // namespace
 
 bool Call::give_option(const char* function, PyObject* name, PyObject* value) {
-  const int index = index_of(name);
-  if (index < kSlots && is_option(cached, index)) return give(static_cast<Slot>(index), value);
-  if (index >= kSlots && index < kNames) {
-    const Option& option = kOptions[index - kSlots];
-    if (cached ? option.with_cache : option.without_cache)
-      return option.give(*this, option.name, value);
+  const Option* option = find_option(name);
+  if (option == nullptr || (option->calls & (cached ? kWithCache : kWithoutCache)) == 0) {
+    call_python("_options", "row_of", "(sO)", function, name);  // which says that there is none
+    return false;
   }
-  Ref number = call_python("_options", "scalar", "(sOO)", function, name, value);
-  if (number && !scalars) scalars = Ref(PyDict_New());
-  return number && scalars && PyDict_SetItem(scalars.get(), name, number.get()) == 0;
+  return option->kind == OptionKind::kArray ? give(static_cast<Slot>(option->index), value)
+                                            : give(static_cast<Scalar>(option->index), value);
 }
 
 bool Call::give_options(const char* function, PyObject* options) {
@@ -141,57 +93,29 @@ bool Call::give_options(const char* function, PyObject* options) {
   Py_ssize_t at = 0;
   while (PyDict_Next(options, &at, &name, &value) != 0)
     if (!give_option(function, name, value)) return false;
-  static PyObject* const window_signed = PyUnicode_InternFromString("window_signed");
   // Where None says that there is no limit, -1 is one, whatever was given besides.
-  if (without_limit && !give_option(function, window_signed, Py_True)) return false;
+  if (without_limit) set(kScalar_window_signed, true);
   return find_lengths() && find_threads();
 }
 
 bool Call::give_tail(PyObject* const* tail, Py_ssize_t count) {
-  if (count == 0) return true;
-  Ref values(PyTuple_New(count));
-  for (Py_ssize_t i = 0; values && i < count; ++i)
-    PyTuple_SetItem(values.get(), i, Ref::borrowed(tail[i]).release());
-  Ref options = call_python("_options", "by_name", "(O)", values.get());
-  PyObject *name, *value;
-  Py_ssize_t at = 0;
-  while (options && PyDict_Next(options.get(), &at, &name, &value) != 0)
-    if (!give_option("attention", name, value)) return false;
-  return static_cast<bool>(options);
-}
-
-bool Call::give_window(PyObject* window) {
-  Ref pair;
-  if (!PyTuple_CheckExact(window) || PyTuple_Size(window) != 2) {
-    pair = call_python("_values", "window", "(sO)", "window", window);
-    if (!pair) return false;
-    window = pair.get();
+  for (const Option& option : kOptions) {
+    if ((option.calls & kTail) == 0) continue;
+    if (count-- <= 0) break;
+    PyObject* value = *tail++;
+    if (!(option.kind == OptionKind::kArray ? give(static_cast<Slot>(option.index), value)
+                                            : give(static_cast<Scalar>(option.index), value)))
+      return false;
   }
-  PyObject* const limits[] = {PyTuple_GetItem(window, 0), PyTuple_GetItem(window, 1)};
-  without_limit = limits[0] == Py_None || limits[1] == Py_None;
-  const auto give_limit = [](const char* name, PyObject* limit, int64_t* number) {
-    if (limit != Py_None) return to_integer(name, limit, 64, number);
-    *number = STROBE_NO_LIMIT;
-    return true;
-  };
-  return give_limit("window[0]", limits[0], &left) && give_limit("window[1]", limits[1], &right);
-}
-
-bool Call::give_length(int index, PyObject* value) {
-  has_length[index] = value != Py_None;
-  return !has_length[index] || to_integer(kLongest[index], value, 64, &lengths[index]);
-}
-
-bool Call::give_scale(const char* name, PyObject* value) {
-  has_scale = value != Py_None;
-  return !has_scale || to_real(name, value, &scale);
+  return true;
 }
 
 bool Call::find_lengths() {
-  for (int i = 0; i < 2; ++i) {
-    const Slot slot = i == 0 ? kCuQ : kCuK;
+  constexpr std::pair<Slot, Scalar> kSides[] = {{kSlot_cu_seqlens_q, kScalar_max_seqlen_q},
+                                                {kSlot_cu_seqlens_k, kScalar_max_seqlen_k}};
+  for (const auto& [slot, longest] : kSides) {
     const Tensor& offsets = tensors[slot];
-    if (has_length[i] || !given(slot)) continue;
+    if (is_set(longest) || !given(slot)) continue;
     if (!offsets.plain || offsets.on_cuda || offsets.dtype != kInt32 || offsets.ndim != 1 ||
         offsets.shape[0] < 2 || !offsets.contiguous()) {
       Ref spec = described(offsets);
@@ -201,24 +125,26 @@ bool Call::find_lengths() {
       return false;
     }
     if (!watch.check(kSlotNames[slot], offsets)) return false;
-    const auto* numbers = static_cast<const int32_t*>(offsets.data);
-    if (numbers == nullptr || reinterpret_cast<uintptr_t>(numbers) % alignof(int32_t) != 0) {
+    const auto* starts = static_cast<const int32_t*>(offsets.data);
+    if (starts == nullptr || reinterpret_cast<uintptr_t>(starts) % alignof(int32_t) != 0) {
       raise_error(
           "InvalidArgument",
           std::string(kSlotNames[slot]) +
-              (numbers == nullptr ? " has no memory, expected an array with data"
-                                  : " lies at an odd address, expected alignment to 4 bytes"));
+              (starts == nullptr ? " has no memory, expected an array with data"
+                                 : " lies at an odd address, expected alignment to 4 bytes"));
       return false;
     }
-    has_length[i] = true;
-    lengths[i] = INT64_MIN;
+    int64_t most = INT64_MIN;
     for (int64_t at = 1; at < offsets.shape[0]; ++at)
-      lengths[i] = std::max<int64_t>(lengths[i], int64_t{numbers[at]} - numbers[at - 1]);
+      most = std::max<int64_t>(most, int64_t{starts[at]} - starts[at - 1]);
+    set(longest, true);
+    numbers[longest].integer = most;
   }
   return true;
 }
 
 bool Call::find_threads() {
+  int64_t& threads = numbers[kScalar_threads].integer;
   if (threads != 0 || !tensors[kQ].is_torch()) return true;
   Ref number(PyObject_CallObject(torch.number_of_threads, nullptr));
   return number && to_integer("threads", number.get(), 32, &threads);
@@ -232,7 +158,7 @@ bool Call::all_plain() const {
   return true;
 }
 
-bool Call::write_key(Key& key) const {
+void Call::write_key(Key& key) const {
   uint64_t given_slots = 0;
   static_assert(kSlots <= 64);
   static_assert(kSlots * (1 + 2 * kMaxAxes) < Key::kMost - 100);  // options are few words
@@ -249,29 +175,15 @@ bool Call::write_key(Key& key) const {
     }
   }
   key.add(given_slots);
-  key.add(uint64_t{causal} | uint64_t{deterministic} << 1 | uint64_t{batch_invariant} << 2 |
-          uint64_t{has_scale} << 3 | uint64_t{has_length[0]} << 4 | uint64_t{has_length[1]} << 5 |
-          uint64_t{cached} << 6 | uint64_t{rotary_interleaved} << 7 | uint64_t{float_out} << 41 |
-          static_cast<uint64_t>(threads) << 8);
-  key.add(static_cast<uint64_t>(left));
-  key.add(static_cast<uint64_t>(right));
-  key.add(static_cast<uint64_t>(lengths[0]));
-  key.add(static_cast<uint64_t>(lengths[1]));
-  key.add(has_scale ? scale : 0.0);
-  key.add(softcap);
-  key.add(dropout_p);
-  PyObject *name, *value;
-  Py_ssize_t at = 0;
-  while (scalars && PyDict_Next(scalars.get(), &at, &name, &value) != 0) {
-    const char* letters = PyUnicode_AsUTF8AndSize(name, nullptr);
-    if (letters == nullptr) return false;
-    for (; *letters != '\0'; ++letters) key.add(static_cast<uint64_t>(*letters));
-    if (PyFloat_Check(value))
-      key.add(PyFloat_AsDouble(value));
-    else
-      key.add(static_cast<uint64_t>(PyLong_AsLongLong(value)));
-  }
-  return PyErr_Occurred() == nullptr;
+  key.add(uint64_t{deterministic} | uint64_t{cached} << 1 | uint64_t{float_out} << 2);
+  static_assert(kScalars <= 64);
+  key.add(bits);
+  for (int scalar = 0; scalar <= kScalars; ++scalar)
+    if (scalar != kScalar_dropout_seed && scalar != kScalar_dropout_offset) {
+      uint64_t word;
+      std::memcpy(&word, numbers + scalar, sizeof word);
+      key.add(word);
+    }
 }
 
 bool Allocator::take(PyObject* made) {
@@ -326,40 +238,51 @@ Ref Call::described_arrays() const {
   return arrays;
 }
 
-namespace {
-
-Ref number_or_none(bool given, double number) {
-  return given ? Ref(PyFloat_FromDouble(number)) : Ref::borrowed(Py_None);
+// Likewise, the options that are no arrays; seeds belong to no plan.
+Ref Call::described_options() const {
+  const auto truth = [](bool value) { return Ref::borrowed(value ? Py_True : Py_False); };
+  const auto value_of = [&](Scalar scalar) {
+    const Number& number = numbers[scalar];
+    switch (kScalarOptions[scalar].kind) {
+      case OptionKind::kFlag:
+        return truth(is_set(scalar));
+      case OptionKind::kRealOrNone:
+        if (!is_set(scalar)) return Ref::borrowed(Py_None);
+        [[fallthrough]];
+      case OptionKind::kReal:
+        return Ref(PyFloat_FromDouble(number.real));
+      case OptionKind::kWindow:
+        return Ref(Py_BuildValue("(LL)", static_cast<long long>(number.integer),
+                                 static_cast<long long>(numbers[kWindowRight].integer)));
+      case OptionKind::kIntegerOrNone:
+        if (!is_set(scalar)) return Ref::borrowed(Py_None);
+        [[fallthrough]];
+      default:
+        return Ref(PyLong_FromLongLong(number.integer));
+    }
+  };
+  Ref options(PyDict_New());
+  const auto add = [&](const char* name, const Ref& value) {
+    return options && value && PyDict_SetItemString(options.get(), name, value.get()) == 0;
+  };
+  for (int i = 0; i < kScalars; ++i) {
+    const ScalarOption& option = kScalarOptions[i];
+    if (option.kind == OptionKind::kSeed ||
+        (option.calls & (cached ? kWithCache : kWithoutCache)) == 0)
+      continue;
+    if (!add(option.name, value_of(static_cast<Scalar>(i)))) return Ref();
+  }
+  if (!add("deterministic", truth(deterministic))) return Ref();
+  if (cached && !add("float_out", truth(float_out))) return Ref();
+  return options;
 }
-
-Ref number_or_none(bool given, int64_t number) {
-  return given ? Ref(PyLong_FromLongLong(number)) : Ref::borrowed(Py_None);
-}
-
-}  // namespace
 
 // Has Python check the arguments and make the plan, which is then kept.
 bool Call::make(const Key& key) {
-  Ref arrays = described_arrays();
-  const auto truth = [](bool value) { return value ? Py_True : Py_False; };
-  Ref options(Py_BuildValue("{s:O,s:(LL),s:N,s:d,s:d,s:N,s:N,s:L,s:O,s:O}", "causal", truth(causal),
-                            "window", static_cast<long long>(left), static_cast<long long>(right),
-                            "scale", number_or_none(has_scale, scale).release(), "softcap", softcap,
-                            "dropout_p", dropout_p, "max_seqlen_q",
-                            number_or_none(has_length[0], lengths[0]).release(), "max_seqlen_k",
-                            number_or_none(has_length[1], lengths[1]).release(), "threads",
-                            static_cast<long long>(threads), "deterministic", truth(deterministic),
-                            "batch_invariant", truth(batch_invariant)));
-  if (options && scalars && PyDict_Update(options.get(), scalars.get()) != 0) return false;
-  if (!arrays) return false;
-  if (!options) return false;
-  if (cached) {
-    Ref more(Py_BuildValue("{s:O,s:O}", "rotary_interleaved", truth(rotary_interleaved),
-                           "float_out", truth(float_out)));
-    if (!more || PyDict_Update(options.get(), more.get()) != 0) return false;
-  }
-  Ref made = call_python(cached ? "_kvcache" : "_plans", "make", "(OOO)", truth(backward),
-                         arrays.get(), options.get());
+  Ref arrays = described_arrays(), options = described_options();
+  if (!arrays || !options) return false;
+  Ref made = call_python(cached ? "_kvcache" : "_plans", "make", "(OOO)",
+                         backward ? Py_True : Py_False, arrays.get(), options.get());
   if (!made) return false;
   for (int slot = 0; slot < kSlots; ++slot)
     if (given(static_cast<Slot>(slot)) && !tensors[slot].plain) {
@@ -464,28 +387,17 @@ void Call::fill(Arguments& arguments) {
   arguments.q = data(kQ);
   arguments.k = data(kK);
   arguments.v = data(kV);
-  arguments.cu_seqlens_q = static_cast<const int32_t*>(data(kCuQ));
-  arguments.cu_seqlens_k = static_cast<const int32_t*>(data(kCuK));
-  arguments.alibi_slopes = static_cast<const float*>(data(kAlibi));
-  arguments.dropout_seed = seed;
-  arguments.dropout_offset = offset;
   arguments.workspace = workspace_address_;
   arguments.workspace_bytes = launch_->workspace.function ? launch_->plan->workspace_bytes : 0;
   arguments.stream = stream_;
-#define STROBE_ARRAY(name, ...) arguments.name = static_cast<const int32_t*>(data(kArray_##name));
-#include "core/options.def"
-}
-
-void Call::fill_cache(strobe_forward_args& arguments) const {
-  const auto numbers = [this](Slot slot) { return static_cast<const int32_t*>(data(slot)); };
-  arguments.block_table = numbers(kBlockTable);
-  arguments.k_new = data(kKNew);
-  arguments.v_new = data(kVNew);
-  arguments.cu_seqlens_k_new = numbers(kCuKNew);
-  arguments.rotary_cos = data(kRotaryCos);
-  arguments.rotary_sin = data(kRotarySin);
-#define STROBE_CACHE_ARRAY(name) arguments.name = numbers(kArray_##name);
-#include "core/options.def"
+  // What a call with a cache alone has is no argument of a backward launch.
+#define STROBE_CALL_ARRAY(name, calls)                                                          \
+  if constexpr (std::is_same_v<Arguments, strobe_forward_args> || ((calls)&kWithoutCache) != 0) \
+    arguments.name = static_cast<decltype(arguments.name)>(data(kSlot_##name));
+#define STROBE_CALL_SCALAR(name, kind, calls)          \
+  if constexpr (OptionKind::kind == OptionKind::kSeed) \
+    arguments.name = numbers[kScalar_##name].word;
+#include "call_options.def"
 }
 
 bool Call::launch_it() {
@@ -500,7 +412,6 @@ bool Call::launch_it() {
   strobe_forward_args forward{};
   strobe_backward_args gradients{};
   fill(forward);
-  if (cached) fill_cache(forward);
   forward.out = data(kOut);
   forward.lse = wants_lse ? static_cast<float*>(data(kLse)) : nullptr;
   if (backward) {
@@ -550,12 +461,13 @@ bool Call::run() {
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
-  const bool allowed = backward ? writes(kDq) && writes(kDk) && writes(kDv)
-                                : writes(kOut) && (!given(kKNew) || (writes(kK) && writes(kV)));
+  const bool allowed = backward
+                           ? writes(kDq) && writes(kDk) && writes(kDv)
+                           : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
   if (!allowed) return false;
   Key key;
   if (all_plain()) {
-    if (!write_key(key)) return false;
+    write_key(key);
     if (key.fits()) launch_ = plans[backward].find(key);
   }
   if (launch_ == nullptr && !make(key)) return false;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "options.h"
 #include "plans.h"
 #include "profiler.h"
 #include "tensor.h"
@@ -11,76 +12,59 @@
 
 namespace strobe_python {
 
-// The arrays of a call, in the order in which messages look at them.
-enum Slot {
-  kDout,
-  kQ,
-  kK,
-  kV,
-  kOut,
-  kLse,
-  kDlse,
-  kAlibi,
-  kCuQ,
-  kCuK,
-  kDq,
-  kDk,
-  kDv,
-// One number for each sequence: src/core/options.def
-#define STROBE_ARRAY(name, ...) kArray_##name,
-#include "core/options.def"
-  // Of a call with a cache alone, whose k and v are the cache.
-  kBlockTable,
-  kKNew,
-  kVNew,
-  kCuKNew,
-  kRotaryCos,
-  kRotarySin,
-#define STROBE_CACHE_ARRAY(name) kArray_##name,
-#include "core/options.def"
-  kSlots
+// The value of an option that is a number.
+union Number {
+  int64_t integer = 0;
+  uint64_t word;  // of a seed
+  double real;
 };
-extern const char* const kSlotNames[kSlots];
+// The other side of a window: kScalar_window has the left one.
+constexpr int kWindowRight = kScalars;
 
 struct Call {
-  explicit Call(bool is_backward) : backward(is_backward) {}
+  explicit Call(bool is_backward) : backward(is_backward) {
+    numbers[kScalar_window].integer = numbers[kWindowRight].integer = -1;
+  }
   ~Call();
 
   // Each returns false where an exception is set.
   bool give(Slot slot, PyObject* array);  // None: not given
+  // said: what messages call it, if not by its name in the table.
+  bool give(Scalar scalar, PyObject* value, const char* said = nullptr);
   bool give_option(const char* function, PyObject* name, PyObject* value);
   bool give_options(const char* function, PyObject* options);  // a dict, by name
   bool give_tail(PyObject* const* tail, Py_ssize_t count);     // of an operator's arguments
-  bool give_window(PyObject* window);
-  bool give_scale(const char* name, PyObject* value);  // None: of head_dim
-  bool give_length(int index, PyObject* value);        // max_seqlen_q or _k; None: find_lengths
-  bool find_lengths();                                 // of those not given
-  bool find_threads();                                 // where none were given
+  bool find_lengths();                                         // max_seqlen_q and _k, if not given
+  bool find_threads();                                         // where none were given
   bool run();
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
 
+  // Of an option that is a flag whether it is set, of a number that may be None whether it is one.
+  bool is_set(Scalar scalar) const { return (bits >> scalar & 1) != 0; }
+  void set(Scalar scalar, bool value) {
+    bits = (bits & ~(uint64_t{1} << scalar)) | uint64_t{value} << scalar;
+  }
+
   const char* door = "strobe.attention";  // by which function the call came, for `strobe.why()`
   const bool backward;
-  bool cached = false;                                 // attention_with_kvcache
-  bool rotary_interleaved = false, float_out = false;  // with a cache
-  bool causal = false, deterministic = false, batch_invariant = false, wants_lse = false;
-  bool has_scale = false, without_limit = false;  // None in the window
-  bool has_length[2] = {};
-  int64_t left = -1, right = -1, threads = 0;
-  int64_t lengths[2] = {};  // max_seqlen_q, max_seqlen_k
-  double scale = 0, softcap = 0, dropout_p = 0;
-  uint64_t seed = 0, offset = 0;
+  bool cached = false;     // attention_with_kvcache
+  bool float_out = false;  // with a cache
+  bool deterministic = false, wants_lse = false;
+  bool without_limit = false;  // None in the window
+  uint64_t bits = 0;           // by Scalar: see is_set
+  Number numbers[kScalars + 1];
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
-  Ref scalars;              // a dict of the rarer options that are numbers
   Tensor tensors[kSlots];
   Watch watch;
 
  private:
   bool all_plain() const;
-  bool write_key(Key& key) const;
+  bool give_window(const char* name, PyObject* window);
+  void write_key(Key& key) const;
   Ref described_arrays() const;
+  Ref described_options() const;
   bool make(const Key& key);
   bool allocate();
   bool launch_it();
@@ -88,7 +72,6 @@ struct Call {
   void* data(Slot slot) const { return tensors[slot].data; }
   template <typename Arguments>
   void fill(Arguments& arguments);
-  void fill_cache(strobe_forward_args& arguments) const;
 
   Slot written_[3];  // of the arrays that the caller gave
   int writes_ = 0;

@@ -161,17 +161,17 @@ bool give_operator_options(Call& call, PyObject* const* a, Py_ssize_t count) {
     Ref pair = call_python("_operators", "seed_and_offset", "(O)", a[3]);
     PyObject *seed, *offset;
     if (!pair || !PyArg_ParseTuple(pair.get(), "OO", &seed, &offset) ||
-        !to_seed("dropout_seed", seed, &call.seed) ||
-        !to_seed("dropout_offset", offset, &call.offset))
+        !call.give(kScalar_dropout_seed, seed) || !call.give(kScalar_dropout_offset, offset))
       return false;
   }
-  return call.give(kAlibi, a[2]) && call.give(kCuQ, a[0]) && call.give(kCuK, a[1]) &&
-         call.give_tail(a + 13, count - 13) && call.give_length(0, a[4]) &&
-         call.give_length(1, a[5]) && call.find_lengths() &&
-         to_integer("window[0]", a[9], 64, &call.left) &&
-         to_integer("window[1]", a[10], 64, &call.right) && to_flag("causal", a[8], &call.causal) &&
-         call.give_scale("scale", a[7]) && to_real("softcap", a[11], &call.softcap) &&
-         to_real("dropout_p", a[6], &call.dropout_p);
+  return call.give(kSlot_alibi_slopes, a[2]) && call.give(kSlot_cu_seqlens_q, a[0]) &&
+         call.give(kSlot_cu_seqlens_k, a[1]) && call.give_tail(a + 13, count - 13) &&
+         call.give(kScalar_max_seqlen_q, a[4]) && call.give(kScalar_max_seqlen_k, a[5]) &&
+         call.find_lengths() &&
+         to_integer("window[0]", a[9], 64, &call.numbers[kScalar_window].integer) &&
+         to_integer("window[1]", a[10], 64, &call.numbers[kWindowRight].integer) &&
+         call.give(kScalar_causal, a[8]) && call.give(kScalar_scale, a[7]) &&
+         call.give(kScalar_softcap, a[11]) && call.give(kScalar_dropout_p, a[6]);
 }
 
 PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
@@ -331,17 +331,20 @@ PyObject* flash(PyObject*, PyObject* const* a, Py_ssize_t count) {
   for (const Slot slot : {kQ, kK, kV})
     if (!call.tensors[slot].plain || !call.tensors[slot].rows_contiguous()) return general();
   if (is_autocast(call.tensors[kQ].on_cuda)) return general();
-  if (!call.give(kCuQ, given.cu_seqlens_q) || !call.give(kCuK, given.cu_seqlens_k) ||
-      !call.give(kAlibi, given.alibi_slopes))
+  if (!call.give(kSlot_cu_seqlens_q, given.cu_seqlens_q) ||
+      !call.give(kSlot_cu_seqlens_k, given.cu_seqlens_k) ||
+      !call.give(kSlot_alibi_slopes, given.alibi_slopes))
     return general();
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
   call.wants_lse =
       !denies(Ref(PyObject_CallNoArgs(torch.is_grad_enabled))) &&
       (has(given.q, requires_grad) || has(given.k, requires_grad) || has(given.v, requires_grad));
-  if (!to_flag("causal", given.causal, &call.causal) || !call.give_length(0, given.max_seqlen_q) ||
-      !call.give_length(1, given.max_seqlen_k) || !call.give_window(given.window) ||
-      !call.find_threads() || !call.give_scale("softmax_scale", given.scale) ||
-      !to_real("softcap", given.softcap, &call.softcap) || !call.run())
+  if (!call.give(kScalar_causal, given.causal) ||
+      !call.give(kScalar_max_seqlen_q, given.max_seqlen_q) ||
+      !call.give(kScalar_max_seqlen_k, given.max_seqlen_k) ||
+      !call.give(kScalar_window, given.window) || !call.find_threads() ||
+      !call.give(kScalar_scale, given.scale, "softmax_scale") ||
+      !call.give(kScalar_softcap, given.softcap) || !call.run())
     return nullptr;
   if (!call.wants_lse) return Ref::borrowed(call.result(0)).release();
   Ref plain(PyTuple_Pack(13, given.cu_seqlens_q, given.cu_seqlens_k, given.alibi_slopes, Py_None,
@@ -389,6 +392,8 @@ int execute(PyObject* module) {
   for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, merge_methods,
                                xla_methods, latest_methods, profiler_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
+  const Ref table = options_table();
+  if (!table || PyModule_AddObjectRef(module, "OPTIONS", table.get()) != 0) return -1;
   return PyModule_AddIntConstant(module, "CAPACITY", static_cast<long>(Plans::kCapacity));
 }
 

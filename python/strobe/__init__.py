@@ -10,7 +10,10 @@ machine.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ._library import VERSION as __version__  # isort: skip - first: it opens the library
+from . import _modules
 from ._arrays import ArraySpec
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import CudaDevice, Info, Kernel, info
@@ -18,6 +21,13 @@ from ._kvcache import attention_with_kvcache
 from ._merge import merge
 from ._questions import dropout_mask, plan, why
 from .functional import attention, attention_backward
+
+if TYPE_CHECKING:
+    from . import flash_attn as flash_attn
+    from . import flash_attn_3 as flash_attn_3
+    from . import jax as jax
+    from . import torch as torch
+    from . import transformers as transformers
 
 __all__ = [
     "ArraySpec",
@@ -40,3 +50,12 @@ __all__ = [
     "plan",
     "why",
 ]
+
+
+if not TYPE_CHECKING:  # which knows them from above, and no other names
+    # The modules that need another package are imported when they are first asked for.
+    __getattr__ = _modules.module_of
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_modules.MODULES, *(x for x in globals() if x.startswith("__"))})

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class SupportsDLPack(Protocol):
 
 NDArray: TypeAlias = np.ndarray[Any, Any]
 AnyArray: TypeAlias = NDArray | SupportsDLPack
+if TYPE_CHECKING:  # whoever passes a tensor has imported PyTorch
+    import torch
+
+    Tensor: TypeAlias = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class ArraySpec:
     dtype: "float32", "bfloat16" or "float16" ("int32" for cu_seqlens).
     device: "cpu", "cuda" or "cuda:N".
     strides: in elements; None: contiguous.
+
+    Example:
+        >>> import strobe
+        >>> x = strobe.ArraySpec((2, 4096, 16, 128), "bfloat16", "cpu")
+        >>> "takes it" in strobe.why(x, x, x, causal=True)
+        True
     """
 
     shape: tuple[int, ...]

@@ -39,6 +39,14 @@ class ServedCalls:
     """What became of the calls inside `sdpa_kernel`, or after `register`: `calls` were computed by
     Strobe, `fallbacks` has the reasons of the others, without their shapes, and how often each was
     given. What activation checkpointing computes again may be counted again.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> with strobe.torch.sdpa_kernel() as served:
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> served
+        ServedCalls(calls=1, fallbacks={})
     """
 
     calls: int = 0

@@ -2,6 +2,7 @@ from os import PathLike
 from typing import Any
 
 CAPACITY: int
+OPTIONS: tuple[tuple[str, str, bool, bool, bool], ...]
 
 def load(path: PathLike[str], /) -> str: ...
 def make_plan(fields: dict[str, Any], /) -> Any: ...

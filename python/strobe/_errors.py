@@ -64,7 +64,17 @@ def first_line(error: BaseException) -> str:
 
 
 class Error(Exception):
-    """Base of every exception that Strobe raises itself. Its text has 400 bytes at most."""
+    """Base of every exception that Strobe raises itself. Its text has 400 bytes at most.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> q = np.zeros((1, 8, 2, 300), np.float32)
+        >>> try:
+        ...     strobe.attention(q, q, q)
+        ... except strobe.Error as error:
+        ...     print(type(error).__name__)
+        InvalidArgument
+    """
 
     __module__ = "strobe"
 

@@ -51,15 +51,16 @@ _ARRAYS: Final = (
     "alibi_slopes",
 )
 # And the rest, with PyTorch's types.
+_TYPES: Final = {row.name: row.kind.operator_type for row in CACHE_ROWS}
 _PLAIN: Final = {
-    "max_seqlen_q": "SymInt?",
-    "scale": "float?",
-    "causal": "bool",
-    "window_left": "SymInt",
-    "window_right": "SymInt",
-    "softcap": "float",
-    "attention_chunk": "SymInt",
-    "rotary_interleaved": "bool",
+    "max_seqlen_q": _TYPES["max_seqlen_q"],
+    "scale": _TYPES["scale"],
+    "causal": _TYPES["causal"],
+    "window_left": _TYPES["window"],
+    "window_right": _TYPES["window"],
+    "softcap": _TYPES["softcap"],
+    "attention_chunk": _TYPES["attention_chunk"],
+    "rotary_interleaved": _TYPES["rotary_interleaved"],
 }
 _CONVERTERS: Final = {"SymInt": as_integer, "float": as_number, "bool": as_flag}
 # What the library calls things, and what flash_attn calls them.
@@ -176,8 +177,6 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     options["window"] = options.pop("window_left"), options.pop("window_right")
     constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
-    if options["attention_chunk"] == 0:  # a rare option, which costs time
-        del options["attention_chunk"]
     tail = (None, True, False)
     try:
         found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, *tail, options)
@@ -294,8 +293,18 @@ _operator: Final = define(
     _kernel,
     new_results,
 )
-# No gradient, as in flash_attn.
-_LIBRARY.impl("attention_with_kvcache", torch.library.fallthrough_kernel, "Autograd")
+
+
+def _without_gradient(keys: Any, *inputs: Any) -> Any:
+    """The operator where autograd watches: it has no gradient, as in flash_attn, and slopes that
+    require one are refused, also while a graph is traced, whose kernels run where nobody records.
+    """
+    constant("alibi_slopes", inputs[3 + _ARRAYS.index("alibi_slopes")])
+    with torch._C._AutoDispatchBelowAutograd():
+        return _operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+
+_LIBRARY.impl("attention_with_kvcache", _without_gradient, "Autograd", with_keyset=True)
 
 
 # As in flash_attn, packed queries over pages may require a gradient, and the error is that of their

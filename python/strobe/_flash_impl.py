@@ -36,6 +36,17 @@ def register() -> ServedCalls:
 
     Raises:
         Unsupported: PyTorch is older; `sdpa_kernel` works there too.
+
+    Example:
+        >>> import torch, strobe
+        >>> served = strobe.torch.register()
+        >>> torch.nn.attention.activate_flash_attention_impl("strobe")
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> before = served.calls
+        >>> out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.nn.attention.restore_flash_attention_impl()
+        >>> served.calls - before
+        1
     """
     try:
         from torch.nn.attention import register_flash_attention_impl

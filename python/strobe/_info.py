@@ -15,7 +15,13 @@ from . import _core, _library
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row of the kernel table."""
+    """A row of the kernel table.
+
+    Example:
+        >>> import strobe
+        >>> strobe.Kernel("cpu_avx512", unavailable="this CPU has no AVX-512").name
+        'cpu_avx512'
+    """
 
     name: str
     unavailable: str  # why it cannot run on this machine; "" when it can
@@ -23,7 +29,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """One CUDA device."""
+    """One CUDA device.
+
+    Example:
+        >>> import strobe
+        >>> for device in strobe.info().cuda_devices:
+        ...     assert device.compute_capability >= 50
+    """
 
     name: str
     compute_capability: int  # 90 for 9.0
@@ -33,7 +45,14 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, devices and kernels. str() of it is what `python -m strobe` prints."""
+    """Versions, devices and kernels. str() of it is what `python -m strobe` prints.
+
+    Example:
+        >>> import strobe
+        >>> found = strobe.info()
+        >>> found.version == strobe.__version__, found.cpu_threads >= 1
+        (True, True)
+    """
 
     version: str
     library: str  # path of the shared library in use
@@ -96,6 +115,12 @@ def info() -> Info:
 
     Raises:
         DeviceError: the CUDA driver failed while it was asked about its devices.
+
+    Example:
+        >>> import strobe
+        >>> [kernel.name for kernel in strobe.info().kernels if not kernel.unavailable]
+        ... # doctest: +ELLIPSIS
+        [...'cpu_portable'...]
     """
     machine = _core.machine()
     return Info(

@@ -7,10 +7,10 @@ include/strobe/strobe.h: k and v are the cache, k_new and v_new what is appended
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _plans
-from ._arrays import Spec, spec_of
+from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._options import CacheOptions, documented_with_cache
@@ -20,17 +20,111 @@ from ._values import constant
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ._arrays import Tensor
+    from ._merge import DType
+
 __all__ = ["attention_with_kvcache"]
+
+
+@overload
+def attention_with_kvcache(
+    q: NDArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray | None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CacheOptions],
+) -> NDArray: ...
+
+
+@overload
+def attention_with_kvcache(
+    q: NDArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray | None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[NDArray, NDArray]: ...
+
+
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: Tensor | None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CacheOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: Tensor | None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_with_kvcache(  # type: ignore[overload-cannot-match] # where Tensor is Any
+    q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CacheOptions],
+) -> NDArray: ...
+
+
+@overload
+def attention_with_kvcache(  # type: ignore[overload-cannot-match] # where Tensor is Any
+    q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: None = ...,
+    out_dtype: DType = ...,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[NDArray, NDArray]: ...
+
+
+@overload
+def attention_with_kvcache(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: AnyArray | None = ...,
+    out_dtype: DType = ...,
+    return_lse: bool = ...,
+    **options: Unpack[CacheOptions],
+) -> Any: ...
 
 
 @documented_with_cache
 def attention_with_kvcache(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    out: Any = None,
-    out_dtype: Any = None,
+    out: AnyArray | None = None,
+    out_dtype: DType = None,
     return_lse: bool = False,
     **options: Unpack[CacheOptions],
 ) -> Any:
@@ -79,6 +173,19 @@ def attention_with_kvcache(
         written. On a GPU the call waits for the device to see that, but not while a CUDA graph is
         captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
         sequence are NaN then.
+
+    Example:
+        One query for each of two sequences that have 7 and 12 rows in the cache; k_new is appended:
+
+        >>> import numpy as np, strobe
+        >>> k, v = np.zeros((2, 2, 100, 2, 64), np.float32)
+        >>> q = np.random.randn(2, 1, 8, 64).astype(np.float32)
+        >>> k_new, v_new = np.random.randn(2, 2, 1, 2, 64).astype(np.float32)
+        >>> used = np.array([7, 12], np.int32)
+        >>> new = {"k_new": k_new, "v_new": v_new}
+        >>> out = strobe.attention_with_kvcache(q, k, v, seqused_k=used, **new)
+        >>> out.shape, bool((k[1, 12] == k_new[1, 0]).all())
+        ((2, 1, 8, 64), True)
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
@@ -118,7 +225,6 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _pl
     float_out = fields.pop("float_out")
     out_dtype = "float32" if float_out else q.dtype
     longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
-    del fields["max_seqlen_k"]
     if packed:
         take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
         sizes["batch"] = sizes["batch + 1"] - 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
 from . import _arrays, _core
-from ._arrays import Spec, spec_of
+from ._arrays import AnyArray, NDArray, Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._plans import Allocator, allocator
 from ._problem import DTYPE_CODES, Problem, axes_of
@@ -16,8 +17,55 @@ from ._problem import DTYPE_CODES, Problem, axes_of
 __all__ = ["merge"]
 
 
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import DTypeLike
+
+    from ._arrays import Tensor
+
+    DType: TypeAlias = DTypeLike | torch.dtype | None
+
+
+@overload
 def merge(
-    outs: Any, lses: Any, *, out: Any = None, out_dtype: Any = None, threads: int = 0
+    outs: NDArray | Sequence[NDArray],
+    lses: NDArray | Sequence[NDArray],
+    *,
+    out: NDArray | None = ...,
+    out_dtype: DType = ...,
+    threads: int = ...,
+) -> tuple[NDArray, NDArray]: ...
+
+
+@overload
+def merge(
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    out: Tensor | None = ...,
+    out_dtype: DType = ...,
+    threads: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def merge(
+    outs: AnyArray | Sequence[AnyArray],
+    lses: AnyArray | Sequence[AnyArray],
+    *,
+    out: AnyArray | None = ...,
+    out_dtype: DType = ...,
+    threads: int = ...,
+) -> tuple[Any, Any]: ...
+
+
+def merge(
+    outs: AnyArray | Sequence[AnyArray],
+    lses: AnyArray | Sequence[AnyArray],
+    *,
+    out: AnyArray | None = None,
+    out_dtype: DType = None,
+    threads: int = 0,
 ) -> tuple[Any, Any]:
     """Joins partial results of attention whose keys were divided into parts.
 
@@ -44,6 +92,17 @@ def merge(
 
     Raises:
         InvalidArgument: as `attention`.
+
+    Example:
+        Two halves of the keys, one after the other:
+
+        >>> import numpy as np, strobe
+        >>> q, k, v = np.random.randn(3, 1, 64, 2, 32).astype(np.float32)
+        >>> first = strobe.attention(q, k[:, :32], v[:, :32], return_lse=True)
+        >>> second = strobe.attention(q, k[:, 32:], v[:, 32:], return_lse=True)
+        >>> out, lse = strobe.merge([first[0], second[0]], [first[1], second[1]])
+        >>> bool(np.allclose(out, strobe.attention(q, k, v), atol=1e-5))
+        True
     """
     dtype = "float32" if out_dtype is None else dtype_name(out_dtype)
     result: tuple[Any, Any] = _core.merge(outs, lses, out, dtype, threads)

@@ -1,119 +1,134 @@
-"""The options of a call, in one table: names, defaults and what becomes of a value.
+"""The options of a call: what the table of the extension (python/core/call_options.def) means here.
 
-From the rows follow the arguments of `attention`, `attention_backward`, `attention_with_kvcache`,
-`plan` and `why`, and the tails of the operators' schemas (`_operators`). The extension converts
-most of them itself and asks here for the rest; tests/python/test_options.py compares the rows with
-src/core/options.def.
+From its rows follow the arguments of `attention`, `attention_backward`, `attention_with_kvcache`,
+`plan` and `why`, what becomes of a value, and the tails of the operators' schemas (`_operators`).
+tests/python/test_options.py compares the rows with src/core/options.def.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypedDict, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
+from ._arrays import AnyArray, ArraySpec
+from ._core import OPTIONS
 from ._values import flag, integer, real, seed, window
 
+# The rows below, for type checkers. First those that are no arrays: of every call, of those without
+# a cache, of those with one.
 
-class SharedOptions(TypedDict, total=False):
-    """The rows below, for type checkers: those of every call."""
 
+class _SharedScalars(TypedDict, total=False):
     causal: bool
     window: tuple[int | None, int | None]
     scale: float | None
     softcap: float
-    alibi_slopes: Any
-    cu_seqlens_q: Any
     max_seqlen_q: int | None
     batch_invariant: bool
     threads: int
     attention_chunk: int
-    seqused_q: Any
-    seqused_k: Any
-    q_position: Any
-    prefix: Any
     window_signed: bool
 
 
-class CallOptions(SharedOptions, total=False):
-    """And those of a call without a cache."""
-
+class _CallScalars(_SharedScalars, total=False):
     dropout_p: float
     dropout_seed: int
     dropout_offset: int
-    cu_seqlens_k: Any
     max_seqlen_k: int | None
 
 
-class CacheOptions(SharedOptions, total=False):
-    """And those of `attention_with_kvcache`."""
+class _SharedArrays(TypedDict, total=False):
+    alibi_slopes: AnyArray | None
+    cu_seqlens_q: AnyArray | None
+    seqused_q: AnyArray | None
+    seqused_k: AnyArray | None
+    q_position: AnyArray | None
+    prefix: AnyArray | None
 
-    block_table: Any
-    cache_batch_idx: Any
-    leftpad: Any
-    k_new: Any
-    v_new: Any
-    cu_seqlens_k_new: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_position: Any
+
+class CallOptions(_CallScalars, _SharedArrays, total=False):
+    """Of a call without a cache."""
+
+    cu_seqlens_k: AnyArray | None
+
+
+class DescribedOptions(_CallScalars, total=False):
+    """Likewise, of a call that is not made (`plan`, `why`), whose arrays may be described."""
+
+    alibi_slopes: AnyArray | ArraySpec | None
+    cu_seqlens_q: AnyArray | ArraySpec | None
+    cu_seqlens_k: AnyArray | ArraySpec | None
+    seqused_q: AnyArray | ArraySpec | None
+    seqused_k: AnyArray | ArraySpec | None
+    q_position: AnyArray | ArraySpec | None
+    prefix: AnyArray | ArraySpec | None
+
+
+class CacheOptions(_SharedScalars, _SharedArrays, total=False):
+    """Of `attention_with_kvcache`."""
+
+    block_table: AnyArray | None
+    cache_batch_idx: AnyArray | None
+    leftpad: AnyArray | None
+    k_new: AnyArray | None
+    v_new: AnyArray | None
+    cu_seqlens_k_new: AnyArray | None
+    rotary_cos: AnyArray | None
+    rotary_sin: AnyArray | None
+    rotary_position: AnyArray | None
     rotary_interleaved: bool
 
 
-@dataclass(frozen=True)
-class Option:
-    """convert: None where the value is an array, in `operator_type` "Tensor?". operator_type: in
-    the schemas of operators, of those that most calls do without.
+class Kind(NamedTuple):
+    """What becomes of a value: convert is None where it is an array. operator_type: in the schemas
+    of operators.
     """
 
-    name: str
     default: Any
-    convert: Callable[[str, Any], Any] | None = None
-    operator_type: str = ""
+    convert: Callable[[str, Any], Any] | None
+    operator_type: str
+
+
+# By the names that the extension has for them (python/core/options.h).
+KINDS: Final = {
+    "array": Kind(None, None, "Tensor?"),
+    "flag": Kind(False, flag, "bool"),
+    "integer": Kind(0, integer, "SymInt"),
+    "integer of 32 bits": Kind(0, lambda name, value: integer(name, value, 32), "SymInt"),
+    "integer or None": Kind(None, integer, "SymInt?"),
+    "real": Kind(0.0, real, "float"),
+    "real or None": Kind(None, real, "float?"),
+    "seed": Kind(0, seed, "SymInt"),
+    "window": Kind((-1, -1), window, "SymInt"),  # of each side
+}
+
+
+class Option(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    kind: Kind
+
+    @property
+    def default(self) -> Any:
+        return self.kind.default
+
+    @property
+    def convert(self) -> Callable[[str, Any], Any] | None:
+        return self.kind.convert
 
     @property
     def schema(self) -> str:
-        return f"{self.operator_type} {self.name}={self.default}"
+        return f"{self.kind.operator_type} {self.name}={self.default}"
 
 
-ROWS: Final[tuple[Option, ...]] = (
-    Option("causal", False, flag),
-    Option("window", (-1, -1), window),
-    Option("scale", None, real),
-    Option("softcap", 0.0, real),
-    Option("alibi_slopes", None),
-    Option("dropout_p", 0.0, real),
-    Option("dropout_seed", 0, seed),
-    Option("dropout_offset", 0, seed),
-    Option("cu_seqlens_q", None),
-    Option("cu_seqlens_k", None),
-    Option("max_seqlen_q", None, integer),
-    Option("max_seqlen_k", None, integer),
-    Option("batch_invariant", False, flag),
-    Option("threads", 0, lambda name, value: integer(name, value, 32)),
-    # In the order of strobe_problem's fields, by whose names they are called:
-    Option("attention_chunk", 0, integer, "SymInt"),
-    Option("seqused_q", None, None, "Tensor?"),
-    Option("seqused_k", None, None, "Tensor?"),
-    Option("q_position", None, None, "Tensor?"),
-    Option("prefix", None, None, "Tensor?"),
-    Option("window_signed", False, flag, "bool"),
-)
-# Those that an operator takes at its end, and of them one number for each sequence: has_<name> in
-# strobe_problem, <name> in the arguments of a launch.
-TAIL: Final = tuple(row for row in ROWS if row.operator_type)
+# Of calls without a cache; of calls with one; those that an operator takes at its end; and of these
+# one number for each sequence: has_<name> in strobe_problem, <name> in the arguments of a launch.
+ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[3])
+CACHE_ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[2])
+TAIL: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[4])
 ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None)
-_CACHE_ARRAYS: Final = [
-    name
-    for name in CacheOptions.__annotations__
-    if name not in SharedOptions.__annotations__ and name != "rotary_interleaved"
-]
-CACHE_ROWS: Final = (
-    *(row for row in ROWS if row.name in SharedOptions.__annotations__),
-    *(Option(name, None) for name in _CACHE_ARRAYS),
-    Option("rotary_interleaved", False, flag),
-)
 _BY_NAME: Final = {row.name: row for row in ROWS}
 _BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 
@@ -126,10 +141,16 @@ def row_of(function: str, name: str) -> Option:
     return rows[name]
 
 
-def scalar(function: str, name: str, value: Any) -> Any:
-    """A plain value as strobe_problem has it, of a field that the extension does not know."""
-    convert = row_of(function, name).convert
-    return value if convert is None else convert(name, value)
+def converted(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Plain values as the planner takes them. names: what the caller calls options, where that is
+    not their name in the table.
+    """
+    found = {}
+    for name, value in given.items():
+        convert = _BY_NAME[name].convert
+        assert convert is not None  # no array
+        found[name] = convert(names.get(name, name), value)
+    return found
 
 
 def positional(**more: Any) -> tuple[Any, ...]:
@@ -137,22 +158,18 @@ def positional(**more: Any) -> tuple[Any, ...]:
     return tuple(more.get(row.name, row.default) for row in TAIL)
 
 
-def by_name(tail: tuple[Any, ...]) -> dict[str, Any]:
-    """The tail of an operator's arguments, which may have been cut where defaults begin."""
-    return {row.name: value for row, value in zip(TAIL, tail, strict=False)}
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
-_HINTS: Final = CallOptions.__annotations__ | CacheOptions.__annotations__
 
 
-def documented(function: Function, rows: Sequence[Option] = ROWS) -> Function:
-    """`function` whose signature shows the rows in place of **options."""
+def documented(
+    function: Function, rows: Sequence[Option] = ROWS, hints: type = CallOptions
+) -> Function:
+    """`function` whose signature shows the rows in place of **options. hints: their types."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     for row in rows:
-        hint = _HINTS[row.name].__forward_arg__
+        hint = hints.__annotations__[row.name].__forward_arg__
         shown.append(inspect.Parameter(row.name, keyword, default=row.default, annotation=hint))
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
@@ -160,4 +177,9 @@ def documented(function: Function, rows: Sequence[Option] = ROWS) -> Function:
 
 def documented_with_cache(function: Function) -> Function:
     """Likewise, of a call with a cache."""
-    return documented(function, CACHE_ROWS)
+    return documented(function, CACHE_ROWS, CacheOptions)
+
+
+def documented_for_description(function: Function) -> Function:
+    """Likewise, of a call that is not made."""
+    return documented(function, ROWS, DescribedOptions)

@@ -13,7 +13,7 @@ import numpy as np
 from . import _calls, _core
 from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
-from ._options import ROWS, CallOptions, documented, row_of
+from ._options import ROWS, DescribedOptions, documented_for_description, row_of
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
 from ._values import flag, integer, real, seed
@@ -28,7 +28,7 @@ def _described(
     function: str,
     tensors: tuple[Any, Any, Any],
     flags: dict[str, Any],
-    options: CallOptions,
+    options: DescribedOptions,
 ) -> Problem:
     """The problem of a call that will not be made; its results are taken to be contiguous.
 
@@ -62,7 +62,7 @@ def _described(
     return problem
 
 
-@documented
+@documented_for_description
 def plan(
     q: Array,
     k: Array,
@@ -71,7 +71,7 @@ def plan(
     backward: bool = False,
     deterministic: bool = False,
     dlse: bool = False,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DescribedOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
 
@@ -83,12 +83,18 @@ def plan(
 
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
+
+    Example:
+        >>> import strobe
+        >>> x = strobe.ArraySpec((2, 4096, 16, 128), "float32", "cpu")
+        >>> print(strobe.plan(x, x, x, causal=True).splitlines()[0])  # doctest: +ELLIPSIS
+        problem    forward fp32, batch 2, heads 16, seqlen 4096, head_dim 128, ..., causal
     """
     flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
-def check(q: ArraySpec, k: ArraySpec, v: ArraySpec, **options: Unpack[CallOptions]) -> None:
+def check(q: ArraySpec, k: ArraySpec, v: ArraySpec, **options: Unpack[DescribedOptions]) -> None:
     """Raises what `attention` would raise of these, which may be a batch of no sequences."""
     problem = _described("attention", (q, k, v), {"backward": False, "dlse": False}, options)
     if problem.fields["batch"] == 0:
@@ -97,7 +103,7 @@ def check(q: ArraySpec, k: ArraySpec, v: ArraySpec, **options: Unpack[CallOption
         plan_of(problem)
 
 
-@documented
+@documented_for_description
 def why(
     q: Array | None = None,
     k: Array | None = None,
@@ -106,7 +112,7 @@ def why(
     backward: bool = False,
     deterministic: bool = False,
     dlse: bool = False,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DescribedOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
 
@@ -123,6 +129,12 @@ def why(
     every thread's.
 
     Args: as `plan`.
+
+    Example:
+        >>> import strobe
+        >>> x = strobe.ArraySpec((2, 4096, 16, 300), "float32", "cpu")
+        >>> "head_dim" in strobe.why(x, x, x)
+        True
     """
     if q is None and k is None and v is None:
         return _calls.latest()
@@ -155,6 +167,12 @@ def dropout_mask(
 
     Raises:
         InvalidArgument: a negative size, dropout_p outside [0, 1), a seed outside 0 to 2**64 - 1.
+
+    Example:
+        >>> import strobe
+        >>> keep = strobe.dropout_mask(2, 8, 300, 300, dropout_p=0.1, dropout_seed=5)
+        >>> keep.shape, keep.dtype.name
+        ((2, 8, 300, 300), 'bool')
     """
     given = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     sizes = {name: integer(name, value) for name, value in given.items()}

@@ -51,7 +51,13 @@ def _is_small_ampere(device: Any) -> bool:
 
 
 def round_multiple(x: int, m: int) -> int:
-    """x, rounded up to a multiple of m."""
+    """x, rounded up to a multiple of m.
+
+    Example:
+        >>> from flash_attn.flash_attn_interface import round_multiple
+        >>> round_multiple(300, 128)
+        384
+    """
     return -(-x // m) * m
 
 

@@ -95,15 +95,18 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def pair(name: str, value: Any, convert: Callable[[str, Any], Any] = integer) -> tuple[Any, Any]:
-    """Both entries of a window."""
+def pair(
+    name: str, value: Any, convert: Callable[[str, Any], Any], unlimited: str = "-1"
+) -> tuple[Any, Any]:
+    """Both entries of a window. unlimited: what stands for no limit."""
     try:
         if isinstance(value, dict | set | frozenset):  # whose order says nothing
             raise TypeError
         left, right = value
     except Exception:
         raise InvalidArgument(
-            f"{name} = {shown(value)}, expected a pair (left, right) of integers, -1 for no limit"
+            f"{name} = {shown(value)}, expected a pair (left, right) of integers, {unlimited} for "
+            "no limit"
         ) from None
     return convert(f"{name}[0]", left), convert(f"{name}[1]", right)
 
@@ -114,7 +117,7 @@ NO_LIMIT: Final = 2**63 - 1
 
 def window(name: str, value: Any) -> tuple[Any, Any]:
     """Both limits of a window; None stays None, which is no limit."""
-    return pair(name, value, lambda name, x: x if x is None else integer(name, x))
+    return pair(name, value, lambda name, x: x if x is None else integer(name, x), "-1 or None")
 
 
 def seed(name: str, value: Any) -> int:

@@ -22,6 +22,8 @@ Algorithm: T. Dao, "FlashAttention-2", arXiv:2307.08691.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from . import _flash_cache
 from ._errors import InvalidArgument
 from ._flash_attn import (
@@ -46,6 +48,32 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_func(
@@ -98,9 +126,42 @@ def flash_attn_func(
             ValueError. The text names the argument, what was got and what was wanted.
         strobe.Unsupported: no kernel takes this, with each one's reason; or a gradient that there
             is not is asked for; a NotImplementedError. Both are RuntimeErrors too.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_func
+        >>> q, k, v = torch.randn(3, 2, 300, 8, 64).requires_grad_()
+        >>> out = flash_attn_func(q, k, v, causal=True, window_size=(128, 0))
+        >>> out.sum().backward()
+        >>> tuple(out.shape)
+        (2, 300, 8, 64)
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs)
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_qkvpacked_func(
@@ -122,12 +183,46 @@ def flash_attn_qkvpacked_func(
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_qkvpacked_func
+        >>> qkv = torch.randn(2, 300, 3, 8, 64, requires_grad=True)
+        >>> flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
+        >>> tuple(qkv.grad.shape)
+        (2, 300, 3, 8, 64)
     """
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     # Its derivative is one torch.stack; that of three slices, three sums.
     q, k, v = unbound("qkv", qkv, 2, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_kvpacked_func(
@@ -151,11 +246,48 @@ def flash_attn_kvpacked_func(
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_kvpacked_func
+        >>> q, kv = torch.randn(2, 20, 8, 64), torch.randn(2, 300, 2, 4, 64)
+        >>> tuple(flash_attn_kvpacked_func(q, kv, causal=True).shape)
+        (2, 20, 8, 64)
     """
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
     k, v = unbound("kv", kv, 2, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, DENSE, options, return_attn_probs, "kv")
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True], block_table: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_func(
@@ -198,6 +330,17 @@ def flash_attn_varlen_func(
         (heads, total_q), S_dmask (batch, heads, max_seqlen_q, max_seqlen_k), rounded up.
 
     Raises: as `flash_attn_func`.
+
+    Example:
+        Sequences of 100, 400 and 100 rows, end to end:
+
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_varlen_func
+        >>> offsets = torch.tensor([0, 100, 500, 600], dtype=torch.int32)
+        >>> x = torch.randn(600, 8, 64)
+        >>> out = flash_attn_varlen_func(x, x, x, offsets, offsets, 400, 400, causal=True)
+        >>> tuple(out.shape)
+        (600, 8, 64)
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
@@ -215,6 +358,33 @@ def flash_attn_varlen_func(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs)
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -240,6 +410,14 @@ def flash_attn_varlen_qkvpacked_func(
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_varlen_func`.
 
     Returns, Raises: as `flash_attn_varlen_func`.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> offsets = torch.tensor([0, 100, 500, 600], dtype=torch.int32)
+        >>> out = flash_attn_varlen_qkvpacked_func(torch.randn(600, 3, 8, 64), offsets, 400)
+        >>> tuple(out.shape)
+        (600, 8, 64)
     """
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",))
@@ -247,6 +425,35 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "qkv")
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -275,6 +482,15 @@ def flash_attn_varlen_kvpacked_func(
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_varlen_func`.
 
     Returns, Raises: as `flash_attn_varlen_func`.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> offsets = torch.tensor([0, 100, 500, 600], dtype=torch.int32)
+        >>> q, kv = torch.randn(600, 8, 64), torch.randn(600, 2, 4, 64)
+        >>> out = flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 400, 400, causal=True)
+        >>> tuple(out.shape)
+        (600, 8, 64)
     """
     check_tensor("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
@@ -283,6 +499,42 @@ def flash_attn_varlen_kvpacked_func(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return call(q, k, v, lengths, options, return_attn_probs, "kv")
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
+    num_splits: int = ..., return_softmax_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
+    num_splits: int = ..., *, return_softmax_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
+    num_splits: int = ..., return_softmax_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_with_kvcache(
@@ -339,6 +591,16 @@ def flash_attn_with_kvcache(
         nothing is written. On a GPU this check waits for the device. It is left out while a CUDA
         graph is captured and where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such
         a sequence are then NaN.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 100, 2, 64)
+        >>> q, (k, v) = torch.randn(2, 1, 8, 64), torch.randn(2, 2, 1, 2, 64)
+        >>> lengths = torch.tensor([7, 12], dtype=torch.int32)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+        >>> tuple(out.shape), torch.equal(k_cache[1, 12], k[1, 0])
+        ((2, 1, 8, 64), True)
     """
     options = {
         "seqused_k": _flash_cache.lengths(cache_seqlens, q),

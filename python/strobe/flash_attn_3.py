@@ -12,7 +12,7 @@ flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and qkv.unbind(-3) gives
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -42,6 +42,39 @@ __all__ = [
 ]
 
 _NAMES = {**_flash_cache.NAMES, "block_table": "page_table", "rotary_position": "rotary_seqlens"}
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
+    return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_func(
@@ -77,12 +110,59 @@ def flash_attn_func(
         out, or (out, softmax_lse); both are differentiable.
 
     Raises: as there.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn_3 import flash_attn_func
+        >>> q, k, v = torch.randn(3, 2, 300, 8, 64)
+        >>> out, softmax_lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        >>> tuple(out.shape), tuple(softmax_lse.shape)
+        ((2, 300, 8, 64), (2, 8, 300))
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
+    return_attn_probs: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_func(
@@ -126,6 +206,16 @@ def flash_attn_varlen_func(
         out, (total_q, heads, head_dim_v), or (out, softmax_lse), (heads, total_q).
 
     Raises: as `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn_3 import flash_attn_varlen_func
+        >>> offsets = torch.tensor([0, 100, 500, 600], dtype=torch.int32)
+        >>> used = torch.tensor([90, 400, 0], dtype=torch.int32)
+        >>> x = torch.randn(600, 8, 64)
+        >>> out = flash_attn_varlen_func(x, x, x, offsets, offsets, 400, 400, seqused_k=used)
+        >>> tuple(out.shape)
+        (600, 8, 64)
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
@@ -136,6 +226,57 @@ def flash_attn_varlen_func(
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     return _attend(q, k, v, lengths, options, attention_chunk, return_attn_probs, **used)
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    qv: Tensor | None = ..., rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    qv: Tensor | None = ..., rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ..., *,
+    return_softmax_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    qv: Tensor | None = ..., rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ..., cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ...,
+    return_softmax_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_with_kvcache(
@@ -192,6 +333,18 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return (out, softmax_lse).
 
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
+
+    Example:
+        A sequence whose 20 rows lie in pages 3 and 1 of a pool of pages of 16 rows:
+
+        >>> import torch
+        >>> from strobe.flash_attn_3 import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.randn(2, 4, 16, 2, 64)
+        >>> table = torch.tensor([[3, 1]], dtype=torch.int32)
+        >>> q = torch.randn(1, 1, 8, 64)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=20, page_table=table)
+        >>> tuple(out.shape)
+        (1, 1, 8, 64)
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
@@ -221,9 +374,8 @@ def flash_attn_with_kvcache(
         "window": window_size,
         "softcap": softcap,
         "rotary_interleaved": rotary_interleaved,
+        "attention_chunk": attention_chunk,
     }
-    if type(attention_chunk) is not int or attention_chunk != 0:  # a rare option, which costs time
-        options["attention_chunk"] = attention_chunk
     if rotary_seqlens is None:
         _flash_cache.rotary_start(options)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)
@@ -245,6 +397,14 @@ def flash_attn_combine(
 
     Returns:
         (out, softmax_lse), softmax_lse (batch, seqlen_q, heads) as lse_partial has it.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn_3 import flash_attn_combine
+        >>> parts, lses = torch.randn(3, 2, 10, 8, 64), torch.randn(3, 2, 10, 8)
+        >>> out, softmax_lse = flash_attn_combine(parts, lses)
+        >>> tuple(out.shape), tuple(softmax_lse.shape)
+        ((2, 10, 8, 64), (2, 10, 8))
     """
     check_tensor("out_partial", out_partial, None)
     if out_partial.ndim not in (4, 5):
@@ -295,6 +455,11 @@ def get_scheduler_metadata(
 
     Returns:
         None, which `flash_attn_with_kvcache` takes.
+
+    Example:
+        >>> import torch
+        >>> from strobe.flash_attn_3 import get_scheduler_metadata
+        >>> get_scheduler_metadata(2, 1, 100, 8, 2, 64, torch.tensor([7, 12], dtype=torch.int32))
     """
 
 

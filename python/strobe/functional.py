@@ -19,6 +19,8 @@ from ._values import constant
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ._arrays import Tensor
+
 __all__ = ["attention", "attention_backward"]
 
 
@@ -48,7 +50,55 @@ def attention(
 
 @overload
 def attention(
+    q: Tensor,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(  # type: ignore[overload-cannot-match] # where Tensor is Any
     q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> NDArray: ...
+
+
+@overload
+def attention(  # type: ignore[overload-cannot-match] # where Tensor is Any
+    q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[NDArray, NDArray]: ...
+
+
+@overload
+def attention(
+    q: AnyArray,
     k: AnyArray,
     v: AnyArray,
     *,
@@ -60,11 +110,11 @@ def attention(
 
 @documented
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    out: Any = None,
+    out: AnyArray | None = None,
     return_lse: bool = False,
     **options: Unpack[CallOptions],
 ) -> Any:
@@ -137,6 +187,21 @@ def attention(
         Unsupported: no kernel takes this; `why` says more. A NotImplementedError.
         OutOfMemory, DeviceError, InternalError: as `strobe.Error` describes them.
         Where a result cannot be allocated, NumPy's error or PyTorch's comes through.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> q, k, v = np.random.randn(3, 2, 300, 8, 64).astype(np.float32)
+        >>> out, lse = strobe.attention(q, k, v, causal=True, window=(128, 0), return_lse=True)
+        >>> out.shape, lse.shape
+        ((2, 300, 8, 64), (2, 8, 300))
+
+        Sequences of 3, 5 and 2 rows in one array, whose first 2, 1 and 0 keys all queries see:
+
+        >>> q, k, v = np.random.randn(3, 10, 8, 64).astype(np.float32)
+        >>> offsets, prefix = np.array([0, 3, 8, 10], np.int32), np.array([2, 1, 0], np.int32)
+        >>> packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "prefix": prefix}
+        >>> strobe.attention(q, k, v, causal=True, **packed).shape
+        (10, 8, 64)
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
@@ -167,7 +232,39 @@ def attention_backward(
 @overload
 def attention_backward(
     dout: AnyArray,
+    q: Tensor,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: tuple[Tensor, Tensor, Tensor] | None = ...,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def attention_backward(  # type: ignore[overload-cannot-match] # where Tensor is Any
+    dout: AnyArray,
     q: SupportsDLPack,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: None = ...,
+    **options: Unpack[CallOptions],
+) -> tuple[NDArray, NDArray, NDArray]: ...
+
+
+@overload
+def attention_backward(
+    dout: AnyArray,
+    q: AnyArray,
     k: AnyArray,
     v: AnyArray,
     out: AnyArray,
@@ -182,16 +279,16 @@ def attention_backward(
 
 @documented
 def attention_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    dout: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
     *,
-    dlse: Any = None,
+    dlse: AnyArray | None = None,
     deterministic: bool = False,
-    grads: tuple[Any, Any, Any] | None = None,
+    grads: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]:
     """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
@@ -222,6 +319,15 @@ def attention_backward(
 
     Raises:
         As `attention`.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> q, k, v = np.random.randn(3, 2, 300, 8, 64).astype(np.float32)
+        >>> out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
+        >>> dout = np.ones_like(out)
+        >>> dq, dk, dv = strobe.attention_backward(dout, q, k, v, out, lse, causal=True)
+        >>> dq.shape, dk.shape, dv.shape
+        ((2, 300, 8, 64), (2, 300, 8, 64), (2, 300, 8, 64))
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
@@ -231,4 +337,4 @@ def attention_backward(
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
-        return found if grads is None else tuple(grads)
+        return found if grads is None else (grads[0], grads[1], grads[2])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,17 @@ import numpy as np
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
-from ._options import ARRAYS
+from ._options import ARRAYS, converted
 from ._problem import DTYPE_CODES
 from ._questions import check
-from ._values import NO_LIMIT, flag, integer, real, seed, window
+from ._values import NO_LIMIT, flag, integer, seed
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ._arrays import SupportsDLPack
+
+    Array: TypeAlias = ArrayLike | SupportsDLPack
 
 __all__ = ["attention"]
 
@@ -284,25 +291,103 @@ def _check(tensors: Any, more: Any, options: Any) -> None:
         raise type(error)(renamed(str(error), _NAMES)) from None
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: Literal[False] = ...,
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: Literal[True],
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Array | None = ...,
+    key_value_seq_lengths: Array | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    window_signed: bool = ...,
+    return_residual: bool = ...,
+    softcap: float = ...,
+    alibi_slopes: Array | None = ...,
+    q_position: int | Array = ...,
+    prefix: Array | None = ...,
+    attention_chunk: int = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Array | None = ...,
+    deterministic: bool = ...,
+    batch_invariant: bool = ...,
+    threads: int = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     window_signed: bool = False,
     return_residual: bool = False,
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    q_position: Any = 0,
-    prefix: Any = None,
+    alibi_slopes: Array | None = None,
+    q_position: int | Array = 0,
+    prefix: Array | None = None,
     attention_chunk: int = 0,
     dropout_p: float = 0.0,
-    dropout_seed: Any = None,
+    dropout_seed: int | Array | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
     threads: int = 0,
@@ -356,6 +441,14 @@ def attention(
         jax.errors.JaxRuntimeError: when it runs: a position out of range; on a GPU: a problem that
             none of its kernels takes. On platforms other than CPU and CUDA, XLA refuses to compile
             the call: it knows no strobe_attention_forward there.
+
+    Example:
+        >>> import jax, strobe
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 30, 4, 16))
+        >>> out = strobe.jax.attention(q, k, v, is_causal=True)
+        >>> dq = jax.grad(lambda q: strobe.jax.attention(q, k, v, is_causal=True).sum())(q)
+        >>> out.shape, dq.shape
+        ((2, 30, 4, 16), (2, 30, 4, 16))
     """
     arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ndim = arrays["q"].ndim
@@ -371,21 +464,30 @@ def attention(
     limits: Any = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(limits, int | np.integer):
         limits = (limits, limits)
-    limits = window("local_window_size", limits)
-    left, right = (NO_LIMIT if x is None else x for x in limits)
+    checked = converted(
+        {
+            "causal": is_causal,
+            "window": limits,
+            "window_signed": window_signed,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "batch_invariant": batch_invariant,
+            "attention_chunk": attention_chunk,
+            "threads": threads,
+            **({} if scale is None else {"scale": scale}),
+        },
+        _NAMES,
+    )
+    checked["window_signed"] = checked["window_signed"] or None in checked["window"]
+    left, right = (NO_LIMIT if x is None else x for x in checked["window"])
+    checked["window"] = (left, right)
+    # As fields of strobe_problem, by whose names XLA hands them on.
     options: dict[str, Any] = {
-        "causal": int(flag("is_causal", is_causal)),
-        "window_left": left,
-        "window_right": right,
-        "window_signed": int(flag("window_signed", window_signed) or None in limits),
-        "softcap": real("softcap", softcap),
-        "dropout_p": real("dropout_p", dropout_p),
-        "batch_invariant": int(flag("batch_invariant", batch_invariant)),
-        "attention_chunk": integer("attention_chunk", attention_chunk),
-        "threads": integer("threads", threads, 32),
+        name: int(value) if isinstance(value, bool) else value
+        for name, value in checked.items()
+        if name != "window"
     }
-    if scale is not None:
-        options["scale"] = real("scale", scale)
+    options |= {"window_left": left, "window_right": right}
 
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
@@ -406,8 +508,6 @@ def attention(
                 more["q_position"] = np.full(batch, position, np.int32)
         else:
             more["q_position"] = _numbers("q_position", q_position, np.int32, "-2**30 to 2**30")
-    apart = ("window_left", "window_right")
-    checked = {"window": (left, right)} | {x: y for x, y in options.items() if x not in apart}
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
         tuple((name, x.shape, x.dtype.name) for name, x in more.items()),

@@ -1,4 +1,4 @@
-"""PyTorch's own scaled_dot_product_attention, computed by Strobe.
+"""PyTorch's own scaled_dot_product_attention, computed by Strobe, and attention with a gradient.
 
     import strobe.torch
     with strobe.torch.sdpa_kernel():                     # this thread, this block
@@ -12,7 +12,9 @@ latest call that Strobe saw which kernel served it or why it was declined, or th
 `strobe.torch.why` says why any call would be declined.
 
 Tensors here are laid out as scaled_dot_product_attention has them: (batch, heads, seqlen,
-head_dim), of any strides. `strobe.flash_attn` has the functions in FlashAttention's layout.
+head_dim), of any strides. `attention` alone has the layout of `strobe.attention` and of
+FlashAttention, whose functions are in `strobe.flash_attn`; it takes packed sequences, prefixes,
+chunks and lengths in use.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 
 from . import _calls, _checkpoints, _sdpa, _sdpa_compiled
 from ._calls import ServedCalls, Verdict
+from ._differentiable import attention
 from ._flash_impl import register
 
-__all__ = ["ServedCalls", "register", "sdpa_kernel", "why"]
+__all__ = ["ServedCalls", "attention", "register", "sdpa_kernel", "why"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -58,6 +61,12 @@ def why(
             (bool, or 0 and -inf) that hides keys at the ends, queries, the future or all beyond a
             window: its contents are read.
         dropout_p, is_causal, scale, enable_gqa: as scaled_dot_product_attention has them.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> strobe.torch.why(q, k, v, is_causal=True)
+        ''
     """
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     verdict, _ = _sdpa.judge_any(*arguments)
@@ -74,6 +83,14 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
     Under torch.compile, enter it around the compiled call or, with a PyTorch that can compile such
     blocks (2.4 cannot), inside; calls of a block that is compiled itself are not counted. Gradients
     work after the block has ended, as they are recorded in it.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> with strobe.torch.sdpa_kernel() as served:
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> served.calls, served.fallbacks
+        (1, {})
     """
 
     def __init__(self) -> None:

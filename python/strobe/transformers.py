@@ -43,6 +43,17 @@ def register() -> None:
 
     Raises:
         Unsupported: transformers is older.
+
+    Example:
+        >>> import strobe, torch, transformers
+        >>> strobe.transformers.register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=1, attn_implementation="strobe",
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> tuple(model(input_ids=torch.ones(1, 5).long()).logits.shape)
+        (1, 5, 99)
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -168,6 +179,19 @@ def attention_mask(
 
     Raises:
         Unsupported: mask_function says what the kernels do not know.
+
+    Example:
+        The last of five positions of the second sequence is padding:
+
+        >>> import torch
+        >>> from transformers.masking_utils import causal_mask_function
+        >>> import strobe
+        >>> tokens = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
+        >>> mask = strobe.transformers.attention_mask(
+        ...     2, 5, 5, mask_function=causal_mask_function, attention_mask=tokens
+        ... )
+        >>> mask.dtype, mask.ndim
+        (torch.int32, 4)
     """
     reach = _reach_of(mask_function, use_vmap)
     if q_length is None or isinstance(q_length, torch.Tensor):  # transformers 4
@@ -274,6 +298,13 @@ def attention(
 
     Raises:
         Unsupported: the model wants something that the kernels have not.
+
+    Example:
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 2, 8, 300, 64)
+        >>> out, weights = strobe.transformers.attention(None, q, k, v, None, is_causal=True)
+        >>> tuple(out.shape), weights
+        ((2, 300, 8, 64), None)
     """
     _refuse(others, "s_aux", "position_bias", "cache")
     if others.get("output_attentions") or _wants_weights(module):
@@ -360,6 +391,24 @@ def paged_attention(
 
     Raises:
         Unsupported: the model has attention sinks.
+
+    Example:
+        Two sequences of 3 and 5 tokens, whose keys the cache hands back as they are:
+
+        >>> import types
+        >>> import torch, strobe
+        >>> q, k, v = torch.randn(3, 1, 4, 8, 64)
+        >>> def update(key_states, value_states, **options):  # (total, heads_kv, head_dim)
+        ...     return key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        >>> cache = types.SimpleNamespace(update=update)
+        >>> offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> layer = types.SimpleNamespace(layer_idx=0)
+        >>> indices = {"read_index": None, "write_index": None}
+        >>> out, _ = strobe.transformers.paged_attention(
+        ...     layer, q, k, v, None, cache, offsets, offsets, 5, 5, **indices
+        ... )
+        >>> tuple(out.shape)
+        (8, 4, 64)
     """
     _refuse(others, "s_aux")
     if isinstance(cu_seq_lens_k, dict):

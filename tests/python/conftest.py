@@ -94,3 +94,18 @@ def flash_attn(shim_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     sys.meta_path[:] = finders
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    """The package, in which Strobe is registered, on one thread: the models are tiny."""
+    package = importlib.import_module("transformers")
+    if package.__version__.startswith("4."):
+        pytest.skip("the models and caches of transformers 5")
+    torch = importlib.import_module("torch")
+    package.logging.set_verbosity_error()
+    importlib.import_module("strobe.transformers").register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield package
+    torch.set_num_threads(threads)

@@ -94,7 +94,7 @@ def torch_calls() -> tuple[list[Any], Calls]:
             "forward": lambda: flash_attn_func(q, k, v, causal=True),
             "copied": lambda: flash_attn_func(columns, k, v),
             "gradient": lambda: torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves),
-            "operator": lambda: flash_attn_func(q, k, v, causal=1),  # type: ignore[arg-type]
+            "operator": lambda: flash_attn_func(q, k, v, causal=1),  # type: ignore[call-overload]
             "refused": refused(lambda: flash_attn_func(q, k[:, :1], v)),
         },
     )

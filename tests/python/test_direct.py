@@ -207,7 +207,7 @@ def test_one_tensor_for_all(device: str) -> None:
 def test_errors_are_the_usual_ones(device: str, direct: Callable[[], int]) -> None:
     q, k, v = tensors(device)
     with pytest.raises(strobe.InvalidArgument, match="window_size"):
-        flash_attn_func(q, k, v, causal=True, window_size=3)  # type: ignore[arg-type]
+        flash_attn_func(q, k, v, causal=True, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(strobe.InvalidArgument, match="softcap"):
         flash_attn_func(q, k, v, causal=True, softcap=-1.0)
     assert direct() == 0

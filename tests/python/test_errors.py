@@ -123,7 +123,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         "expected alignment to 2 bytes",
     ),
     # options
-    ("window", arrays(window=3), "window = 3, expected a pair (left, right)"),
+    (
+        "window",
+        arrays(window=3),
+        "window = 3, expected a pair (left, right) of integers, -1 or None for no limit",
+    ),
     ("window-three", arrays(window=(1, 2, 3)), "window = (1, 2, 3), expected a pair"),
     ("window-low", arrays(window=(-2, 0)), "window[0] = -2, expected -1 (no limit) or more"),
     ("window-float", arrays(window=(1.5, 0)), "window[0] = 1.5, expected an integer"),

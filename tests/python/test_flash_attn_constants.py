@@ -140,7 +140,9 @@ def test_learned_slopes_are_refused_beneath_flash_attn() -> None:
             raise AssertionError(name) from error
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "varlen", "operator", "with_kvcache"])
+@pytest.mark.parametrize(
+    "name", ["flash_attn_func", "varlen", "operator", "operator of caches", "with_kvcache"]
+)
 def test_learned_slopes_are_refused_where_compiled(name: str) -> None:
     """With the words of the refusal somewhere in what PyTorch's compiler says."""
     torch._dynamo.reset()

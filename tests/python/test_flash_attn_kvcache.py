@@ -371,7 +371,7 @@ def test_strobes_own_function_checks_values_on_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for wrong in (3, None, used.numpy()[:1], used.float(), used[None]):
         with pytest.raises(strobe.InvalidArgument, match=r"^(seqused_k|leftpad)"):
-            call(q, k, v, seqused_k=wrong, leftpad=wrong if wrong is not None else -used)
+            call(q, k, v, seqused_k=wrong, leftpad=wrong if wrong is not None else -used)  # type: ignore[arg-type]
     monkeypatch.setattr(_core, "kvcache", None)
     with pytest.raises(strobe.InvalidArgument, match=r"^seqused_k\[1\] = 99, expected 0 to 40 \("):
         call(q, k, v, seqused_k=torch.tensor([1, 99], dtype=torch.int32))

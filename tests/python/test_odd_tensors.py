@@ -5,6 +5,7 @@ What ended the process runs in one of its own.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -49,7 +50,7 @@ for kind in kinds:
 
 # The functions beneath flash_attn's, where PyTorch's own kernels read and write as well.
 LOWER = """
-import inspect, sys, torch, strobe
+import inspect, re, sys, torch, strobe
 import shim
 sys.path.insert(0, str(shim.SOURCE))
 from flash_attn import flash_attn_interface as interface
@@ -103,7 +104,7 @@ for function, given in calls:
             try:
                 function(**right | {name: odd})
             except strobe.Error as error:
-                assert name in str(error), error
+                assert re.search(rf"\\b{name}\\b", str(error)), error
                 assert all((y == 7.0).all() for y in targets), "written"
             else:
                 assert kind in ("meta", "list") or (x is not value and kind == "functional")
@@ -120,6 +121,29 @@ def test_the_process_lives(program: str) -> None:
         timeout=600,
     )
     assert found.returncode == 0, f"{found.stdout.splitlines()[-1:]}\n{found.stderr[-2000:]}"
+
+
+class Unmultiplied(torch.Tensor):  # type: ignore[misc,name-defined]
+    """Has memory, and shares it through DLPack, but has no operators."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flit_core") is None, reason="no flit_core")
+@pytest.mark.parametrize("name", ["out", "dout"])
+def test_softmax_d_names_what_has_no_operators(flash_attn: Any, name: str) -> None:
+    gpu = flash_attn.flash_attn_interface.flash_attn_gpu
+    q, k, v = inputs()
+    number = (0.0, 0.3, False, -1, -1, 0.0)
+    out, lse, _, _ = gpu.fwd(q, k, v, None, None, *number, False)
+    given = {"dout": q, "q": q, "k": k, "v": v, "out": out}
+    odd = torch.Tensor._make_subclass(Unmultiplied, given[name])
+    with pytest.raises(strobe.InvalidArgument, match=rf"^{name} \(Unmultiplied\) cannot be read"):
+        gpu.bwd(*(given | {name: odd}).values(), lse, *[None] * 4, *number, False)
 
 
 def inputs() -> list[Any]:

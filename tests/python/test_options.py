@@ -86,6 +86,27 @@ def test_every_option_of_the_table_is_here() -> None:
     assert set(_options.CallOptions.__annotations__) == set(NAMES)
 
 
+def test_every_option_has_its_place_in_the_c_structs() -> None:
+    """The extension's table: arrays and seeds go into a launch's arguments, the rest into the
+    problem, each by its own name but for those whose field is called otherwise.
+    """
+    problem = dict(capi.fields("strobe_problem"))
+    forward, backward = (dict(capi.fields(f"strobe_{way}_args")) for way in ("forward", "backward"))
+    elsewhere = {"window": "window_left", "max_seqlen_q": "seqlen_q", "max_seqlen_k": "seqlen_k"}
+    for name, kind, with_cache, without, tail in _core.OPTIONS:
+        assert with_cache or without, name
+        if kind in ("array", "seed"):
+            assert name in forward, name
+            assert name in backward or not without, name
+        else:
+            assert elsewhere.get(name, name) in problem, name
+        assert not tail or (with_cache and without), name
+    every = [name for name, *_ in _core.OPTIONS]
+    assert len(set(every)) == len(every)
+    assert set(every) == {row.name for row in (*_options.ROWS, *_options.CACHE_ROWS)}
+    assert {kind for _, kind, *_ in _core.OPTIONS} == set(_options.KINDS)
+
+
 def test_every_option_of_a_call_with_a_cache_is_here() -> None:
     rows = [row.name for row in _options.CACHE_ROWS]
     assert set(_options.CacheOptions.__annotations__) == set(rows)
@@ -217,6 +238,18 @@ def test_errors_name_the_argument(options: dict[str, Any], words: str) -> None:
     inputs = Case().make(np.random.default_rng(7))
     with pytest.raises(strobe.InvalidArgument, match=words):
         strobe.attention(inputs.q, inputs.k, inputs.v, **options)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in _options.ROWS if row.convert is not None], ids=lambda r: r.name
+)
+def test_each_number_is_taken_by_its_kind(row: _options.Option) -> None:
+    """Whatever door it comes by, a wrong value is refused by the option's name."""
+    inputs = Case().make(np.random.default_rng(12))
+    functions: list[Any] = [strobe.attention, strobe.plan]
+    for function in functions:
+        with pytest.raises(strobe.InvalidArgument, match=rf"^{row.name} = .*expected"):
+            function(inputs.q, inputs.k, inputs.v, **{row.name: "x"})
 
 
 @pytest.mark.parametrize("row", SCALARS, ids=lambda r: r.name)

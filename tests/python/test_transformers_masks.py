@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,19 +23,6 @@ from strobe._mask_functions import Reach  # noqa: E402
 from transformers_cases import Case  # noqa: E402
 
 from tensors import Tensor  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[Any]:
-    package = importlib.import_module("transformers")
-    if package.__version__.startswith("4."):
-        pytest.skip("the models and caches of transformers 5")
-    package.logging.set_verbosity_error()
-    strobe.transformers.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
-    yield package
-    torch.set_num_threads(threads)
 
 
 def case(family: str, task: str, **changes: Any) -> Case:

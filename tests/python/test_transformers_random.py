@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,10 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-import strobe.transformers  # noqa: E402
 import transformers_cases  # noqa: E402
 
 CASES = int(os.environ.get("STROBE_TRANSFORMERS_CASES", "40"))
 SEED = int(os.environ.get("STROBE_FUZZ_SEED", "1")) * 1000
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[Any]:
-    package = importlib.import_module("transformers")
-    if package.__version__.startswith("4."):
-        pytest.skip("the models and caches of transformers 5")
-    package.logging.set_verbosity_error()
-    strobe.transformers.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
-    yield package
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers about itself

@@ -96,6 +96,13 @@ def test_a_users_program(checker: Checker, python: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
+def test_a_program_with_pytorch(checker: Checker, python: Path, tmp_path: Path) -> None:
+    """What comes out is a tensor where one went in."""
+    pytest.importorskip("torch")
+    assert checker("torch_program.py", python, tmp_path) == {}
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
 def test_mistakes_are_found(checker: Checker, python: Path, tmp_path: Path) -> None:
     found = checker("wrong_program.py", python, tmp_path)
     assert set(found) == MISTAKES, found

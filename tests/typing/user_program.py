@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,5 +39,18 @@ def questions(q: Floats) -> str:
     return "\n".join([*lines, *names, *map(str, memory), strobe.__version__])
 
 
-def of_another_library(tensor: Any) -> Any:
+class Shared(Protocol):
+    """An array of another library."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+def of_another_library(tensor: Shared) -> npt.NDArray[Any]:
     return strobe.attention(tensor, tensor, tensor)
+
+
+def of_who_knows_what(tensor: Any) -> Any:
+    out: Any = strobe.attention(tensor, tensor, tensor)
+    return out

@@ -16,3 +16,8 @@ strobe.ArraySpec((1, 2, 1, 8), dtype=32)  # mistake: not a name
 out, lse = strobe.attention(x, x, x, return_lse=True)
 words: str = strobe.attention_backward(out, x, x, x, out, lse)  # mistake: three arrays
 strobe.atention(x, x, x)  # mistake: no such function
+strobe.attention(x, x, x, seqused_k=[3])  # mistake: not an array
+text: str = strobe.attention(x, x, x)  # mistake: an array
+strobe.attention(x, x, x, seqused_k=strobe.ArraySpec((1,), "int32"))  # mistake: it has no data
+strobe.attention_with_kvcache(x, x, x, dropout_p=0.1)  # mistake: no such option
+module = strobe.tensorflow  # mistake: no such module

@@ -56,6 +56,15 @@ def fwd(
     Returns:
         [out, softmax_lse, S_dmask, rng_state]: out is the argument, if one was given; S_dmask is
         empty without return_softmax and dropout. rng_state: int64 (2,), in the CPU's memory.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import flash_attn_gpu
+        >>> q, k, v = torch.randn(3, 2, 30, 4, 64)
+        >>> options = (0.0, 0.125, True, -1, -1, 0.0)
+        >>> out, softmax_lse, _, _ = flash_attn_gpu.fwd(q, k, v, None, None, *options, False)
+        >>> tuple(out.shape), tuple(softmax_lse.shape)
+        ((2, 30, 4, 64), (2, 4, 30))
     """
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
@@ -93,6 +102,18 @@ def varlen_fwd(
     block_table: int32 (batch, pages_per_sequence): k and v are pages of a cache, of which
     leftpad_k, int32 (batch,), skips the first rows of each sequence. Without dropout.
     zero_tensors changes nothing: all of out and softmax_lse is written. Nor does num_splits.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import flash_attn_gpu
+        >>> q, k, v = torch.randn(3, 30, 4, 64)
+        >>> offsets = torch.tensor([0, 10, 30], dtype=torch.int32)
+        >>> before, options = (None,) * 4, (0.0, 0.125, False, True, -1, -1, 0.0, False)
+        >>> out, lse, _, _ = flash_attn_gpu.varlen_fwd(
+        ...     q, k, v, None, offsets, offsets, *before, 20, 20, *options
+        ... )
+        >>> tuple(out.shape), tuple(lse.shape)
+        ((30, 4, 64), (4, 30))
     """
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
@@ -146,6 +167,18 @@ def bwd(
         [dq, dk, dv, softmax_d]: the arguments, where given. softmax_d: float32
         (batch, heads, seqlen_q rounded up to a multiple of 128), each row's sum of dout * out,
         times 1 - dropout_p; zeros behind seqlen_q.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import flash_attn_gpu
+        >>> q, k, v = torch.randn(3, 2, 30, 4, 64)
+        >>> options = (0.0, 0.125, True, -1, -1, 0.0)
+        >>> out, lse, _, _ = flash_attn_gpu.fwd(q, k, v, None, None, *options, False)
+        >>> dq, dk, dv, softmax_d = flash_attn_gpu.bwd(
+        ...     out, q, k, v, out, lse, None, None, None, None, *options, False
+        ... )
+        >>> tuple(dk.shape), tuple(softmax_d.shape)
+        ((2, 30, 4, 64), (2, 4, 128))
     """
     options = checked_options(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
@@ -196,6 +229,21 @@ def varlen_bwd(
     Returns:
         As `bwd`, but softmax_d is (heads, total_q + 128 * batch), where the rows of sequence b
         begin at cu_seqlens_q[b] + 128 * b. zero_tensors changes nothing.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import flash_attn_gpu
+        >>> q, k, v = torch.randn(3, 30, 4, 64)
+        >>> offsets = torch.tensor([0, 10, 30], dtype=torch.int32)
+        >>> before, options = (None,) * 4, (0.0, 0.125, False, True, -1, -1, 0.0, False)
+        >>> out, lse, _, _ = flash_attn_gpu.varlen_fwd(
+        ...     q, k, v, None, offsets, offsets, *before, 20, 20, *options
+        ... )
+        >>> dq, dk, dv, softmax_d = flash_attn_gpu.varlen_bwd(
+        ...     out, q, k, v, out, lse, None, None, None, offsets, offsets, None, 20, 20, *options
+        ... )
+        >>> tuple(dq.shape), tuple(softmax_d.shape)
+        ((30, 4, 64), (4, 286))
     """
     _flash_attn.check_unused(zero_tensors=zero_tensors)
     options = checked_options(
@@ -245,6 +293,18 @@ def fwd_kvcache(
 
     Returns:
         [out, softmax_lse]: out is the argument, if one was given.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import flash_attn_gpu
+        >>> q, (k_cache, v_cache) = torch.randn(2, 1, 8, 64), torch.randn(2, 2, 100, 2, 64)
+        >>> lengths = torch.tensor([7, 12], dtype=torch.int32)
+        >>> out, softmax_lse = flash_attn_gpu.fwd_kvcache(
+        ...     *(q, k_cache, v_cache, None, None, lengths, *[None] * 7),
+        ...     *(0.125, True, -1, -1, 0.0, True, 0),
+        ... )
+        >>> tuple(out.shape)
+        (2, 1, 8, 64)
     """
     _check_tensors({"q": q, "v_cache": v_cache}, {"out": (out, "q", "v_cache")})
     window = _window(window_size_left, window_size_right)
@@ -423,7 +483,12 @@ def _backward(
 def _delta(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
     """(..., heads), float32."""
     with torch.no_grad():
-        delta: Tensor = _flash_attn.taken("dout", dout, lambda x: (x.float() * out.float()).sum(-1))
+        try:
+            delta: Tensor = (dout.float() * out.float()).sum(-1)
+        except Exception:
+            for name, x in (("dout", dout), ("out", out)):  # which of them it was
+                _flash_attn.taken(name, x, lambda x: (x.float() * 1.0).sum(-1))
+            raise
         return delta * (1 - dropout_p)
 
 

@@ -32,6 +32,13 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 - 
 
     Returns:
         (count, ...); differentiable.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import index_first_axis
+        >>> index_first_axis(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
+        tensor([[3.],
+                [1.]])
     """
     return input.index_select(0, indices)
 
@@ -46,13 +53,27 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Returns:
         (first_axis_dim, ...); differentiable.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import index_put_first_axis
+        >>> index_put_first_axis(torch.tensor([[3.0], [1.0]]), torch.tensor([2, 0]), 4).flatten()
+        tensor([1., 0., 3., 0.])
     """
     rows = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return rows.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
-    """`index_first_axis`, and its input for a residual connection around what follows."""
+    """`index_first_axis`, and its input for a residual connection around what follows.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import index_first_axis_residual
+        >>> rows, everything = index_first_axis_residual(torch.ones(3, 8), torch.tensor([2, 0]))
+        >>> tuple(rows.shape), tuple(everything.shape)
+        ((2, 8), (3, 8))
+    """
     return index_first_axis(input, indices), input.view_as(input)
 
 
@@ -71,6 +92,14 @@ def unpad_input(
         in the batch of batch * seqlen rows, int64 (total,); where sequences begin and the last one
         ends, int32 (batch + 1,); the longest; and the tokens of each without the unused places,
         int32 (batch,).
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import unpad_input
+        >>> mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]])
+        >>> rows, indices, cu_seqlens, max_seqlen, used = unpad_input(torch.randn(2, 4, 8), mask)
+        >>> tuple(rows.shape), indices.tolist(), cu_seqlens.tolist(), max_seqlen, used.tolist()
+        ((4, 8), [0, 1, 2, 5], [0, 3, 4], 3, [3, 1])
     """
     used = attention_mask.bool()
     kept = used if unused_mask is None else used | unused_mask.bool()
@@ -90,6 +119,14 @@ def unpad_input_for_concatenated_sequences(
 
     Returns:
         (rows, indices, cu_seqlens, max_seqlen), where each of those sequences is one.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+        >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+        >>> found = unpad_input_for_concatenated_sequences(torch.randn(2, 4, 8), lengths)
+        >>> tuple(found[0].shape), found[2].tolist(), found[3]
+        ((6, 8), [0, 2, 3, 6], 3)
     """
     lengths = attention_mask_in_length
     position = torch.arange(lengths.shape[1], device=lengths.device)
@@ -116,6 +153,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Returns:
         (batch, seqlen, ...); differentiable.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.bert_padding import pad_input
+        >>> pad_input(torch.ones(2, 1), torch.tensor([0, 3]), 2, 2).flatten(1)
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))

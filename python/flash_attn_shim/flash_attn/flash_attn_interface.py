@@ -60,7 +60,14 @@ USE_TRITON_ROCM: Final = False
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:
-    """x, copied if its last dimension is not contiguous."""
+    """x, copied if its last dimension is not contiguous.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.flash_attn_interface import maybe_contiguous
+        >>> maybe_contiguous(torch.ones(2, 3).t()).stride()
+        (2, 1)
+    """
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -31,7 +31,14 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Each pair (a, b) of the last axis as (-b, a): a quarter turn. Pairs as `apply_rotary_emb`."""
+    """Each pair (a, b) of the last axis as (-b, a): a quarter turn. Pairs as `apply_rotary_emb`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import rotate_half
+        >>> rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([-3., -4.,  1.,  2.])
+    """
     if interleaved:
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((-b, a), -1).flatten(-2)
@@ -48,6 +55,14 @@ def apply_rotary_emb_torch(
         x: (batch, seqlen, heads, head_dim).
         cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2).
         interleaved: as `apply_rotary_emb`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import apply_rotary_emb_torch
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> x = torch.randn(2, 10, 4, 64)
+        >>> tuple(apply_rotary_emb_torch(x, angles.cos(), angles.sin()).shape)
+        (2, 10, 4, 64)
     """
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
@@ -90,6 +105,15 @@ def apply_rotary_emb(
     Raises:
         ValueError: shapes that do not fit together.
         IndexError: seqlen_offsets is an int, and leads past seqlen_rotary.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import apply_rotary_emb
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> x = torch.randn(2, 7, 4, 64)
+        >>> later = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=3)
+        >>> tuple(later.shape)
+        (2, 7, 4, 64)
     """
 
     def rotate(x: Tensor) -> Tensor:
@@ -124,6 +148,16 @@ def apply_rotary_emb_qkv_(
 
     Returns:
         qkv; differentiable.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> qkv = torch.randn(2, 10, 3, 4, 64)
+        >>> v = qkv[:, :, 2].clone()
+        >>> rotated = apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin())
+        >>> rotated is qkv, torch.equal(qkv[:, :, 2], v)
+        (True, True)
     """
     _q_and_k(qkv, num_heads_q)  # checks
 
@@ -148,6 +182,14 @@ def apply_rotary_emb_kv_(
 
     Returns:
         kv; differentiable.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import apply_rotary_emb_kv_
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> kv = torch.randn(2, 10, 2, 4, 64)
+        >>> apply_rotary_emb_kv_(kv, angles.cos(), angles.sin()) is kv
+        True
     """
     _check_kv(kv)
 
@@ -349,6 +391,12 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
             with the position; 512 is its usual value.
         device: of the frequencies.
         pos_idx_in_fp32: an argument of older versions; positions are always float32.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.layers.rotary import RotaryEmbedding
+        >>> tuple(RotaryEmbedding(64)(torch.randn(2, 10, 3, 4, 64)).shape)
+        (2, 10, 3, 4, 64)
     """
 
     def __init__(

@@ -48,6 +48,16 @@ def apply_rotary(
     Raises:
         ValueError: shapes that do not fit together.
         IndexError: seqlen_offsets is an int, and leads past seqlen_rotary.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn.ops.triton.rotary import apply_rotary
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> x = torch.randn(2, 10, 4, 64)
+        >>> turned = apply_rotary(x, angles.cos(), angles.sin())
+        >>> back = apply_rotary(turned, angles.cos(), angles.sin(), conjugate=True)
+        >>> torch.allclose(back, x, atol=1e-5)
+        True
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or cos.ndim != 2:
