@@ -545,7 +545,7 @@ bool Call::fail(strobe_status status) {
 bool Call::run() {
   if (!watch.settle(kSlotNames, tensors, kSlots)) return false;
   const auto writes = [this](Slot slot) {
-    if (!given(slot)) return true;
+    if (!given(slot) || tensors[slot].is_new) return true;
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };

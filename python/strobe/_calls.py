@@ -9,7 +9,7 @@ from typing import Final
 _NONE_YET: Final = (
     "no call seen: Strobe sees calls of scaled_dot_product_attention inside `with "
     "strobe.torch.sdpa_kernel():`, and in its place as PyTorch's flash kernel after "
-    "strobe.torch.register(); none was made in this thread"
+    'torch.nn.attention.activate_flash_attention_impl("STROBE"); none was made in this thread'
 )
 # What `strobe.why()` says of a block in which nothing has been called yet.
 _NO_CALL: Final = (
@@ -17,7 +17,7 @@ _NO_CALL: Final = (
     "`with strobe.torch.sdpa_kernel()` began"
 )
 
-_counting: Final = threading.Lock()  # those of `register` are counted by all threads
+_counting: Final = threading.Lock()  # what PyTorch's registry gives is counted by all threads
 
 
 @dataclass
@@ -46,14 +46,21 @@ class Verdict:
 
     __slots__ = ("kind", "reason", "text")
 
-    def __init__(self, *, kernel: str = "", kind: str = "", detail: str = "") -> None:
-        """kernel: of Strobe; kind and detail: why none."""
+    def __init__(
+        self,
+        *,
+        kernel: str = "",
+        kind: str = "",
+        detail: str = "",
+        what: str = "scaled_dot_product_attention",
+    ) -> None:
+        """kernel: of Strobe; kind and detail: why none; what: the function that was called."""
         self.kind = kind
         self.reason = f"{kind}: {detail}" if detail else kind
         self.text = (
-            f"declined: scaled_dot_product_attention was left to PyTorch, because {self.reason}"
+            f"declined: {what} was left to PyTorch, because {self.reason}"
             if kind
-            else f"served: scaled_dot_product_attention was computed by Strobe's kernel {kernel}"
+            else f"served: {what} was computed by Strobe's kernel {kernel}"
         )
 
 
