@@ -104,26 +104,20 @@ Ref kernel_name(const Call& call) {
   return Ref::borrowed(name);
 }
 
-// The tensors that PyTorch's forward kernels return besides: seed and offset of a call without
-// dropout, which nobody reads, and a debug mask that was not asked for. They are made anew for each
-// call, on its device, as a graph that is captured owns all that it returns.
-struct Auxiliary {
-  Ref models[3];  // which have no memory
-};
-
-const Auxiliary* auxiliary_of(const Tensor& q) {
-  static auto& known = *new std::map<uint64_t, Auxiliary>;
-  const uint64_t key = uint64_t{q.on_cuda} | uint64_t{q.dtype} << 1 |
-                       static_cast<uint64_t>(q.device_index) << 16;
-  const auto found = known.find(key);
-  if (found != known.end()) return &found->second;
-  Ref made = call_python("_flash_impl", "auxiliary", "(O)", q.object);
-  PyObject* models[3];
-  if (!made || !PyArg_ParseTuple(made.get(), "OOO", &models[0], &models[1], &models[2]))
-    return nullptr;
-  Auxiliary& kept = known[key];
-  for (int i = 0; i < 3; ++i) kept.models[i] = Ref::borrowed(models[i]);
-  return &kept;
+// What PyTorch's forward kernels return besides: seed and offset of a call without dropout, which
+// nobody reads, and a debug mask that was not asked for, of no elements. A new tensor costs more
+// here than all that the call itself does between its results and its launch, so all calls get the
+// same three; only a CUDA graph, which owns all that it returns, gets new ones in its memory.
+Ref auxiliary_of(const Call& call) {
+  const Tensor& q = call.tensors[kQ];
+  if (call.was_captured())
+    return call_python("_flash_impl", "auxiliary", "(OO)", q.object, Py_True);
+  static auto& known = *new std::map<uint64_t, PyObject*>;
+  PyObject*& kept = known[uint64_t{q.on_cuda} | uint64_t{q.dtype} << 1 |
+                          static_cast<uint64_t>(q.device_index) << 16];
+  if (kept == nullptr)
+    kept = call_python("_flash_impl", "auxiliary", "(OO)", q.object, Py_False).release();
+  return Ref::borrowed(kept);
 }
 
 // (results, the name of the kernel that made them)
@@ -158,24 +152,19 @@ PyObject* aten_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
       !to_flag("batch_invariant", a[20], &call.batch_invariant) || !give_options(call, options) ||
       !call.run())
     return nullptr;
-  const Auxiliary* auxiliary = auxiliary_of(call.tensors[kQ]);
-  if (auxiliary == nullptr) return nullptr;
-  Ref more[3];
-  for (int i = 0; i < 3; ++i) {
-    more[i] = i == 0 && rng_state != Py_None ? Ref::borrowed(rng_state)
-                                             : like(auxiliary->models[i].get());
-    if (!more[i]) return nullptr;
-  }
+  Ref auxiliary = auxiliary_of(call);
+  PyObject *seed, *unused, *mask;
+  if (!auxiliary || !PyArg_ParseTuple(auxiliary.get(), "OOO", &seed, &unused, &mask))
+    return nullptr;
+  if (rng_state != Py_None) seed = rng_state;
   PyObject *out = call.result(0), *lse = call.result(1);
-  if (!heads_first)
-    return with_kernel(
-        Ref(PyTuple_Pack(5, out, lse, more[0].get(), more[1].get(), more[2].get())), call);
+  if (!heads_first) return with_kernel(Ref(PyTuple_Pack(5, out, lse, seed, unused, mask)), call);
   Ref longest[] = {Ref(PyLong_FromLongLong(call.tensors[kQ].shape[1])),
                    Ref(PyLong_FromLongLong(call.tensors[kK].shape[1]))};
   if (!longest[0] || !longest[1]) return nullptr;
   return with_kernel(
-      Ref(PyTuple_Pack(9, out, lse, Py_None, Py_None, longest[0].get(), longest[1].get(),
-                       more[0].get(), more[1].get(), more[2].get())),
+      Ref(PyTuple_Pack(9, out, lse, Py_None, Py_None, longest[0].get(), longest[1].get(), seed,
+                       unused, mask)),
       call);
 }
 

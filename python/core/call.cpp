@@ -420,6 +420,10 @@ bool is_capturing(void* stream) {
 
 }  // namespace
 
+bool Call::was_captured() const {
+  return launch_->plan.problem.device == STROBE_CUDA && is_capturing(stream_);
+}
+
 bool Call::allocate() {
   constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
   const Slot* slots = backward ? kBackward : kForward;

@@ -59,7 +59,9 @@ struct Call {
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
-  const char* kernel() const { return launch_->plan.kernel; }  // of a call that has run
+  // Of a call that has run:
+  const char* kernel() const { return launch_->plan.kernel; }
+  bool was_captured() const;  // into a CUDA graph
 
   const bool backward;
   bool cached = false;                                 // attention_with_kvcache

@@ -192,20 +192,18 @@ def _by_pytorch(name: str, error: Exception | None, *args: Any, **options: Any) 
 # ------------------------------------------------------------------------------------ CUDA devices
 
 
-def auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def auxiliary(query: Tensor, captured: bool) -> tuple[Tensor, Tensor, Tensor]:
     """What PyTorch's kernels return besides, of a call without dropout and without a debug mask:
-    seed, offset and the mask. For `_core`, which makes more like them.
+    seed, offset and the mask. captured: into a CUDA graph, where all lies on its device; else, as
+    the state of dropout, in the CPU's memory, and `_core` keeps it.
     """
-    device = query.device
+    place, new = (query.device, torch.empty) if captured else (torch.device("cpu"), torch.zeros)
     with torch.inference_mode(False):
-        models = (
-            torch.empty(2, dtype=torch.uint64, device=device),
-            torch.empty((), dtype=torch.uint64, device=device),
-            torch.empty(0, dtype=query.dtype, device=device),
+        return (
+            new(2, dtype=torch.uint64, device=place),
+            new((), dtype=torch.uint64, device=place),
+            torch.empty(0, dtype=query.dtype, device=query.device),
         )
-    for model in models:
-        model.untyped_storage().resize_(0)  # only its description is needed
-    return models
 
 
 def _drawn(device: torch.device) -> tuple[Tensor, int, int]:
