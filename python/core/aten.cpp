@@ -139,18 +139,17 @@ PyObject* aten_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   call.wants_lse = true;
   call.cached = a[7] != Py_None;
   call.watch.unwatched = is_unwatched(q, k, v);
-  const Options options{a[8],  a[9],  a[10], a[11], a[12], a[13],
-                        a[14], a[16], a[17], a[18], a[19]};
+  const Options options{a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[16], a[17], a[18], a[19]};
   if (!give(call, kQ, q, heads_first) || !give(call, kK, k, heads_first) ||
       !give(call, kV, v, heads_first) || !check_head_dims(call))
     return nullptr;
-  call.tensors[kOut].is_new = true;  // whoever gave it counts the write: PyTorch's dispatcher
+  call.tensors[kOut].is_new = true;  // the dispatcher has seen who may write to it
   if (!(given_out == Py_None ? make_like(call, kOut, q, heads_first)
                              : give(call, kOut, given_out, heads_first)) ||
       !give(call, kAlibi, a[5]) || !give(call, kArray_seqused_k, a[6]) ||
-      !give(call, kBlockTable, a[7]) ||
-      !to_flag("batch_invariant", a[20], &call.batch_invariant) || !give_options(call, options) ||
-      !call.run())
+      !give(call, kBlockTable, a[7]) || !to_flag("batch_invariant", a[20], &call.batch_invariant) ||
+      !give_options(call, options) || !call.run() ||
+      (given_out != Py_None && !mark_written(STROBE_OK, call.tensors[kOut])))
     return nullptr;
   Ref auxiliary = auxiliary_of(call);
   PyObject *seed, *unused, *mask;
@@ -162,10 +161,9 @@ PyObject* aten_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   Ref longest[] = {Ref(PyLong_FromLongLong(call.tensors[kQ].shape[1])),
                    Ref(PyLong_FromLongLong(call.tensors[kK].shape[1]))};
   if (!longest[0] || !longest[1]) return nullptr;
-  return with_kernel(
-      Ref(PyTuple_Pack(9, out, lse, Py_None, Py_None, longest[0].get(), longest[1].get(), seed,
-                       unused, mask)),
-      call);
+  return with_kernel(Ref(PyTuple_Pack(9, out, lse, Py_None, Py_None, longest[0].get(),
+                                      longest[1].get(), seed, unused, mask)),
+                     call);
 }
 
 // The two operators' derivatives: (dq, dk, dv). heads_first, dout, q, k, v, out, lse, cu_seqlens_q,

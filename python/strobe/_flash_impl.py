@@ -26,7 +26,7 @@ import torch
 from . import _blocks, _calls, _core, _operators, _sdpa
 from ._blocks import Task
 from ._calls import ServedCalls, Verdict
-from ._errors import Error, InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported
 from ._plans import NoSequences
 from ._sdpa import Request
 
@@ -137,7 +137,7 @@ def replace(activation: _Activation, kernels: dict[str, Callable[..., Any]], key
             activation.library.impl(name, kernel, key)
 
 
-# ---------------------------------------------------------------------------------- who has computed
+# --------------------------------------------------------------------------------- who has computed
 
 
 class _Declined(Exception):
