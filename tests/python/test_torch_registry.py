@@ -452,7 +452,8 @@ def test_dropout_of_packed_sequences(device: str) -> None:
     torch.manual_seed(5)
     out = aten._flash_attention_forward(*given, 0.3, True, False)[0]
     torch.manual_seed(5)
-    wanted = strobe.flash_attn.flash_attn_varlen_func(*given, 0.3, None, True)
+    options: dict[str, Any] = {"dropout_p": 0.3, "causal": True}
+    wanted = strobe.flash_attn.flash_attn_varlen_func(*given, **options)
     dout = torch.randn_like(out)
     leaves = given[:3]
     assert_all_close(
@@ -832,14 +833,16 @@ def test_numeric_gradient_under_dropout_on_a_gpu(device: str) -> None:
     direction = [torch.randn_like(x) for x in (q, k, v)]
     dout = torch.randn_like(q).double()
 
-    def at(step: float) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
+        return scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+
+    def at(step: float) -> Any:
         moved = (x + step * d for x, d in zip((q, k, v), direction, strict=True))
-        return (scaled_dot_product_attention(*moved, None, 0.3).double() * dout).sum()
+        return (attend(*moved).double() * dout).sum()
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.manual_seed(5)
-    out = scaled_dot_product_attention(*leaves, None, 0.3)
+    out = attend(*leaves)
     grads = torch.autograd.grad(out, leaves, dout.half())
     slope = sum((g.double() * d.double()).sum() for g, d in zip(grads, direction, strict=True))
     step = 2.0**-5
