@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import strobe
+import strobe.torch
 import torch
+import torch.nn.attention
 from strobe.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
@@ -124,6 +126,56 @@ def cached(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def in_registry(device: str) -> dict[str, float]:
+    """scaled_dot_product_attention by PyTorch's flash kernel and by Strobe in its place, and in the
+    place of flash attention's operator for packed sequences, in turns; {} where PyTorch has no such
+    kernel or no registry.
+    """
+    attention = torch.nn.attention
+    if device == "cpu" or not hasattr(attention, "activate_flash_attention_impl"):
+        return {}
+    q, k, v = torch.randn(3, 1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    cum = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    packed = torch.ops.aten._flash_attention_forward
+
+    def both() -> Any:
+        return torch.autograd.grad(sdpa(*leaves, is_causal=True), leaves, dout)
+
+    found: dict[str, float] = {}
+    for _ in range(3):
+        for who in ("PyTorch's flash attention", "STROBE in its place"):
+            if who.startswith("STROBE"):
+                attention.activate_flash_attention_impl("STROBE")
+            try:
+                with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+                    out = sdpa(*leaves, is_causal=True)
+                    times = microseconds(
+                        {
+                            who: lambda: sdpa(q, k, v, is_causal=True),
+                            f"{who}, packed": lambda: packed(
+                                *rows, cum, cum, 1, 1, 0.0, True, False
+                            ),
+                            f"{who}, with gradient": lambda: sdpa(
+                                *leaves, is_causal=True
+                            ),
+                            f"{who}, backward": lambda out=out: torch.autograd.grad(
+                                out, leaves, dout, retain_graph=True
+                            ),
+                            f"{who}, forward and backward": both,
+                        },
+                        rounds=15,
+                    )
+            finally:
+                attention.restore_flash_attention_impl(_raise_warn=False)
+            for name, time_us in times.items():
+                found[name] = min(found.get(name, time_us), time_us)
+    return found
+
+
 def measure(device: str) -> dict[str, float]:
     """Microseconds by name."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -166,7 +218,7 @@ def measure(device: str) -> dict[str, float]:
             torch.autograd.grad(torchs(*leaves), leaves, dout)
         ),
     }
-    found = microseconds(quick) | microseconds(slow, 20)
+    found = microseconds(quick) | microseconds(slow, 20) | in_registry(device)
     ctypes_alone = found.pop("ctypes")
     found["C function"] -= ctypes_alone
     found["C function, cache"] -= ctypes_alone

@@ -344,6 +344,10 @@ bool is_capturing(void* stream) {
 
 }  // namespace
 
+bool Call::was_captured() const {
+  return launch_->plan->problem.device == STROBE_CUDA && is_capturing(stream_);
+}
+
 bool Call::allocate() {
   constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
   const Slot* slots = backward ? kBackward : kForward;
@@ -457,7 +461,7 @@ bool Call::fail(strobe_status status) {
 bool Call::run() {
   if (!watch.settle(kSlotNames, tensors, kSlots)) return false;
   const auto writes = [this](Slot slot) {
-    if (!given(slot)) return true;
+    if (!given(slot) || tensors[slot].is_new) return true;
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };

@@ -40,6 +40,7 @@ struct Call {
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
+  bool was_captured() const;  // into a CUDA graph, of a call that has run
 
   // Of an option that is a flag whether it is set, of a number that may be None whether it is one.
   bool is_set(Scalar scalar) const { return (bits >> scalar & 1) != 0; }
@@ -94,6 +95,14 @@ bool mark_written(strobe_status status, const Tensor& tensor);
 
 extern Plans* plans;  // forward, backward
 
+extern PyMethodDef aten_methods[];
 extern PyMethodDef merge_methods[];
+
+// Refuses another number of positional arguments: false, and an exception is set.
+bool takes(Py_ssize_t given, Py_ssize_t wanted);
+
+// Whether PyTorch's modes for functions, or a tensor's class, see what is called with this tuple of
+// tensors; also where that is not known.
+bool has_function_mode(PyObject* tensors);
 
 }  // namespace strobe_python

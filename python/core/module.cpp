@@ -57,6 +57,12 @@ void raise_object(PyObject* error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
 }
 
+bool takes(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return true;
+  PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
+  return false;
+}
+
 namespace {
 
 PyObject* results(const Call& call, int count) {
@@ -64,12 +70,6 @@ PyObject* results(const Call& call, int count) {
   for (int i = 0; i < count; ++i)
     PyTuple_SetItem(tuple.get(), i, Ref::borrowed(call.result(i)).release());
   return tuple.release();
-}
-
-bool takes(Py_ssize_t given, Py_ssize_t wanted) {
-  if (given == wanted) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
-  return false;
 }
 
 // ------------------------------------------------------------------------- attention and backward
@@ -231,6 +231,15 @@ PyObject* set_watchers(PyObject*, PyObject* arguments) {
 
 bool denies(const Ref& found) { return found && PyObject_IsTrue(found.get()) == 0; }
 
+}  // namespace
+
+bool has_function_mode(PyObject* tensors) {
+  return watchers.level == nullptr ||
+         !denies(Ref(PyObject_CallFunctionObjArgs(watchers.has_function_mode, tensors, nullptr)));
+}
+
+namespace {
+
 // Whether nobody watches a call of these tensors; on false an exception may be set.
 bool unwatched(PyObject* q, PyObject* k, PyObject* v) {
   if (watchers.level == nullptr) return false;
@@ -238,9 +247,7 @@ bool unwatched(PyObject* q, PyObject* k, PyObject* v) {
   if (level == nullptr || PyLong_AsLong(level) >= 0) return false;
   Ref tensors(PyTuple_Pack(3, q, k, v));
   return tensors && denies(Ref(PyObject_CallNoArgs(watchers.modes))) &&
-         denies(Ref(PyObject_CallNoArgs(watchers.is_tracing))) &&
-         denies(
-             Ref(PyObject_CallFunctionObjArgs(watchers.has_function_mode, tensors.get(), nullptr)));
+         denies(Ref(PyObject_CallNoArgs(watchers.is_tracing))) && !has_function_mode(tensors.get());
 }
 
 PyObject* is_unwatched(PyObject*, PyObject* const* a, Py_ssize_t count) {
@@ -389,8 +396,8 @@ int execute(PyObject* module) {
     return -1;
   }
   if (plans == nullptr) plans = new Plans[2];
-  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, merge_methods,
-                               xla_methods, latest_methods, profiler_methods})
+  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, aten_methods,
+                               merge_methods, xla_methods, latest_methods, profiler_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   const Ref table = options_table();
   if (!table || PyModule_AddObjectRef(module, "OPTIONS", table.get()) != 0) return -1;

@@ -353,7 +353,7 @@ bool read_attributes(PyObject* object, Layout& tensor) {
 }
 
 // As it lies. No Python runs, but in a PyTorch without an exchange API, where a mode may see it.
-bool read_torch(PyObject* object, const DLExchangeApi* exchange, Layout& tensor) {
+bool read_as_it_lies(PyObject* object, const DLExchangeApi* exchange, Layout& tensor) {
   if (exchange == nullptr) return read_attributes(object, tensor);
   DLTensor found;
   DLManagedTensorVersioned* managed = nullptr;
@@ -369,9 +369,19 @@ bool read_torch(PyObject* object, const DLExchangeApi* exchange, Layout& tensor)
   return true;
 }
 
-// unwatched: it is new, so that it has its own sign.
+// As `tensor` has its axes. On false an exception may be set.
+bool read_torch(const Tensor& tensor, Layout& layout) {
+  if (!read_as_it_lies(tensor.object, tensor.exchange, layout)) return false;
+  if (tensor.heads_first && layout.plain && layout.ndim == 4) {
+    std::swap(layout.shape[1], layout.shape[2]);
+    std::swap(layout.strides[1], layout.strides[2]);
+  }
+  return true;
+}
+
+// unwatched: it is known to have no negative bit.
 bool read_torch(const char* name, PyObject* object, Tensor& tensor, bool unwatched) {
-  if (!read_torch(object, tensor.exchange, tensor)) return unreadable(name, object);
+  if (!read_torch(tensor, tensor)) return unreadable(name, object);
   if (!unwatched) {
     if (tensor.kind == Kind::kTorchSubclass) ++python_calls;  // of its __torch_function__
     Ref negative(PyObject_CallFunctionObjArgs(torch.is_neg, object, nullptr));
@@ -391,7 +401,7 @@ bool read_again(const Tensor& tensor, Layout& now) {
       return read_numpy(tensor.object, tensor.owned.get(), now);
     case Kind::kTorch:
     case Kind::kTorchSubclass:
-      if (!read_torch(tensor.object, tensor.exchange, now)) return false;
+      if (!read_torch(tensor, now)) return false;
       now.plain = now.plain && tensor.plain;  // is_neg is asked once
       return !now.plain || !has_no_memory(tensor.object, now);
     default:  // whoever shares memory through DLPack keeps it

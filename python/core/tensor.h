@@ -44,6 +44,11 @@ struct Tensor : Layout {
   Kind kind = Kind::kNumpy;
   const DLExchangeApi* exchange = nullptr;
   DLManaged* managed = nullptr;
+  // A tensor of PyTorch's with (batch, heads, seqlen, head_dim), read as (batch, seqlen, heads,
+  // head_dim). Said before it is read.
+  bool heads_first = false;
+  // Made for this call: nobody else knows it, so nobody has to be told that it is written to.
+  bool is_new = false;
 
   Tensor() = default;
   Tensor(const Tensor&) = delete;
@@ -54,7 +59,8 @@ struct Tensor : Layout {
 };
 
 // Reads `object`, which messages call `name`. unwatched: it is new, and no mode of PyTorch's has
-// seen how it was made. On false an exception is set.
+// seen how it was made, or it is an argument of a kernel of PyTorch's dispatcher, which resolves
+// negative bits before. On false an exception is set.
 bool read(const char* name, PyObject* object, Tensor& tensor, bool unwatched = false);
 
 // What Python's planner is given for it: its Spec. Of an array that is not plain, which the planner

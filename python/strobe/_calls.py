@@ -17,7 +17,8 @@ from ._problem import DTYPE_CODES
 _NONE_YET: Final = (
     "no call seen: no function of Strobe's has computed anything in this thread. Strobe sees calls "
     "of scaled_dot_product_attention inside `with strobe.torch.sdpa_kernel():`, and in its place "
-    "as PyTorch's flash kernel after strobe.torch.register()"
+    "as PyTorch's flash kernel after "
+    'torch.nn.attention.activate_flash_attention_impl("STROBE")'
 )
 # What `strobe.why()` says of a block in which nothing has been called yet.
 _NO_CALL: Final = (
@@ -31,7 +32,7 @@ ALL_HIDDEN: Final = "served: there was nothing to compute, as the mask hides eve
 SDPA: Final = "scaled_dot_product_attention"
 GRADIENT_OF_SDPA: Final = f"the gradient of {SDPA}"
 
-_counting: Final = threading.Lock()  # those of `register` are counted by all threads
+_counting: Final = threading.Lock()  # what PyTorch's registry gives is counted by all threads
 
 
 @dataclass
@@ -68,11 +69,13 @@ class Verdict:
 
     __slots__ = ("kind", "reason", "text")
 
-    def __init__(self, *, kind: str = "", detail: str = "") -> None:
-        """Of Strobe's; with a kind, of PyTorch's: what it is and, in detail, why."""
+    def __init__(self, *, kind: str = "", detail: str = "", what: str = SDPA) -> None:
+        """Of Strobe's; with a kind, of PyTorch's: what it is and, in detail, why; what: the
+        function that was called.
+        """
         self.kind = kind
         self.reason = f"{kind}: {detail}" if detail else kind
-        self.text = f"declined: {SDPA} was left to PyTorch, because {self.reason}" if kind else ""
+        self.text = f"declined: {what} was left to PyTorch, because {self.reason}" if kind else ""
 
 
 class _Thread(threading.local):

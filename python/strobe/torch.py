@@ -4,8 +4,9 @@
     with strobe.torch.sdpa_kernel():                     # this thread, this block
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    strobe.torch.register()                              # or for the whole process, PyTorch 2.11
-    torch.nn.attention.activate_flash_attention_impl("strobe")
+    # Or for the whole process, with PyTorch 2.11 and newer: flash attention on GPUs, whoever calls
+    # it (scaled_dot_product_attention, varlen_attn, nested tensors), and on the CPU.
+    torch.nn.attention.activate_flash_attention_impl("STROBE")
 
 Calls that Strobe does not take go to PyTorch's own kernels. `strobe.why()` says of the thread's
 latest call that Strobe saw which kernel served it or why it was declined, or that none was seen;

@@ -2,8 +2,8 @@
 //
 // A tile register holds 16 rows of 64 bytes. tdpbf16ps does C[16][16] += A[16][32] B[32][16] with
 // float32 C and bf16 A and B in 16 cycles. B stands as 16 rows of 16 dwords, each of them a pair of
-// values that the sum runs over. These measurements on Sapphire Rapids (docs/log/2026-11.md) explain
-// how the kernels are built:
+// values that the sum runs over. These measurements on Sapphire Rapids (docs/log/2026-11.md)
+// explain how the kernels are built:
 //   - tiles are renamed: zeroing or loading a tile that is still in use costs nothing;
 //   - a tile load takes 9 cycles from L1, 22 from L2 into L1, 16 from L2 past L1 (tile_stream); a
 //     store 17, or 64 where its lines are not in L1;

@@ -83,15 +83,21 @@ def numpy_calls() -> tuple[list[Any], Calls]:
 def torch_calls() -> tuple[list[Any], Calls]:
     import torch
 
+    from strobe import _flash_impl
     from strobe.flash_attn import flash_attn_func
 
     q, k, v = (torch.randn(1, 2, 1, 8) for _ in range(3))
+    out, lse, *_, seed, unused, _ = _flash_impl._sdpa_forward(q, k, v)
+    plain = (None, None, 1, 1, 0.0, False, seed, unused)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     columns = torch.randn(1, 2, 8, 1).transpose(2, 3)
     return (
-        [q, k, v, *leaves],
+        [q, k, v, out, lse, *leaves],
         {
             "forward": lambda: flash_attn_func(q, k, v, causal=True),
+            "PyTorch's operator": lambda: _flash_impl._sdpa_forward(q, k, v, 0.0, True),
+            "its backward": lambda: _flash_impl._sdpa_backward(out, q, k, v, out, lse, *plain),
+            "operator refused": refused(lambda: _core.aten_forward(1, q), TypeError),
             "copied": lambda: flash_attn_func(columns, k, v),
             "gradient": lambda: torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves),
             "operator": lambda: flash_attn_func(q, k, v, causal=1),  # type: ignore[call-overload]

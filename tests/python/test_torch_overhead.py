@@ -43,3 +43,6 @@ def test_a_call_costs_at_most_4_us_beyond_the_c_function(
     assert backward <= 1.25, times  # level with PyTorch's CPU kernel on a quiet machine
     if device == "cuda":
         assert times["flash_attn_func"] < times["scaled_dot_product_attention"], times
+        pytorchs, ours = "PyTorch's flash attention", "STROBE in its place"
+        for what in ("", ", with gradient", ", forward and backward") if ours in times else ():
+            assert times[ours + what] <= 1.25 * times[pytorchs + what], times

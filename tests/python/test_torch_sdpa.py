@@ -21,7 +21,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import strobe.torch  # noqa: E402
-from strobe import _flash_impl  # noqa: E402
 
 from tensors import Tensor, array, takes, tensor  # noqa: E402
 
@@ -40,7 +39,7 @@ def activated() -> Iterator[strobe.torch.ServedCalls]:
         pytest.skip("this PyTorch has no register_flash_attention_impl")
     served = strobe.torch.register()
     served.calls, served.fallbacks = 0, {}
-    torch.nn.attention.activate_flash_attention_impl("strobe")
+    torch.nn.attention.activate_flash_attention_impl("STROBE")
     yield served
     torch.nn.attention.restore_flash_attention_impl()
 
@@ -204,7 +203,7 @@ def test_registered(dtype: str, causal: bool, device: str, rng: np.random.Genera
 
 @pytest.mark.usefixtures("activated")
 def test_registered_is_strobe_and_restored(device: str) -> None:
-    assert torch.nn.attention.current_flash_attention_impl() == "strobe"
+    assert torch.nn.attention.current_flash_attention_impl() == "STROBE"
     torch.manual_seed(0)
     q, k, v = (heads_first(device, 2, 4, 64, 32) for _ in range(3))
     own = strobe.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
@@ -221,7 +220,7 @@ def test_registered_is_strobe_and_restored(device: str) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said when it is activated again
-        torch.nn.attention.activate_flash_attention_impl("strobe")
+        torch.nn.attention.activate_flash_attention_impl("STROBE")
 
 
 @pytest.mark.usefixtures("activated")
@@ -248,7 +247,7 @@ def test_registered_masks_and_gradients(mask: str) -> None:
     torch.nn.attention.restore_flash_attention_impl()
     for a, b in zip(found, both(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    torch.nn.attention.activate_flash_attention_impl("strobe")
+    torch.nn.attention.activate_flash_attention_impl("STROBE")
 
 
 @pytest.mark.usefixtures("activated")
@@ -306,31 +305,6 @@ def test_the_encoders_fast_path_stays_when_registered(
     assert found[padding].any()
     encoder.train()(x, src_key_padding_mask=padding).sum().backward()
     assert (activated.calls, activated.fallbacks) == (2, {})
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_the_kernels_for_cuda_are_right_about_all_but_the_device(dropout_p: float) -> None:
-    """They hold nothing of CUDA but their signatures, so CPU tensors will do."""
-    torch.manual_seed(0)
-    q, k, v = (heads_first("cpu", 2, 4, n, 16, grad=True) for n in (21, 17, 17))
-    torch.manual_seed(5)
-    with torch.no_grad():
-        out, lse, _, _, max_q, max_k, seed, unused, mask = _flash_impl._cuda_forward(
-            None, None, q, k, v, dropout_p, True, scale=0.3
-        )
-    assert (max_q, max_k, seed.dtype, seed.shape) == (21, 17, torch.uint64, (2,))
-    assert (unused.dtype, unused.shape, mask.shape) == (torch.uint64, (), (0,))
-    assert out.stride() == q.stride()
-    torch.manual_seed(5)
-    with strobe.torch.sdpa_kernel():
-        wanted = scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=0.3)
-    assert torch.equal(out, wanted)
-    dout = torch.randn_like(out)
-    options = (None, None, max_q, max_k, dropout_p, True, seed, unused)
-    with torch.no_grad():
-        found = _flash_impl._cuda_backward(None, None, dout, q, k, v, out, lse, *options, scale=0.3)
-    for a, b in zip(found, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.skipif(HAS_REGISTRY, reason="this PyTorch has the registry")

@@ -24,7 +24,8 @@ STROBE_INLINE constexpr int64_t blocks_at_once(int64_t multiprocessors, int64_t 
 /// the first wave begin a little apart, the copies of one run under the products of others, in all
 /// waves that follow. The price: a launch ends later by what the blocks of its last wave waited,
 /// which is the more the fuller that wave is. So blocks wait only in launches of several waves that
-/// compute for a while, not where the waves are few and the last is almost full (docs/log/2026-11.md).
+/// compute for a while, not where the waves are few and the last is almost full
+/// (docs/log/2026-11.md).
 struct Stagger {
   uint32_t blocks = 0;  // of the first wave; 0: no block waits
   uint32_t step = 0;    // clock cycles from one begin to the next
