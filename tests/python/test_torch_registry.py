@@ -714,18 +714,6 @@ def test_threads(device: str, served: strobe.torch.ServedCalls) -> None:
     assert served.calls == 40
 
 
-def test_a_mode_for_functions_sees_nothing_wrong(
-    device: str, served: strobe.torch.ServedCalls
-) -> None:
-    """torch.set_default_device and its like are modes, at work inside of the kernel as well."""
-    q = random(device, 2, 4, 9, 16)
-    wanted = aten._scaled_dot_product_flash_attention(q, q, q)[0]
-    with torch.device("meta"):
-        found = aten._scaled_dot_product_flash_attention(q, q, q)[0]
-    assert torch.equal(found, wanted)
-    assert served.calls == 2
-
-
 # ------------------------------------------------------------------------------- on a GPU alone
 
 
