@@ -170,7 +170,8 @@ def in_registry(device: str) -> dict[str, float]:
                         rounds=15,
                     )
             finally:
-                attention.restore_flash_attention_impl(_raise_warn=False)
+                if attention.current_flash_attention_impl() is not None:
+                    attention.restore_flash_attention_impl()
             for name, time_us in times.items():
                 found[name] = min(found.get(name, time_us), time_us)
     return found
