@@ -49,8 +49,3 @@ class Shared(Protocol):
 
 def of_another_library(tensor: Shared) -> npt.NDArray[Any]:
     return strobe.attention(tensor, tensor, tensor)
-
-
-def of_who_knows_what(tensor: Any) -> Any:
-    out: Any = strobe.attention(tensor, tensor, tensor)
-    return out
