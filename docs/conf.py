@@ -70,7 +70,14 @@ ELSEWHERE = {
     "examples": "examples/README.md",
     "flash-attn-shim": "python/flash_attn_shim/README.md",
 }
-LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")  # to a file
+LINK = re.compile(r"\[([^][]*)\]\(([^)#\s:]+)(#[^)\s]*)?\)")  # to a file
+
+
+def title_of(page: Path) -> str:
+    """The first heading of a page of the site."""
+    path = ROOT / ELSEWHERE[page.stem] if page.stem in ELSEWHERE else page
+    found = re.search(r"^# (.*)$", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return found[1] if found else ""
 
 
 def from_elsewhere(app: Any, docname: str, source: list[str]) -> None:
@@ -85,12 +92,15 @@ def from_elsewhere(app: Any, docname: str, source: list[str]) -> None:
     pages[ROOT / "README.md"] = "index"
 
     def turned(found: re.Match[str]) -> str:
-        target = (base.parent / found[2]).resolve()
+        words, path, anchor = found[1], found[2], found[3] or ""
+        target = (base.parent / path).resolve()
         if target in pages:
             target = Path(app.srcdir) / f"{pages[target]}.md"
         elif target.suffix == ".md" and Path(app.srcdir) not in target.parents:
-            return "]"  # a page of the repository alone: the link's words stay
-        return f"{found[1]}{os.path.relpath(target, here.parent)}{found[3] or ''}{found[4]}"
+            return words  # a page of the repository alone
+        if re.fullmatch(r"[\w./-]+\.md", words):
+            words = title_of(target) or words  # where files have no names
+        return f"[{words}]({os.path.relpath(target, here.parent)}{anchor})"
 
     source[0] = LINK.sub(turned, source[0])
 
@@ -160,7 +170,7 @@ def docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
     result: list[str] = []
     for title, body in blocks:
         if title:
-            result += [f".. rubric:: {title}", ""]
+            result += [f".. rubric:: {title.replace('Args', 'Arguments')}", ""]
         result += items(body) if title and not title.startswith("Example") else paragraphs(body, bool(title))
     lines[:] = result
 
