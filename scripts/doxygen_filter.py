@@ -33,7 +33,7 @@ def filtered(text: str) -> str:
             continue
         code, mark, comment = line, "", ""
         if in_block:
-            code, mark, comment = "", "*", re.sub(r"^\s*\*? ?", "", line) if not line.strip() == "*/" else "*/"
+            code, mark, comment = "", "*", re.sub(r"^\s*(\* |\*(?!/))?", "", line)
         else:
             found = re.match(r'((?:[^"/]|"(?:[^"\\]|\\.)*"|/(?![/*]))*)(//|/\*)(.*)$', line)
             if found:

@@ -44,10 +44,10 @@ def kind(tile: int, block: int, left: int | None) -> str:
 
 def panel(x: int, title: str, left: int | None) -> list[str]:
     kinds = [[kind(tile, block, left) for block in range(COUNT)] for tile in range(COUNT)]
+    computed, masked = (sum(k in which for row in kinds for k in row) for which in (("full", "masked"), ("masked",)))
     lines = [
         f'<text class="title" x="{x}" y="40">{title}</text>',
-        f'<text class="small" x="{x}" y="60">{sum(k != "never" for row in kinds for k in row)} of '
-        f'{COUNT * COUNT} pairs are computed, {sum(k == "masked" for row in kinds for k in row)} with a mask</text>',
+        f'<text class="small" x="{x}" y="60">{computed} of {COUNT * COUNT} pairs are computed, {masked} with a mask</text>',
         f'<text class="small" x="{x + SIDE / 2}" y="{TOP - 12}" text-anchor="middle">blocks of {TILE} keys &#8594;</text>',
     ]
     for tile, row in enumerate(kinds):

@@ -18,17 +18,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import markdown
 import pytest
-from markdown import ROOT, Block
 
 import strobe
 
-FILES = markdown.files()
+import documents
+from documents import ROOT, Block
+
+FILES = documents.files()
 DOCS = ROOT / "docs"
-BLOCKS = [block for path in FILES for block in markdown.blocks(path)]
+BLOCKS = [block for path in FILES for block in documents.blocks(path)]
 # Those whose Python tests/python/test_documents.py runs, each in its own way.
-RUN_THERE = {ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("pytorch", "jax", "decode", "learn"))}
+RUN_THERE = {
+    ROOT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("pytorch", "jax", "decode", "learn")),
+}
 
 
 def name_of(x: Path | Block) -> str:
@@ -45,12 +49,14 @@ def blocks_of(*languages: str) -> list[Block]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
     wrong = []
-    for link in markdown.links(path):
+    for link in documents.links(path):
         if re.match(r"https?://[\w.-]+\.\w+(/|$)|mailto:", link):
             continue  # not asked: a test needs no network
         target, _, anchor = link.partition("#")
         file = (path.parent / target).resolve() if target else path
-        known = file.exists() and (not anchor or file.suffix != ".md" or anchor in markdown.anchors(file))
+        known = file.exists() and (
+            not anchor or file.suffix != ".md" or anchor in documents.anchors(file)
+        )
         if not known:
             wrong.append(link)
     assert not wrong
@@ -62,7 +68,9 @@ HISTORY = {ROOT / "CHANGELOG.md", DOCS / "perf-log.md", *(DOCS / "log").glob("*.
 
 @pytest.mark.parametrize("path", [p for p in FILES if p not in HISTORY], ids=name_of)
 def test_files_that_are_named_are_there(path: Path) -> None:
-    tree = r"`((?:src|include|python|tests|scripts|bench|examples|docs|cmake|fuzz)/[\w./-]*\w)`"
+    tree = (
+        r"`((?:src|include/strobe|python|tests|scripts|bench|examples|docs|cmake|fuzz)/[\w./-]*\w)`"
+    )
     named = set(re.findall(tree, path.read_text()))
     assert not sorted(name for name in named if not (ROOT / name).exists())
 
@@ -70,9 +78,19 @@ def test_files_that_are_named_are_there(path: Path) -> None:
 def test_every_page_is_in_the_table_of_contents() -> None:
     pages = {str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md")}
     found = {"index"}
-    for body in re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S):
-        for entry in (line.strip() for line in body.splitlines() if line and not line.startswith(":")):
-            pattern = re.escape(entry).replace(r"\*\*", ".*").replace(r"\*", "[^/]*").replace(r"\[", "[").replace(r"\]", "]")
+    for body in re.findall(
+        r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S
+    ):
+        for entry in (
+            line.strip() for line in body.splitlines() if line and not line.startswith(":")
+        ):
+            pattern = (
+                re.escape(entry)
+                .replace(r"\*\*", ".*")
+                .replace(r"\*", "[^/]*")
+                .replace(r"\[", "[")
+                .replace(r"\]", "]")
+            )
             matching = {page for page in pages if re.fullmatch(pattern, page)}
             assert matching, entry
             found |= matching
@@ -86,7 +104,7 @@ def test_pages_that_stand_for_other_files_link_to_them() -> None:
     pairs = re.findall(r'"([\w-]+)": "([\w./-]+)"', table)
     assert len(pairs) > 3
     for page, path in pairs:
-        assert markdown.links(DOCS / f"{page}.md") == [f"../{path}"]
+        assert documents.links(DOCS / f"{page}.md") == [f"../{path}"]
 
 
 # ------------------------------------------------------------------------------------- code blocks
@@ -105,7 +123,9 @@ def test_python_runs(path: Path) -> None:
         for module in ("torch", "jax", "transformers"):
             if f"import {module}" in block.text or f"from {module}" in block.text:
                 pytest.importorskip(module)
-        python = os.pathsep.join([str(ROOT / "python" / "flash_attn_shim"), *filter(None, sys.path)])
+        # Where nothing asks for it, transformers would take its folder for the distribution.
+        shim = [str(ROOT / "python" / "flash_attn_shim")] * ("from flash_attn" in block.text)
+        python = os.pathsep.join([*shim, *filter(None, sys.path)])
         result = subprocess.run(
             [sys.executable, "-c", block.text],
             env=os.environ | {"PYTHONPATH": python},
@@ -127,7 +147,9 @@ def compiled(source: Path, *flags: str | Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")
-    command = [compiler, "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'include'}", source, *flags]
+    warnings = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
+    language = ["-x", "c"] if source.suffix == ".c" else []
+    command = [compiler, *warnings, f"-I{ROOT / 'include'}", *language, source, *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -151,7 +173,7 @@ def test_c_compiles(block: Block, tmp_path: Path) -> None:
     source = tmp_path / "block.c"
     head = "#include <stdio.h>\n#include <strobe/strobe.h>\n"
     source.write_text(f"{head}void f(void* q, void* k, void* v, void* out) {{\n{block.text}}}\n")
-    compiled(source, "-x", "c", "-std=c99", "-fsyntax-only")
+    compiled(source, "-std=c99", "-fsyntax-only")
 
 
 @pytest.mark.parametrize("block", blocks_of("cmake"), ids=name_of)
@@ -159,7 +181,9 @@ def test_cmake_is_what_an_installed_package_is_tried_with(block: Block) -> None:
     """tests/consumer builds against an installed package by these lines."""
     tried = (ROOT / "tests" / "consumer" / "CMakeLists.txt").read_text()
     assert "find_package(strobe 0.2 REQUIRED)" in block.text
-    for line in re.findall(r"^(find_package.*|cmake_minimum_required.*|set\(CMAKE_CXX.*)$", block.text, re.M):
+    for line in re.findall(
+        r"^(find_package.*|cmake_minimum_required.*|set\(CMAKE_CXX.*)$", block.text, re.M
+    ):
         assert line in tried
     assert "PRIVATE strobe::strobe)" in block.text
 
@@ -216,15 +240,27 @@ STROBE_CLI = os.environ.get("STROBE_CLI", "")
 def test_flags_of_the_tool_are_there() -> None:
     helps: dict[str, str] = {}
     wrong, seen = [], 0
-    texts = [(name_of(p), span) for p in FILES if p not in HISTORY for span in re.findall(r"`(strobe [^`\n]*)`", p.read_text())]
-    texts += [(b.place, line.strip()[2:]) for b in blocks_of("sh") for line in b.text.splitlines() if line.startswith("./strobe ")]
+    texts = [
+        (name_of(p), span)
+        for p in FILES
+        if p not in HISTORY
+        for span in re.findall(r"`(strobe [^`\n]*)`", p.read_text())
+    ]
+    texts += [
+        (b.place, line.strip()[2:])
+        for b in blocks_of("sh")
+        for line in b.text.splitlines()
+        if line.startswith("./strobe ")
+    ]
     for place, command in texts:
         words = command.partition("#")[0].split()
         if len(words) < 2 or not re.fullmatch(r"[a-z]+", words[1]):
             continue
         seen += 1
         if words[1] not in helps:
-            result = subprocess.run([STROBE_CLI, "help", words[1]], capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                [STROBE_CLI, "help", words[1]], capture_output=True, text=True, check=False
+            )
             helps[words[1]] = result.stdout
         for word in words[1:2] + [w for w in words if w.startswith("--") and w != "--help"]:
             if not re.search(rf"(?<![\w-]){word}(?![\w-])", helps[words[1]]):
@@ -234,8 +270,16 @@ def test_flags_of_the_tool_are_there() -> None:
 
 
 def test_options_of_cmake_are_there() -> None:
-    text = "\n".join(p.read_text() for p in [ROOT / "CMakeLists.txt", *ROOT.glob("cmake/*"), *ROOT.glob("src/**/CMakeLists.txt"),
-                                             *ROOT.glob("tests/**/CMakeLists.txt"), *ROOT.glob("bench/CMakeLists.txt")])
+    text = "\n".join(
+        p.read_text()
+        for p in [
+            ROOT / "CMakeLists.txt",
+            *ROOT.glob("cmake/*"),
+            *ROOT.glob("src/**/CMakeLists.txt"),
+            *ROOT.glob("tests/**/CMakeLists.txt"),
+            *ROOT.glob("bench/CMakeLists.txt"),
+        ]
+    )
     wrong = [
         f"{name_of(path)}: {option}"
         for path in FILES
@@ -257,7 +301,9 @@ def rows(path: Path, under: str = "") -> list[list[str]]:
         text = text[text.index(f"\n{under}\n") + 1 :]
         after = re.search(rf"\n#{{1,{level}}} ", text)
         text = text[: after.start()] if after else text
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    lines = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")
+    ]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
@@ -273,27 +319,40 @@ def test_every_function_and_argument_of_flash_attn_is_in_the_table() -> None:
         ("strobe.flash_attn_3", ["## FlashAttention-2", "## FlashAttention-3"]),
     ):
         found = importlib.import_module(module)
-        documented = {code for heading in headings for row in rows(page, heading) for code in codes(row[0])}
+        documented = {
+            code for heading in headings for row in rows(page, heading) for code in codes(row[0])
+        }
         for function in found.__all__:
             assert function in {code for row in rows(page, headings[-1]) for code in codes(row[0])}
             if function == "get_scheduler_metadata":  # gives None, whatever it is asked
                 continue
             missing = set(inspect.signature(getattr(found, function)).parameters) - documented
             assert not missing, (function, missing)
-    functions = {n for m in ("strobe.flash_attn", "strobe.flash_attn_3") for n in importlib.import_module(m).__all__}
+    functions = {
+        n
+        for m in ("strobe.flash_attn", "strobe.flash_attn_3")
+        for n in importlib.import_module(m).__all__
+    }
     parameters = {
         name
         for m in ("strobe.flash_attn", "strobe.flash_attn_3")
         for function in importlib.import_module(m).__all__
         for name in inspect.signature(getattr(importlib.import_module(m), function)).parameters
     }
-    stale = documented - functions - parameters - {"flash_attn_interface", "flash_attn", "flash_attn_qkvpacked_func"}
+    stale = (
+        documented
+        - functions
+        - parameters
+        - {"flash_attn_interface", "flash_attn", "flash_attn_qkvpacked_func"}
+    )
     assert not stale
 
 
 def test_names_of_the_shim_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    for module, cell in ((row[0], row[1]) for row in rows(DOCS / "from-flash-attn.md", "## The shim")):
+    for module, cell in (
+        (row[0], row[1]) for row in rows(DOCS / "from-flash-attn.md", "## The shim")
+    ):
         for name in codes(module):
             folder = ROOT / "python" / "flash_attn_shim" / Path(*name.split("."))
             path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
@@ -307,11 +366,13 @@ def test_names_of_the_shim_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
 
 def members(header: str) -> set[str]:
     """What a header declares: functions, structs, enums of C; classes and functions of C++."""
-    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", (ROOT / "include" / "strobe" / header).read_text(), flags=re.S)
+    text = re.sub(
+        r"/\*.*?\*/|//[^\n]*", "", (ROOT / "include" / "strobe" / header).read_text(), flags=re.S
+    )
     if header.endswith(".h"):
-        return set(re.findall(r"(strobe_\w+)\((?!s)", "".join(re.findall(r"STROBE_API[^;]*;", text)))) | set(
-            re.findall(r"typedef (?:struct|enum) (strobe_\w+)", text)
-        )
+        return set(
+            re.findall(r"(strobe_\w+)\(", "".join(re.findall(r"STROBE_API[^;]*;", text)))
+        ) | set(re.findall(r"typedef (?:struct|enum) (strobe_\w+)", text))
     text = re.sub(r"namespace internal \{.*?\}  ?\n?", "", text, flags=re.S)
     found = re.findall(r"^(?:class|struct|enum class) (\w+)|^using (\w+)", text, re.M)
     found += re.findall(r"^(?:\[\[nodiscard\]\] )?inline [\w:<>* ]+?[ *](\w+)\(", text, re.M)
@@ -319,28 +380,41 @@ def members(header: str) -> set[str]:
 
 
 def test_the_reference_of_c_is_whole() -> None:
-    listed = re.findall(r"\{doxygen(?:function|struct|enum)\} (strobe_\w+)", (DOCS / "reference" / "c.md").read_text())
+    listed = re.findall(
+        r"\{doxygen(?:function|struct|enum)\} (strobe_\w+)",
+        (DOCS / "reference" / "c.md").read_text(),
+    )
     declared = members("strobe.h")
     assert len(declared) > 25
     assert sorted(listed) == sorted(declared)
 
 
 def test_the_reference_of_cpp_is_whole() -> None:
-    listed = re.findall(r"\{doxygen\w+\} strobe::(\w+)", (DOCS / "reference" / "cpp.md").read_text())
+    listed = re.findall(
+        r"\{doxygen\w+\} strobe::(\w+)", (DOCS / "reference" / "cpp.md").read_text()
+    )
     internal = {"c_args", "throw_unless_ok", "all_text"}
-    declared = set().union(*(members(h) for h in ("strobe.hpp", "machine.hpp", "merge.hpp"))) - internal
+    declared = (
+        set().union(*(members(h) for h in ("strobe.hpp", "machine.hpp", "merge.hpp"))) - internal
+    )
     assert len(declared) > 20
     assert sorted(listed) == sorted(declared)
 
 
 def test_the_reference_of_python_is_whole() -> None:
-    listed = set(re.findall(r"^\.\. auto\w+:: strobe\.(\w+)", (DOCS / "reference" / "python.md").read_text(), re.M))
+    listed = set(
+        re.findall(
+            r"^\.\. auto\w+:: strobe\.(\w+)", (DOCS / "reference" / "python.md").read_text(), re.M
+        )
+    )
     modules = {"flash_attn", "flash_attn_3", "torch", "transformers", "jax"}
     assert listed == (set(strobe.__all__) - {"__version__"}) | modules
 
 
 def test_the_reference_of_the_tool_has_every_command() -> None:
-    declared = re.findall(r'^  add\("(\w+)"', (ROOT / "src" / "cli" / "command_line.cpp").read_text(), re.M)
+    declared = re.findall(
+        r'^  add\("(\w+)"', (ROOT / "src" / "cli" / "command_line.cpp").read_text(), re.M
+    )
     listed = re.findall(r"<!-- help: (\w+) -->", (DOCS / "reference" / "cli.md").read_text())
     assert len(declared) > 4
     assert sorted(listed) == sorted(set(declared) - {"help"})
@@ -349,19 +423,24 @@ def test_the_reference_of_the_tool_has_every_command() -> None:
 # ------------------------------------------------------------------------------- what goes wrong
 
 
-def joined(text: str) -> str:
-    """C++ or Python with literals that stand beside each other as one, and formats as `…`."""
+def joined(path: Path) -> str:
+    """A source with literals that stand beside each other as one, and formats as `…`."""
+    text = path.read_text()
     text = re.sub(r'%" PRI[dux]64\s*"', "…", text)
     text = re.sub(r'%" PRI[dux]64', '…"', text)
     text = re.sub(r'(?<!\\)["\']\s*\n?\s*f?["\'](?=[^\s)])', "", text)
-    text = re.sub(r"\{[^{}\n]*\}|\$\{\w+\}|%[-\d.]*l?[dgspzu]+(?![a-z])", "…", text)
+    text = re.sub(r"\$\{\w+\}|%[-\d.]*l?[dgspzu]+(?![a-z])", "…", text)
+    if path.suffix == ".py":
+        text = re.sub(r"\{[^{}\n]*\}", "…", text)
     return text.replace('\\"', '"')
 
 
 def failing(path: str, pattern: str) -> set[str]:
     """The texts that a C++ file gives to what `pattern` matches."""
-    text = joined((ROOT / path).read_text())
-    return {found for found in re.findall(pattern + r'\s*"((?:[^"\\]|\\.)*)"', text) if len(found) > 8}
+    text = joined(ROOT / path)
+    return {
+        found for found in re.findall(pattern + r'\s*"((?:[^"\\]|\\.)*)"', text) if len(found) > 8
+    }
 
 
 def documented_messages() -> list[str]:
@@ -377,18 +456,35 @@ def is_like(message: str, documented: str) -> bool:
 
 def test_every_status_is_documented() -> None:
     header = (ROOT / "include" / "strobe" / "strobe.h").read_text()
-    declared = re.findall(r"^  (STROBE_\w+) =", header[header.index("strobe_status {") : header.index("} strobe_status")], re.M)
+    declared = re.findall(
+        r"^  (STROBE_\w+) =",
+        header[header.index("strobe_status {") : header.index("} strobe_status")],
+        re.M,
+    )
     table = rows(DOCS / "troubleshooting.md", "## Statuses")
     assert [codes(row[0])[0] for row in table[1:]] == declared
-    classes = {name for name in strobe.__all__ if inspect.isclass(getattr(strobe, name)) and issubclass(getattr(strobe, name), strobe.Error)}
-    named = {code.removeprefix("strobe.") for row in table for code in codes(row[0]) if code.startswith("strobe.")}
+    classes = {
+        name
+        for name in strobe.__all__
+        if inspect.isclass(getattr(strobe, name))
+        and issubclass(getattr(strobe, name), strobe.Error)
+    }
+    named = {
+        code.removeprefix("strobe.")
+        for row in table
+        for code in codes(row[0])
+        if code.startswith("strobe.")
+    }
     assert named == classes - {"Error"}
 
 
 @pytest.mark.parametrize(
     ("path", "pattern"),
     [
-        ("src/core/validate.cpp", r"(?:invalid\(format\(|invalid\(|STROBE_UNSUPPORTED,\s*format\()"),
+        (
+            "src/core/validate.cpp",
+            r"(?:invalid\(format\(|invalid\(|STROBE_UNSUPPORTED,\s*format\()",
+        ),
         ("src/core/validate_cache.cpp", r"(?:invalid\(\s*format\(|invalid\()"),
         ("src/core/checks.cpp", r"(?:invalid\(\s*format\(|invalid\()"),
         ("src/core/overlap.cpp", r"invalid\(\s*format\("),
@@ -407,10 +503,17 @@ def test_every_status_is_documented() -> None:
 def test_every_message_is_documented(path: str, pattern: str) -> None:
     found = failing(path, pattern)
     assert found
+    found.discard(
+        "… = …, expected ……"
+    )  # the rest is in src/core/options.def: the other test has it
     listed = documented_messages()
     # So general that it would stand for any.
     listed = [text for text in listed if len(text.replace("…", "").strip()) > 4]
-    missing = [text for text in found if not any(is_like(text, d) or is_like(text, d + "…") for d in listed)]
+    missing = [
+        text
+        for text in found
+        if not any(is_like(text, d) or is_like(text, d + "…") for d in listed)
+    ]
     assert not missing
 
 
@@ -418,18 +521,22 @@ def test_documented_messages_are_what_the_code_says() -> None:
     folders = ("src", "python", "cmake", "scripts")
     suffixes = (".cpp", ".h", ".def", ".py", ".cmake", ".sh")
     sources = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
-    text = "\n".join(joined(p.read_text()) for p in sorted(sources))
+    text = "\n".join(joined(p) for p in sorted(sources))
     others = {"error while loading shared libraries: libstrobe.so"}  # the system's
     stale = []
     table = (row for row in rows(DOCS / "troubleshooting.md") if len(row) == 2)
-    messages = [code for row in table for code in codes(row[0]) if " " in code and code not in others]
+    messages = [
+        code for row in table for code in codes(row[0]) if " " in code and code not in others
+    ]
     assert len(messages) > 90
     for message in messages:
-        parts = [part for part in message.split("…") if len(part.strip()) > 2]
+        # What is expected of an option is a text of its own.
+        parts = [
+            part for part in re.split(r"…|(?<=^… = …), expected ", message) if len(part.strip()) > 2
+        ]
         if not all(part in text for part in parts):
             stale.append((message, [part for part in parts if part not in text]))
-    ended = {"strobe.why()` says `no call seen"}
-    assert not [m for m in stale if m[0] not in ended]
+    assert not stale
 
 
 # ----------------------------------------------------------------------------- the site's machinery
@@ -465,7 +572,10 @@ def test_the_figure_is_what_the_script_draws() -> None:
 
 def test_headers_become_doxygens() -> None:
     filtered = script("doxygen_filter").filtered
-    header = "/* Head. */\n#define A 1 /* one */\n/* Of b:\n * two lines. */\nint b;  // behind <b>\n        // and on\n"
+    header = (
+        "/* Head. */\n#define A 1 /* one */\n/* Of b:\n * two lines. */\n"
+        "int b;  // behind <b>\n        // and on\n"
+    )
     assert filtered(header).split("\n") == [
         "",
         "#define A 1 ///< one",
@@ -480,14 +590,29 @@ def test_headers_become_doxygens() -> None:
 @pytest.mark.parametrize(
     ("page", "fault"),
     [
-        ('<a href="other.html#there">x</a><a href="https://example.org">x</a><img src="a.svg">', ""),
+        (
+            '<a href="other.html#there">x</a><a href="https://example.org">x</a><img src="a.svg">',
+            "",
+        ),
         ('<a href="none.html">x</a>', "index.html: none.html leads to no file"),
         ('<a href="other.html#nowhere">x</a>', "index.html: other.html#nowhere leads to no anchor"),
         ('<a href="#nowhere">x</a>', "index.html: #nowhere leads to no anchor"),
-        ('<script src="https://cdn.example.org/x.js"></script>', "index.html: loads https://cdn.example.org/x.js"),
-        ('<link rel="stylesheet" href="//example.org/x.css">', "index.html: loads //example.org/x.css"),
-        ("<style>@import 'https://example.org/f.css';</style>", "index.html: loads https://example.org/f.css"),
-        ('<p style="background: url(http://example.org/x.png)">', "index.html: loads http://example.org/x.png"),
+        (
+            '<script src="https://cdn.example.org/x.js"></script>',
+            "index.html: loads https://cdn.example.org/x.js",
+        ),
+        (
+            '<link rel="stylesheet" href="//example.org/x.css">',
+            "index.html: loads //example.org/x.css",
+        ),
+        (
+            "<style>@import 'https://example.org/f.css';</style>",
+            "index.html: loads https://example.org/f.css",
+        ),
+        (
+            '<p style="background: url(http://example.org/x.png)">',
+            "index.html: loads http://example.org/x.png",
+        ),
     ],
 )
 def test_a_built_site_is_whole(page: str, fault: str, tmp_path: Path) -> None:
@@ -502,6 +627,11 @@ def test_a_built_site_is_whole(page: str, fault: str, tmp_path: Path) -> None:
 def test_scripts_and_styles_of_a_site_load_nothing(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("<p>x</p>")
     (tmp_path / "a.css").write_text("@font-face { src: url('https://example.org/f.woff') }")
-    (tmp_path / "a.js").write_text('fetch("https://example.org/data.json"); // see https://example.org')
+    (tmp_path / "a.js").write_text(
+        'fetch("https://example.org/data.json"); // see https://example.org'
+    )
     found: Any = script("check_site").faults(tmp_path)
-    assert found == ["a.css: loads https://example.org/f.woff", "a.js: loads https://example.org/data.json"]
+    assert found == [
+        "a.css: loads https://example.org/f.woff",
+        "a.js: loads https://example.org/data.json",
+    ]

@@ -1,4 +1,4 @@
-"""The project's Markdown, as the tests of documents read it: files, code blocks, links, headings."""
+"""The project's Markdown as tests read it: files, code blocks, links, headings."""
 
 from __future__ import annotations
 
