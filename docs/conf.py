@@ -60,9 +60,6 @@ c_id_attributes = ["STROBE_API", "STROBE_NOEXCEPT"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # else it would show overloads, which name their options in one word; docstrings say types
-# The package's layers need these; without one, the signatures and docstrings of its layer are still there.
-autodoc_mock_imports = [name for name in ("torch", "transformers", "jax") if importlib.util.find_spec(name) is None]
-
 # Pages of the site whose text has its place elsewhere in the repository.
 ELSEWHERE = {
     "contributing": "CONTRIBUTING.md",
@@ -115,6 +112,20 @@ def command_help(app: Any, docname: str, source: list[str]) -> None:
 
     if docname == "reference/cli":
         source[0] = re.sub(r"<!-- help: *([a-z ]*?) *-->", printed, source[0])
+
+
+# Sections of the page of the Python package, and what has to be installed for them.
+NEEDED = {"flash_attn": "torch", "flash_attn_3": "torch", "torch": "torch", "transformers": "transformers", "jax": "jax"}
+
+
+def installed_modules(app: Any, docname: str, source: list[str]) -> None:
+    """Leaves out what cannot be imported here, and says so."""
+    if docname != "reference/python":
+        return
+    for module, package in NEEDED.items():
+        if importlib.util.find_spec(package) is None:
+            section = re.compile(rf"(^## strobe\.{module}\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+            source[0] = section.sub(rf"\1\nLeft out: {package} was not installed where this site was built.\n\n", source[0])
 
 
 SECTION = re.compile(r"(Args|Returns|Raises|Returns, Raises|Yields|Examples?):\s*(.*)")
@@ -179,4 +190,5 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", docstring)
     app.connect("source-read", from_elsewhere)
     app.connect("source-read", command_help)
+    app.connect("source-read", installed_modules)
     return {"parallel_read_safe": True}

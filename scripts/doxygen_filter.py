@@ -1,8 +1,8 @@
 """A public header as Doxygen wants it: `python3 scripts/doxygen_filter.py FILE` prints it. docs/Doxyfile calls this.
 
-The headers' comments are ordinary ones. One that stands before a declaration, at the beginning of its lines, becomes a
-documentation comment of what follows; one behind code becomes a comment of what stands before it, with its further lines.
-Lines keep their numbers.
+The headers' comments are ordinary ones. One that stands before a declaration becomes a documentation comment of what follows, one
+behind code, with its further lines, of what stands before it. The comment that opens a file is left out: the reference's own
+page stands for it.
 """
 
 from __future__ import annotations
@@ -11,47 +11,41 @@ import re
 import sys
 from pathlib import Path
 
-# What a comment says in words that Doxygen would take for its commands or for HTML.
-ESCAPED = re.compile(r"[<>@\\]")
+CODE = r'(?P<code>(?:[^"/]|"(?:[^"\\]|\\.)*"|/(?![/*]))*)'
+BLOCK = re.compile(CODE + r"/\*(?P<text>.*?)\*/")
+LINE = re.compile(CODE + r"//(?P<text>.*)")
 
 
-def escaped(text: str) -> str:
-    return ESCAPED.sub(lambda found: "\\" + found[0], text)
+def comment(code: str, text: str) -> str:
+    """A documentation comment behind `code`, or before what follows where there is none."""
+    escaped = re.sub(r"([<>@\\])", r"\\\1", text)  # what Doxygen would take for its commands or for HTML
+    return f"{code}/**{'<' if code.strip() else ''} {escaped} */"
 
 
 def filtered(text: str) -> str:
-    """The header with `///` and `///<` in place of `//` and `/* */`."""
+    """The header with documentation comments."""
     lines = text.split("\n")
+    while lines and not lines[0].startswith("#"):
+        lines.pop(0)
     result: list[str] = []
-    in_block = False  # between /* and */
-    behind = False  # the comment belongs to what stands before it
-    head = True  # the comment that opens the file, which the reference's own page stands for
-    for line in lines:
-        head = head and not line.startswith("#")
-        if head:
-            result.append("")
+    while lines:
+        line = lines.pop(0)
+        found = LINE.fullmatch(line)
+        if found:
+            said = [found["text"].strip()]
+            behind = bool(found["code"].strip())
+            # Further lines stand alone, and behind code as far to the right as the first.
+            while lines and (more := LINE.fullmatch(lines[0])) and not more["code"].strip():
+                if behind and len(more["code"]) != len(found["code"]):
+                    break
+                said.append(more["text"].strip())
+                lines.pop(0)
+            result.append(comment(found["code"], "\n".join(said)))
             continue
-        code, mark, comment = line, "", ""
-        if in_block:
-            code, mark, comment = "", "*", re.sub(r"^\s*(\* |\*(?!/))?", "", line)
-        else:
-            found = re.match(r'((?:[^"/]|"(?:[^"\\]|\\.)*"|/(?![/*]))*)(//|/\*)(.*)$', line)
-            if found:
-                code, mark, comment = found[1], found[2], found[3]
-        if not mark:
-            result.append(line)
-            behind = False
-            continue
-        if mark != "*":
-            # A further line of a comment behind code stands alone, and far to the right of what is declared.
-            continued = behind and not code.strip() and mark == "//" and len(code) > 20
-            behind = bool(code.strip()) or continued
-        if mark == "/*" or mark == "*":
-            in_block = not comment.rstrip().endswith("*/")
-            comment = comment.rstrip().removesuffix("*/").rstrip()
-        result.append(f"{code}///{'<' if behind else ''} {escaped(comment.strip())}".rstrip())
-        if not in_block and mark == "*":
-            behind = False
+        while "/*" in line and "*/" not in line and lines:
+            line += "\n" + re.sub(r"^\s*(\* ?(?!/))?", "", lines.pop(0))
+        found = BLOCK.fullmatch(line) or re.fullmatch(BLOCK.pattern, line, re.DOTALL)
+        result.append(comment(found["code"], found["text"].strip()) if found else line)
     return "\n".join(result)
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -542,8 +542,8 @@ def test_documented_messages_are_what_the_code_says() -> None:
 # ----------------------------------------------------------------------------- the site's machinery
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+def script(name: str, folder: str = "scripts") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -571,20 +571,118 @@ def test_the_figure_is_what_the_script_draws() -> None:
 
 
 def test_headers_become_doxygens() -> None:
-    filtered = script("doxygen_filter").filtered
-    header = (
-        "/* Head. */\n#define A 1 /* one */\n/* Of b:\n * two lines. */\n"
-        "int b;  // behind <b>\n        // and on\n"
+    header = """/* The file.
+ */
+#define A 1 /* one */
+/* Of b:
+ *  - two lines. */
+int b;  // behind <b>
+        // and on
+// Of c.
+// Still.
+int c; /* more
+          lines */
+const char* d = "//";
+"""
+    wanted = """#define A 1 /**< one */
+/** Of b:
+ - two lines. */
+int b;  /**< behind \\<b\\>
+and on */
+/** Of c.
+Still. */
+int c; /**< more
+lines */
+const char* d = "//";
+"""
+    assert script("doxygen_filter").filtered(header) == wanted
+
+
+def test_how_documents_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_text(
+        "# A `b`, [c](d.md): e\n## A\n## A\n`[no](link)` [yes](x.md#y)\n\n    [no](code)\n\n"
+        "```{directive} x\n```\n<!-- not run: it has no GPU -->\n```python\n# no heading\n```\n"
+        "<!-- not run: -->\n````sh\n```\n````\n"
     )
-    assert filtered(header).split("\n") == [
+    assert documents.anchors(path) == {"a-b-c-e", "a", "a-1"}
+    assert documents.links(path) == ["d.md", "x.md#y"]
+    found = [(b.language, b.text, b.left_alone) for b in documents.blocks(path)]
+    assert found == [("python", "# no heading\n", True), ("sh", "```\n", False)]
+
+
+def test_docstrings_become_restructuredtext() -> None:
+    lines = [
+        "What `it` does to |x| and has_ *.",
         "",
-        "#define A 1 ///< one",
-        "/// Of b:",
-        "/// two lines.",
-        "int b;  ///< behind \\<b\\>",
-        "        /// and on",
+        "    call(it)",
         "",
+        "Args:",
+        "    q, k: the first",
+        "        two.",
+        "    more,",
+        "    and_more: as in `other`.",
+        "",
+        "Returns, Raises: as `other`.",
+        "",
+        "Example:",
+        "    >>> it(1)",
     ]
+    script("conf", "docs").docstring(None, "function", "it", None, None, lines)
+    assert "\n".join(lines).strip("\n").split("\n") == [
+        "What ``it`` does to \\|x\\| and has\\_ \\*.",
+        "",
+        ".. code-block:: python",
+        "",
+        "    call(it)",
+        "",
+        ".. rubric:: Arguments",
+        "",
+        "``q, k``",
+        "    the first two.",
+        "",
+        "``more, and_more``",
+        "    as in ``other``.",
+        "",
+        ".. rubric:: Returns, Raises",
+        "",
+        "as ``other``.",
+        "",
+        ".. rubric:: Example",
+        "",
+        ".. code-block:: python",
+        "",
+        "    >>> it(1)",
+    ]
+
+
+def test_links_of_a_page_on_the_site() -> None:
+    conf = script("conf", "docs")
+    app = SimpleNamespace(srcdir=str(DOCS), env=SimpleNamespace(note_dependency=lambda path: None))
+    source = [
+        "[decode.md](decode.md#in-python) [x](../CONTRIBUTING.md) [y](../bench/README.md) "
+        "[z](https://example.org/a.md) [README](../README.md) [f](figures/tiles.svg)"
+    ]
+    conf.from_elsewhere(app, "learn", source)
+    assert source == [
+        "[Decoding: few queries, many keys](decode.md#in-python) [x](contributing.md) y "
+        "[z](https://example.org/a.md) [README](index.md) [f](figures/tiles.svg)"
+    ]
+    source = [""]
+    conf.from_elsewhere(app, "contributing", source)
+    assert source[0].startswith("# Contributing")
+    assert "[Architecture](architecture.md)" in source[0]
+
+
+def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = script("conf", "docs")
+    text = (DOCS / "reference" / "python.md").read_text()
+    source = [text]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax" else name)
+    conf.installed_modules(None, "reference/python", source)
+    before = text.partition("## strobe.jax\n")[0]
+    assert source[0].startswith(before + "## strobe.jax\n\nLeft out: jax was not installed")
+    assert "automodule:: strobe.jax" not in source[0]
 
 
 @pytest.mark.parametrize(
