@@ -5,6 +5,7 @@ takes seconds, and needs neither Sphinx nor Doxygen.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -515,6 +516,47 @@ def test_every_message_is_documented(path: str, pattern: str) -> None:
         if not any(is_like(text, d) or is_like(text, d + "…") for d in listed)
     ]
     assert not missing
+
+
+def text_of(node: ast.expr) -> str:
+    """A message in Python's source, with `…` for what is put in."""
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in parts)
+
+
+def python_messages() -> Iterable[str]:
+    classes = {"InvalidArgument", "Unsupported", "OutOfMemory", "ImportError"}
+    for path in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                text = text_of(node.args[0])
+                # One without words is made elsewhere; mask functions say what joins another text.
+                if node.func.id in classes and re.search("[a-z]{3}", text):
+                    yield text
+
+
+def test_every_message_of_python_is_documented() -> None:
+    found = set(python_messages()) - {"…, which says …", "…… = …, expected …", "q.dtype = …, …"}
+    assert len(found) > 80
+    listed = [d for d in documented_messages() if len(d.replace("…", "").strip(" =,")) > 8]
+    missing = [x for x in found if not any(is_like(x, d) or is_like(x, f"…{d}…") for d in listed)]
+    assert not missing
+
+
+def test_every_environment_variable_is_documented() -> None:
+    sources = [
+        p
+        for f in ("src", "python")
+        for p in (ROOT / f).rglob("*")
+        if p.suffix in {".cpp", ".h", ".py"}
+    ]
+    asked = r"""(?:getenv\(|environ(?:\.get)?[(\[])\s*["'](STROBE_\w+)"""
+    found = {name for p in sources for name in re.findall(asked, p.read_text())}
+    assert len(found) > 3
+    table = rows(DOCS / "troubleshooting.md", "## Environment variables")
+    assert not found - {code.partition("=")[0] for row in table for code in codes(row[0])}
 
 
 def test_documented_messages_are_what_the_code_says() -> None:
