@@ -1,6 +1,6 @@
 # Short names for scripts; each does its own set-up. The build itself is CMake's.
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test compat red-test tsan nightly bench plots gpu-test gpu-sanitize gpu-bench gpu-training wheel wheel-test release-check build-times format fuzz clean
+.PHONY: help demo generate test compat red-test tsan nightly bench plots docs gpu-test gpu-sanitize gpu-bench gpu-training wheel wheel-test release-check build-times format fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -22,6 +22,8 @@ bench: ## Strobe and PyTorch on the CPU, same tensors, same process; ARGS go to 
 	@scripts/bench.sh $(ARGS)
 plots: ## docs/figures and the tables of docs/performance.md, from bench/results
 	@scripts/plots.sh $(ARGS)
+docs: ## the documentation site, build/docs/index.html: opens from the file, needs no network to be read
+	@scripts/docs.sh $(ARGS)
 gpu-test: ## on a machine with a GPU: correctness against float64; ARGS go to tests/gpu/run_gpu_tests.py
 	@scripts/gpu.sh test $(ARGS)
 gpu-sanitize: ## on a machine with a GPU: compute-sanitizer's four tools over every kernel instance; ARGS go to tests/gpu/sanitize.py

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|wheel] [packages]
+# Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|docs|wheel] [packages]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the examples
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
 #   plots matplotlib in build/venv
+#   docs  what demo has, Doxygen, and Sphinx in build/venv, beside the packages of the tests
 #   wheel what the distributions are built and checked with, in build/wheel-venv
 # With the word `packages` it installs the Debian packages alone.
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
@@ -19,14 +20,15 @@ case $part in
   ci) why="for formatting, fuzzing and tests" ;;
   bench) why="to build and run the benchmarks" ;;
   plots) why="to draw the figures" packages=() ;;
+  docs) why="to build the documentation" packages+=(doxygen) ;;
   wheel) why="to build the distributions" packages=(g++ cmake ninja-build libhwy-dev debian-archive-keyring) ;;
-  *) echo "setup: got part '$part', expected demo, test, ci, bench, plots or wheel" >&2; exit 2 ;;
+  *) echo "setup: got part '$part', expected demo, test, ci, bench, plots, docs or wheel" >&2; exit 2 ;;
 esac
 case $part in
   test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
   ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
-  test | ci | bench | wheel) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
-  test | ci | bench | plots | wheel) packages+=(python3 python3-venv) ;;
+  test | ci | bench | docs | wheel) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
+  test | ci | bench | plots | docs | wheel) packages+=(python3 python3-venv) ;;
 esac
 
 if ! command -v apt-get >/dev/null; then
@@ -66,7 +68,7 @@ fi
 
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
-  case $part in bench | plots | wheel) requirements=python/requirements-$part.txt ;; esac
+  case $part in bench | plots | docs | wheel) requirements=python/requirements-$part.txt ;; esac
   venv=build/venv
   [ "$part" != wheel ] || venv=build/wheel-venv
   # The copy inside the venv says what it has.
@@ -79,9 +81,9 @@ if [ "$part" != demo ]; then
   fi
 fi
 
-# PyTorch, for the tests of its layer, where pip finds the CPU build (200 MB). What PyPI itself has brings several GB
+# PyTorch, for the tests of its layer and for the reference of it, where pip finds the CPU build (200 MB). What PyPI itself has brings several GB
 # of CUDA, so that takes a word: STROBE_TEST_TORCH says what to install instead.
-if [ "$part" = test ] || [ "$part" = ci ]; then
+if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
   requirements=python/requirements-test-torch.txt
   alone=python/requirements-test-nodeps.txt
   have=build/venv/$(basename "$requirements")
@@ -96,7 +98,7 @@ if [ "$part" = test ] || [ "$part" = ci ]; then
       install --no-deps -r "$alone"
       cat "$requirements" "$alone" >"$have"
     else
-      echo "setup: pip finds no ${STROBE_TEST_TORCH:-$torch+cpu}, so the tests of the PyTorch layer are skipped;" \
+      echo "setup: pip finds no ${STROBE_TEST_TORCH:-$torch+cpu}, so the tests and the reference of the PyTorch layer are left out;" \
         "STROBE_TEST_TORCH=$torch would install PyPI's (several GB)"
     fi
   fi
