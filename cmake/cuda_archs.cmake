@@ -52,6 +52,6 @@ function(strobe_cuda_archs wanted list why)
   list(REMOVE_DUPLICATES found)
   list(SORT found)
   list(JOIN names ", " names)
-  set(${list} ${found} PARENT_SCOPE)
+  set(${list} "${found}" PARENT_SCOPE)  # quoted, as an empty value without quotes would unset it
   set(${why} "this machine's ${names}" PARENT_SCOPE)
 endfunction()

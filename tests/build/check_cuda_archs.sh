@@ -60,5 +60,27 @@ done
 announce "$work/terminal" -DSTROBE_ANNOUNCE=OFF
 grep -qF "$said" "$work/output" || { echo "not in the output: $said"; exit 1; }
 ! grep -qF "$said" "$work/terminal" || { echo "STROBE_ANNOUNCE=OFF was not heeded"; exit 1; }
+# With nvcc, what is built depends on the GPUs that there are.
+if command -v nvcc >/dev/null; then
+  with_gpu() {  # ANSWER OPTION...
+    smi "echo '$1'"
+    rm -rf "$work/build"
+    PATH=$work/bin:$PATH cmake -G Ninja -S "$source" -B "$work/build" -DSKBUILD=2 -DSTROBE_BUILD_CLI=OFF -DSTROBE_BUILD_EXAMPLES=OFF \
+      -DSTROBE_BUILD_PYTHON=ON -DSTROBE_CUDA_ARCHS=NATIVE "${@:2}" >"$work/output" 2>&1
+  }
+  said() { tr -s ' \n' ' ' <"$work/output" | grep -qF -- "$1" || { echo "not said: $1"; cat "$work/output"; exit 1; }; }
+  with_gpu '9.0, NVIDIA H100' || { cat "$work/output"; exit 1; }
+  said "building for the CPU, and CUDA kernels for this machine's NVIDIA H100 (9.0). This takes "
+  said "For all architectures: pip install --config-settings=cmake.define.STROBE_CUDA_ARCHS=ALL ."
+  codes=$(grep -o 'generate-code=arch=[^ "]*' "$work/build/build.ninja" | sort -u)
+  [[ $codes == *code=sm_90a* && $codes != *sm_80* ]] || { echo "for a GPU of 9.0, got machine code by $codes"; exit 1; }
+  with_gpu '7.5, Tesla T4' || { cat "$work/output"; exit 1; }
+  said "building for the CPU alone, since the CUDA kernels need compute capability 8.0, and there is this machine's Tesla T4 (7.5). This"
+  ! with_gpu '7.5, Tesla T4' -DSTROBE_CUDA=ON || { echo "STROBE_CUDA=ON went through without a GPU for it"; exit 1; }
+  said "the CUDA kernels run on none of this machine's Tesla T4 (7.5): they need compute capability 8.0 or newer"
+fi
+
 # Without a terminal it does as well.
-setsid cmake -S "$source" -B "$work/build" -DSTROBE_ANNOUNCE=ON >"$work/output" 2>&1 || { cat "$work/output"; exit 1; }
+rm -rf "$work/build"
+setsid cmake -S "$source" -B "$work/build" -DSKBUILD=2 -DSTROBE_CUDA=OFF -DSTROBE_BUILD_CLI=OFF -DSTROBE_BUILD_EXAMPLES=OFF \
+  -DSTROBE_BUILD_PYTHON=ON >"$work/output" 2>&1 || { cat "$work/output"; exit 1; }
