@@ -1,6 +1,7 @@
 """Draws the figures of README.md and docs/ from the JSON files in bench/results/.
 
-    make plots                       docs/figures/<result>_<direction>.{svg,png}
+    make plots                       docs/figures/overview.{svg,png}: README's, from OVERVIEW
+                                     docs/figures/<result>_<direction>.{svg,png}
                                      docs/figures/<result>_paper_story.{svg,png}, where it was measured
                                      docs/figures/<result>_memory.{svg,png}, likewise
                                      docs/figures/gpt_training.{svg,png}
@@ -45,6 +46,9 @@ GPU_NAMES = {
     "best": "best of FlashAttention-2, 3, 4 and cuDNN",
     "strobe": "Strobe",
 }
+# README's picture: the result that its table of speeds is from (tests/python/test_documents.py), and what was timed in that run.
+OVERVIEW = "gpu_h100_bf16"
+OVERVIEW_NAMES = ("FlashAttention-2", "cuDNN", "Strobe")
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
 # Variants of bench/paper_story.cu: name and marker. Some lie on one another: hence the markers.
 STORY = {
@@ -74,10 +78,11 @@ def length(seqlen: int) -> str:
     return f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen)
 
 
-def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> None:
-    """Grouped bars, one group for each sequence length; below each, Strobe's speed over the fastest other bar."""
+def draw_panel(axes: Axes, points: list[Point], direction: str, title: str, wanted: tuple[str, ...] = ()) -> None:
+    """Grouped bars, one group for each sequence length; below each, Strobe's speed over the fastest other bar.
+    `wanted`: the contenders to draw, if not all."""
     points = sorted(points, key=lambda p: p["seqlen"])
-    names = list(speeds(points[0], direction))
+    names = [name for name in speeds(points[0], direction) if not wanted or name in wanted]
     width = 0.8 / len(names)
     for n, name in enumerate(names):
         heights = [speeds(p, direction).get(name, 0.0) for p in points]
@@ -86,7 +91,7 @@ def draw_panel(axes: Axes, points: list[Point], direction: str, title: str) -> N
     ticks = []
     for p in points:
         values = speeds(p, direction)
-        others = [speed for name, speed in values.items() if name != "Strobe"]
+        others = [values[name] for name in names if name != "Strobe" and name in values]
         ratio = f"\n{values['Strobe'] / max(others):.2f}x" if others else ""
         ticks.append(length(p["seqlen"]) + ratio)
     axes.set_title(title, fontsize=9)
@@ -134,6 +139,24 @@ def draw(result: dict[str, Any], direction: str, path: Path) -> None:
     machine = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     forced = ", mma.sync kernels forced" if result.get("cuda_arch") == "80" else ""
     figure.suptitle(f"Attention {DIRECTIONS[direction]}, {machine}{forced}", fontsize=11)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    save(figure, path)
+
+
+def draw_overview(result: dict[str, Any], path: Path) -> None:
+    """Forward and backward under a causal mask, a column for each head dimension, beside what was timed in the same run."""
+    grid = [p for p in result["grid"] if p["causal"]]
+    head_dims = sorted({p["head_dim"] for p in grid})
+    figure, panels = plt.subplots(2, len(head_dims), figsize=(10.2, 4.6), sharey="row", layout="constrained")
+    for row, direction in zip(panels, ("fwd", "bwd"), strict=True):
+        for axes, head_dim in zip(row, head_dims, strict=True):
+            points = [p for p in grid if p["head_dim"] == head_dim]
+            draw_panel(axes, points, direction, f"{DIRECTIONS[direction]}, head_dim {head_dim}", OVERVIEW_NAMES)
+        row[0].set_ylabel("TFLOP/s")
+    panels[-1][len(head_dims) // 2].set_xlabel("sequence length, and Strobe's speed over the faster other")
+    run = f"{result['gpu']}, PyTorch {result['torch']}, {result['date'][:10]}, commit {result['commit'][:7]}"
+    figure.suptitle(f"Causal attention, {result['dtype']}, GPU time: {run}", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     save(figure, path)
@@ -250,6 +273,8 @@ def main() -> None:
         for direction in DIRECTIONS:
             if "grid" in result and all(direction in point for point in result["grid"]):
                 draw(result, direction, args.output / f"{path.stem}_{direction}")
+        if path.stem == OVERVIEW:
+            draw_overview(result, args.output / "overview")
         if result.get("memory"):
             draw_memory(result, args.output / f"{path.stem}_memory")
         if "attention" in result.get("rows", [{}])[0]:

@@ -1,4 +1,4 @@
-# The CUDA back end: finds nvcc, as STROBE_CUDA says, and adds src/cuda to the library.
+# The CUDA back end: finds nvcc, as STROBE_CUDA says, settles the architectures, and adds src/cuda to the library.
 
 if(STROBE_CUDA STREQUAL OFF)
   set(STROBE_NO_CUDA_REASON "STROBE_CUDA=OFF was given")
@@ -16,6 +16,19 @@ if(NOT CMAKE_CUDA_COMPILER)
   set(STROBE_NO_CUDA_REASON "no nvcc was found")
   return()
 endif()
+include(cuda_archs)
+strobe_cuda_archs("${STROBE_CUDA_ARCHS}" STROBE_CUDA_ARCHS STROBE_CUDA_ARCHS_WHY)
+if(NOT STROBE_CUDA_ARCHS)
+  if(STROBE_CUDA STREQUAL ON)
+    message(FATAL_ERROR "STROBE_CUDA=ON and STROBE_CUDA_ARCHS=NATIVE, but the CUDA kernels run on none of ${STROBE_CUDA_ARCHS_WHY}: "
+                        "they need compute capability 8.0 or newer. STROBE_CUDA_ARCHS=ALL builds for other machines")
+  endif()
+  set(STROBE_NO_CUDA_REASON "the CUDA kernels need compute capability 8.0, and there is ${STROBE_CUDA_ARCHS_WHY}")
+  message(STATUS "building the CPU library alone, since ${STROBE_NO_CUDA_REASON} (STROBE_CUDA_ARCHS=NATIVE)")
+  return()
+endif()
+list(JOIN STROBE_CUDA_ARCHS ", " archs)
+message(STATUS "CUDA kernels for ${STROBE_CUDA_ARCHS_WHY}: machine code of ${archs}")
 enable_language(CUDA)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   # The CMake of Debian 12 does not know that nvcc 13 has C++20.

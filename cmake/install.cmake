@@ -14,7 +14,7 @@ set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/strobe")
 
 install(DIRECTORY include/strobe DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
-install(TARGETS strobe strobe_static EXPORT strobe-targets)
+install(TARGETS strobe strobe_static strobe_c strobe_c_static EXPORT strobe-targets)
 if(TARGET strobe_cli)
   install(TARGETS strobe_cli)
 endif()

@@ -109,9 +109,19 @@ add_library(strobe::strobe ALIAS strobe)
 add_library(strobe::strobe_static ALIAS strobe_static)
 foreach(target strobe strobe_static)
   set_target_properties(${target} PROPERTIES OUTPUT_NAME strobe LINKER_LANGUAGE CXX)
-  target_include_directories(${target} INTERFACE
-    "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
-  target_compile_features(${target} INTERFACE c_std_99)
+  # strobe.hpp needs C++20. Who includes strobe.h alone, in C or in older C++, links strobe::c or strobe::c_static: the
+  # same library, and nothing asked of the language.
+  target_compile_features(${target} INTERFACE cxx_std_20)
+  string(REPLACE strobe strobe_c c_target ${target})
+  string(REPLACE strobe_c c c_name ${c_target})
+  add_library(${c_target} INTERFACE)
+  add_library(strobe::${c_name} ALIAS ${c_target})
+  set_target_properties(${c_target} PROPERTIES EXPORT_NAME ${c_name})
+  target_link_libraries(${c_target} INTERFACE "$<LINK_ONLY:${target}>")
+  foreach(header_user ${target} ${c_target})
+    target_include_directories(${header_user} INTERFACE
+      "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  endforeach()
 endforeach()
 
 set(exports "${PROJECT_SOURCE_DIR}/cmake/exports.map")

@@ -1,11 +1,6 @@
 # What pip and `make wheel` build, beyond what every build does.
 
-if(NOT TARGET strobe_cuda_objects)
-  message(NOTICE
-    "strobe: built for the CPU alone, since ${STROBE_NO_CUDA_REASON}. For CUDA kernels: put nvcc (12.4 or newer) on the PATH and "
-    "build again with `pip install -v --config-settings=cmake.define.STROBE_CUDA=ON .`, which takes up to half an hour on two cores; or install a "
-    "wheel that has them (docs/releasing.md).")
-endif()
+include(announce)
 
 # Python looks for one name in the extension. The standard library's templates stay inside.
 file(CONFIGURE OUTPUT python.map CONTENT "{ global: PyInit__core; local: *; };\n")

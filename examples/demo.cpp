@@ -449,7 +449,7 @@ void ShowNext() {
   line("speed over a grid of shapes", "build/release/bin/strobe bench");
   line("your own tensors",
        "build/release/bin/strobe run FILE.safetensors -o OUT.safetensors --causal");
-  line("from C++, six lines", "examples/quickstart.cpp");
+  line("from C++", "examples/consumer/quickstart.cpp");
 }
 
 int Demo(const std::string& path) {

@@ -186,7 +186,7 @@ def check_record(wheel: zipfile.ZipFile, record: str) -> list[str]:
 def check_metadata(metadata: email.message.Message, version: str) -> list[str]:
     """What pip and an index show."""
     wanted: dict[str, list[str]] = {
-        "Name": ["strobe"],
+        "Name": ["strobe-attention"],
         "Version": [version],
         "License-Expression": ["BSD-3-Clause"],
         "Requires-Python": [">=3.10"],
@@ -270,11 +270,11 @@ def check_by_tools(wheel: Path, tag: str) -> list[str]:
 def check_wheel(path: Path, *, cpu: bool = False, part: bool = False, tag: str = TAG) -> list[str]:
     """All that is wrong with a wheel, one line each."""
     version = source_version()
-    name = f"strobe-{version}-cp310-abi3-{tag}.whl"
+    name = f"strobe_attention-{version}-cp310-abi3-{tag}.whl"
     found = [] if path.name == name else [f"the file is called {path.name}, expected {name}"]
     if path.stat().st_size > MOST_BYTES:
         found.append(f"{path.stat().st_size} bytes, expected at most {MOST_BYTES}")
-    info = f"strobe-{version}.dist-info"
+    info = f"strobe_attention-{version}.dist-info"
     with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as work:
         names = [entry for entry in wheel.namelist() if not entry.endswith("/")]
         if f"{info}/METADATA" not in names:

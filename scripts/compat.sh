@@ -34,7 +34,7 @@ site=build/compat-site
 rm -rf "$site" build/compat-wheel
 build/venv/bin/pip wheel -qq --no-deps -C cmake.define.STROBE_CUDA=OFF -w build/compat-wheel . >>"$log" 2>&1 ||
   { tail -n 15 "$log" >&2; echo "compat: pip wheel failed; the whole of its output is in $log" >&2; exit 1; }
-install build/compat-current --no-deps --target "$site" build/compat-wheel/strobe-*.whl ./python/flash_attn_shim
+install build/compat-current --no-deps --target "$site" build/compat-wheel/strobe_attention-*.whl ./python/flash_attn_shim
 
 status=0
 build/compat-current/bin/python tests/compat/run.py "$site" build/compat-results/current "$@" || status=1

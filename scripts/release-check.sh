@@ -47,7 +47,7 @@ installed() {
   local venv=build/release-venv
   rm -rf "$venv"
   python3 -m venv "$venv" &&
-    "$venv/bin/pip" install -qq -r python/requirements-test.txt dist/strobe-*.whl &&
+    "$venv/bin/pip" install -qq -r python/requirements-test.txt dist/strobe_attention-*.whl &&
     (unset STROBE_LIBRARY STROBE_CLI PYTHONPATH; "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python)
 }
 

@@ -15,8 +15,8 @@ folder=$(realpath "${1:-dist}")
 suites=("${@:2}")
 [ ${#suites[@]} -gt 0 ] || suites=(bookworm trixie forky)
 base=${STROBE_CHROOTS:-${TMPDIR:-/tmp}/strobe-wheel-test}
-wheels=("$folder"/strobe-*.whl)
-[ -e "${wheels[0]}" ] || { echo "wheel-test: no strobe-*.whl in $folder: run make wheel" >&2; exit 2; }
+wheels=("$folder"/strobe_attention-*.whl)
+[ -e "${wheels[0]}" ] || { echo "wheel-test: no strobe_attention-*.whl in $folder: run make wheel" >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "wheel-test: chroots need root" >&2; exit 2; }
 if ! command -v debootstrap >/dev/null; then
   echo "wheel-test: installing the Debian package debootstrap to make the systems with"
@@ -76,17 +76,18 @@ for suite in "${suites[@]}"; do
   inside "cd /wheels && /venv/bin/python smoke.py $version"
   # The shim has the name and the version that libraries look for. It needs PyTorch only when it is imported.
   inside '! ls /wheels/flash_attn-*.whl >/dev/null 2>&1 ||
-    /venv/bin/python -c "from importlib.metadata import version; assert version(\"flash-attn\") == \"2.8.3\""'
+    { /venv/bin/python -c "from importlib.metadata import version; assert version(\"flash-attn\") == \"2.8.3\"" &&
+      /venv/bin/pip check; }'
   if [ -n "$sdist" ]; then
     sdist=
-    cp "$folder"/strobe-*.tar.gz "$run/wheels/"
+    cp "$folder"/strobe_attention-*.tar.gz "$run/wheels/"
     echo "wheel-test: $suite: installing a compiler in the chroot to build the sdist with"
     inside 'apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ cmake ninja-build libhwy-dev python3-dev' \
       >"$base/sdist.log" 2>&1 || { tail -n 5 "$base/sdist.log" >&2; exit 1; }
     inside 'python3 -m venv /venv-sdist && /venv-sdist/bin/pip install -v --config-settings=cmake.define.STROBE_CPU_ISAS=portable \
-      /wheels/strobe-*.tar.gz' >"$base/sdist.log" 2>&1 || { tail -n 15 "$base/sdist.log" >&2; exit 1; }
-    grep -F 'built for the CPU alone' "$base/sdist.log" ||
-      { echo "wheel-test: pip did not say that it built for the CPU alone: $base/sdist.log" >&2; exit 1; }
+      /wheels/strobe_attention-*.tar.gz' >"$base/sdist.log" 2>&1 || { tail -n 15 "$base/sdist.log" >&2; exit 1; }
+    grep -F 'building for the CPU alone' "$base/sdist.log" ||
+      { echo "wheel-test: pip did not say that it builds for the CPU alone: $base/sdist.log" >&2; exit 1; }
     inside 'cd / && /venv-sdist/bin/python -m strobe'
   fi
   cleanup

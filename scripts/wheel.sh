@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the distributions of a release into dist/ and checks them:
-#   strobe-VERSION-cp310-abi3-manylinux_2_28_x86_64.whl   for every Python from 3.10 on and glibc from 2.28 on, CUDA kernels inside
-#   flash_attn-2.8.3-py3-none-any.whl                     python/flash_attn_shim
-#   strobe-VERSION.tar.gz                                 the sources
+#   strobe_attention-VERSION-cp310-abi3-manylinux_2_28_x86_64.whl   for every Python from 3.10 on and glibc from 2.28 on, CUDA kernels inside
+#   flash_attn-2.8.3-py3-none-any.whl                               python/flash_attn_shim
+#   strobe_attention-VERSION.tar.gz                                 the sources
 # Usage: scripts/wheel.sh [--cpu] [-D<CMake option>=<value>...] [wheel] [shim] [sdist]    (all three)
 #   --cpu  the wheel without CUDA kernels, into build/wheel-cpu, so that nobody takes it for the real one
 #   -D     for development (-DSTROBE_CUDA_KERNELS=..., -DSTROBE_CPU_ISAS=...): into build/wheel-part, and not checked for kernels
@@ -45,24 +45,25 @@ quietly() { "$@" >>"$log" 2>&1 || { tail -n 25 "$log" >&2; echo "wheel: failed; 
 if has wheel; then
   scripts/sysroot.sh
   raw=build/wheel-raw
-  rm -rf "$raw" "$out"/strobe-*.whl
+  rm -rf "$raw" "$out"/strobe_attention-*.whl
   echo "wheel: building the package$([ $cuda = OFF ] || echo " and its CUDA kernels, which takes up to half an hour on two cores")"
   # Options of an earlier build are not to be in this one.
   rm -f build/wheel-cmake/CMakeCache.txt
   quietly "$python" -m build --wheel --no-isolation -o "$raw" -C build-dir=build/wheel-cmake \
-    -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/cmake/manylinux.cmake" -C cmake.define.STROBE_CUDA="$cuda" "${options[@]}" .
+    -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/cmake/manylinux.cmake" -C cmake.define.STROBE_CUDA="$cuda" \
+    -C cmake.define.STROBE_CUDA_ARCHS=ALL "${options[@]}" .
   # It refuses where symbols or libraries contradict the tag.
-  quietly "$python" -m auditwheel repair --only-plat --plat "$tag" -w "$out" "$raw"/strobe-*.whl
+  quietly "$python" -m auditwheel repair --only-plat --plat "$tag" -w "$out" "$raw"/strobe_attention-*.whl
   [ ${#options[@]} = 0 ] || check+=(--part)
-  "$python" scripts/check_wheel.py "${check[@]}" "$out"/strobe-*.whl
-  scripts/run_on_sysroot.sh "$out"/strobe-*.whl
+  "$python" scripts/check_wheel.py "${check[@]}" "$out"/strobe_attention-*.whl
+  scripts/run_on_sysroot.sh "$out"/strobe_attention-*.whl
 fi
 if has shim; then
   rm -f "$out"/flash_attn-*.whl
   quietly "$python" -m build --wheel --no-isolation -o "$out" python/flash_attn_shim
 fi
 if has sdist; then
-  rm -f "$out"/strobe-*.tar.gz
+  rm -f "$out"/strobe_attention-*.tar.gz
   quietly "$python" -m build --sdist --no-isolation -o "$out" .
 fi
 made=()

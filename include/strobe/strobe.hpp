@@ -6,11 +6,18 @@
 //   plan.forward({.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data()});
 //
 // A Problem says what is wanted, a Plan how it will be done; Plan::forward and Plan::backward do
-// it, as often as you like. What can fail comes in two forms: the plain one throws strobe::Error;
-// the try_ form returns a Status, never throws, and leaves the text in last_error(). strobe.h has
-// the exact rules of every field: they are the same here.
+// it, as often as you like. A layer that is trained has one Problem and two plans, Plan(problem)
+// and Plan(problem.backward()). What can fail comes in two forms: the plain one throws
+// strobe::Error; the try_ form returns a Status, never throws, and leaves the text in last_error().
+// strobe.h has the exact rules of every field: they are the same here.
 #ifndef STROBE_STROBE_HPP_
 #define STROBE_STROBE_HPP_
+
+// One error that says what to do, in place of hundreds. Compilers that had most of C++20 before it
+// was published say a number between those of C++17 and C++20.
+#if __cplusplus <= 201703L
+#error "strobe.hpp needs C++20 (-std=c++20, CMAKE_CXX_STANDARD 20); strobe.h serves older C++ and C"
+#else
 
 #include <strobe/strobe.h>
 
@@ -152,6 +159,24 @@ struct Problem {
   bool has_cache_batch_idx = false, has_leftpad = false, has_rotary_position = false;
 
   bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
+
+  // The backward pass of this problem, all else being equal: one description of a layer gives both
+  // of its plans.
+  //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
+  //   const strobe::Plan forward(problem), backward(problem.backward());
+  [[nodiscard]] Problem backward() const noexcept {
+    Problem problem = *this;
+    problem.direction = Direction::kBackward;
+    return problem;
+  }
+
+  // The forward pass of this problem, all else being equal but has_dlse, which forward has not.
+  [[nodiscard]] Problem forward() const noexcept {
+    Problem problem = *this;
+    problem.direction = Direction::kForward;
+    problem.has_dlse = false;
+    return problem;
+  }
 
   // The same problem for the C interface.
   [[nodiscard]] strobe_problem c() const noexcept {
@@ -462,4 +487,5 @@ class Workspace {
 #include <strobe/machine.hpp>
 #include <strobe/merge.hpp>
 
+#endif  // C++20
 #endif  // STROBE_STROBE_HPP_

@@ -18,8 +18,9 @@ try:
 except ImportError as error:
     if not any(Path(__file__).parent.glob("_core*.so")):
         raise ImportError(
-            "strobe: the extension strobe._core is not there: install the package with pip, or "
-            "build CMake's target strobe_python, which puts it beside the package's Python files"
+            "strobe: the extension strobe._core is not there: install the package with pip (pip "
+            "install . at the root of the repository; it is called strobe-attention), or build "
+            "CMake's target strobe_python, which puts it beside the package's Python files"
         ) from None
     raise error
 
@@ -48,7 +49,8 @@ def _load() -> tuple[str, Path]:
         hint = "STROBE_LIBRARY is set, so nothing else was tried"
     else:
         hint = (
-            "install the package with pip, or set STROBE_LIBRARY to a libstrobe.so that CMake built"
+            "install the package with pip (pip install . at the root of the repository; it is "
+            "called strobe-attention), or set STROBE_LIBRARY to a libstrobe.so that CMake built"
         )
     listed = "".join(f"\n  {line}" for line in tried)
     raise ImportError(f"strobe: the library was not found. Tried:{listed}\n{hint}.")

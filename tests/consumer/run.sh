@@ -1,39 +1,78 @@
 #!/usr/bin/env bash
-# Installs a build, moves the install tree elsewhere, and builds and runs C and C++ programs against it, by
-# find_package and by pkg-config, shared and static. Usage: run.sh BUILD_DIR
+# Installs a build, moves the install tree to where README puts it, and builds and runs programs against it: README's C++ as it is
+# printed and examples/consumer, by CMake and by pkg-config, and what those do not have: C, older C++, the static library.
+# Usage: run.sh BUILD_DIR
 set -euo pipefail
 build=$(realpath "$1")
 here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+example=$root/examples/consumer
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
+fail() { echo "$*"; exit 1; }
 quietly() { "$@" >log 2>&1 || { echo "failed: $*"; cat log; exit 1; }; }
+block() {  # LANGUAGE WORD: the blocks of README in that language that have the word
+  awk -v fence="\`\`\`$1" -v word="$2" '
+    inside && /^```$/ { inside = 0; if (index(text, word)) printf "%s", text }
+    inside { text = text $0 "\n" }
+    $0 == fence { inside = 1; text = "" }' "$root/README.md"
+}
 
 quietly cmake --install "$build" --prefix "$work/installed"
-mv installed moved
-prefix=$work/moved
-[ -n "$(find "$prefix" -name LICENSE)" ] || { echo "cmake --install left the licence out"; exit 1; }
+export HOME=$work/home
+mkdir "$HOME"
+mv installed "$HOME/.local"
+prefix=$HOME/.local
+[ -n "$(find "$prefix" -name LICENSE)" ] || fail "cmake --install left the licence out"
 
-quietly cmake -G Ninja -S "$here" -B cmake -DCMAKE_PREFIX_PATH="$prefix"
-quietly cmake --build cmake
-for program in c_shared cpp_shared cpp_static; do
-  echo "find_package, $program: $(./cmake/$program)"
+# README's two files and commands, in a folder of their own.
+mkdir readme
+block cpp strobe.hpp >readme/quickstart.cpp
+block cmake find_package >readme/CMakeLists.txt
+block sh 'pkg-config --cflags' >readme/commands.sh
+diff readme/quickstart.cpp "$example/quickstart.cpp" || fail "README's C++ is not examples/consumer/quickstart.cpp"
+diff readme/CMakeLists.txt <(sed '/^$/,$d' "$example/CMakeLists.txt") || fail "nor is its CMakeLists.txt the example's first paragraph"
+(cd readme && quietly bash -eu commands.sh)
+[ "$(grep -c '^out\[0\] = 0\.1$' readme/log)" = 2 ] || { cat readme/log; fail "README's commands do not run the program twice"; }
+
+# The example's training step, by CMake. The loss falls, or it says so by its exit status.
+quietly cmake -S "$example" -B example -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_CXX_FLAGS="-O2 -Wall -Wextra -Wpedantic -Werror"
+quietly cmake --build example
+./example/quickstart >/dev/null || fail "quickstart: exit status $?"
+echo "examples/consumer: $(./example/train | tail -n 1)"
+./example/train >/dev/null || fail "train: the loss did not fall"
+
+quietly cmake -S "$here" -B c -DLANGUAGES=C -DCMAKE_PREFIX_PATH="$prefix"
+quietly cmake --build c
+echo "find_package without C++: $(./c/c_shared)"
+quietly cmake -S "$here" -B both "-DLANGUAGES=C;CXX" -DCMAKE_PREFIX_PATH="$prefix"
+quietly cmake --build both
+for program in c_shared c_static cpp17_shared cpp_static; do
+  echo "find_package, $program: $(./both/$program | tail -n 1)"
 done
 
 PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name strobe.pc)")
 export PKG_CONFIG_PATH
-libdir=$(dirname "$PKG_CONFIG_PATH")
 read -ra shared <<<"$(pkg-config --cflags --libs strobe)"
+shared+=("-Wl,-rpath,$(pkg-config --variable=libdir strobe)")
 read -ra static <<<"$(pkg-config --cflags --libs --static strobe)"
 static=("${static[@]/#-lstrobe/-l:libstrobe.a}")
-quietly gcc -std=c99 -pedantic-errors -Wall -Wextra -Werror "$here/consumer.c" -o c_shared "${shared[@]}"
-quietly gcc -std=c99 -pedantic-errors -Wall -Wextra -Werror "$here/consumer.c" -o c_static "${static[@]}"
-quietly g++ -std=c++20 -Wall -Wextra -Werror "$here/consumer.cpp" -o cpp_shared "${shared[@]}"
-quietly g++ -std=c++20 -Wall -Wextra -Werror "$here/consumer.cpp" -o cpp_static "${static[@]}"
-for program in c_shared c_static cpp_shared cpp_static; do
-  echo "pkg-config, $program: $(LD_LIBRARY_PATH=$libdir ./$program)"
+warnings=(-Wall -Wextra -Werror)
+quietly gcc -std=c99 -pedantic-errors "${warnings[@]}" "$here/consumer.c" -o c_shared "${shared[@]}"
+quietly gcc -std=c99 -pedantic-errors "${warnings[@]}" "$here/consumer.c" -o c_static "${static[@]}"
+quietly g++ -std=c++17 "${warnings[@]}" "$here/consumer17.cpp" -o cpp17_shared "${shared[@]}"
+quietly g++ -std=c++20 "${warnings[@]}" "$example/train.cpp" -o cpp_static "${static[@]}"
+for program in c_shared c_static cpp17_shared cpp_static; do
+  echo "pkg-config, $program: $(./$program | tail -n 1)"
 done
+
+# Older C++ is told in one error what strobe.hpp needs.
+echo '#include <strobe/strobe.hpp>' >older.cpp
+if g++ -std=c++17 -fsyntax-only older.cpp "${shared[@]}" 2>log; then fail "strobe.hpp went through as C++17"; fi
+[ "$(grep -c 'error' <(grep -E ': (fatal )?error:' log))" = 1 ] && grep -q 'strobe.hpp needs C++20' log ||
+  { cat log; fail "expected one error that names C++20"; }
 
 # The installed tool runs from where it lies, without the build tree.
 if [ -x "$prefix/bin/strobe" ]; then

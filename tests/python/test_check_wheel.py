@@ -118,7 +118,7 @@ def test_kernels(script: ModuleType, tmp_path: Path) -> None:
 
 def test_a_wheel_of_another_kind(script: ModuleType, tmp_path: Path) -> None:
     version = script.source_version()
-    info = f"strobe-{version}.dist-info"
+    info = f"strobe_attention-{version}.dist-info"
     wheel = tmp_path / f"strobe-{version}-cp311-cp311-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("strobe/__init__.py", "")
@@ -129,8 +129,9 @@ def test_a_wheel_of_another_kind(script: ModuleType, tmp_path: Path) -> None:
         archive.writestr(f"{info}/RECORD", f"strobe/__init__.py,sha256=AAAA,0\n{info}/RECORD,,\n")
     found = "\n".join(script.check_wheel(wheel))
     for text in (
-        f"expected strobe-{version}-cp310-abi3-manylinux_2_28_x86_64.whl",
+        f"expected strobe_attention-{version}-cp310-abi3-manylinux_2_28_x86_64.whl",
         "expected cp310-abi3-manylinux_2_28_x86_64",
+        "METADATA has Name = ['strobe'], expected ['strobe-attention']",
         f"METADATA has Version = ['9'], expected ['{version}']",
         "METADATA has no classifier Typing :: Typed",
         "'_core.abi3.so'",

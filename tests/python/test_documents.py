@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -42,10 +43,51 @@ def run(program: str, *flags: str) -> str:
 @pytest.mark.parametrize("number", range(len(blocks("README.md"))))
 def test_quickstarts(number: int) -> None:
     program = blocks("README.md")[number]
-    assert len(program.splitlines()) == 6
+    assert len(program.splitlines()) <= 10
     output = run(program, "-W", "error")
     if "strobe.why()" in program:
         assert output.startswith("served: ")
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 160
+    for document in ("README.md", "docs/building.md"):
+        folder = (ROOT / document).parent
+        links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / document).read_text())
+        assert len(links) > 3
+        absent = [link for link in links if "://" not in link and not (folder / link).exists()]
+        assert not absent, document
+
+
+def test_readme_speeds_are_those_of_the_results() -> None:
+    """README's table of speeds is what one run on each machine gave, and says which."""
+    text = (ROOT / "README.md").read_text()
+    start = text.index("<!-- speeds:")
+    table = text[start:].split("\n\n")[0]
+    got = re.findall(r" ([\d.]+) \(([\d.]+)\) \|", table)
+
+    def summary(file: str) -> Any:
+        assert f"](bench/results/{file})" in text
+        return json.loads((ROOT / "bench" / "results" / file).read_text())["summary"]
+
+    gpu = summary("gpu_h100_bf16.json")
+    wanted = [
+        gpu[f"{direction}_over_{peer}"] for peer in ("fa2", "cudnn") for direction in ("fwd", "bwd")
+    ]
+    cpu = {(row["dtype"], row["direction"]): row for row in summary("cpu_amx_16core.json")}
+    wanted += [cpu[dtype, direction] for dtype in ("fp32", "bf16") for direction in ("fwd", "bwd")]
+    assert got == [(f"{ratio['geometric_mean']:.2f}", f"{ratio['worst']:.2f}") for ratio in wanted]
+
+
+@pytest.mark.skipif(not os.environ.get("STROBE_LIBRARY"), reason="STROBE_LIBRARY is not set")
+def test_readme_support_table() -> None:
+    """The CPU's rows; ctest cuda.support_table has the others."""
+    script = ROOT / "scripts" / "support_table.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_pytorch_document() -> None:

@@ -24,7 +24,13 @@ import strobe.flash_attn  # noqa: E402
 def test_name_and_version(flash_attn: Any) -> None:
     assert flash_attn.__version__ == "2.8.3"
     assert importlib.metadata.version("flash-attn") == "2.8.3"
-    assert importlib.metadata.requires("flash-attn") is None
+    major, minor = map(int, strobe.__version__.split(".")[:2])
+    depends = [f"strobe-attention>={major}.{minor},<{major}.{minor + 1}"]
+    assert importlib.metadata.requires("flash-attn") == depends
+    # PyPI refuses what has this classifier: the name is the official package's there.
+    assert "Private :: Do Not Upload" in importlib.metadata.metadata("flash-attn").get_all(
+        "Classifier", []
+    )
     assert "flash-attn" in importlib.metadata.packages_distributions()["flash_attn"]
 
 

@@ -95,9 +95,7 @@ TEST(Wrapper, ForwardAndBackward) {
   // 16 products of 1 by 1, a quarter of them, and 24 equal weights.
   for (const float x : lse) EXPECT_NEAR(x, 4 + std::log(24.0F), 1e-5);
 
-  strobe::Problem problem = kSmall;
-  problem.direction = strobe::Direction::kBackward;
-  const strobe::Plan backward(problem);
+  const strobe::Plan backward(kSmall.backward());
   strobe::Workspace workspace;
   backward.backward({.q = q.data(),
                      .k = q.data(),
@@ -112,6 +110,33 @@ TEST(Wrapper, ForwardAndBackward) {
   for (const float x : dq) EXPECT_NEAR(x, 0, 1e-5);
   for (const float x : dk) EXPECT_NEAR(x, 0, 1e-5);
   for (const float x : dv) EXPECT_NEAR(x, 1, 1e-5);
+}
+
+TEST(Wrapper, OneProblemHasBothDirections) {
+  strobe::Problem problem = kSmall;
+  problem.causal = problem.deterministic = true;
+  problem.window_left = 5;
+  problem.q = {.batch = 768, .seqlen = 16, .head = 384, .dim = 1};
+
+  // All else being equal: put back what differs, and every byte is the same.
+  const auto differs_in_direction = [](const strobe::Problem& a, const strobe::Problem& b) {
+    strobe_problem first = a.c();
+    const strobe_problem second = b.c();
+    const bool differs = first.direction != second.direction;
+    first.direction = second.direction;
+    return differs && std::memcmp(&first, &second, sizeof first) == 0;
+  };
+  EXPECT_TRUE(differs_in_direction(problem, problem.backward()));
+  EXPECT_TRUE(differs_in_direction(problem.backward(), problem.backward().forward()));
+  EXPECT_EQ(problem.backward().direction, strobe::Direction::kBackward);
+  EXPECT_EQ(problem.direction, strobe::Direction::kForward);
+
+  // A layer whose loss uses lse: forward has no gradient of it, and refuses to be told of one.
+  problem.has_dlse = true;
+  EXPECT_FALSE(problem.forward().has_dlse);
+  EXPECT_TRUE(problem.backward().has_dlse);
+  EXPECT_EQ(strobe::Plan(problem.forward()).c().problem.direction, STROBE_FORWARD);
+  EXPECT_EQ(strobe::Plan(problem.backward()).c().problem.direction, STROBE_BACKWARD);
 }
 
 TEST(Wrapper, EveryArgumentArrives) {

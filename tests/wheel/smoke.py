@@ -76,10 +76,10 @@ def main() -> None:
     here = Path(strobe.__file__).resolve().parent
     if "site-packages" not in str(here):
         sys.exit(f"smoke: strobe is {here}, expected an installed one")
-    if not strobe.__version__ == metadata.version("strobe") == version:
+    if not strobe.__version__ == metadata.version("strobe-attention") == version:
         sys.exit(
-            f"smoke: strobe is {strobe.__version__}, by its metadata {metadata.version('strobe')}, "
-            f"expected {version}"
+            f"smoke: strobe is {strobe.__version__}, by its metadata "
+            f"{metadata.version('strobe-attention')}, expected {version}"
         )
     libraries = Path("/proc/self/maps").read_text()
     if f"{here}/libgomp.so.1" not in libraries:

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"this flash_attn is Strobe's, and Strobe cannot be imported ({error}): "
-        "pip install . at the root of Strobe's repository"
+        "install strobe-attention (pip install . at the root of Strobe's repository)"
     ) from error
 
 from . import _absent
