@@ -181,7 +181,7 @@ def export(training: Training, alphabet: str, text: str, title: str, path: Path)
         "processor_seconds": f"{training.processor_seconds:.0f}",
         "loss": f"{statistics.mean(training.losses[-LAST:]):.4f}",
     }
-    # Half the file; the loss does not change in its third digit.
+    # Half the file, and the same loss to four digits.
     weights = {name: weight.half() for name, weight in training.model.state_dict().items()}
     save_file(weights, path, metadata)
 

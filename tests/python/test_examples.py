@@ -235,8 +235,9 @@ def test_generate_writes_as_it_goes() -> None:
 def test_generate_says_what_the_model_is(tmp_path: Path) -> None:
     line = run(PROGRAMS / "generate", "a", "--length", "1").splitlines()[0]
     assert re.fullmatch(
-        r"A GPT that reads and writes characters: 4 layers of 4 heads of 32, 0\.8 million parameters;"
-        r" trained on Jane Austen's six novels, \d+ steps, \d+ minutes of processor time",
+        r"A GPT that reads and writes characters: 4 layers of 4 heads of 32, 0\.8 million "
+        r"parameters; trained on Jane Austen's six novels, \d+ steps, "
+        r"\d+ minutes of processor time",
         line,
     )
     with safetensors.safe_open(WEIGHTS, "pt") as found:
@@ -250,7 +251,7 @@ def test_generate_says_what_the_model_is(tmp_path: Path) -> None:
 
 
 def test_generate_writes_words() -> None:
-    """Most of them are of the language: the program's own text, far from its beginning, has them."""
+    """Those that English has most of: the text that the program writes has as many of them."""
     output = run(PROGRAMS / "generate", "--length", "600", "--temperature", "0.5")
     written = re.findall(r"[a-z]+", output.partition("--- 0")[2].lower())
     common = {"the", "and", "of", "to", "a", "in", "was", "her", "it", "she", "he", "that", "had"}
