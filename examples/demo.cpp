@@ -577,19 +577,21 @@ struct Settings {
 
 int Demo(const Settings& settings) {
   const Machine m = machine();
-  Print("{}\n\n",
-        Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory",
-                         version())));
   const Capture capture = ReadCapture(settings.capture);
   PageContent page;
   page.tokens = ReadTokens(settings.capture, capture.tokens);
   CheckWritable(settings.page);
   PyTorchPeer peer;  // imports PyTorch while the errors are computed
   // It reads the file too, which it can only where that is no pipe.
-  if (!settings.python.empty() && std::filesystem::is_regular_file(settings.capture)) {
-    peer.Start(settings.python,
+  const bool twice = std::filesystem::is_regular_file(settings.capture);
+  const std::string python = twice ? settings.python : "";
+  if (!python.empty()) {
+    peer.Start(python,
                {kPeerScript, settings.capture, "--threads", fmt::format("{}", m.cpu_threads)});
   }
+  Print("{}\n\n",
+        Bold(fmt::format("Strobe {}: exact attention, forward and backward, in linear memory",
+                         version())));
   Print("  read      {}\n", PathText(capture.path));
   Print("            {}, {}\n", capture.Note("model"), capture.Note("layer"));
   Print("            Q, K, V and the gradient of O while it read {}\n", capture.Note("text"));
@@ -610,7 +612,7 @@ int Demo(const Settings& settings) {
   Flush();
 
   const bool right = ShowErrors(capture, m.cpu_isa, &page);
-  if (!settings.python.empty()) {
+  if (!python.empty()) {
     Progress("  importing PyTorch ...");
     page.pytorch = peer.Wait(60).value_or("");
     ClearProgress();
@@ -623,8 +625,8 @@ int Demo(const Settings& settings) {
   if (!page.pytorch.empty()) {
     Print(" PyTorch {}:\n  scaled_dot_product_attention, its memory by how much its process grew.",
           page.pytorch);
-  } else if (!settings.python.empty()) {
-    Print(" No PyTorch:\n  {} cannot import it.", PathText(settings.python));
+  } else if (!python.empty()) {
+    Print(" No PyTorch:\n  {} cannot import it.", PathText(python));
   }
   Print("\n\n");
   page.forward = CostTable(capture, m.cpu_isa, m.cpu_threads, false, &peer).Run(settings.longest);

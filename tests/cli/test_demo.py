@@ -106,6 +106,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], message: str) -
     )
     assert result.returncode == 2
     assert message in result.stderr
+    assert result.stdout == ""  # before anything is computed
     assert list(tmp_path.iterdir()) == []
 
 
