@@ -4,8 +4,8 @@
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
-demo: ## build, then attention on real data, checked and timed
-	@scripts/demo.sh
+demo: ## build, then attention on real data, checked, timed and drawn; ARGS go to build/release/bin/strobe_demo
+	@scripts/demo.sh $(ARGS)
 generate: ## build, then a small GPT writes on from six prompts, over a paged KV cache; ARGS go to build/release/bin/generate
 	@scripts/generate.sh $(ARGS)
 test: ## build and run every test that needs no GPU

@@ -45,6 +45,9 @@ struct Weights {
   int64_t context = 0;  // characters that attention sees, the query's own included
   double rotary_base = 0;
   int64_t parameters = 0;
+  // What it was trained on and for how long, as far as the file says: "" and 0 where it does not.
+  std::string text;
+  int64_t steps = 0, processor_seconds = 0;
 
   Matrix token;  // [characters, dim]
   std::vector<Block> blocks;
@@ -67,6 +70,22 @@ struct Weights {
   return characters;
 }
 
+// What the model is, in a line.
+[[nodiscard]] inline std::string Description(const Weights& w) {
+  std::string line = fmt::format(
+      "A GPT that reads and writes characters: {} layers of {} heads of {}, {:.1f} million "
+      "parameters",
+      w.blocks.size(), w.heads, w.head_dim, static_cast<double>(w.parameters) / 1e6);
+  line += fmt::format("; trained on {}", w.text.empty() ? "what its file does not say" : w.text);
+  if (w.steps > 0) line += fmt::format(", {} steps", w.steps);
+  if (w.processor_seconds > 0) {
+    line += w.processor_seconds < 120
+                ? fmt::format(", {} s of processor time", w.processor_seconds)
+                : fmt::format(", {} minutes of processor time", (w.processor_seconds + 30) / 60);
+  }
+  return line;
+}
+
 // Reads one file. Throws UserError, which names what the file has and what it should have.
 class WeightsReader {
  public:
@@ -80,6 +99,11 @@ class WeightsReader {
     w.context = ParseInteger("context", 1, kMost);
     w.rotary_base = ParseReal("rotary_base");
     epsilon_ = static_cast<float>(ParseReal("norm_epsilon"));
+    constexpr int64_t kMostSeconds = 1'000'000'000'000;
+    if (Says("text")) w.text = cli::Printable(Metadata("text"), 100);
+    if (Says("steps")) w.steps = ParseInteger("steps", 0, kMost);
+    if (Says("processor_seconds"))
+      w.processor_seconds = ParseInteger("processor_seconds", 0, kMostSeconds);
 
     const auto characters = static_cast<int64_t>(w.alphabet.size());
     w.dim = Columns("token.weight");
@@ -116,6 +140,10 @@ class WeightsReader {
  private:
   [[noreturn]] void Refuse(const std::string& why) const {
     throw cli::UserError(fmt::format("{}: {}", cli::PathText(path_), why));
+  }
+
+  [[nodiscard]] bool Says(const std::string& key) const {
+    return file_.header().metadata.contains(key);
   }
 
   [[nodiscard]] const std::string& Metadata(const std::string& key) const {

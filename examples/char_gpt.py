@@ -1,8 +1,9 @@
-"""A character-level GPT learns to write like Strobe's own source code, in two minutes on a CPU.
+r"""A character-level GPT learns to write like Strobe's own source code, in two minutes on a CPU.
 
     python examples/char_gpt.py                  also draws docs/figures/char_gpt
     python examples/char_gpt.py --text war.txt   on a text of yours
-    python examples/char_gpt.py --alone --steps 4000 --export war.safetensors   for generate.cpp
+    python examples/char_gpt.py --text war.txt --title "War and Peace" \
+        --alone --steps 8000 --export war.safetensors      for generate.cpp
 
 A second model, with the same initial weights, takes every step on the same batch, but with
 PyTorch's scaled_dot_product_attention. Attention that is exact gives the same training: the figure
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
+import math
 import statistics
 import sys
 import time
@@ -119,14 +122,20 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
         self.losses: list[float] = []  # mean cross entropy, in nats for each character
         self.seconds: list[float] = []
+        self.processor_seconds = 0.0
 
-    def step(self, batch: Tensor) -> None:
-        """batch: (batch, CONTEXT + 1); the characters but the last predict those but the first."""
-        begin = time.perf_counter()
+    def step(self, batch: Tensor, steps: int) -> None:
+        """batch: (batch, CONTEXT + 1); the characters but the last predict those but the first.
+
+        steps: how many there will be in all, or 0 where nobody knows.
+        """
+        begin, begin_processor = time.perf_counter(), time.process_time()
         n = len(self.losses) + 1
         for group in self.optimizer.param_groups:
-            # Rises in proportion, falls with the inverse square root: no need to know the end.
-            group["lr"] = LEARNING_RATE * min(n / WARM_UP, (WARM_UP / n) ** 0.5)
+            # Rises in proportion, then falls: to zero along half a cosine, or with the inverse
+            # square root, for which there is no need to know the end.
+            falling = (1 + math.cos(math.pi * n / steps)) / 2 if steps else (WARM_UP / n) ** 0.5
+            group["lr"] = LEARNING_RATE * min(n / WARM_UP, falling)
         logits = self.model(batch[:, :-1])
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
@@ -135,6 +144,7 @@ class Training:
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - begin)
+        self.processor_seconds += time.process_time() - begin_processor
 
 
 @torch.no_grad()
@@ -149,11 +159,11 @@ def generate(model: CharGPT, alphabet: str, prompt: str, length: int) -> str:
     return "".join(alphabet[t] for t in tokens)
 
 
-def export(training: Training, alphabet: str, path: Path) -> None:
-    """The weights in float32 under their names in CharGPT, as a safetensors file.
+def export(training: Training, alphabet: str, text: str, title: str, path: Path) -> None:
+    """The weights in float16 under their names in CharGPT, as a safetensors file.
 
     What the weights' shapes do not say is in the file's metadata: with it, examples/generate.cpp
-    has all that it needs.
+    has all that it needs, and can say what the model was trained on (text and title) and how long.
     """
     from safetensors.torch import save_file  # only the export needs it
 
@@ -163,10 +173,17 @@ def export(training: Training, alphabet: str, path: Path) -> None:
         "context": str(CONTEXT),
         "rotary_base": str(ROTARY_BASE),
         "norm_epsilon": str(training.model.norm.eps),
+        "text": title,
+        "text_characters": str(len(text)),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "steps": str(len(training.losses)),
+        "batch": str(BATCH),
+        "processor_seconds": f"{training.processor_seconds:.0f}",
         "loss": f"{statistics.mean(training.losses[-LAST:]):.4f}",
     }
-    save_file(training.model.state_dict(), path, metadata)
+    # Half the file, and the same loss to four digits.
+    weights = {name: weight.half() for name, weight in training.model.state_dict().items()}
+    save_file(weights, path, metadata)
 
 
 def read(paths: list[Path]) -> str:
@@ -194,7 +211,7 @@ def train(
     while done < 1:
         batch = next(batches)
         for training in trainings.values():
-            training.step(batch)
+            training.step(batch, steps)
         strobe = trainings["Strobe"]
         n = len(strobe.losses)
         done = min(1.0, n / steps if steps else sum(strobe.seconds) / seconds)
@@ -252,6 +269,7 @@ def main() -> None:
     """Reads the text, trains, plots, and lets the model write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", default=SOURCES, help="files or folders")
+    parser.add_argument("--title", help="what the text is, for --export; else the paths' names")
     parser.add_argument("--seconds", type=float, default=120, help="of training with Strobe")
     parser.add_argument("--steps", type=int, default=0, help="instead of --seconds")
     others = parser.add_mutually_exclusive_group()
@@ -306,7 +324,8 @@ def main() -> None:
         print(f"{name:<16}{final:12.4f}{apart:>20}{speed:16,.0f}")
     print(f"steps           {len(trainings['Strobe'].losses):12}")
     if args.export:
-        export(trainings["Strobe"], alphabet, args.export)
+        title = args.title or ", ".join(path.name for path in args.text)
+        export(trainings["Strobe"], alphabet, text, title, args.export)
         print(f"weights         {args.export}, {args.export.stat().st_size:,} bytes")
     try:
         if not args.alone:

