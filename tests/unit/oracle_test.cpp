@@ -210,7 +210,7 @@ TEST(Comparator, IsCloseToTheOracleAndRoundsWhereItShould) {
           {&p.out, &f.out}, {&p.dq, &b.dq}, {&p.dk, &b.dk}, {&p.dv, &b.dv}};
       for (const auto& [plain, truth] : pairs) {
         ASSERT_EQ(plain->data.size(), truth->data.size());
-        const double error = strobe_test::LargestError({plain}, *truth);
+        const double error = oracle::LargestError({plain}, *truth);
         EXPECT_LT(error, 100 * u) << Name(dtype) << " noise " << noise;
         EXPECT_GT(error, u / 4) << Name(dtype) << " noise " << noise;
         if (noise != 0) continue;
@@ -276,7 +276,7 @@ TEST(Numeric, DecodesAndEncodesEveryPattern) {
 }
 
 TEST(Compare, SeesWhatItShould) {
-  using strobe_test::Compare;
+  using oracle::Compare;
   Tensor wanted(2, 1, 2);
   wanted.data = {1, kInf, std::nan(""), 4};
   const Tensor plain = [&] {

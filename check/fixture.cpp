@@ -397,9 +397,8 @@ oracle::Problem Fixture::OracleProblem() const {
   if (c.dropout_p > 0) {
     p.keep_rows = c.longest_q();
     p.keep_columns = c.longest_k();
-    p.keep.resize(static_cast<size_t>(c.batch() * c.heads * p.keep_rows * p.keep_columns));
-    strobe_dropout_mask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p,
-                        c.dropout_seed, c.dropout_offset, p.keep.data());
+    p.keep = oracle::DropoutMask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p,
+                                 c.dropout_seed, c.dropout_offset);
   }
   return p;
 }

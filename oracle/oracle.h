@@ -1,6 +1,6 @@
-// The truth that the tests measure against: attention in float64, written naively from its
-// definition, one query row at a time. Shares no code with the library, and includes none of its
-// headers.
+// The truth that the tests and `strobe check` measure against: attention in float64, written
+// naively from its definition (docs/semantics.md), one query row at a time. Shares no code with the
+// library, and includes none of its headers. c_api.h has it for other languages.
 //
 //   s_ij  = scale * q_i . k_j;  with softcap c: c * tanh(s / c);  with ALiBi: - slope *
 //   |position(i) - j|;  position(i) = i + seqlen_k - seqlen_q, or i + q_position;  i sees j when
@@ -13,8 +13,8 @@
 // attention: with a score of +infinity, or with all scores -infinity, exp(inf - inf) makes the row
 // NaN, lse too. A row that sees no key: out 0, lse -infinity, gradients 0. So have rows that belong
 // to no sequence: those past a sequence's rows in use.
-#ifndef STROBE_TESTS_ORACLE_H_
-#define STROBE_TESTS_ORACLE_H_
+#ifndef STROBE_ORACLE_H_
+#define STROBE_ORACLE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -91,6 +91,10 @@ struct BackwardResult {
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);
 
+/// Dropout's decisions [batch, heads, rows, columns], 1 for what is kept, drawn by Philox4x32-10.
+std::vector<uint8_t> DropoutMask(int64_t batch, int64_t heads, int64_t rows, int64_t columns,
+                                 float dropout_p, uint64_t seed, uint64_t offset);
+
 /// Rotary embedding of the row x[position]: its pairs of elements, the first 2 * pairs of it,
 /// turned by the angles whose cosine and sine the tables [positions, 1, pairs] have. interleaved:
 /// a pair is 2n and 2n + 1, else n and n + pairs.
@@ -101,6 +105,45 @@ std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, 
 BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& dout, const Tensor* dlse = nullptr);
 
+/// What one sequence has of a key-value cache. Rows count from 0, before the left pad.
+struct CachedSequence {
+  int64_t leftpad = 0, used = 0, added = 0;  // rows to skip; rows before the append; new keys
+  int64_t new_begin = 0;                     // of its new keys in k_new
+  int64_t rotary_start = 0;                  // position of its first new key and first query
+  std::vector<int64_t> rows = {};            // of the cache that hold its used + added rows
+};
+
+struct Cache {
+  std::vector<CachedSequence> sequences;
+  Tensor k, v;            // [all rows of all entries or pages, heads_kv, dim]
+  Tensor k_new, v_new;    // [new rows, heads_kv, dim]; may be empty
+  Tensor cosines, sines;  // [positions, 1, pairs]; empty: no rotary embedding
+  bool interleaved = false;
+};
+
+/// Which row of the cache row n of a sequence is, whose pages are `pages`.
+int64_t PagedRow(const int32_t* pages, int64_t page_size, int64_t n);
+
+/// What an append writes: the new keys of all sequences one after the other, turned, and the rows
+/// of the cache that they go to.
+struct Appended {
+  Tensor k, v;
+  std::vector<int64_t> rows;
+};
+Appended Append(const Cache& cache);
+
+/// The problem over keys that lie end to end which attention over a cache is. The cache holds the
+/// new keys already, as the append stored them. `problem` has its queries' part of the sequences.
+struct Gathered {
+  Problem problem;
+  Tensor q, k, v;  // q turned, in float64
+};
+Gathered Gather(const Problem& problem, const Cache& cache, const Tensor& q);
+
+/// Partial results over parts of the keys joined: outs [rows, heads, dim] and lses [rows, heads, 1]
+/// of each part. An lse of either infinity stands for a part in which the row has no key.
+ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses);
+
 }  // namespace oracle
 
-#endif  // STROBE_TESTS_ORACLE_H_
+#endif  // STROBE_ORACLE_H_

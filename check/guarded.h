@@ -1,7 +1,7 @@
 // Memory for tests: red zones on both sides, poison everywhere, and a record of what the library
 // may write.
-#ifndef STROBE_TESTS_GUARDED_H_
-#define STROBE_TESTS_GUARDED_H_
+#ifndef STROBE_CHECK_GUARDED_H_
+#define STROBE_CHECK_GUARDED_H_
 
 #include <cstdint>
 #include <cstring>
@@ -128,4 +128,4 @@ struct Strided {
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_GUARDED_H_
+#endif  // STROBE_CHECK_GUARDED_H_

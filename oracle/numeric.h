@@ -1,6 +1,6 @@
 // The element types as the tests understand them: conversions written apart from the library's own.
-#ifndef STROBE_TESTS_NUMERIC_H_
-#define STROBE_TESTS_NUMERIC_H_
+#ifndef STROBE_ORACLE_NUMERIC_H_
+#define STROBE_ORACLE_NUMERIC_H_
 
 #include <cstdint>
 
@@ -61,4 +61,4 @@ class Rng {
 
 }  // namespace oracle
 
-#endif  // STROBE_TESTS_NUMERIC_H_
+#endif  // STROBE_ORACLE_NUMERIC_H_

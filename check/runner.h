@@ -1,6 +1,6 @@
 // Runs a case through the C ABI, forward and backward, and holds the results against the oracle.
-#ifndef STROBE_TESTS_RUNNER_H_
-#define STROBE_TESTS_RUNNER_H_
+#ifndef STROBE_CHECK_RUNNER_H_
+#define STROBE_CHECK_RUNNER_H_
 
 #include <functional>
 #include <string>
@@ -23,4 +23,4 @@ bool ForcedIsaAvailable(std::string* problem);
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_RUNNER_H_
+#endif  // STROBE_CHECK_RUNNER_H_

@@ -299,47 +299,55 @@ std::string CacheFixture::Run(const Launch& launch) {
   return "";
 }
 
-// The new keys after the embedding, in float64: [all new keys, heads_kv, head_dim].
-oracle::Tensor CacheFixture::NewKeys() const {
-  oracle::Tensor rotated(case_.added(), case_.heads_kv, case_.head_dim);
-  const oracle::Tensor cosines = cosines_.Read(), sines = sines_.Read(), rows = k_new.Read();
-  int64_t row = 0;
-  for (const CacheSequence& s : case_.sequences) {
-    for (int64_t i = 0; i < s.added; ++i, ++row) {
-      for (int64_t h = 0; h < case_.heads_kv; ++h) {
-        const auto y = oracle::Rotate(rows.at(row, h), case_.head_dim, cosines, sines,
-                                      s.rotary_position + i, case_.interleaved);
-        std::copy(y.begin(), y.end(), rotated.at(row, h));
-      }
-    }
+// The case as the oracle has it; k and v as they are now.
+oracle::Cache CacheFixture::OracleCache() const {
+  const CacheCase& c = case_;
+  oracle::Cache cache;
+  cache.k = k.Read();
+  cache.v = v.Read();
+  cache.k_new = k_new.Read();
+  cache.v_new = v_new.Read();
+  if (c.rotary_dim) {
+    cache.cosines = cosines_.Read();
+    cache.sines = sines_.Read();
   }
-  return rotated;
+  cache.interleaved = c.interleaved;
+  int64_t new_begin = 0, b = 0;
+  for (const CacheSequence& s : c.sequences) {
+    const bool packed = c.append == STROBE_APPEND_PACKED;
+    oracle::CachedSequence sequence{s.leftpad, s.used, s.added,
+                                    packed ? new_begin : b * c.longest_added(), s.rotary_position};
+    for (int64_t n = 0; n < s.used + s.added; ++n) {
+      const bool wanted = n >= s.leftpad;  // pages before may be nonsense
+      sequence.rows.push_back(!wanted   ? -1
+                              : c.paged ? oracle::PagedRow(s.pages.data(), c.rows, n)
+                                        : s.entry * c.rows + n);
+    }
+    cache.sequences.push_back(sequence);
+    new_begin += s.added;
+    ++b;
+  }
+  return cache;
 }
 
 // What the append wrote: values as they were, and turned ones as near as the dtype has them, with
 // room for products in float32.
-std::string CacheFixture::CheckAppended() const {
-  const oracle::Tensor keys = NewKeys(), values = v_new.Read();
-  int64_t row = 0;
-  for (const CacheSequence& s : case_.sequences) {
-    for (int64_t i = 0; i < s.added; ++i, ++row) {
-      const int64_t n = s.used + i;
-      for (int64_t h = 0; h < case_.heads_kv; ++h) {
-        for (int64_t d = 0; d < case_.head_dim; ++d) {
-          const double got = k.Get(k.Index(case_.Entry(s, n), case_.Row(n), h, d));
-          const double wanted = keys.at(row, h)[d];
-          const double spacing = oracle::Spacing(case_.dtype, static_cast<float>(wanted));
-          const double room = d < case_.rotary_dim ? 0.5 * spacing + 1e-6 : 0;
-          if (!(std::fabs(got - wanted) <= room)) {
-            return Describe("appended k", row, h, d, got, wanted, room);
-          }
+std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
+  const oracle::Appended wanted = oracle::Append(cache);
+  for (int64_t n = 0; n < wanted.k.rows; ++n) {
+    const int64_t row = wanted.rows[static_cast<size_t>(n)];
+    for (int64_t h = 0; h < case_.heads_kv; ++h) {
+      for (int64_t d = 0; d < case_.head_dim; ++d) {
+        const double got = cache.k.at(row, h)[d], exact = wanted.k.at(n, h)[d];
+        const double spacing = oracle::Spacing(case_.dtype, static_cast<float>(exact));
+        const double room = d < case_.rotary_dim ? 0.5 * spacing + 1e-6 : 0;
+        if (!(std::fabs(got - exact) <= room)) {
+          return oracle::Describe("appended k", n, h, d, got, exact, room);
         }
-        for (int64_t d = 0; d < case_.head_dim_v; ++d) {
-          const double got = v.Get(v.Index(case_.Entry(s, n), case_.Row(n), h, d));
-          if (got != values.at(row, h)[d]) {
-            return Describe("appended v", row, h, d, got, values.at(row, h)[d], 0);
-          }
-        }
+      }
+      for (int64_t d = 0; d < case_.head_dim_v; ++d) {
+        const double got = cache.v.at(row, h)[d], exact = wanted.v.at(n, h)[d];
+        if (got != exact) return oracle::Describe("appended v", n, h, d, got, exact, 0);
       }
     }
   }
@@ -348,7 +356,8 @@ std::string CacheFixture::CheckAppended() const {
 
 std::string CacheFixture::Judge() const {
   const CacheCase& c = case_;
-  if (std::string wrong = CheckAppended(); !wrong.empty()) return wrong;
+  const oracle::Cache cache = OracleCache();
+  if (std::string wrong = CheckAppended(cache); !wrong.empty()) return wrong;
 
   oracle::Problem p;
   p.heads = c.heads;
@@ -362,37 +371,13 @@ std::string CacheFixture::Judge() const {
   p.attention_chunk = c.chunk;
   p.scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.softcap = c.softcap;
-  int64_t keys = 0;
-  for (const CacheSequence& s : c.sequences) keys += s.used - s.leftpad + s.added;
-  oracle::Tensor rotated = q.Read();
-  oracle::Tensor gathered_k(keys, c.heads_kv, c.head_dim);
-  oracle::Tensor gathered_v(keys, c.heads_kv, c.head_dim_v);
-  const oracle::Tensor cosines = cosines_.Read(), sines = sines_.Read();
-  int64_t query = 0, key = 0;
+  int64_t query = 0;
   for (const CacheSequence& s : c.sequences) {
-    oracle::Sequence sequence{query, s.used_queries, key, s.used - s.leftpad + s.added};
+    oracle::Sequence sequence{query, s.used_queries};
     if (c.with_q_position) sequence.q_position = s.q_position;
     if (c.with_prefix) sequence.prefix = s.prefix;
     p.sequences.push_back(sequence);
-    for (int64_t i = 0; i < s.used_queries; ++i) {
-      const int64_t position = s.rotary_position + (c.QueriesMove() ? i : 0);
-      for (int64_t h = 0; c.rotary_dim && h < c.heads; ++h) {
-        double* const x = rotated.at(query + i, h);
-        const auto y = oracle::Rotate(x, c.head_dim, cosines, sines, position, c.interleaved);
-        std::copy(y.begin(), y.end(), x);
-      }
-    }
     query += s.queries;
-    for (int64_t n = s.leftpad; n < s.used + s.added; ++n, ++key) {
-      for (int64_t h = 0; h < c.heads_kv; ++h) {
-        for (int64_t d = 0; d < c.head_dim; ++d) {
-          gathered_k.at(key, h)[d] = k.Get(k.Index(c.Entry(s, n), c.Row(n), h, d));
-        }
-        for (int64_t d = 0; d < c.head_dim_v; ++d) {
-          gathered_v.at(key, h)[d] = v.Get(v.Index(c.Entry(s, n), c.Row(n), h, d));
-        }
-      }
-    }
   }
   for (int64_t b = 0; c.alibi && b < c.batch(); ++b) {
     for (int64_t h = 0; h < c.heads; ++h) {
@@ -401,7 +386,8 @@ std::string CacheFixture::Judge() const {
     }
   }
 
-  const oracle::ForwardResult wanted = oracle::Forward(p, rotated, gathered_k, gathered_v);
+  const oracle::Gathered dense = oracle::Gather(p, cache, q.Read());
+  const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
   std::string errors;
   if (c.with_lse) {
     // Queries are rounded when they were turned: half a spacing of each of a product's terms.
@@ -409,28 +395,25 @@ std::string CacheFixture::Judge() const {
                             : c.dtype == DType::kFloat32 ? 0x1p-24
                             : c.dtype == DType::kFloat16 ? 0x1p-11
                                                          : 0x1p-8;
-    const Worst worst =
-        CompareWith("lse", lse.Read(), wanted.lse, DType::kFloat32, [&](int64_t row, int64_t head) {
+    const oracle::Worst worst = oracle::CompareWith(
+        "lse", lse.Read(), wanted.lse, DType::kFloat32, [&](int64_t row, int64_t head) {
           const double size = *wanted.size.at(row, head);
-          return LseTolerance(size) + rounding * size;
+          return oracle::LseTolerance(size) + rounding * size;
         });
     if (!worst.ok) errors += worst.text + "\n";
   }
   // A framework stores the turned queries in their dtype.
-  oracle::Tensor rounded = rotated;
+  oracle::Tensor rounded = dense.q;
   for (double& x : rounded.data) x = oracle::Round(c.dtype, static_cast<float>(x));
-  const oracle::Tensor got = out.Read();
-  std::vector<oracle::Plain> plain;
-  while (true) {
-    plain.push_back(oracle::PlainAttention(p, c.dtype, rounded, gathered_k, gathered_v, nullptr,
-                                           nullptr, plain.size()));
-    if (plain.size() < 2) continue;
-    std::vector<const oracle::Tensor*> all;
-    for (const oracle::Plain& each : plain) all.push_back(&each.out);
-    const Worst worst = Compare("out", got, wanted.out, all, c.out_dtype, kOutFactor);
-    if (worst.ok) return errors;
-    if (plain.size() >= kMostDraws) return errors + worst.text + "\n";
-  }
+  oracle::Yardstick yardstick(
+      [&](uint64_t noise_seed) {
+        return oracle::PlainAttention(dense.problem, c.dtype, rounded, dense.k, dense.v, nullptr,
+                                      nullptr, noise_seed);
+      },
+      kMostDraws);
+  const oracle::Worst worst = yardstick.Check("out", out.Read(), wanted.out, &oracle::Plain::out,
+                                              c.out_dtype, oracle::kOutFactor);
+  return worst.ok ? errors : errors + worst.text + "\n";
 }
 
 std::string CacheFixture::Bits(int64_t sequence) const {

@@ -14,15 +14,13 @@ namespace {
 // How often the comparator's errors are drawn at most. The largest of few values is a matter of
 // luck, and when scores are large, most weights are 0 or 1 and only a few rows have an error at
 // all. So: often where that is cheap.
-int64_t MostDraws(const Case& c) {
+size_t MostDraws(const Case& c) {
   constexpr int64_t kWork = 2'500'000;
-  return std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), c.Work() < 4 * kWork ? 2 : 1,
-                             24);
+  return static_cast<size_t>(std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1),
+                                                 c.Work() < 4 * kWork ? 2 : 1, 24));
 }
 
-// Holds the results of a fixture against the oracle. The comparator is most of a test's time. Each
-// draw can only raise what is allowed, so a result that passes with few draws passes with all of
-// them: the comparator is drawn again only while a tensor fails.
+// Holds the results of a fixture against the oracle. The comparator is most of a test's time.
 class Judge {
  public:
   explicit Judge(const Fixture& f, bool backward = true)
@@ -33,19 +31,26 @@ class Judge {
         v_(f.v.Read()),
         dout_(f.dout.Read()),
         dlse_(f.ReadDlse()),
-        backward_(backward) {}
+        backward_(backward),
+        yardstick_(
+            [this](uint64_t noise_seed) {
+              return oracle::PlainAttention(problem_, f_.c().dtype, q_, k_, v_,
+                                            backward_ ? &dout_ : nullptr,
+                                            backward_ ? dlse() : nullptr, noise_seed);
+            },
+            MostDraws(f.c())) {}
 
   std::string Forward() {
     const oracle::ForwardResult wanted = oracle::Forward(problem_, q_, k_, v_);
     std::string errors;
-    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, kOutFactor, errors);
-    Add(CompareLse(f_.ReadLse(), wanted.lse, wanted.size), errors);
+    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, oracle::kOutFactor, errors);
+    Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size), errors);
     return errors;
   }
 
   std::string Backward() {
     const oracle::BackwardResult wanted = oracle::Backward(problem_, q_, k_, v_, dout_, dlse());
-    const double factor = f_.c().alibi ? kAlibiGradientFactor : kGradientFactor;
+    const double factor = f_.c().alibi ? oracle::kAlibiGradientFactor : oracle::kGradientFactor;
     std::string errors;
     Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, factor, errors);
     Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, factor, errors);
@@ -56,28 +61,12 @@ class Judge {
  private:
   const oracle::Tensor* dlse() const { return f_.c().has_dlse ? &dlse_ : nullptr; }
 
-  // Draw 0 is the comparator with true rounding.
-  void Draw() {
-    plain_.push_back(oracle::PlainAttention(problem_, f_.c().dtype, q_, k_, v_,
-                                            backward_ ? &dout_ : nullptr,
-                                            backward_ ? dlse() : nullptr, plain_.size()));
-  }
-
   void Check(const char* name, const oracle::Tensor& got, const oracle::Tensor& wanted,
              oracle::Tensor oracle::Plain::*which, double factor, std::string& errors) {
-    while (plain_.size() < 2) Draw();
-    const size_t most = static_cast<size_t>(MostDraws(f_.c())) + 1;
-    while (true) {
-      std::vector<const oracle::Tensor*> all;
-      for (const oracle::Plain& p : plain_) all.push_back(&(p.*which));
-      const Worst worst = Compare(name, got, wanted, all, f_.c().dtype, factor);
-      if (worst.ok) return;
-      if (plain_.size() >= most) return Add(worst, errors);
-      Draw();
-    }
+    Add(yardstick_.Check(name, got, wanted, which, f_.c().dtype, factor), errors);
   }
 
-  static void Add(const Worst& worst, std::string& errors) {
+  static void Add(const oracle::Worst& worst, std::string& errors) {
     if (!worst.ok) errors += "  " + worst.text + "\n";
   }
 
@@ -85,7 +74,7 @@ class Judge {
   const oracle::Problem problem_;
   const oracle::Tensor q_, k_, v_, dout_, dlse_;
   const bool backward_;
-  std::vector<oracle::Plain> plain_;
+  oracle::Yardstick yardstick_;
 };
 
 }  // namespace

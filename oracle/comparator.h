@@ -2,8 +2,8 @@
 // as a framework runs it without a fused kernel. Products accumulate in float32; the scores S, the
 // weights P, their gradients and the results are rounded to the dtype where a framework would store
 // them; the softmax itself works in float32.
-#ifndef STROBE_TESTS_COMPARATOR_H_
-#define STROBE_TESTS_COMPARATOR_H_
+#ifndef STROBE_ORACLE_COMPARATOR_H_
+#define STROBE_ORACLE_COMPARATOR_H_
 
 #include <cstdint>
 
@@ -32,4 +32,4 @@ Plain PlainAttention(const Problem& p, DType dtype, const Tensor& q, const Tenso
 
 }  // namespace oracle
 
-#endif  // STROBE_TESTS_COMPARATOR_H_
+#endif  // STROBE_ORACLE_COMPARATOR_H_

@@ -5,19 +5,22 @@
 // attention in plain tensor steps in the same dtype, and factor is 2 for out, 3 for gradients, 8
 // for gradients with ALiBi. NaN passes only where the oracle has NaN, an infinity only where the
 // oracle has the same one, and those places must have them.
-#ifndef STROBE_TESTS_COMPARE_H_
-#define STROBE_TESTS_COMPARE_H_
+#ifndef STROBE_ORACLE_COMPARE_H_
+#define STROBE_ORACLE_COMPARE_H_
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "comparator.h"
 #include "numeric.h"
 #include "oracle.h"
 
-namespace strobe_test {
+namespace oracle {
 
 inline constexpr double kOutFactor = 2, kGradientFactor = 3, kAlibiGradientFactor = 8;
 inline constexpr double kFloor = 1e-5;
@@ -49,7 +52,7 @@ inline std::string Describe(const std::string& name, int64_t row, int64_t head, 
 
 /// Calls visit(row, head, dim, index) for each element.
 template <typename Visit>
-void ForEachElement(const oracle::Tensor& t, Visit visit) {
+void ForEachElement(const Tensor& t, Visit visit) {
   size_t index = 0;
   for (int64_t row = 0; row < t.rows; ++row) {
     for (int64_t head = 0; head < t.heads; ++head) {
@@ -59,10 +62,9 @@ void ForEachElement(const oracle::Tensor& t, Visit visit) {
 }
 
 /// Largest difference of the comparators from the oracle where both are finite.
-inline double LargestError(const std::vector<const oracle::Tensor*>& plain,
-                           const oracle::Tensor& wanted) {
+inline double LargestError(const std::vector<const Tensor*>& plain, const Tensor& wanted) {
   double worst = 0;
-  for (const oracle::Tensor* t : plain) {
+  for (const Tensor* t : plain) {
     for (size_t i = 0; i < wanted.data.size(); ++i) {
       const double error = std::fabs(t->data[i] - wanted.data[i]);
       if (std::isfinite(error)) worst = std::max(worst, error);
@@ -73,19 +75,19 @@ inline double LargestError(const std::vector<const oracle::Tensor*>& plain,
 
 /// `allowed` gives the tolerance of element (row, head).
 template <typename Allowed>
-Worst CompareWith(const std::string& name, const oracle::Tensor& got, const oracle::Tensor& wanted,
-                  oracle::DType dtype, Allowed allowed) {
+Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& wanted, DType dtype,
+                  Allowed allowed) {
   Worst worst;
   double worst_ratio = -1;
   ForEachElement(wanted, [&](int64_t row, int64_t head, int64_t d, size_t i) {
     const double x = got.data[i], reference = wanted.data[i];
     const double limit = allowed(row, head);
     double ratio;  // error / allowed; infinite for NaN and infinity out of place
-    if (std::isfinite(reference) && std::fabs(reference) <= 0.999 * oracle::LargestFinite(dtype)) {
+    if (std::isfinite(reference) && std::fabs(reference) <= 0.999 * LargestFinite(dtype)) {
       ratio = std::isfinite(x) ? std::fabs(x - reference) / limit : HUGE_VAL;
     } else if (std::isfinite(reference)) {  // overflows the dtype, or may
       ratio = !std::isnan(x) && std::signbit(x) == std::signbit(reference) &&
-                      std::fabs(x) >= 0.99 * oracle::LargestFinite(dtype)
+                      std::fabs(x) >= 0.99 * LargestFinite(dtype)
                   ? 0
                   : HUGE_VAL;
     } else {
@@ -103,20 +105,45 @@ Worst CompareWith(const std::string& name, const oracle::Tensor& got, const orac
 }
 
 /// The rule above. plain: one or more draws of the comparator.
-inline Worst Compare(const std::string& name, const oracle::Tensor& got,
-                     const oracle::Tensor& wanted, const std::vector<const oracle::Tensor*>& plain,
-                     oracle::DType dtype, double factor) {
+inline Worst Compare(const std::string& name, const Tensor& got, const Tensor& wanted,
+                     const std::vector<const Tensor*>& plain, DType dtype, double factor) {
   const double allowed = factor * LargestError(plain, wanted) + kFloor;
   return CompareWith(name, got, wanted, dtype, [&](int64_t, int64_t) { return allowed; });
 }
 
+/// The rule with as many draws of the comparator as a result needs to pass, up to `most` of them
+/// and the one with true rounding. A draw can only raise what is allowed, so what passes with few
+/// draws passes with all.
+class Yardstick {
+ public:
+  /// draw(n): PlainAttention with the noise seed n.
+  Yardstick(std::function<Plain(uint64_t)> draw, size_t most)
+      : draw_(std::move(draw)), most_(most) {}
+
+  Worst Check(const std::string& name, const Tensor& got, const Tensor& wanted,
+              Tensor Plain::*which, DType dtype, double factor) {
+    while (true) {
+      while (draws_.size() < 2) draws_.push_back(draw_(draws_.size()));
+      std::vector<const Tensor*> all;
+      for (const Plain& each : draws_) all.push_back(&(each.*which));
+      Worst worst = Compare(name, got, wanted, all, dtype, factor);
+      if (worst.ok || draws_.size() > most_) return worst;
+      draws_.push_back(draw_(draws_.size()));
+    }
+  }
+
+ private:
+  std::function<Plain(uint64_t)> draw_;
+  size_t most_;
+  std::vector<Plain> draws_;
+};
+
 /// lse: [rows, heads, 1]; size: ForwardResult::size.
-inline Worst CompareLse(const oracle::Tensor& got, const oracle::Tensor& wanted,
-                        const oracle::Tensor& size) {
-  return CompareWith("lse", got, wanted, oracle::DType::kFloat32,
+inline Worst CompareLse(const Tensor& got, const Tensor& wanted, const Tensor& size) {
+  return CompareWith("lse", got, wanted, DType::kFloat32,
                      [&](int64_t row, int64_t head) { return LseTolerance(*size.at(row, head)); });
 }
 
-}  // namespace strobe_test
+}  // namespace oracle
 
-#endif  // STROBE_TESTS_COMPARE_H_
+#endif  // STROBE_ORACLE_COMPARE_H_

@@ -1,6 +1,7 @@
 #include "oracle.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -96,6 +97,38 @@ std::vector<double> Output(const Problem& p, const Row& row, const Tensor& v) {
   return out;
 }
 
+// The four words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011) for eight keys of a row. The counter has no room for the offset's high half, which changes
+// the key.
+std::array<uint32_t, 4> Philox(int64_t keys, int64_t row, int64_t plane, uint64_t seed,
+                               uint64_t offset) {
+  const auto low = [](uint64_t x) { return static_cast<uint32_t>(x & 0xFFFFFFFF); };
+  const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
+  constexpr uint32_t kStep[2] = {0x9E3779B9, 0xBB67AE85};
+  uint32_t key[2] = {low(seed), high(seed) ^ low(uint64_t{high(offset)} * kStep[0])};
+  std::array<uint32_t, 4> x = {low(static_cast<uint64_t>(keys)), low(static_cast<uint64_t>(row)),
+                               low(static_cast<uint64_t>(plane)), low(offset)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * x[0], b = uint64_t{0xCD9E8D57} * x[2];
+    x = {high(b) ^ x[1] ^ key[0], low(b), high(a) ^ x[3] ^ key[1], low(a)};
+    for (int n = 0; n < 2; ++n) key[n] += kStep[n];
+  }
+  return x;
+}
+
+void CopyRow(const Tensor& from, int64_t row, Tensor& to, int64_t to_row) {
+  std::copy_n(from.at(row, 0), from.heads * from.dim, to.at(to_row, 0));
+}
+
+// A row of x as it is at that position of the rotary tables.
+void TurnRow(const Cache& cache, Tensor& x, int64_t row, int64_t position) {
+  for (int64_t h = 0; cache.cosines.dim > 0 && h < x.heads; ++h) {
+    const std::vector<double> y =
+        Rotate(x.at(row, h), x.dim, cache.cosines, cache.sines, position, cache.interleaved);
+    std::copy(y.begin(), y.end(), x.at(row, h));
+  }
+}
+
 void ForEachRow(const Problem& p, const Tensor& q, const Tensor& k,
                 const std::function<void(const Row&)>& visit) {
   for (size_t b = 0; b < p.sequences.size(); ++b) {
@@ -148,6 +181,23 @@ ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const 
   return r;
 }
 
+std::vector<uint8_t> DropoutMask(int64_t batch, int64_t heads, int64_t rows, int64_t columns,
+                                 float dropout_p, uint64_t seed, uint64_t offset) {
+  const auto threshold = static_cast<uint32_t>(dropout_p * 65536.0F + 0.5F);
+  std::vector<uint8_t> keep;
+  for (int64_t plane = 0; plane < batch * heads; ++plane) {
+    for (int64_t i = 0; i < rows; ++i) {
+      std::array<uint32_t, 4> words = {};
+      for (int64_t j = 0; j < columns; ++j) {
+        if (j % 8 == 0) words = Philox(j / 8, i, plane, seed, offset);
+        const uint32_t word = words[static_cast<size_t>(j / 2 % 4)];
+        keep.push_back((j % 2 == 0 ? word % 65536 : word / 65536) >= threshold);
+      }
+    }
+  }
+  return keep;
+}
+
 std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, const Tensor& sines,
                            int64_t position, bool interleaved) {
   std::vector<double> y(x, x + dim);
@@ -192,6 +242,79 @@ BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, cons
       for (int64_t d = 0; d < p.head_dim_v; ++d) dv_j[d] += row.dropped[n] * dout_i[d];
     }
   });
+  return r;
+}
+
+int64_t PagedRow(const int32_t* pages, int64_t page_size, int64_t n) {
+  return pages[n / page_size] * page_size + n % page_size;
+}
+
+Appended Append(const Cache& cache) {
+  Appended a;
+  for (const CachedSequence& s : cache.sequences)
+    a.rows.insert(a.rows.end(), s.rows.begin() + s.used, s.rows.begin() + s.used + s.added);
+  const auto count = static_cast<int64_t>(a.rows.size());
+  a.k = Tensor(count, cache.k_new.heads, cache.k_new.dim);
+  a.v = Tensor(count, cache.v_new.heads, cache.v_new.dim);
+  int64_t row = 0;
+  for (const CachedSequence& s : cache.sequences) {
+    for (int64_t i = 0; i < s.added; ++i, ++row) {
+      CopyRow(cache.k_new, s.new_begin + i, a.k, row);
+      CopyRow(cache.v_new, s.new_begin + i, a.v, row);
+      TurnRow(cache, a.k, row, s.rotary_start + i);
+    }
+  }
+  return a;
+}
+
+Gathered Gather(const Problem& problem, const Cache& cache, const Tensor& q) {
+  Gathered g{problem, q, {}, {}};
+  const Problem& p = problem;
+  int64_t keys = 0;
+  for (const CachedSequence& s : cache.sequences) keys += s.used + s.added - s.leftpad;
+  g.k = Tensor(keys, cache.k.heads, cache.k.dim);
+  g.v = Tensor(keys, cache.v.heads, cache.v.dim);
+  // Without a mask all queries of a sequence have one position in the tables.
+  const bool limited = p.window_signed || p.window_left >= 0 || p.window_right >= 0;
+  const bool move = p.causal || limited || p.attention_chunk > 0;
+  int64_t key = 0;
+  for (size_t b = 0; b < cache.sequences.size(); ++b) {
+    const CachedSequence& s = cache.sequences[b];
+    Sequence& sequence = g.problem.sequences[b];
+    sequence.k_begin = key;
+    sequence.k_length = s.used + s.added - s.leftpad;
+    for (int64_t n = s.leftpad; n < s.used + s.added; ++n, ++key) {
+      CopyRow(cache.k, s.rows[static_cast<size_t>(n)], g.k, key);
+      CopyRow(cache.v, s.rows[static_cast<size_t>(n)], g.v, key);
+    }
+    for (int64_t i = 0; i < sequence.q_length; ++i)
+      TurnRow(cache, g.q, sequence.q_begin + i, s.rotary_start + (move ? i : 0));
+  }
+  return g;
+}
+
+ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+  const Tensor& like = outs.front();
+  ForwardResult r{Tensor(like.rows, like.heads, like.dim),
+                  Tensor(like.rows, like.heads, 1, -kInfinity), Tensor()};
+  for (int64_t row = 0; row < like.rows; ++row) {
+    for (int64_t h = 0; h < like.heads; ++h) {
+      double largest = -kInfinity, sum = 0;
+      std::vector<size_t> parts;
+      for (size_t n = 0; n < outs.size(); ++n) {
+        if (!std::isinf(*lses[n].at(row, h))) parts.push_back(n);
+      }
+      for (const size_t n : parts) largest = std::fmax(largest, *lses[n].at(row, h));
+      for (const size_t n : parts) sum += std::exp(*lses[n].at(row, h) - largest);
+      if (parts.empty()) continue;
+      const double lse = *r.lse.at(row, h) = largest + std::log(sum);
+      for (const size_t n : parts) {
+        const double weight = std::exp(*lses[n].at(row, h) - lse);
+        for (int64_t d = 0; d < like.dim; ++d)
+          r.out.at(row, h)[d] += weight * outs[n].at(row, h)[d];
+      }
+    }
+  }
   return r;
 }
 

@@ -1,6 +1,6 @@
 // Seeded random problems over the whole feature space.
-#ifndef STROBE_TESTS_PROBLEM_GEN_H_
-#define STROBE_TESTS_PROBLEM_GEN_H_
+#ifndef STROBE_CHECK_PROBLEM_GEN_H_
+#define STROBE_CHECK_PROBLEM_GEN_H_
 
 #include <cstdint>
 #include <string>
@@ -73,4 +73,4 @@ std::string ToString(const Case& c);
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_PROBLEM_GEN_H_
+#endif  // STROBE_CHECK_PROBLEM_GEN_H_

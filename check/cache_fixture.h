@@ -1,7 +1,7 @@
 // One problem over a KV cache with all of its tensors in guarded memory: rows and pages that are
 // not in use hold NaN, and no byte may change but new rows, out and lse.
-#ifndef STROBE_TESTS_CACHE_FIXTURE_H_
-#define STROBE_TESTS_CACHE_FIXTURE_H_
+#ifndef STROBE_CHECK_CACHE_FIXTURE_H_
+#define STROBE_CHECK_CACHE_FIXTURE_H_
 
 #include <functional>
 #include <memory>
@@ -47,9 +47,8 @@ class CacheFixture {
   void FillCache(oracle::Rng& rng);
   void FillRotary(oracle::Rng& rng);
   void SetArrays();
-  /// Rows of new keys, as the append should have written them: sequence by sequence.
-  oracle::Tensor NewKeys() const;
-  std::string CheckAppended() const;
+  oracle::Cache OracleCache() const;
+  std::string CheckAppended(const oracle::Cache& cache) const;
 
   CacheCase case_;
   std::vector<std::unique_ptr<Guarded>> memory_;
@@ -63,4 +62,4 @@ CacheFixture::Launch ThroughTheLibrary(std::function<void(strobe_plan&)> edit = 
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_CACHE_FIXTURE_H_
+#endif  // STROBE_CHECK_CACHE_FIXTURE_H_

@@ -1,7 +1,7 @@
 // One problem with all of its tensors in guarded memory, and the calls that run it through the C
 // ABI.
-#ifndef STROBE_TESTS_FIXTURE_H_
-#define STROBE_TESTS_FIXTURE_H_
+#ifndef STROBE_CHECK_FIXTURE_H_
+#define STROBE_CHECK_FIXTURE_H_
 
 #include <functional>
 #include <memory>
@@ -45,7 +45,7 @@ class Fixture {
   /// Poisons the outputs of the direction again.
   void Poison(strobe_direction direction);
 
-  /// The same problem for the oracle; dropout's decisions come from strobe_dropout_mask.
+  /// The same problem for the oracle.
   oracle::Problem OracleProblem() const;
   /// lse and dlse as [rows, heads, 1], whatever the library's order.
   oracle::Tensor ReadLse() const { return ReadRows(lse_); }
@@ -89,4 +89,4 @@ std::vector<oracle::Sequence> Sequences(const Case& c);
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_FIXTURE_H_
+#endif  // STROBE_CHECK_FIXTURE_H_

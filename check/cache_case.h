@@ -1,6 +1,6 @@
 // Seeded random problems of attention over a KV cache.
-#ifndef STROBE_TESTS_CACHE_CASE_H_
-#define STROBE_TESTS_CACHE_CASE_H_
+#ifndef STROBE_CHECK_CACHE_CASE_H_
+#define STROBE_CHECK_CACHE_CASE_H_
 
 #include <cstdint>
 #include <string>
@@ -83,4 +83,4 @@ std::string ToString(const CacheCase& c);
 
 }  // namespace strobe_test
 
-#endif  // STROBE_TESTS_CACHE_CASE_H_
+#endif  // STROBE_CHECK_CACHE_CASE_H_
