@@ -113,13 +113,13 @@ def test_forward(tmp_path: Path, dtype: str, tolerance: float, isa: str) -> None
 
 def test_causal_window_scale(plain: Path) -> None:
     result = run(plain, "--causal", "--window", "3", "-1", "--scale", "0.5")
-    out, _ = attention(Q, K, V, SHAPE, 0.5, lambda i, j: i - 3 <= j <= i)
+    out, _ = attention(Q, K, V, SHAPE, scale=0.5, causal=True, window=(3, -1))
     close(result["out"][2], out, 1e-5)
 
 
 def test_attention_chunk(plain: Path) -> None:
     result = run(plain, "--causal", "--attention-chunk", "4")
-    out, _ = attention(Q, K, V, SHAPE, visible=lambda i, j: j <= i and i // 4 == j // 4)
+    out, _ = attention(Q, K, V, SHAPE, causal=True, attention_chunk=4)
     close(result["out"][2], out, 1e-5)
 
 
@@ -139,14 +139,9 @@ def test_numbers_of_each_sequence(tmp_path: Path) -> None:
         "dout": ("F32", list(SHAPE), DOUT),
     }
     result = run(save(tmp_path / "in.safetensors", tensors), "--causal")
-    for b in range(2):
-
-        def visible(i: int, j: int, b: int = b) -> bool:
-            return j < used[b] and (j < prefix[b] or j <= i + first[b])
-
-        out, _ = attention(Q, K, V, SHAPE, visible=visible)
-        half = slice(b * COUNT // 2, (b + 1) * COUNT // 2)
-        close(result["out"][2][half], out[half], 1e-5)
+    numbers = {"seqused_k": used, "q_position": first, "prefix": prefix}
+    out, _ = attention(Q, k, v, SHAPE, causal=True, **numbers)
+    close(result["out"][2], out, 1e-5)
     for name in ("dk", "dv"):
         values = result[name][2]
         assert all(map(math.isfinite, values))
