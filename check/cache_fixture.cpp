@@ -354,10 +354,12 @@ std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
   return "";
 }
 
-std::string CacheFixture::Judge() const {
+std::string CacheFixture::Judge() const { return JudgeWith(0).errors; }
+
+oracle::Verdict CacheFixture::JudgeWith(double spare) const {
   const CacheCase& c = case_;
   const oracle::Cache cache = OracleCache();
-  if (std::string wrong = CheckAppended(cache); !wrong.empty()) return wrong;
+  if (std::string wrong = CheckAppended(cache); !wrong.empty()) return {wrong, HUGE_VAL};
 
   oracle::Problem p;
   p.heads = c.heads;
@@ -388,7 +390,7 @@ std::string CacheFixture::Judge() const {
 
   const oracle::Gathered dense = oracle::Gather(p, cache, q.Read());
   const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
-  std::string errors;
+  oracle::Verdict verdict;
   if (c.with_lse) {
     // Queries are rounded when they were turned: half a spacing of each of a product's terms.
     const double rounding = c.rotary_dim == 0            ? 0
@@ -400,7 +402,7 @@ std::string CacheFixture::Judge() const {
           const double size = *wanted.size.at(row, head);
           return oracle::LseTolerance(size) + rounding * size;
         });
-    if (!worst.ok) errors += worst.text + "\n";
+    verdict.Add(worst);
   }
   // A framework stores the turned queries in their dtype.
   oracle::Tensor rounded = dense.q;
@@ -410,10 +412,10 @@ std::string CacheFixture::Judge() const {
         return oracle::PlainAttention(dense.problem, c.dtype, rounded, dense.k, dense.v, nullptr,
                                       nullptr, noise_seed);
       },
-      kMostDraws);
-  const oracle::Worst worst = yardstick.Check("out", out.Read(), wanted.out, &oracle::Plain::out,
-                                              c.out_dtype, oracle::kOutFactor);
-  return worst.ok ? errors : errors + worst.text + "\n";
+      kMostDraws, spare);
+  verdict.Add(yardstick.Check("out", out.Read(), wanted.out, &oracle::Plain::out, c.out_dtype,
+                              oracle::kOutFactor));
+  return verdict;
 }
 
 std::string CacheFixture::Bits(int64_t sequence) const {

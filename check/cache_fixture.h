@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cache_case.h"
+#include "compare.h"
 #include "guarded.h"
 #include "oracle.h"
 
@@ -30,6 +31,9 @@ class CacheFixture {
   /// After Run: "" when the appended rows, out and lse agree with the oracle over the gathered
   /// cache.
   std::string Judge() const;
+  /// The same, and how near it was. spare: as Yardstick has it.
+  oracle::Verdict JudgeWith(double spare) const;
+  std::vector<std::span<std::byte>> Memory() const { return WholeOf(memory_); }
   /// The bits of out and lse of one sequence.
   std::string Bits(int64_t sequence) const;
 

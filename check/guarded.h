@@ -3,8 +3,11 @@
 #ifndef STROBE_CHECK_GUARDED_H_
 #define STROBE_CHECK_GUARDED_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,12 +26,18 @@ class Guarded {
  public:
   /// shift: bytes by which the first element stands off 64-byte alignment.
   Guarded(int64_t elements, int64_t element_size, int64_t shift = 0)
-      : elements_(elements), element_size_(element_size) {
+      : elements_(elements), element_size_(element_size), shift_(shift) {
     const int64_t bytes = elements * element_size;
     storage_.resize(static_cast<size_t>((2 * kZone + 64 + shift + bytes + 2) / 2), kPoison);
     const auto base = reinterpret_cast<uintptr_t>(storage_.data());
     start_ = kZone + static_cast<int64_t>((64 - (base + kZone) % 64) % 64) + shift;
     writable_.resize(static_cast<size_t>(elements));
+  }
+
+  /// All of it, red zones too, from a place that is aligned as the library wants its workspace.
+  std::span<std::byte> whole() {
+    const auto begin = static_cast<size_t>((start_ - shift_ - kZone) / 2);
+    return std::as_writable_bytes(std::span(storage_).subspan(begin));
   }
 
   char* bytes() { return reinterpret_cast<char*>(storage_.data()) + start_; }
@@ -79,10 +88,17 @@ class Guarded {
  private:
   static constexpr int64_t kZone = 512;
 
-  int64_t elements_, element_size_, start_;
+  int64_t elements_, element_size_, shift_, start_;
   std::vector<uint16_t> storage_, sealed_;
   std::vector<bool> writable_;
 };
+
+inline std::vector<std::span<std::byte>> WholeOf(
+    const std::vector<std::unique_ptr<Guarded>>& memory) {
+  std::vector<std::span<std::byte>> all;
+  for (const auto& each : memory) all.push_back(each->whole());
+  return all;
+}
 
 /// A tensor of the library's: [batch, rows, heads, dim] with any strides, somewhere in a Guarded.
 struct Strided {

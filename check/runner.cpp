@@ -23,7 +23,7 @@ size_t MostDraws(const Case& c) {
 // Holds the results of a fixture against the oracle. The comparator is most of a test's time.
 class Judge {
  public:
-  explicit Judge(const Fixture& f, bool backward = true)
+  explicit Judge(const Fixture& f, bool backward = true, double spare = 0)
       : f_(f),
         problem_(f.OracleProblem()),
         q_(f.q.Read()),
@@ -38,36 +38,28 @@ class Judge {
                                             backward_ ? &dout_ : nullptr,
                                             backward_ ? dlse() : nullptr, noise_seed);
             },
-            MostDraws(f.c())) {}
+            MostDraws(f.c()), spare) {}
 
-  std::string Forward() {
+  void Forward(oracle::Verdict& verdict) {
     const oracle::ForwardResult wanted = oracle::Forward(problem_, q_, k_, v_);
-    std::string errors;
-    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, oracle::kOutFactor, errors);
-    Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size), errors);
-    return errors;
+    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, oracle::kOutFactor, verdict);
+    verdict.Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size));
   }
 
-  std::string Backward() {
+  void Backward(oracle::Verdict& verdict) {
     const oracle::BackwardResult wanted = oracle::Backward(problem_, q_, k_, v_, dout_, dlse());
     const double factor = f_.c().alibi ? oracle::kAlibiGradientFactor : oracle::kGradientFactor;
-    std::string errors;
-    Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, factor, errors);
-    Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, factor, errors);
-    Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, factor, errors);
-    return errors;
+    Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, factor, verdict);
+    Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, factor, verdict);
+    Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, factor, verdict);
   }
 
  private:
   const oracle::Tensor* dlse() const { return f_.c().has_dlse ? &dlse_ : nullptr; }
 
   void Check(const char* name, const oracle::Tensor& got, const oracle::Tensor& wanted,
-             oracle::Tensor oracle::Plain::*which, double factor, std::string& errors) {
-    Add(yardstick_.Check(name, got, wanted, which, f_.c().dtype, factor), errors);
-  }
-
-  static void Add(const oracle::Worst& worst, std::string& errors) {
-    if (!worst.ok) errors += "  " + worst.text + "\n";
+             oracle::Tensor oracle::Plain::*which, double factor, oracle::Verdict& verdict) {
+    verdict.Add(yardstick_.Check(name, got, wanted, which, f_.c().dtype, factor));
   }
 
   const Fixture& f_;
@@ -79,8 +71,24 @@ class Judge {
 
 }  // namespace
 
-std::string CompareForward(const Fixture& f) { return Judge(f, false).Forward(); }
-std::string CompareBackward(const Fixture& f) { return Judge(f).Backward(); }
+oracle::Verdict JudgeForward(const Fixture& f, double spare) {
+  oracle::Verdict verdict;
+  Judge(f, false, spare).Forward(verdict);
+  return verdict;
+}
+oracle::Verdict JudgeBoth(const Fixture& f, double spare) {
+  oracle::Verdict verdict;
+  Judge judge(f, true, spare);
+  judge.Forward(verdict);
+  judge.Backward(verdict);
+  return verdict;
+}
+std::string CompareForward(const Fixture& f) { return JudgeForward(f).errors; }
+std::string CompareBackward(const Fixture& f) {
+  oracle::Verdict verdict;
+  Judge(f).Backward(verdict);
+  return verdict.errors;
+}
 
 std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit) {
   Fixture f(c);
@@ -96,9 +104,8 @@ std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit) {
     f.RestoreLse(lse);
   }
   error = f.Backward();
-  Judge judge(f);
-  errors += judge.Forward();
-  return errors + (error.empty() ? judge.Backward() : "  " + error + "\n");
+  if (!error.empty()) return errors + CompareForward(f) + "  " + error + "\n";
+  return errors + JudgeBoth(f).errors;
 }
 
 bool ForcedIsaAvailable(std::string* problem) {

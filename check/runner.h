@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "compare.h"
 #include "fixture.h"
 
 namespace strobe_test {
@@ -14,6 +15,9 @@ namespace strobe_test {
 std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit = {});
 
 /// As one fixture stands after Forward() and Backward(): only the comparison with the oracle.
+/// spare: as Yardstick has it.
+oracle::Verdict JudgeForward(const Fixture& f, double spare = 0);
+oracle::Verdict JudgeBoth(const Fixture& f, double spare = 0);
 std::string CompareForward(const Fixture& f);
 std::string CompareBackward(const Fixture& f);
 

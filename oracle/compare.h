@@ -36,6 +36,7 @@ struct Worst {
   bool ok = true;
   double error = 0;    // largest difference where oracle and result are finite
   double allowed = 0;  // there
+  double ratio = 0;    // of the two; infinite for NaN or infinity out of place
   std::string text;    // the worst coordinate in words
 };
 
@@ -95,7 +96,7 @@ Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& want
           std::isnan(reference) ? (std::isnan(x) ? 0 : HUGE_VAL) : (x == reference ? 0 : HUGE_VAL);
     }
     if (!(ratio > worst_ratio)) return;
-    worst_ratio = ratio;
+    worst_ratio = worst.ratio = ratio;
     worst.ok = ratio <= 1;
     worst.error = std::fabs(x - reference);
     worst.allowed = limit;
@@ -106,8 +107,9 @@ Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& want
 
 /// The rule above. plain: one or more draws of the comparator.
 inline Worst Compare(const std::string& name, const Tensor& got, const Tensor& wanted,
-                     const std::vector<const Tensor*>& plain, DType dtype, double factor) {
-  const double allowed = factor * LargestError(plain, wanted) + kFloor;
+                     const std::vector<const Tensor*>& plain, DType dtype, double factor,
+                     double floor = kFloor) {
+  const double allowed = factor * LargestError(plain, wanted) + floor;
   return CompareWith(name, got, wanted, dtype, [&](int64_t, int64_t) { return allowed; });
 }
 
@@ -116,17 +118,22 @@ inline Worst Compare(const std::string& name, const Tensor& got, const Tensor& w
 /// draws passes with all.
 class Yardstick {
  public:
-  /// draw(n): PlainAttention with the noise seed n.
-  Yardstick(std::function<Plain(uint64_t)> draw, size_t most)
-      : draw_(std::move(draw)), most_(most) {}
+  /// draw(n): PlainAttention with the noise seed n. spare: so much of a tensor's largest value is
+  /// allowed on top of the rule.
+  Yardstick(std::function<Plain(uint64_t)> draw, size_t most, double spare = 0)
+      : draw_(std::move(draw)), most_(most), spare_(spare) {}
 
   Worst Check(const std::string& name, const Tensor& got, const Tensor& wanted,
               Tensor Plain::*which, DType dtype, double factor) {
+    double largest = 0;
+    for (const double x : wanted.data) {
+      if (std::isfinite(x)) largest = std::max(largest, std::fabs(x));
+    }
     while (true) {
       while (draws_.size() < 2) draws_.push_back(draw_(draws_.size()));
       std::vector<const Tensor*> all;
       for (const Plain& each : draws_) all.push_back(&(each.*which));
-      Worst worst = Compare(name, got, wanted, all, dtype, factor);
+      Worst worst = Compare(name, got, wanted, all, dtype, factor, kFloor + spare_ * largest);
       if (worst.ok || draws_.size() > most_) return worst;
       draws_.push_back(draw_(draws_.size()));
     }
@@ -135,7 +142,19 @@ class Yardstick {
  private:
   std::function<Plain(uint64_t)> draw_;
   size_t most_;
+  double spare_;
   std::vector<Plain> draws_;
+};
+
+/// What was found about the results of a launch.
+struct Verdict {
+  std::string errors;  // one line each; "" when everything is right
+  double worst = 0;    // the largest error over what is allowed
+
+  void Add(const Worst& found) {
+    worst = std::max(worst, found.ratio);
+    if (!found.ok) errors += "  " + found.text + "\n";
+  }
 };
 
 /// lse: [rows, heads, 1]; size: ForwardResult::size.

@@ -26,7 +26,7 @@ ROOMS = {
     "cuda/host": ["core", "cuda/common", "cuda/host"],
     "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of a row's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
-    "cli": ["cli", "core", "strobe"],
+    "cli": ["cli", "check", "core", "strobe"],
 }
 # The host side of a kernel. Device code includes none of them.
 LAUNCH = "_launch.h"

@@ -133,9 +133,15 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device);
+  AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
   app.footer(
       "Compares seeded random problems with float64, one line a feature.\n"
       "Exit code 1 when one fails.\n"
+      "\n"
+      "JSON: one object with machine (as `strobe info --json`), device, seed, threads,\n"
+      "cases, features, kernels (launches of each), problems, failed_features, seconds\n"
+      "and ok. features is a list of name, cases, ok, error_over_allowed (the largest;\n"
+      "null where the feature has none) and failure (\"\" where ok).\n"
       "\n"
       "Examples:\n"
       "  strobe check\n"

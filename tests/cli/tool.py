@@ -141,7 +141,7 @@ def normal(count: int, seed: int) -> list[float]:
 def attention(
     q: list[float], k: list[float], v: list[float], shape: tuple[int, int, int, int], **options: Any
 ) -> tuple[list[float], list[float]]:
-    """out and lse by the oracle. q, k, v [batch, seqlen, heads, dim]; options of strobe.attention."""
+    """The oracle's out and lse. q, k, v [batch, seqlen, heads, dim]; strobe.attention's options."""
     found = oracle.attention(*(np.reshape(x, shape) for x in (q, k, v)), **options)
     return found.out.ravel().tolist(), found.lse.ravel().tolist()
 
