@@ -310,6 +310,7 @@ ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& 
       const double lse = *r.lse.at(row, h) = largest + std::log(sum);
       for (const size_t n : parts) {
         const double weight = std::exp(*lses[n].at(row, h) - lse);
+        if (static_cast<float>(weight) == 0) continue;  // whatever outs hold
         for (int64_t d = 0; d < like.dim; ++d)
           r.out.at(row, h)[d] += weight * outs[n].at(row, h)[d];
       }

@@ -15,9 +15,9 @@
 #include "check/problem_gen.h"
 #include "check/runner.h"
 #include "cli/commands.h"
-#include "cli/device_launch.h"
 #include "cli/errors.h"
 #include "cli/machine_json.h"
+#include "cli/on_device.h"
 #include "cli/terminal.h"
 
 namespace strobe::cli {
@@ -177,7 +177,7 @@ class Checker {
     }
   }
 
-  [[nodiscard]] const DeviceLaunch& launch() const { return launch_; }
+  [[nodiscard]] const OnDevice& launch() const { return launch_; }
 
  private:
   static constexpr int kMostDraws = 100'000;
@@ -221,7 +221,7 @@ class Checker {
   }
 
   Device device_;
-  DeviceLaunch launch_;
+  OnDevice launch_;
 };
 
 // Requests that break a rule: refused with a text, and the plan left as it was.

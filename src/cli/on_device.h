@@ -1,7 +1,7 @@
 // Launches of a fixture's problem (check/) on a device: what lies in the host's memory is copied
 // there and back.
-#ifndef STROBE_CLI_DEVICE_LAUNCH_H_
-#define STROBE_CLI_DEVICE_LAUNCH_H_
+#ifndef STROBE_CLI_ON_DEVICE_H_
+#define STROBE_CLI_ON_DEVICE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -15,10 +15,10 @@
 
 namespace strobe::cli {
 
-class DeviceLaunch {
+class OnDevice {
  public:
   // threads: 0: the problem's own.
-  DeviceLaunch(Device device, int64_t threads) : device_(device), threads_(threads) {}
+  OnDevice(Device device, int64_t threads) : device_(device), threads_(threads) {}
 
   // Plans and launches with a workspace between red zones. "" or what went wrong; throws UserError
   // where the device refuses. memory: all that the arguments' tensors lie in.
@@ -46,4 +46,4 @@ class DeviceLaunch {
 
 }  // namespace strobe::cli
 
-#endif  // STROBE_CLI_DEVICE_LAUNCH_H_
+#endif  // STROBE_CLI_ON_DEVICE_H_

@@ -1,4 +1,4 @@
-#include "cli/device_launch.h"
+#include "cli/on_device.h"
 
 #include <type_traits>
 
@@ -7,32 +7,32 @@
 
 namespace strobe::cli {
 
-strobe_problem DeviceLaunch::On(strobe_problem problem) const {
+strobe_problem OnDevice::On(strobe_problem problem) const {
   problem.device = static_cast<int32_t>(device_);
   if (threads_ > 0) problem.threads = static_cast<int32_t>(threads_);
   return problem;
 }
 
-bool DeviceLaunch::Takes(strobe_problem problem) const {
+bool OnDevice::Takes(strobe_problem problem) const {
   problem = On(problem);
   strobe_plan plan;
   plan.struct_size = sizeof plan;
   return strobe_plan_make(&problem, &plan) != STROBE_UNSUPPORTED;
 }
 
-std::string DeviceLaunch::Run(const std::vector<std::span<std::byte>>& memory,
-                              strobe_problem problem, strobe_forward_args args) {
+std::string OnDevice::Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
+                          strobe_forward_args args) {
   return RunWith(memory, On(problem), args, strobe_forward);
 }
 
-std::string DeviceLaunch::Run(const std::vector<std::span<std::byte>>& memory,
-                              strobe_problem problem, strobe_backward_args args) {
+std::string OnDevice::Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
+                          strobe_backward_args args) {
   return RunWith(memory, On(problem), args, strobe_backward);
 }
 
 template <typename Args, typename Launch>
-std::string DeviceLaunch::RunWith(const std::vector<std::span<std::byte>>& memory,
-                                  const strobe_problem& problem, Args args, Launch launch) {
+std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
+                              const strobe_problem& problem, Args args, Launch launch) {
   constexpr bool kForward = std::is_same_v<Args, strobe_forward_args>;
   strobe_plan plan;
   plan.struct_size = sizeof plan;
