@@ -174,7 +174,7 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
 }
 
 double Pairs(const Inputs& in, const Plan& plan, const Problem& p, const ForwardArgs& host) {
-  return in.cached() ? WorkOf(plan.c().problem, host.c()).pairs
+  return in.cached() ? CachedPairs(plan.c().problem, host.c())
                      : VisiblePairs(SequencesOf(p, host));
 }
 
