@@ -22,7 +22,8 @@ double CachedPairs(const strobe_problem& problem, const strobe_forward_args& arg
   if (rows_q(problem) == 0 && !problem.append) return pairs;
   for (int64_t b = 0; b < problem.batch; ++b) {
     const CachedSequence s = sequences.sequence(b);
-    for (int64_t i = 0; i < s.mask.seqlen_q; ++i) pairs += static_cast<double>(s.mask.row(i).size());
+    for (int64_t i = 0; i < s.mask.seqlen_q; ++i)
+      pairs += static_cast<double>(s.mask.row(i).size());
   }
   return pairs;
 }

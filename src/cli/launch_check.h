@@ -13,7 +13,8 @@ namespace strobe::cli {
 // of a plan. args: pointers of the host.
 void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args);
 
-// Pairs of query and key of a launch with a cache that see each other. Arguments as above, and checked.
+// Pairs of query and key of a launch with a cache that see each other. Arguments as above, and
+// checked.
 [[nodiscard]] double CachedPairs(const strobe_problem& problem, const strobe_forward_args& args);
 
 }  // namespace strobe::cli

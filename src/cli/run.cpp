@@ -174,8 +174,7 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
 }
 
 double Pairs(const Inputs& in, const Plan& plan, const Problem& p, const ForwardArgs& host) {
-  return in.cached() ? CachedPairs(plan.c().problem, host.c())
-                     : VisiblePairs(SequencesOf(p, host));
+  return in.cached() ? CachedPairs(plan.c().problem, host.c()) : VisiblePairs(SequencesOf(p, host));
 }
 
 // New keys and values are written to a copy of the cache, which becomes a part of the result.
