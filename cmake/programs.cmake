@@ -28,18 +28,18 @@ target_link_libraries(strobe_basics
   PUBLIC strobe_static CLI11::CLI11 fmt::fmt nlohmann_json::nlohmann_json
   PRIVATE strobe_flags)
 
-# What the tool shares with the fuzz targets: its commands, tables, the float64 reference.
+# What the tool shares with the fuzz targets: its commands and tables.
 file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cli/*.cpp")
 list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/cli/main.cpp" ${basics})
 add_library(strobe_tool STATIC ${sources})
-target_link_libraries(strobe_tool PUBLIC strobe_basics PRIVATE strobe_flags)
-# Templates of other libraries take long to optimise, with sanitizers minutes. Of the tool the reference alone computes.
+target_link_libraries(strobe_tool PUBLIC strobe_basics PRIVATE strobe_fixture strobe_flags)
+target_include_directories(strobe_tool PRIVATE "${PROJECT_SOURCE_DIR}")  # check/
+# Templates of other libraries take long to optimise, with sanitizers minutes. Nothing of the tool computes.
 set(optimised -O1)
 if(STROBE_SANITIZE)
   set(optimised -O0)
 endif()
 target_compile_options(strobe_basics PRIVATE ${optimised})
-list(FILTER sources EXCLUDE REGEX "/reference\\.cpp$")
 set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS ${optimised})
 
 # `--device cuda` copies tensors to the GPU and back itself.

@@ -44,7 +44,7 @@ constexpr std::array kNone = {""};
 constexpr std::array kNumbers = {"0",    "1",   "0.5",  "-1",    "1e-50", "1e-39", "1e38",
                                  "1e39", "nan", "-inf", "65504", "",      "0.999", "1e"};
 constexpr std::array kIntegers = {
-    "0", "1", "2", "3", "7", "64", "-1", "-2", "2147483647", "9223372036854775807", "1e3", ""};
+    "0", "1", "2", "3", "7", "64", "-1", "-2", "2147483647", "9223372036854775807", "8k", ""};
 constexpr std::array kDTypes = {"float32", "bf16", "fp16", "float64"};
 constexpr std::array kLayouts = {"bshd", "bhsd", "sbhd"};
 constexpr std::array<Flag, 20> kFlags = {{{"--causal", 0, kNone},

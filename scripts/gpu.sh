@@ -2,7 +2,7 @@
 # On a machine with an NVIDIA GPU and nvcc: builds with CUDA, then tests or times. Python is the caller's: it needs
 # PyTorch, the tests' float64 reference and the bench's peer. Without a GPU all say so and end well.
 # STROBE_LIBRARY: a libstrobe.so built elsewhere, for a machine without nvcc; nothing is built then, and the extension
-# python/strobe/_core.abi3.so must have come with it.
+# python/strobe/_core.abi3.so and a build/*/libstrobe_oracle.so must have come with it.
 # Usage: scripts/gpu.sh test|sanitize|bench|training [arguments of the script]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ what=${1:?test, sanitize, bench or training}; shift
 built=
 if [ -z "${STROBE_LIBRARY:-}" ]; then
   built=yes
-  scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_python strobe_cli strobe_host_cost strobe_paper_story
+  scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_oracle_shared strobe_python strobe_cli strobe_host_cost strobe_paper_story
   export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so
 fi
 export PYTHONPATH=python

@@ -1,6 +1,7 @@
-// Attention over a KV cache, naive and in float64, through the library's own checks and index maps
-// (core/cache.h): what the fixtures are tested with, and what holds those maps against the oracle,
-// which shares nothing with them. With a defect on demand, to show that the fixtures see it.
+// Attention over a KV cache through the library's own checks, masks and index maps (core/cache.h),
+// and row by row the oracle's arithmetic: what the fixtures are tested with, and what holds those
+// maps against the oracle's, which shares nothing with them. With a defect on demand, to show that
+// the fixtures see it.
 #ifndef STROBE_TESTS_CACHE_PLAIN_H_
 #define STROBE_TESTS_CACHE_PLAIN_H_
 
@@ -10,6 +11,7 @@
 
 #include "core/problem.h"
 #include "numeric.h"
+#include "oracle.h"
 
 namespace strobe_test {
 
@@ -68,16 +70,13 @@ class PlainCache {
 
   void Turn(std::vector<double>& x, int64_t position) const {
     const int64_t pairs = p_.rotary_dim / 2;
-    const bool interleaved = (p_.rotary_interleaved != 0) != Is(CacheDefect::kOtherPairs);
+    oracle::Tensor cosines(1, 1, pairs), sines(1, 1, pairs);
     for (int64_t n = 0; n < pairs; ++n) {
-      const double c = Load(a_.rotary_cos, position * pairs + n);
-      const double s = Load(a_.rotary_sin, position * pairs + n);
-      double& u = x[static_cast<size_t>(interleaved ? 2 * n : n)];
-      double& w = x[static_cast<size_t>(interleaved ? 2 * n + 1 : n + pairs)];
-      const double first = u * c - w * s, second = u * s + w * c;
-      u = first;
-      w = second;
+      cosines.at(0, 0)[n] = Load(a_.rotary_cos, position * pairs + n);
+      sines.at(0, 0)[n] = Load(a_.rotary_sin, position * pairs + n);
     }
+    const bool interleaved = (p_.rotary_interleaved != 0) != Is(CacheDefect::kOtherPairs);
+    x = oracle::Rotate(x.data(), p_.head_dim, cosines, sines, 0, interleaved);
   }
 
   std::vector<double> Row(const void* data, int64_t at, int64_t dim) const {
@@ -124,45 +123,42 @@ class PlainCache {
       return (p_.varlen ? 0 : s.batch * t.batch) + (s.q_row + i) * t.seqlen + h * t.head;
     };
     const int64_t head_kv = h / (p_.heads / p_.heads_kv);
-    std::vector<double> out(static_cast<size_t>(p_.head_dim_v), 0.0);
-    double lse = -HUGE_VAL;
     strobe::Range keys = i < s.mask.seqlen_q ? s.mask.row(i) : strobe::Range{0, 0};
     if (Is(CacheDefect::kForgetsAppend)) keys.end = std::min(keys.end, s.new_begin);
     if (Is(CacheDefect::kKeyMore) && !keys.empty() && s.keys.first + keys.end < p_.seqlen_k)
       ++keys.end;
-    if (!keys.empty()) {
-      std::vector<double> x = Row(a_.q, at(p_.q), p_.head_dim);
+    // One query over the keys that the library's mask names, wherever its maps say that they are.
+    const int64_t count = keys.empty() ? 0 : keys.size();
+    oracle::Problem row;
+    row.sequences = {{0, 1, 0, count}};
+    row.sequences[0].q_position = s.mask.position(i) - keys.begin;
+    row.head_dim = p_.head_dim;
+    row.head_dim_v = p_.head_dim_v;
+    row.scale = static_cast<double>(p_.scale);
+    row.softcap = static_cast<double>(p_.softcap);
+    if (p_.alibi) {
+      const int64_t slope = p_.alibi == STROBE_ALIBI_PER_HEAD ? h : s.batch * p_.heads + h;
+      row.slopes = {static_cast<double>(a_.alibi_slopes[slope])};
+    }
+    oracle::Tensor q(1, 1, p_.head_dim), k(count, 1, p_.head_dim), v(count, 1, p_.head_dim_v);
+    if (count > 0) {
+      q.data = Row(a_.q, at(p_.q), p_.head_dim);
       int64_t position = all_.query_rotation(s.rotary_start, i);
       if (Is(CacheDefect::kQueriesStay)) position = s.rotary_start;
       if (Is(CacheDefect::kQueriesMove))
         position = std::min(s.rotary_start + i, p_.rotary_rows - 1);
-      if (p_.rotary_dim) Turn(x, position);
-      std::vector<double> scores;
-      for (int64_t j = keys.begin; j < keys.end; ++j) {
-        const int64_t k = Offset(s, j, p_.k) + head_kv * p_.k.head;
-        double score = 0;
-        for (int64_t d = 0; d < p_.head_dim; ++d)
-          score += x[static_cast<size_t>(d)] * Load(a_.k, k + d);
-        score *= static_cast<double>(p_.scale);
-        if (p_.softcap > 0) score = p_.softcap * std::tanh(score / p_.softcap);
-        if (p_.alibi) {
-          const int64_t slope = p_.alibi == STROBE_ALIBI_PER_HEAD ? h : s.batch * p_.heads + h;
-          score -= a_.alibi_slopes[slope] * std::fabs(static_cast<double>(s.mask.position(i) - j));
-        }
-        scores.push_back(score);
-      }
-      const double largest = *std::max_element(scores.begin(), scores.end());
-      double sum = 0;
-      for (double& score : scores) sum += score = std::exp(score - largest);
-      lse = largest + std::log(sum);
-      for (int64_t j = keys.begin; j < keys.end; ++j) {
-        const int64_t v = Offset(s, j, p_.v) + head_kv * p_.v.head;
-        for (int64_t d = 0; d < p_.head_dim_v; ++d) {
-          out[static_cast<size_t>(d)] +=
-              scores[static_cast<size_t>(j - keys.begin)] / sum * Load(a_.v, v + d);
-        }
-      }
+      if (p_.rotary_dim) Turn(q.data, position);
     }
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t key = keys.begin + j;
+      const auto x = Row(a_.k, Offset(s, key, p_.k) + head_kv * p_.k.head, p_.head_dim);
+      const auto y = Row(a_.v, Offset(s, key, p_.v) + head_kv * p_.v.head, p_.head_dim_v);
+      std::copy(x.begin(), x.end(), k.at(j, 0));
+      std::copy(y.begin(), y.end(), v.at(j, 0));
+    }
+    const oracle::ForwardResult found = oracle::Forward(row, q, k, v);
+    const std::vector<double>& out = found.out.data;
+    const double lse = found.lse.data[0];
     Store(a_.out, p_.out_dtype, at(p_.out), out);
     if (a_.lse) a_.lse[s.lse_row + i + h * all_.lse_head_stride] = static_cast<float>(lse);
   }

@@ -1,6 +1,5 @@
 // Problems with lengths in use, positions of the first query, prefixes and chunks: their tensors, a
-// launch on a CPU kernel, and the results in float64, computed from the definition. For
-// unit/used_rows_test.cpp.
+// launch on a CPU kernel, and the oracle's results. For unit/used_rows_test.cpp.
 #ifndef STROBE_TESTS_USED_ROWS_H_
 #define STROBE_TESTS_USED_ROWS_H_
 
@@ -12,6 +11,7 @@
 
 #include "kernels.h"
 #include "numeric.h"
+#include "oracle.h"
 
 namespace strobe_test::used_rows {
 
@@ -290,130 +290,62 @@ inline std::string Launch(const Scenario& s, const CpuKernel& kernel, Tensors& t
   return "";
 }
 
-inline bool Sees(const Scenario& s, const Sequence& b, int64_t i, int64_t j) {
-  if (i >= b.used_q || j >= b.used_k) return false;
-  if (s.with_prefix && j < b.prefix) return true;
-  const int64_t at = s.with_position ? i + b.position : i + b.used_k - b.used_q;
-  const auto chunk = [&](int64_t x) {
-    return std::floor(static_cast<double>(x) / static_cast<double>(s.chunk));
-  };
-  if (s.chunk > 0 && chunk(at) != chunk(j)) return false;
-  if (s.causal && j > at) return false;
-  if (s.window_left >= 0 && j < at - s.window_left) return false;
-  return s.window_right < 0 || j <= at + s.window_right;
-}
-
-/// What the results should be, in float64. Its tensors are float32, zeros (lse: -infinity) where
+/// What the results should be, by the oracle. Its tensors are float32, zeros (lse: -infinity) where
 /// nothing is computed.
 struct Truth {
   Values out, lse, dq, dk, dv;
-  double largest_score = 0;
+  double largest_score = 0;  // at most: the terms of a score, all of one sign
 };
 
-inline Values Zeros(const Values& like, double x = 0) {
-  Values z(DType::kFloat32, like.rows, like.heads, like.dim, 0);
-  z.FillRows(0, z.rows, x);
-  return z;
-}
-
-/// Place of an element in Values::Read().
-inline size_t At(const Values& t, int64_t row, int64_t head, int64_t e) {
-  return static_cast<size_t>((row * t.heads + head) * t.dim + e);
+inline Values FromOracle(const oracle::Tensor& t) {
+  Values values(DType::kFloat32, t.rows, t.heads, t.dim, 0);
+  for (int64_t row = 0; row < t.rows; ++row) {
+    for (int64_t h = 0; h < t.heads; ++h) {
+      for (int64_t e = 0; e < t.dim; ++e) values.Set(row, h, e, t.at(row, h)[e]);
+    }
+  }
+  return values;
 }
 
 inline Truth Solve(const Scenario& s, const Tensors& t) {
-  const std::vector<double> q_values = t.q.Read(), k_values = t.k.Read(), v_values = t.v.Read(),
-                            dout_values = t.dout.Read();
-  Truth r{Zeros(t.out), Zeros(t.lse, -kInfinity), Zeros(t.dq), Zeros(t.dk), Zeros(t.dv)};
-  const double scale = 1 / std::sqrt(static_cast<double>(s.head_dim));
-  std::vector<double> dk(static_cast<size_t>(t.k.rows * s.heads_kv * s.head_dim)),
-      dv(static_cast<size_t>(t.v.rows * s.heads_kv * s.head_dim_v));
-  int64_t longest_q = 0, longest_k = 0;
-  for (const Sequence& b : s.sequences) {
-    longest_q = std::max(longest_q, b.rows_q);
-    longest_k = std::max(longest_k, b.rows_k);
+  const auto read = [](const Values& x) {
+    oracle::Tensor dense(x.rows, x.heads, x.dim);
+    dense.data = x.Read();
+    return dense;
+  };
+  oracle::Problem p;
+  p.heads = s.heads;
+  p.heads_kv = s.heads_kv;
+  p.head_dim = s.head_dim;
+  p.head_dim_v = s.head_dim_v;
+  p.causal = s.causal;
+  p.window_left = s.window_left;
+  p.window_right = s.window_right;
+  p.attention_chunk = s.chunk;
+  p.scale = 1 / std::sqrt(static_cast<double>(s.head_dim));
+  p.softcap = static_cast<double>(s.softcap);
+  p.slopes.assign(static_cast<size_t>(s.batch() * s.heads), static_cast<double>(s.slope));
+  for (size_t n = 0; n < s.sequences.size(); ++n) {
+    const Sequence& b = s.sequences[n];
+    oracle::Sequence sequence{t.cu_q[n], b.used_q, t.cu_k[n], b.used_k};
+    if (s.with_position) sequence.q_position = b.position;
+    if (s.with_prefix) sequence.prefix = b.prefix;
+    p.sequences.push_back(sequence);
+    p.keep_rows = std::max(p.keep_rows, b.rows_q);
+    p.keep_columns = std::max(p.keep_columns, b.rows_k);
   }
-  std::vector<uint8_t> keep(static_cast<size_t>(s.batch() * s.heads * longest_q * longest_k), 1);
-  if (s.dropout_p > 0) {
-    strobe_dropout_mask(s.batch(), s.heads, longest_q, longest_k, s.dropout_p, 77, 0, keep.data());
-  }
-  for (int64_t n = 0; n < s.batch(); ++n) {
-    const Sequence& b = s.sequences[static_cast<size_t>(n)];
-    const int64_t q0 = t.cu_q[static_cast<size_t>(n)], k0 = t.cu_k[static_cast<size_t>(n)];
-    for (int64_t h = 0; h < s.heads; ++h) {
-      const int64_t hk = h / (s.heads / s.heads_kv);
-      for (int64_t i = 0; i < b.used_q; ++i) {
-        std::vector<int64_t> keys;
-        std::vector<double> score, slope, kept;
-        for (int64_t j = 0; j < b.used_k; ++j) {
-          if (!Sees(s, b, i, j)) continue;
-          double x = 0;
-          for (int64_t e = 0; e < s.head_dim; ++e) {
-            x += q_values[At(t.q, q0 + i, h, e)] * k_values[At(t.k, k0 + j, hk, e)];
-          }
-          x *= scale;
-          double dx = 1;
-          if (s.softcap > 0) {
-            const double cap = static_cast<double>(s.softcap), y = std::tanh(x / cap);
-            x = cap * y;
-            dx = 1 - y * y;
-          }
-          const int64_t at = s.with_position ? i + b.position : i + b.used_k - b.used_q;
-          x -= static_cast<double>(s.slope) * static_cast<double>(std::abs(at - j));
-          keys.push_back(j);
-          score.push_back(x);
-          slope.push_back(dx);
-          const bool stays =
-              keep[static_cast<size_t>(((n * s.heads + h) * longest_q + i) * longest_k + j)];
-          kept.push_back(stays ? 1 / (1 - static_cast<double>(s.dropout_p)) : 0);
-          r.largest_score = std::max(r.largest_score, std::fabs(x));
-        }
-        if (keys.empty()) continue;
-        const double largest = *std::max_element(score.begin(), score.end());
-        double sum = 0;
-        for (double& x : score) sum += x = std::exp(x - largest);
-        r.lse.Set(q0 + i, h, 0, largest + std::log(sum));
-        double mean = s.with_dlse ? -t.dlse.Get(q0 + i, h, 0) : 0;
-        std::vector<double> out(static_cast<size_t>(s.head_dim_v)), gradient(keys.size()),
-            dq(static_cast<size_t>(s.head_dim));
-        for (size_t m = 0; m < keys.size(); ++m) {
-          score[m] /= sum;
-          for (int64_t e = 0; e < s.head_dim_v; ++e) {
-            const double v = v_values[At(t.v, k0 + keys[m], hk, e)];
-            out[static_cast<size_t>(e)] += score[m] * kept[m] * v;
-            gradient[m] += kept[m] * v * dout_values[At(t.dout, q0 + i, h, e)];
-          }
-          mean += score[m] * gradient[m];
-        }
-        for (size_t m = 0; m < keys.size(); ++m) {
-          const double ds = score[m] * (gradient[m] - mean) * slope[m] * scale;
-          const int64_t row = (k0 + keys[m]) * s.heads_kv + hk;
-          for (int64_t e = 0; e < s.head_dim; ++e) {
-            dq[static_cast<size_t>(e)] += ds * k_values[At(t.k, k0 + keys[m], hk, e)];
-            dk[static_cast<size_t>(row * s.head_dim + e)] += ds * q_values[At(t.q, q0 + i, h, e)];
-          }
-          for (int64_t e = 0; e < s.head_dim_v; ++e) {
-            dv[static_cast<size_t>(row * s.head_dim_v + e)] +=
-                score[m] * kept[m] * dout_values[At(t.dout, q0 + i, h, e)];
-          }
-        }
-        for (int64_t e = 0; e < s.head_dim_v; ++e)
-          r.out.Set(q0 + i, h, e, out[static_cast<size_t>(e)]);
-        for (int64_t e = 0; e < s.head_dim; ++e) r.dq.Set(q0 + i, h, e, dq[static_cast<size_t>(e)]);
-      }
-    }
-  }
-  for (int64_t row = 0; row < t.k.rows * s.heads_kv; ++row) {
-    for (int64_t e = 0; e < s.head_dim; ++e) {
-      r.dk.Set(row / s.heads_kv, row % s.heads_kv, e,
-               dk[static_cast<size_t>(row * s.head_dim + e)]);
-    }
-    for (int64_t e = 0; e < s.head_dim_v; ++e) {
-      r.dv.Set(row / s.heads_kv, row % s.heads_kv, e,
-               dv[static_cast<size_t>(row * s.head_dim_v + e)]);
-    }
-  }
-  return r;
+  p.dropout_p = static_cast<double>(s.dropout_p);
+  p.keep = oracle::DropoutMask(s.batch(), s.heads, p.keep_rows, p.keep_columns, s.dropout_p, 77, 0);
+  const oracle::Tensor q = read(t.q), k = read(t.k), v = read(t.v), dout = read(t.dout),
+                       dlse = read(t.dlse);
+  const oracle::ForwardResult forward = oracle::Forward(p, q, k, v);
+  const oracle::BackwardResult backward =
+      oracle::Backward(p, q, k, v, dout, s.with_dlse ? &dlse : nullptr);
+  const auto& sizes = forward.size.data;
+  return {
+      FromOracle(forward.out), FromOracle(forward.lse),
+      FromOracle(backward.dq), FromOracle(backward.dk),
+      FromOracle(backward.dv), sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end())};
 }
 
 /// "" when `got` is near `wanted`: within `tolerance` of wanted's largest value, and exactly there

@@ -142,6 +142,10 @@ nlohmann::ordered_json ToJson(const Measured& m) {
           {"gbytes_per_second", m.bytes / m.timing.median / 1e9}};
 }
 
+double FlopOf(const Problem& p) {
+  return ForwardFlop(VisiblePairs(SequencesOf(p, ForwardArgs{})), p.heads, p.head_dim, p.head_dim);
+}
+
 BenchOptions WithDefaults(BenchOptions o) {
   if (o.dtypes.empty()) o.dtypes = {DType::kFloat32, DType::kBFloat16};
   if (o.head_dims.empty()) o.head_dims = {64, 128};
@@ -222,6 +226,22 @@ int Bench(const BenchOptions& given) {
           "head_dim", "causal", "seqlen", seqlen_width, "batch", "kernel", "forward", "", "",
           "backward", "");
   }
+  // Of a figure: twice the time that is wanted at least, or two runs at the speed of the last
+  // figure.
+  double speed = 0;
+  const auto expected = [&](size_t first) {
+    double seconds = 0;
+    for (size_t n = first; n < grid.size() && speed > 0; ++n) {
+      const double flop = FlopOf(grid[n]);
+      for (const double each : {flop, BackwardFlop(flop)}) {
+        const bool wanted = *options.direction == Which::kBoth ||
+                            (each == flop) == (*options.direction == Which::kForward);
+        if (wanted) seconds += std::max(1.2 * options.min_time, 2 * each / speed);
+      }
+    }
+    return seconds;
+  };
+  size_t done = 0;
   for (const Problem& problem : grid) {
     const std::string seqlen = options.seqlens_k.empty()
                                    ? fmt::format("{}", problem.seqlen_q)
@@ -229,10 +249,9 @@ int Bench(const BenchOptions& given) {
     std::string label =
         fmt::format("{:<9} {:>8} {:>6} {:>{}} {:>6}", Name(problem.dtype), problem.head_dim,
                     problem.causal ? "yes" : "no", seqlen, seqlen_width, problem.batch);
-    if (!options.json) Progress(label);
+    Progress(label, expected(done));
     BenchTensors bench(problem);
-    const double flop = ForwardFlop(VisiblePairs(SequencesOf(problem, ForwardArgs{})),
-                                    problem.heads, problem.head_dim, problem.head_dim);
+    const double flop = FlopOf(problem);
     std::string kernel;
     std::string row;
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
@@ -258,11 +277,13 @@ int Bench(const BenchOptions& given) {
       row += fmt::format(" {:>10} {:>13} {:>9}  ", TimeText(measured.timing.median),
                          SpeedText(measured.flop / measured.timing.median),
                          BytesText(measured.bytes / measured.timing.median) + "/s");
-      if (!options.json) Progress(label + row);
+      speed = measured.flop / measured.timing.median;
+      Progress(label + row, expected(done + 1));
       json["results"].push_back(ToJson(measured));
     }
-    if (options.json) continue;
+    ++done;
     ClearProgress();
+    if (options.json) continue;
     while (row.back() == ' ') row.pop_back();
     Print("{}{}\n", label, row);
     Flush();

@@ -237,24 +237,40 @@ int BenchDecode(const BenchOptions& options) {
     Print("{:<9} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype", "head_dim",
           "seqlen_k", "page", "kernel", "time", "K and V", "", "machine", "share");
   }
+  bool above = false;
+  const Stopwatch watch;
+  double done = 0;
   for (const Shape& shape : shapes) {
     Layers layers(shape, options);
     const std::string label =
         fmt::format("{:<9} {:>8} {:>8} {:>6}", Name(shape.dtype), shape.head_dim, shape.seqlen_k,
                     shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
-    if (!options.json) Progress(label);
+    const double rest = static_cast<double>(shapes.size()) - done;
+    Progress(label, done > 0 ? watch.Seconds() / done * rest : 0);
+    ++done;
     const Plan plan(layers.problem());
     const Layers::Times times = layers.Run(plan, options.min_time);
     const double bytes = layers.ReadBytes();
     json["results"].push_back(ToJson(layers.problem(), shape, plan, times, bytes));
-    if (options.json) continue;
     ClearProgress();
+    if (options.json) continue;
+    above = above || times.read.median > times.decode.median;
     Print("{}  {:<13} {:>7.1f} us {:>9} {:>9}/s {:>11}/s {:>4.0f} %\n", label, plan.kernel(),
           times.decode.median * 1e6, BytesText(bytes), BytesText(bytes / times.decode.median),
           BytesText(bytes / times.read.median), 100 * times.read.median / times.decode.median);
     Flush();
   }
   if (options.json) Print("{}\n", json.dump(2));
+  if (above && !options.json) {
+    Print("\n{}\n", Dim(cuda ? "A share above 100 %: a copy writes half of its bytes, and memory "
+                               "may give more to a "
+                               "launch, which only reads."
+                             : "A share above 100 %: the plain read leaves fetching ahead to the "
+                               "processor, which on "
+                               "some gives less than\nmemory has; the kernel asks for pages and "
+                               "lines ahead itself. "
+                               "Other work on the machine moves the share, too."));
+  }
   return 0;
 }
 

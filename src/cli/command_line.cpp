@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/completion.h"
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/flags.h"
@@ -32,8 +33,10 @@ const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
                                       {"bhsd", Layout::kHeadsSeqlen}};
 const Choices<Which> kDirectionNames = {
     {"forward", Which::kForward}, {"backward", Which::kBackward}, {"both", Which::kBoth}};
+constexpr size_t kShortNames = 3;  // of dtypes, in help
 constexpr int64_t kMaxInt32 = 0x7fffffff;
-constexpr const char* kCommands = "info, run, check or bench";  // help is not worth a line
+constexpr const char* kCommands =
+    "info, run, check or bench";  // help and completion are not worth a line
 
 void AddThreads(CLI::App& app, int64_t* threads) {
   constexpr int64_t kMaxThreads = 65536;  // the library's
@@ -42,7 +45,7 @@ void AddThreads(CLI::App& app, int64_t* threads) {
 }
 
 void AddDevice(CLI::App& app, Device* device) {
-  AddChoice(app, "--device", kDeviceNames, device, "NAME", "cpu (default) or cuda");
+  AddChoice(app, "--device", kDeviceNames, device, "Default cpu");
 }
 
 void AddInfo(CLI::App& app, InfoOptions* o) {
@@ -78,12 +81,12 @@ void AddRun(CLI::App& app, RunOptions* o) {
          "--backward", [o] { SetDirection(o, Which::kBoth); },
          "Backward too; when the file has no dout, with 1 everywhere")
       ->disable_flag_override();
-  AddChoice(app, "--dtype", kDTypeNames, &o->dtype, "NAME",
-            "Convert to float32, bfloat16 (bf16) or float16 first");
+  AddChoice(app, "--dtype", kDTypeNames, &o->dtype,
+            "Convert to this dtype first; float32, bfloat16, float16 are names too", kShortNames);
   AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
   AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
           "the rotary tables rotate neighbours, not elements of the two halves");
-  AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
+  AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device);
@@ -122,6 +125,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  rotary_cos, rotary_sin\n"
       "                 [positions, rotary_dim / 2]: rotate q and k_new\n"
       "\n"
+      "Lengths (--window, --attention-chunk) may end with k (1024) or M (1024^2): 2k, 1M.\n"
+      "\n"
       "Examples:\n"
       "  strobe run examples/data/minilm_layer3_512.safetensors -o out.safetensors\n"
       "  strobe run qkv.safetensors --dtype bfloat16 --causal --window 256 0 --why");
@@ -133,9 +138,15 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device);
+  AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
   app.footer(
       "Compares seeded random problems with float64, one line a feature.\n"
       "Exit code 1 when one fails.\n"
+      "\n"
+      "JSON: one object with machine (as `strobe info --json`), device, seed, threads,\n"
+      "cases, features, kernels (launches of each), problems, failed_features, seconds\n"
+      "and ok. features is a list of name, cases, ok, error_over_allowed (the largest;\n"
+      "null where the feature has none) and failure (\"\" where ok).\n"
       "\n"
       "Examples:\n"
       "  strobe check\n"
@@ -145,26 +156,25 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
 void AddBench(CLI::App& app, BenchOptions* o) {
   AddFlag(app, "--decode", &o->decode,
           "Few queries on a KV cache, beside a plain read [its defaults]");
-  AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "NAME,...", "Default float32,bfloat16");
-  AddIntegers(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128 [128]");
-  AddIntegers(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
-              "Tokens, of queries and keys; default 512,1024,2048,4096 [1]");
-  AddIntegers(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32,
-              "Keys; default: as many as queries [4096]");
-  AddIntegers(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
-              "With --decode: rows of a page; 0 (default): contiguous");
-  AddChoice(app, "--layout", kLayoutNames, &o->layout, "NAME",
+  AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "Default fp32,bf16", kShortNames);
+  AddLengths(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128 [128]");
+  AddLengths(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
+             "Tokens, of queries and keys; default 512,1024,2048,4096 [1]");
+  AddLengths(app, "--seqlen-k", &o->seqlens_k, 1, kMaxInt32,
+             "Keys; default: as many as queries [4096]");
+  AddLengths(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
+             "With --decode: rows of a page; 0 (default): contiguous");
+  AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --decode: cache with rows before heads, bshd, or bhsd");
-  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal, "no,yes",
+  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal,
                 "Default no,yes");
   AddOptions(app, &o->problem);
-  AddChoice(app, "--direction", kDirectionNames, &o->direction, "NAME",
-            "forward, backward or both (default)");
+  AddChoice(app, "--direction", kDirectionNames, &o->direction, "Default both");
   AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8 [32]", kMaxInt32);
   AddInteger(app, "--heads-kv", &o->heads_kv, 1,
              "Key and value heads; default: as many as heads [8]", kMaxInt32);
-  AddInteger(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1 [16]",
-             kMaxInt32);
+  AddLength(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1 [16]",
+            kMaxInt32);
   AddText(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
           [o](const std::string& flag, const std::string& text) {
             constexpr double kDay = 86400;
@@ -178,17 +188,33 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "Median times on random data. FLOP count: forward 2 (head_dim + head_dim_v)\n"
       "for each query, key and head, halved when causal; backward 2.5 times that.\n"
       "Bytes per second: of q, k, v and out; backward their gradients too.\n"
+      "Lengths and sizes may end with k (1024) or M (1024^2): 2k, 1M.\n"
       "\n"
       "Examples:\n"
-      "  strobe bench --dtype bfloat16 --head-dim 128 --seqlen 2048,8192\n"
-      "  strobe bench --decode --batch 64 --seqlen-k 8192 --page-size 0,16 --dtype bf16\n"
+      "  strobe bench --dtype bf16 --head-dim 128 --seqlen 2k,8k\n"
+      "  strobe bench --decode --batch 64 --seqlen-k 8k --page-size 0,16 --dtype bf16\n"
       "  strobe bench --json > bench.json");
 }
 
 void AddHelp(CLI::App& app, std::string* command) {
-  app.add_option("COMMAND", *command, "info, run, check, bench; none: of the program")
-      ->type_name("");
+  app.add_option("COMMAND", *command, "Whose help; none: the program's")
+      ->type_name("info|run|check|bench|completion");
   app.footer("Example:\n  strobe help bench");
+}
+
+void AddCompletion(CLI::App& app, std::string* shell) {
+  const Choices<std::string> shells = {{"bash", "bash"}, {"zsh", "zsh"}};
+  app.add_option_function<std::string>(
+         "SHELL", [=](const std::string& text) { *shell = Chosen("SHELL", text, shells); },
+         "Whose script")
+      ->required()
+      ->type_name(Alternatives(shells));
+  app.footer(
+      "Prints a script with which the shell completes commands, flags and their values.\n"
+      "\n"
+      "Examples:\n"
+      "  strobe completion bash > ~/.local/share/bash-completion/completions/strobe\n"
+      "  strobe completion zsh > ~/.zfunc/_strobe   # where fpath has ~/.zfunc");
 }
 
 // What `strobe --help` prints, or with a command's name `strobe COMMAND --help`.
@@ -280,7 +306,7 @@ Outcome Parse(int argc, const char* const* argv) {
   RunOptions run;
   CheckOptions check;
   BenchOptions bench;
-  std::string about;
+  std::string about, shell;
   struct Command {
     CLI::App* app;
     std::function<int()> run;
@@ -298,6 +324,11 @@ Outcome Parse(int argc, const char* const* argv) {
   add("run", "Attention over the tensors of a safetensors file", &run, AddRun, Run);
   add("check", "Test this installation against float64", &check, AddCheck, Check);
   add("bench", "Time forward and backward over a grid of shapes", &bench, AddBench, Bench);
+  add("completion", "Print a script for completion in bash or zsh", &shell, AddCompletion,
+      [&app](const std::string& name) {
+        Print("{}", CompletionScript(app, name));
+        return 0;
+      });
   add("help", "Print what --help prints, of the program or of a command", &about, AddHelp,
       [&app](const std::string& command) { return Help(app, command); });
 

@@ -47,6 +47,7 @@ struct CheckOptions {
   int64_t seed = 1;
   int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
+  bool json = false;
 };
 
 // Empty lists, zeros and what is unset stand for defaults, which --decode has of its own.

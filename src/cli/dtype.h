@@ -28,11 +28,6 @@ inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kF
 
 [[nodiscard]] inline size_t Bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Distance between 1 and the next number.
-[[nodiscard]] inline double Epsilon(DType dtype) {
-  return std::ldexp(1.0, dtype == DType::kFloat32 ? -23 : dtype == DType::kBFloat16 ? -7 : -10);
-}
-
 [[nodiscard]] inline float FromBFloat16(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 
 #include "cli/errors.h"
@@ -19,6 +20,14 @@ namespace {
 std::string Range(int64_t min, int64_t max) {
   if (max == std::numeric_limits<int64_t>::max()) return fmt::format("a whole number from {}", min);
   return fmt::format("a whole number from {} to {}", min, max);
+}
+
+std::optional<int64_t> WholeNumber(std::string_view text) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return value;
 }
 
 // Levenshtein distance.
@@ -39,13 +48,21 @@ size_t EditDistance(std::string_view a, std::string_view b) {
 }  // namespace
 
 int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min, int64_t max) {
-  int64_t value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || value < min || value > max) {
-    throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), Range(min, max)));
-  }
-  return value;
+  const std::optional<int64_t> value = WholeNumber(text);
+  if (value && *value >= min && *value <= max) return *value;
+  throw UserError(fmt::format("{} = {}, expected {}", flag, Printable(text), Range(min, max)));
+}
+
+int64_t ParseLength(const std::string& flag, const std::string& text, int64_t min, int64_t max) {
+  const char unit = text.empty() ? '\0' : text.back();
+  const int64_t factor = unit == 'k' || unit == 'K' ? 1024 : unit == 'M' ? 1024 * 1024 : 1;
+  const std::string_view digits(text.data(), text.size() - (factor > 1 ? 1 : 0));
+  const std::optional<int64_t> value = WholeNumber(digits);
+  int64_t length = 0;
+  const bool fits = value && !__builtin_mul_overflow(*value, factor, &length);
+  if (fits && min <= length && length <= max) return length;
+  throw UserError(fmt::format("{} = {}, expected {}, or one with k (1024) or M (1024^2), as 2k",
+                              flag, Printable(text), Range(min, max)));
 }
 
 double ParseNumber(const std::string& flag, const std::string& text, const NumberRange& range) {
@@ -94,7 +111,7 @@ std::vector<std::string> SplitCommas(const std::string& text) {
   return parts;
 }
 
-CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
+CLI::Option* AddText(CLI::App& app, const std::string& names, const std::string& type,
                      const std::string& help,
                      std::function<void(const std::string& flag, const std::string& text)> set) {
   const size_t dashes = names.find("--");
@@ -124,7 +141,7 @@ void AddOptions(CLI::App& app, Options* options) {
     if constexpr (std::is_same_v<Field, bool>) {
       AddFlag(app, row.flag, &field, row.help);
     } else if constexpr (std::is_same_v<Field, int64_t>) {
-      AddInteger(app, row.flag, &field, row.least, row.help, row.most);
+      AddLength(app, row.flag, &field, row.least, row.help, row.most);
     } else if constexpr (std::is_same_v<Field, float>) {
       AddFloat(app, row.flag, row.value, row.help, &field,
                {.wanted = row.wanted,
@@ -136,8 +153,8 @@ void AddOptions(CLI::App& app, Options* options) {
          "--window",
          [options](const std::vector<std::string>& text) {
            constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-           options->window_left = ParseInteger("--window", text[0], -1, kMost);
-           options->window_right = ParseInteger("--window", text[1], -1, kMost);
+           options->window_left = ParseLength("--window", text[0], -1, kMost);
+           options->window_right = ParseLength("--window", text[1], -1, kMost);
          },
          "Keys that a query sees to its left and right; -1: no limit")
       ->type_name("LEFT RIGHT")
@@ -149,7 +166,7 @@ void AddOptions(CLI::App& app, Options* options) {
            const auto limit = [](const std::string& word) -> int64_t {
              using Limits = std::numeric_limits<int64_t>;
              if (word == "none") return STROBE_NO_LIMIT;
-             return ParseInteger("--signed-window", word, Limits::min(), Limits::max());
+             return ParseLength("--signed-window", word, Limits::min(), Limits::max());
            };
            options->window_signed = true;
            options->window_left = limit(text[0]);
@@ -162,13 +179,21 @@ void AddOptions(CLI::App& app, Options* options) {
       ->excludes("--window");
 }
 
-CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
-                         int64_t min, int64_t max, const std::string& help) {
+CLI::Option* AddLength(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
+                       const std::string& help, int64_t max) {
+  return AddText(app, names, "N", help,
+                 [value, min, max](const std::string& flag, const std::string& text) {
+                   *value = ParseLength(flag, text, min, max);
+                 });
+}
+
+CLI::Option* AddLengths(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
+                        int64_t min, int64_t max, const std::string& help) {
   return AddText(app, names, "N,N,...", help,
                  [values, min, max](const std::string& flag, const std::string& text) {
                    values->clear();
                    for (const std::string& part : SplitCommas(text)) {
-                     values->push_back(ParseInteger(flag, part, min, max));
+                     values->push_back(ParseLength(flag, part, min, max));
                    }
                  });
 }

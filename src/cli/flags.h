@@ -3,6 +3,7 @@
 #define STROBE_CLI_FLAGS_H_
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -19,6 +20,9 @@ namespace strobe::cli {
 // range.
 [[nodiscard]] int64_t ParseInteger(const std::string& flag, const std::string& text, int64_t min,
                                    int64_t max);
+// Likewise of a length or a size, which may end with k or K (times 1024) or M (times 1024^2).
+[[nodiscard]] int64_t ParseLength(const std::string& flag, const std::string& text, int64_t min,
+                                  int64_t max);
 // Which numbers a flag takes: from min to max, and less than `below`.
 struct NumberRange {
   const char* wanted = "a number";  // the range in words
@@ -39,15 +43,18 @@ struct NumberRange {
 
 // `names` is CLI11's: "-o,--output". The first long name stands in errors. `set` gets the flag's
 // name and text.
-CLI::Option* AddText(CLI::App& app, const std::string& names, const char* type,
+CLI::Option* AddText(CLI::App& app, const std::string& names, const std::string& type,
                      const std::string& help,
                      std::function<void(const std::string& flag, const std::string& text)> set);
 
 CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help);
 CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
                         const std::string& help, int64_t max = std::numeric_limits<int64_t>::max());
-CLI::Option* AddIntegers(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
-                         int64_t min, int64_t max, const std::string& help);
+// Lengths and sizes: of one, and of a list.
+CLI::Option* AddLength(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
+                       const std::string& help, int64_t max = std::numeric_limits<int64_t>::max());
+CLI::Option* AddLengths(CLI::App& app, const std::string& names, std::vector<int64_t>* values,
+                        int64_t min, int64_t max, const std::string& help);
 
 // Value is float or std::optional<float>.
 template <typename Value>
@@ -74,11 +81,21 @@ template <typename T>
   return choices[ParseChoice(flag, text, names)].second;
 }
 
-// One of the choices. Value is T or std::optional<T>.
+// What a choice is called in help, and what shells complete: its names, or `some` of them.
+template <typename T>
+[[nodiscard]] std::string Alternatives(const Choices<T>& choices, size_t some = SIZE_MAX) {
+  std::string text;
+  for (size_t n = choices.size() - std::min(choices.size(), some); n < choices.size(); ++n)
+    text += (text.empty() ? "" : "|") + choices[n].first;
+  return text;
+}
+
+// One of the choices. Value is T or std::optional<T>. named: how many of them, the last ones, help
+// names.
 template <typename T, typename Value>
 CLI::Option* AddChoice(CLI::App& app, const std::string& names, const Choices<T>& choices,
-                       Value* value, const char* type, const std::string& help) {
-  return AddText(app, names, type, help,
+                       Value* value, const std::string& help, size_t named = SIZE_MAX) {
+  return AddText(app, names, Alternatives(choices, named), help,
                  [choices, value](const std::string& flag, const std::string& text) {
                    *value = Chosen(flag, text, choices);
                  });
@@ -87,8 +104,9 @@ CLI::Option* AddChoice(CLI::App& app, const std::string& names, const Choices<T>
 // Some of the choices, separated by commas.
 template <typename T>
 CLI::Option* AddChoiceList(CLI::App& app, const std::string& names, const Choices<T>& choices,
-                           std::vector<T>* values, const char* type, const std::string& help) {
-  return AddText(app, names, type, help,
+                           std::vector<T>* values, const std::string& help,
+                           size_t named = SIZE_MAX) {
+  return AddText(app, names, Alternatives(choices, named) + ",...", help,
                  [choices, values](const std::string& flag, const std::string& text) {
                    values->clear();
                    for (const std::string& part : SplitCommas(text))

@@ -15,19 +15,17 @@ void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args)
   if (!status.ok()) throw UserError(status.text());
 }
 
-CacheWork WorkOf(const strobe_problem& problem, const strobe_forward_args& args) {
+double CachedPairs(const strobe_problem& problem, const strobe_forward_args& args) {
   const CachedSequences sequences = cached_sequences_of(problem, args);
-  CacheWork work;
+  double pairs = 0;
   // Sequences without a query may be of any number where nothing tells them apart.
-  if (rows_q(problem) == 0 && !problem.append) return work;
+  if (rows_q(problem) == 0 && !problem.append) return pairs;
   for (int64_t b = 0; b < problem.batch; ++b) {
     const CachedSequence s = sequences.sequence(b);
     for (int64_t i = 0; i < s.mask.seqlen_q; ++i)
-      work.pairs += static_cast<double>(s.mask.row(i).size());
-    work.keys += static_cast<double>(s.mask.seqlen_k);
-    work.added += static_cast<double>(s.mask.seqlen_k - s.new_begin);
+      pairs += static_cast<double>(s.mask.row(i).size());
   }
-  return work;
+  return pairs;
 }
 
 }  // namespace strobe::cli

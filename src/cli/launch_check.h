@@ -13,13 +13,9 @@ namespace strobe::cli {
 // of a plan. args: pointers of the host.
 void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args);
 
-// What a launch with a cache does, all sequences together. Arguments as above, and checked.
-struct CacheWork {
-  double pairs = 0;  // of query and key that see each other
-  double keys = 0;   // appended ones included
-  double added = 0;  // new ones
-};
-[[nodiscard]] CacheWork WorkOf(const strobe_problem& problem, const strobe_forward_args& args);
+// Pairs of query and key of a launch with a cache that see each other. Arguments as above, and
+// checked.
+[[nodiscard]] double CachedPairs(const strobe_problem& problem, const strobe_forward_args& args);
 
 }  // namespace strobe::cli
 

@@ -21,8 +21,10 @@ struct Timing {
 
 // Times `work`. runs > 0: exactly that often. Else once to warm up, then at least three times and
 // for `seconds`; work that takes longer than `seconds` at the first call runs only once more.
+// tell, if given, hears after each run how many seconds of runs like it are left.
 template <typename Work>
-[[nodiscard]] Timing Measure(Work work, double seconds, int64_t runs = 0) {
+[[nodiscard]] Timing Measure(Work work, double seconds, int64_t runs = 0,
+                             const std::function<void(double)>& tell = {}) {
   std::vector<double> times;
   double total = 0;
   const auto run = [&] {
@@ -31,13 +33,18 @@ template <typename Work>
     return watch.Seconds();
   };
   if (runs == 0) {
-    const int64_t least = run() > seconds ? 1 : 3;
+    const double first = run();
+    const int64_t least = first > seconds ? 1 : 3;
+    if (tell) tell(std::max(seconds, static_cast<double>(least) * first));
     while (total < seconds || static_cast<int64_t>(times.size()) < least) {
       times.push_back(run());
       total += times.back();
     }
   } else {
-    for (int64_t i = 0; i < runs; ++i) times.push_back(run());
+    for (int64_t i = 0; i < runs; ++i) {
+      times.push_back(run());
+      if (tell) tell(times.back() * static_cast<double>(runs - i - 1));
+    }
   }
   std::sort(times.begin(), times.end());
   return {.median = times[times.size() / 2],

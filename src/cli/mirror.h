@@ -35,6 +35,11 @@ class Mirror {
     return {Out(host.data(), host.size()), host.size()};
   }
 
+  // Of a place in memory that has been copied.
+  [[nodiscard]] void* Counterpart(const void* host) {
+    return Find(const_cast<void*>(host), 0, false);
+  }
+
   // On the GPU, both pointers there: returns when it is enqueued. On the CPU nothing calls it.
   void CopyOnGpu(void* to, const void* from, size_t bytes) const;
   void Wait() const;   // until all launches are done

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <numbers>
 
 namespace strobe::cli {
@@ -25,10 +24,6 @@ class Random {
   // In [low, high].
   int64_t Integer(int64_t low, int64_t high) {
     return low + static_cast<int64_t>(Bits() % static_cast<uint64_t>(high - low + 1));
-  }
-  bool Chance(double probability) { return Uniform() < probability; }
-  int64_t OneOf(std::initializer_list<int64_t> values) {
-    return values.begin()[Integer(0, static_cast<int64_t>(values.size()) - 1)];
   }
   // Mean 0, variance 1 (Box and Muller).
   double Normal() {

@@ -13,6 +13,7 @@
 #include "cli/errors.h"
 #include "cli/inputs.h"
 #include "cli/launch_check.h"
+#include "cli/launch_progress.h"
 #include "cli/measure.h"
 #include "cli/mirror.h"
 #include "cli/safetensors_file.h"
@@ -173,8 +174,7 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
 }
 
 double Pairs(const Inputs& in, const Plan& plan, const Problem& p, const ForwardArgs& host) {
-  return in.cached() ? WorkOf(plan.c().problem, host.c()).pairs
-                     : VisiblePairs(SequencesOf(p, host));
+  return in.cached() ? CachedPairs(plan.c().problem, host.c()) : VisiblePairs(SequencesOf(p, host));
 }
 
 // New keys and values are written to a copy of the cache, which becomes a part of the result.
@@ -331,25 +331,33 @@ int Run(const RunOptions& options) {
   Flush();
 
   constexpr double kSeconds = 0.5;
-  const Timing forward = Measure(
-      [&] {
-        forward_plan.forward(forward_args);
-        mirror.Wait();
-      },
-      kSeconds, options.repeat);
   const double flop =
       ForwardFlop(Pairs(in, forward_plan, problem, host), in.q.heads, in.q.dim, in.v.dim);
+  // Without a number of runs a launch that takes long runs twice.
+  const double runs = options.repeat > 0 ? static_cast<double>(options.repeat) : 2;
+  const auto timed = [&](const char* direction, double flop_of_one, auto launch, auto args) {
+    LaunchProgress progress(direction, problem, runs * flop_of_one);
+    if (options.device == Device::kCpu) {  // called while a launch computes
+      args.interrupt = LaunchProgress::Interrupt;
+      args.interrupt_data = &progress;
+    }
+    return Measure(
+        [&] {
+          launch(args);
+          mirror.Wait();
+        },
+        kSeconds, options.repeat, [&](double left) { progress.Left(left); });
+  };
+  const Timing forward = timed(
+      "forward", flop, [&](const ForwardArgs& args) { forward_plan.forward(args); }, forward_args);
   Print("\n  {:<10} {:<14} {:>7} {:>11} {:>11} {:>5} {:>16}\n", "", "kernel", "threads",
         "workspace", "time", "runs", "speed");
   PrintLaunch("forward", forward_plan, forward, flop);
   Flush();
   if (backward) {
-    const Timing timing = Measure(
-        [&] {
-          backward_plan.backward(backward_args);
-          mirror.Wait();
-        },
-        kSeconds, options.repeat);
+    const Timing timing = timed(
+        "backward", BackwardFlop(flop),
+        [&](const BackwardArgs& args) { backward_plan.backward(args); }, backward_args);
     PrintLaunch("backward", backward_plan, timing, BackwardFlop(flop));
   }
 

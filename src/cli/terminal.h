@@ -55,11 +55,23 @@ inline void Flush() {
 [[nodiscard]] inline std::string Cyan(std::string_view text) { return Coloured(text, "36"); }
 [[nodiscard]] inline std::string Red(std::string_view text) { return Coloured(text, "31"); }
 
-// A line that the next output overwrites, on a terminal only.
-inline void Progress(std::string_view text) {
-  if (!IsTerminal(stdout)) return;
-  Print("\r\033[K{}", text);
-  Flush();
+// A line on standard error that the next one overwrites, on a terminal only. It says how long the
+// command still takes, where that is known and was or is five seconds at least. A caller erases it
+// before it prints.
+inline void Progress(std::string_view text, double seconds_left = 0) {
+  static const bool shown = IsTerminal(stderr);
+  static const auto begin = std::chrono::steady_clock::now();
+  if (!shown) return;
+  const double so_far =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::string line(text);
+  if (!text.empty() && seconds_left > 0 && so_far + seconds_left >= 5) {
+    const auto left = static_cast<int64_t>(std::ceil(seconds_left));
+    line += left < 100 ? fmt::format("  {} s left", left)
+                       : fmt::format("  {} min left", (left + 59) / 60);
+  }
+  std::fprintf(stderr, "\r\033[K%s", line.c_str());
+  std::fflush(stderr);
 }
 inline void ClearProgress() { Progress(""); }
 

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tool import Tensors, close, load, needs_cli, normal, refused, run, save, strobe
+from tool import Tensors, load, needs_cli, oracle, refused, run, save, strobe
+
+Array = np.ndarray[Any, Any]
 
 pytestmark = needs_cli
 
-HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 8, 6
+HEADS, HEADS_KV = 4, 2
+DIMS = DIM, DIM_V = 8, 6
 BATCH, QUERIES, NEW = 3, 2, 3
 USED, PADS = [5, 0, 13], [2, 0, 1]
 CAPACITY, PAGE = 18, 5
-NAN = math.nan
-
-
-def single(x: float) -> float:
-    """The nearest number of float32."""
-    return struct.unpack("<f", struct.pack("<f", x))[0]
-
-
-def rotated(
-    row: list[float], position: int, cos: list[float], sin: list[float], interleaved: bool
-) -> list[float]:
-    half = 3  # of rotary_dim 6
-    result = list(row)
-    for n in range(half):
-        a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + half)
-        c, s = cos[position * half + n], sin[position * half + n]
-        result[a], result[b] = row[a] * c - row[b] * s, row[a] * s + row[b] * c
-    return result
 
 
 @dataclass
@@ -47,163 +32,88 @@ class Case:
     interleaved: bool = False
     packed: bool = False
     heads_first: bool = False
-    kv: bool = False
     causal: bool = False
     leftpad: bool = False
-    tensors: Tensors = field(default_factory=dict)
-    changed: dict[str, dict[int, list[float]]] = field(
-        default_factory=dict
-    )  # rows that append writes
 
     def __post_init__(self) -> None:
-        self.pads = PADS if self.leftpad else [0] * BATCH
-        if self.paged:
-            self.table = [7, 0, 9, 2, 4, 8, 1, 3, 5, 6, 10, 11]
-            self.entries, self.rows = 12, PAGE
-        else:
-            self.index = [3, 0, 2]
-            self.entries, self.rows = 4, CAPACITY
-        self.cos, self.sin = (
-            [single(f(0.1 * i)) for i in range(40 * 3)] for f in (math.cos, math.sin)
-        )
-        self.q = normal(BATCH * QUERIES * HEADS * DIM, 1)
-        count = self.entries * self.rows * HEADS_KV
+        draw = np.random.default_rng(1).standard_normal
+        used, pads = USED, PADS if self.leftpad else [0] * BATCH
+        table = np.array([[7, 0, 9, 2], [4, 8, 1, 3], [5, 6, 10, 11]])
+        index = np.array([3, 0, 2])
+        self.entries, self.rows = (12, PAGE) if self.paged else (4, CAPACITY)
+        angles = 0.1 * np.arange(40 * 3).reshape(40, 3)
+        self.q = draw((BATCH, QUERIES, HEADS, DIM), np.float32)
+        self.k_new, self.v_new = (draw((BATCH, NEW, HEADS_KV, d), np.float32) for d in DIMS)
         # Rows that no sequence has hold NaN.
-        self.k, self.v = [NAN] * (count * DIM), [NAN] * (count * DIM_V)
-        k, v = (
-            normal(BATCH * CAPACITY * HEADS_KV * DIM, 2),
-            normal(BATCH * CAPACITY * HEADS_KV * DIM_V, 3),
-        )
-        self.k_new, self.v_new = (
-            normal(BATCH * NEW * HEADS_KV * DIM, 4),
-            normal(BATCH * NEW * HEADS_KV * DIM_V, 5),
-        )
-        self.keys: dict[tuple[int, int, int], tuple[list[float], list[float]]] = {}
+        shape = (self.entries * self.rows, HEADS_KV)
+        self.k, self.v = (np.full((*shape, d), np.nan, np.float32) for d in DIMS)
+        sequences = []
         for b in range(BATCH):
-            for n in range(self.pads[b], USED[b] + (NEW if self.append else 0)):
-                for h in range(HEADS_KV):
-                    self.place(b, n, h, k, v)
-        self.fill()
-
-    def at(self, b: int, n: int, h: int) -> int:
-        """Number of a row of the cache, heads counted."""
-        entry, row = self.index[b] if not self.paged else self.table[4 * b + n // PAGE], n
-        if self.paged:
-            row = n % PAGE
-        if self.heads_first:
-            return (entry * HEADS_KV + h) * self.rows + row
-        return (entry * self.rows + row) * HEADS_KV + h
-
-    def place(self, b: int, n: int, h: int, k: list[float], v: list[float]) -> None:
-        at, new = self.at(b, n, h), n - USED[b]
-        if new < 0:
-            i = (b * CAPACITY + n) * HEADS_KV + h
-            key, value = k[i * DIM :][:DIM], v[i * DIM_V :][:DIM_V]
-            self.k[at * DIM : at * DIM + DIM] = key
-            self.v[at * DIM_V : at * DIM_V + DIM_V] = value
-        else:
-            i = (b * NEW + new) * HEADS_KV + h
-            key, value = self.k_new[i * DIM :][:DIM], self.v_new[i * DIM_V :][:DIM_V]
-            if self.rotary:
-                start = USED[b] - self.pads[b]
-                key = rotated(key, start + new, self.cos, self.sin, self.interleaved)
-            self.changed.setdefault("k", {})[at] = key
-            self.changed.setdefault("v", {})[at] = value
-        self.keys[b, n, h] = key, value
-
-    def shape(self, rows: int, heads: int, dim: int, entries: int) -> list[int]:
-        return [entries, heads, rows, dim] if self.heads_first else [entries, rows, heads, dim]
-
-    def order(
-        self, values: list[float], rows: int, heads: int, dim: int, entries: int
-    ) -> list[float]:
-        """From rows before heads to the order of the file."""
-        if not self.heads_first:
-            return values
-        return [
-            x
-            for e in range(entries)
-            for h in range(heads)
-            for r in range(rows)
-            for x in values[((e * rows + r) * heads + h) * dim :][:dim]
-        ]
-
-    def add(
-        self, name: str, values: list[float], rows: int, heads: int, dim: int, entries: int
-    ) -> None:
-        self.tensors[name] = (
-            "F32",
-            self.shape(rows, heads, dim, entries),
-            self.order(values, rows, heads, dim, entries),
-        )
-
-    def fill(self) -> None:
-        if self.packed:
-            self.tensors["q"] = ("F32", [BATCH * QUERIES, HEADS, DIM], self.q)
-            self.tensors["cu_seqlens_q"] = (
-                "I32",
-                [BATCH + 1],
-                [QUERIES * b for b in range(BATCH + 1)],
-            )
-        else:
-            self.add("q", self.q, QUERIES, HEADS, DIM, BATCH)
-        self.tensors["k"] = ("F32", self.shape(self.rows, HEADS_KV, DIM, self.entries), self.k)
-        self.tensors["v"] = ("F32", self.shape(self.rows, HEADS_KV, DIM_V, self.entries), self.v)
-        self.tensors["seqused_k"] = ("I32", [BATCH], list(map(float, USED)))
+            n = np.arange(used[b] + NEW * self.append)
+            at = table[b, n // PAGE] * PAGE + n % PAGE if self.paged else index[b] * CAPACITY + n
+            start = used[b] - pads[b]
+            one = oracle.CachedSequence(pads[b], used[b], NEW * self.append, NEW * b, start, at)
+            sequences.append(one)
+            held = at[pads[b] : used[b]]
+            self.k[held] = draw((len(held), HEADS_KV, DIM), np.float32)
+            self.v[held] = draw((len(held), HEADS_KV, DIM_V), np.float32)
+        new = [x.reshape(-1, *x.shape[2:]) for x in (self.k_new, self.v_new)]
+        self.cache = oracle.Cache(sequences, self.k.copy(), self.v.copy(), new[0], new[1])
+        self.tensors: Tensors = {}
+        self.add("q", self.q, "cu_seqlens_q" if self.packed else "")
+        for name, pool in (("k", self.k), ("v", self.v)):
+            self.add(name, pool.reshape(self.entries, self.rows, *pool.shape[1:]))
+        numbers = {"seqused_k": used}
         if self.leftpad:
-            self.tensors["leftpad"] = ("I32", [BATCH], list(map(float, self.pads)))
-        if self.paged:
-            self.tensors["block_table"] = ("I32", [BATCH, 4], list(map(float, self.table)))
-        else:
-            self.tensors["cache_batch_idx"] = ("I32", [BATCH], list(map(float, self.index)))
-        if self.append and self.packed:
-            self.tensors["k_new"] = ("F32", [BATCH * NEW, HEADS_KV, DIM], self.k_new)
-            self.tensors["v_new"] = ("F32", [BATCH * NEW, HEADS_KV, DIM_V], self.v_new)
-            self.tensors["cu_seqlens_k_new"] = (
-                "I32",
-                [BATCH + 1],
-                [NEW * b for b in range(BATCH + 1)],
-            )
-        elif self.append:
-            self.add("k_new", self.k_new, NEW, HEADS_KV, DIM, BATCH)
-            self.add("v_new", self.v_new, NEW, HEADS_KV, DIM_V, BATCH)
+            numbers["leftpad"] = pads
+        numbers |= {"block_table": table} if self.paged else {"cache_batch_idx": index}
+        if self.append:
+            for name, x in (("k_new", self.k_new), ("v_new", self.v_new)):
+                self.add(name, x, "cu_seqlens_k_new" if self.packed else "")
         if self.rotary:
-            self.tensors["rotary_cos"] = ("F32", [40, 3], self.cos)
-            self.tensors["rotary_sin"] = ("F32", [40, 3], self.sin)
+            self.cache.cosines, self.cache.sines = tables = [
+                f(angles).astype(np.float32) for f in (np.cos, np.sin)
+            ]
+            self.cache.interleaved = self.interleaved
+            for name, x in zip(("rotary_cos", "rotary_sin"), tables, strict=True):
+                self.tensors[name] = ("F32", [40, 3], x.ravel().tolist())
+        for name, values in numbers.items():
+            self.tensors[name] = ("I32", list(np.shape(values)), np.ravel(values).tolist())
 
-    def out(self) -> tuple[list[float], list[float]]:
-        """out [batch, seqlen, heads, dim] and lse [batch, heads, seqlen]."""
-        out, lse = [], [0.0] * (BATCH * HEADS * QUERIES)
-        for b in range(BATCH):
-            rows = range(self.pads[b], USED[b] + (NEW if self.append else 0))
-            for i in range(QUERIES):
-                for h in range(HEADS):
-                    query = self.q[((b * QUERIES + i) * HEADS + h) * DIM :][:DIM]
-                    if self.rotary:
-                        position = USED[b] - self.pads[b] + (i if self.causal else 0)
-                        query = rotated(query, position, self.cos, self.sin, self.interleaved)
-                    seen = [
-                        n
-                        for j, n in enumerate(rows)
-                        if not self.causal or j <= i + len(rows) - QUERIES
-                    ]
-                    found = [self.keys[b, n, h // (HEADS // HEADS_KV)] for n in seen]
-                    scores = [
-                        sum(x * y for x, y in zip(query, k, strict=True)) / math.sqrt(DIM)
-                        for k, _ in found
-                    ]
-                    top = max(scores, default=0.0)
-                    weights = [math.exp(s - top) for s in scores]
-                    total = sum(weights)
-                    lse[(b * HEADS + h) * QUERIES + i] = (
-                        top + math.log(total) if total else -math.inf
-                    )
-                    out += [
-                        sum(w * v[d] for w, (_, v) in zip(weights, found, strict=True))
-                        / (total or 1.0)
-                        for d in range(DIM_V)
-                    ]
-        return out, lse
+    def add(self, name: str, x: Array, offsets: str = "") -> None:
+        """x [entries, rows, heads, dim] in the file's order; offsets: packed, with this tensor."""
+        if offsets:
+            shape = [x.shape[0] * x.shape[1], *x.shape[2:]]
+            at = [float(x.shape[1] * b) for b in range(BATCH + 1)]
+            self.tensors[offsets] = ("I32", [BATCH + 1], at)
+        else:
+            x = x.swapaxes(1, 2) if self.heads_first else x
+            shape = list(x.shape)
+        self.tensors[name] = ("F32", shape, x.ravel().tolist())
+
+    def read(self, found: tuple[str, list[int], list[float]]) -> Array:
+        """A tensor of the result as [all rows, heads, dim]."""
+        x = np.reshape(found[2], found[1])
+        if self.heads_first and not self.packed:
+            x = x.swapaxes(1, 2)
+        return x.reshape(-1, *x.shape[-2:])
+
+    def after(self) -> tuple[Array, Array]:
+        """k and v [all rows, heads_kv, dim] with the new rows."""
+        at = np.concatenate([s.rows[s.used :] for s in self.cache.sequences])
+        pools = self.k.astype(np.float64), self.v.astype(np.float64)
+        for pool, rows in zip(pools, self.cache.appended(), strict=True):
+            pool[at] = rows
+        return pools
+
+    def out(self) -> tuple[Array, Array]:
+        """out [all queries, heads, dim] and lse [all queries, heads]."""
+        problem = oracle.masked(causal=self.causal)
+        places = oracle.sequences_of([QUERIES] * BATCH, [0] * BATCH)
+        self.cache.k, self.cache.v = self.after()
+        turned, k, v, places = self.cache.gathered(self.q.reshape(-1, HEADS, DIM), places, problem)
+        found = oracle.attend(turned, k, v, places, problem)
+        return found.out, found.lse
 
 
 def flags(case: Case) -> list[str]:
@@ -232,29 +142,23 @@ def test_cache(tmp_path: Path, what: dict[str, bool]) -> None:
     case = Case(**what)
     result = run(save(tmp_path / "in.safetensors", case.tensors), *flags(case))
     out, lse = case.out()
-    close(result["out"][2], case.order(out, QUERIES, HEADS, DIM_V, BATCH), 2e-6)
-    if not case.packed:
-        assert [x == y for x, y in zip(result["lse"][2], lse, strict=True) if math.isinf(y)] == [
-            True
-        ] * sum(map(math.isinf, lse))
-        close(
-            *([x for x in values if math.isfinite(x)] for values in (result["lse"][2], lse)), 5e-6
-        )
+    np.testing.assert_allclose(case.read(result["out"]), out, atol=2e-6)
+    found = np.reshape(result["lse"][2], (HEADS, -1) if case.packed else (BATCH, HEADS, QUERIES))
+    found = found.T if case.packed else found.swapaxes(1, 2).reshape(-1, HEADS)
+    np.testing.assert_allclose(found, lse, atol=5e-6)
     assert set(result) == ({"out", "lse", "k", "v"} if case.append else {"out", "lse"})
     if not case.append:
         return
     # The cache as it was, but for the new rows.
-    for name, dim, before in (("k", DIM, case.k), ("v", DIM_V, case.v)):
+    new = np.concatenate([s.rows[s.used :] for s in case.cache.sequences])
+    for name, before, after in zip("kv", (case.k, case.v), case.after(), strict=True):
         assert result[name][1] == case.tensors[name][1]
-        after = result[name][2]
-        for row in range(len(before) // dim):
-            part = slice(row * dim, row * dim + dim)
-            if row in case.changed[name]:
-                close(after[part], case.changed[name][row], 1e-6)
-            else:
-                assert [struct.pack("<f", x) for x in after[part]] == [
-                    struct.pack("<f", x) for x in before[part]
-                ]
+        x = result[name]
+        pool = np.reshape(x[2], x[1]).swapaxes(1, 2) if case.heads_first else np.array(x[2])
+        pool = pool.reshape(before.shape)
+        np.testing.assert_allclose(pool[new], after[new], atol=1e-6)
+        old = np.delete(np.arange(len(pool)), new)
+        assert np.array_equal(pool[old].astype(np.float32), before[old], equal_nan=True)
 
 
 def test_result_is_the_next_input(tmp_path: Path) -> None:
@@ -270,32 +174,22 @@ def test_result_is_the_next_input(tmp_path: Path) -> None:
 def test_kv_in_one_tensor(tmp_path: Path) -> None:
     """kv [pages, page_size, 2, heads_kv, head_dim]."""
     case = Case(paged=True, append=True)
-    rows = case.entries * case.rows * HEADS_KV
-    wide = [x for row in range(rows) for x in case.v[row * DIM_V :][:DIM_V] + [0.0] * (DIM - DIM_V)]
-    new = [
-        x
-        for row in range(BATCH * NEW * HEADS_KV)
-        for x in case.v_new[row * DIM_V :][:DIM_V] + [0.0] * (DIM - DIM_V)
-    ]
-    size = HEADS_KV * DIM
-    both = [
-        x
-        for at in range(0, len(case.k), size)
-        for part in (case.k, wide)
-        for x in part[at : at + size]
-    ]
-    shape = [case.entries, case.rows, 2, HEADS_KV, DIM]
+    unlike = [(0, 0)] * 3 + [(0, DIM - DIM_V)]
+    k, v = (x.reshape(case.entries, case.rows, HEADS_KV, -1) for x in (case.k, case.v))
+    both = np.stack([k, np.pad(v, unlike)], 2)
+    v_new = np.pad(case.v_new, unlike)
     tensors = {name: x for name, x in case.tensors.items() if name not in ("k", "v")}
-    tensors |= {"kv": ("F32", shape, both), "v_new": ("F32", [BATCH, NEW, HEADS_KV, DIM], new)}
+    tensors |= {
+        "kv": ("F32", list(both.shape), both.ravel().tolist()),
+        "v_new": ("F32", list(v_new.shape), v_new.ravel().tolist()),
+    }
     result = run(save(tmp_path / "in.safetensors", tensors))
     assert set(result) == {"out", "lse", "kv"}
-    assert result["kv"][1] == shape
-    out, _ = case.out()
-    close([x for i, x in enumerate(result["out"][2]) if i % DIM < DIM_V], out, 2e-6)
-    # The values of the new keys lie behind them.
-    row, value = next(iter(case.changed["v"].items()))
-    at = row // HEADS_KV * 2 * size + size + row % HEADS_KV * DIM
-    assert result["kv"][2][at : at + DIM_V] == value
+    assert result["kv"][1] == list(both.shape)
+    np.testing.assert_allclose(case.read(result["out"])[..., :DIM_V], case.out()[0], atol=2e-6)
+    new = np.concatenate([s.rows[s.used :] for s in case.cache.sequences])
+    values = np.reshape(result["kv"][2], (-1, 2, HEADS_KV, DIM))[new, 1, :, :DIM_V]
+    assert np.array_equal(values, case.v_new.reshape(-1, HEADS_KV, DIM_V))
 
 
 def test_dtype_and_out_in_float32(tmp_path: Path) -> None:
@@ -305,7 +199,7 @@ def test_dtype_and_out_in_float32(tmp_path: Path) -> None:
     )
     assert result["out"][0] == "F32"
     assert result["k"][0] == "BF16"
-    close(result["out"][2], case.out()[0], 0.1)
+    np.testing.assert_allclose(case.read(result["out"]), case.out()[0], atol=0.1)
 
 
 def test_what_it_prints(tmp_path: Path) -> None:

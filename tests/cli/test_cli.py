@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -52,7 +54,7 @@ def test_no_command_prints_help() -> None:
     assert all(command in result.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "completion"])
 def test_help_has_an_example(command: str) -> None:
     result = strobe(command, "--help")
     assert result.returncode == 0
@@ -113,13 +115,13 @@ def test_forward(tmp_path: Path, dtype: str, tolerance: float, isa: str) -> None
 
 def test_causal_window_scale(plain: Path) -> None:
     result = run(plain, "--causal", "--window", "3", "-1", "--scale", "0.5")
-    out, _ = attention(Q, K, V, SHAPE, 0.5, lambda i, j: i - 3 <= j <= i)
+    out, _ = attention(Q, K, V, SHAPE, scale=0.5, causal=True, window=(3, -1))
     close(result["out"][2], out, 1e-5)
 
 
 def test_attention_chunk(plain: Path) -> None:
     result = run(plain, "--causal", "--attention-chunk", "4")
-    out, _ = attention(Q, K, V, SHAPE, visible=lambda i, j: j <= i and i // 4 == j // 4)
+    out, _ = attention(Q, K, V, SHAPE, causal=True, attention_chunk=4)
     close(result["out"][2], out, 1e-5)
 
 
@@ -139,14 +141,9 @@ def test_numbers_of_each_sequence(tmp_path: Path) -> None:
         "dout": ("F32", list(SHAPE), DOUT),
     }
     result = run(save(tmp_path / "in.safetensors", tensors), "--causal")
-    for b in range(2):
-
-        def visible(i: int, j: int, b: int = b) -> bool:
-            return j < used[b] and (j < prefix[b] or j <= i + first[b])
-
-        out, _ = attention(Q, K, V, SHAPE, visible=visible)
-        half = slice(b * COUNT // 2, (b + 1) * COUNT // 2)
-        close(result["out"][2][half], out[half], 1e-5)
+    numbers = {"seqused_k": used, "q_position": first, "prefix": prefix}
+    out, _ = attention(Q, k, v, SHAPE, causal=True, **numbers)
+    close(result["out"][2], out, 1e-5)
     for name in ("dk", "dv"):
         values = result[name][2]
         assert all(map(math.isfinite, values))
@@ -441,8 +438,37 @@ def test_check() -> None:
     assert len(lines) >= 20
     assert "FAILED" not in result.stdout
     features = ("forward, bfloat16", "backward, float16", "ALiBi", "prefix", "lengths in use")
+    features += ("window of either sign",)
     for feature in (*features, "KV cache in pages, new keys"):
         assert any(line.startswith(feature) for line in lines)
+
+
+def test_check_json() -> None:
+    """One object, whose keys stay."""
+    result = strobe("check", "--cases", "2", "--seed", "7", "--json")
+    assert result.returncode == 0, result.stdout
+    report = json.loads(result.stdout)
+    assert list(report) == [
+        *("machine", "device", "seed", "threads", "cases", "features", "kernels", "problems"),
+        *("failed_features", "seconds", "ok"),
+    ]
+    assert report["machine"] == json.loads(strobe("info", "--json").stdout)
+    assert (report["device"], report["seed"], report["cases"]) == ("cpu", 7, 2)
+    assert (report["ok"], report["failed_features"]) == (True, 0)
+    lines = strobe("check", "--cases", "2", "--seed", "7").stdout.splitlines()
+    for feature in report["features"]:
+        assert list(feature) == ["name", "cases", "ok", "error_over_allowed", "failure"]
+        assert feature["ok"]
+        assert feature["failure"] == ""
+        (line,) = (line for line in lines if line.startswith(f"{feature['name']:<28}"))
+        if feature["error_over_allowed"] is None:
+            assert line.split()[-2] == str(feature["cases"])
+        else:
+            assert line.split()[-2] == f"{feature['error_over_allowed']:.2f}"
+    assert sum(f["cases"] for f in report["features"]) == report["problems"]
+    # Twice each but for the refusals and those that no launch follows.
+    assert sum(report["kernels"].values()) > report["problems"]
+    assert all(name.startswith("cpu_") for name in report["kernels"])
 
 
 def test_check_repeats_itself() -> None:
@@ -476,6 +502,51 @@ def test_bench_with_other_keys_than_queries() -> None:
     table = strobe("bench", *SMALL, "--seqlen-k", "64").stdout
     assert "32/64" in table
     assert "B/s" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "length"), [("2k", 2048), ("2K", 2048), ("64", 64), ("1k,3", 1024)]
+)
+def test_lengths_with_units(given: str, length: int) -> None:
+    result = strobe(
+        *("bench", "--json", "--dtype", "bf16", "--causal", "no", "--head-dim", "8"),
+        *("--seqlen", "1", "--seqlen-k", given, "--heads", "1", "--min-time", "0"),
+        *("--direction", "forward", "--batch", "1"),
+    )
+    assert json.loads(result.stdout)["results"][0]["seqlen_k"] == length, result.stderr
+
+
+def test_a_window_with_units(plain: Path) -> None:
+    assert run(plain, "--window", "1k", "-1") == run(plain)
+    assert run(plain, "--attention-chunk", "1M") == run(plain)
+
+
+def on_a_terminal(*args: str | Path) -> tuple[str, str]:
+    """Standard output, and what a terminal got as standard error."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen([CLI, *map(str, args)], stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # the terminal is gone with the process
+            while more := os.read(ours, 4096):
+                seen += more
+        os.close(ours)
+        assert process.stdout is not None
+        return process.stdout.read().decode(), seen.decode()
+
+
+def test_progress_on_a_terminal_alone() -> None:
+    """With the time that is left where the whole takes five seconds and more."""
+    args = ["bench", *SMALL, "--min-time", "1.5", "--dtype", "bf16"]
+    out, seen = on_a_terminal(*args)
+    lines = seen.split("\r\033[K")
+    assert any(re.search(r"bfloat16 .* \d+ s left$", line) for line in lines)
+    assert lines[-1] == ""  # erased
+    assert "left" not in out
+    assert "\033" not in out
+    short = [*args, "--direction", "forward", "--causal", "no", "--min-time", "0.01"]
+    assert strobe(*short).stderr == ""
+    assert " left" not in on_a_terminal(*short)[1]
 
 
 def test_bench_json() -> None:

@@ -1,6 +1,6 @@
-"""What the tests of the command line tool share: the tool, files for it, plain attention.
+"""What the tests of the command line tool share: the tool, files for it, the oracle's answers.
 
-STROBE_CLI names the program; only the standard library is needed besides pytest.
+STROBE_CLI names the program.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ import random
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+import oracle
 
 CLI = os.environ.get("STROBE_CLI", "")
 needs_cli = pytest.mark.skipif(not CLI, reason="STROBE_CLI does not name the program")
@@ -134,41 +139,11 @@ def normal(count: int, seed: int) -> list[float]:
 
 
 def attention(
-    q: list[float],
-    k: list[float],
-    v: list[float],
-    shape: tuple[int, int, int, int],
-    scale: float | None = None,
-    visible: Callable[[int, int], bool] = lambda i, j: True,
+    q: list[float], k: list[float], v: list[float], shape: tuple[int, int, int, int], **options: Any
 ) -> tuple[list[float], list[float]]:
-    """Naive out and lse of q, k, v [batch, seqlen, heads, dim]."""
-    batch, seqlen, heads, dim = shape
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    out = [0.0] * len(q)
-    lse = []
-
-    def row(x: list[float], b: int, i: int, h: int) -> list[float]:
-        at = ((b * seqlen + i) * heads + h) * dim
-        return x[at : at + dim]
-
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(seqlen):
-                keys = [j for j in range(seqlen) if visible(i, j)]
-                query = row(q, b, i, h)
-                scores = [
-                    scale * sum(x * y for x, y in zip(query, row(k, b, j, h), strict=True))
-                    for j in keys
-                ]
-                top = max(scores)
-                weights = [math.exp(s - top) for s in scores]
-                total = sum(weights)
-                lse.append(top + math.log(total))
-                at = ((b * seqlen + i) * heads + h) * dim
-                for weight, j in zip(weights, keys, strict=True):
-                    for d, x in enumerate(row(v, b, j, h)):
-                        out[at + d] += weight / total * x
-    return out, lse
+    """The oracle's out and lse. q, k, v [batch, seqlen, heads, dim]; strobe.attention's options."""
+    found = oracle.attention(*(np.reshape(x, shape) for x in (q, k, v)), **options)
+    return found.out.ravel().tolist(), found.lse.ravel().tolist()
 
 
 SHAPE = (2, 9, 3, 8)

@@ -386,38 +386,20 @@ class Tensors:
         s = self.c.sequences[b]
         return self.rotate(self.new_rows(self.k_new, b), s.rotary_position + torch.arange(s.added, device=self.device))
 
-    def seen(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which keys [nq, nk] the queries of sequence b see, and how far away each is."""
+    def rule(self, b: int) -> st.Rule:
+        """Of sequence b."""
         c, s = self.c, self.c.sequences[b]
-        offset = s.q_position if "q_position" in c.given else s.keys - s.used_queries
-        i = torch.arange(s.used_queries, device=self.device)[:, None] + offset
-        j = torch.arange(s.keys, device=self.device)[None, :]
-        see = st.in_window(i, j, c.window, c.window_signed)
-        if c.causal:
-            see &= j <= i
-        if c.chunk:
-            see &= i.div(c.chunk, rounding_mode="floor") == j.div(c.chunk, rounding_mode="floor")
-        if "prefix" in c.given:
-            see |= j < s.prefix
-        return see & (j >= st.HIDDEN_KEYS), (i - j).abs()
+        return st.Rule(
+            1 / math.sqrt(c.head_dim), c.softcap, c.causal, c.window, c.window_signed, c.chunk,
+            s.prefix if "prefix" in c.given else 0, s.q_position if "q_position" in c.given else s.keys - s.used_queries,
+        )  # fmt: skip
 
     def attention(
         self, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, stored_weights: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [nq, heads, dim] and lse [heads, nq] of sequence b, in plain tensor operations of `dtype`; stored_weights:
         with weights rounded at random."""
-        c, group = self.c, self.c.heads // self.c.heads_kv
-        q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
-        see, distance = self.seen(b)
-        score = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(c.head_dim)
-        if c.softcap > 0:
-            score = c.softcap * torch.tanh(score / c.softcap)
-        if self.slopes is not None:
-            slopes = self.slopes if c.alibi == 1 else self.slopes[b]
-            score = score - slopes.to(dtype)[:, None, None] * distance.to(dtype)
-        p, lse = st.softmax(score, see)
-        if stored_weights:
-            p = st.with_rounded_weights(p, c.dtype, self.generator)
-        out = torch.einsum("hqk,khd->qhd", p, v)
-        out[~see.any(-1)] = 0
-        return out, lse
+        c = self.c
+        slopes = None if self.slopes is None else self.slopes if c.alibi == 1 else self.slopes[b]
+        stored = (c.dtype, self.generator) if stored_weights else None
+        return st.attend(self.rule(b), q, k, v, slopes, dtype=dtype, stored_weights=stored)

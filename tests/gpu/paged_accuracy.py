@@ -20,6 +20,7 @@ from pathlib import Path
 from device import DEV  # first: ends the script where there is no GPU
 
 # isort: split
+import strobe_torch as st
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
@@ -40,18 +41,9 @@ MOST, MOST_OF_ONE = 1.1, 1.25
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v in float64, sequence after sequence; rows without keys are 0."""
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.float64, device=q.device)
-    group = q.shape[2] // k.shape[2]
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
-    for b in range(q.shape[0]):
-        keys, values = (x[b].double().repeat_interleave(group, 1) for x in (k, v))
-        score = torch.einsum("qhd,khd->hqk", q[b].double(), keys) / math.sqrt(q.shape[-1])
-        if causal:
-            score = score.masked_fill(hidden, -math.inf)
-        out[b] = torch.einsum("hqk,khd->qhd", score.softmax(-1).nan_to_num(0), values)
-    return out
+    """out in float64, sequence after sequence."""
+    rule = st.Rule(1 / math.sqrt(q.shape[-1]), causal=causal)
+    return torch.stack([st.attend(rule, *sequence)[0] for sequence in zip(q, k, v, strict=True)])
 
 
 def paged(k: torch.Tensor, page_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,46 +42,11 @@ class Sequences:
     chunk: int = 0
 
 
-def seen(case: Case, s: Sequences, b: int, nq: int, nk: int) -> torch.Tensor:
-    """Which keys [nk] the queries [nq] of sequence b see, by the definition."""
-    offset = s.q_position[b] if s.q_position else nk - nq
-    i = torch.arange(nq, device=DEV)[:, None] + offset
-    j = torch.arange(nk, device=DEV)[None, :]
-    left, right = case.window
-    see = torch.ones(nq, nk, dtype=torch.bool, device=DEV)
-    if case.causal:
-        see &= j <= i
-    if left >= 0:
-        see &= i - j <= left
-    if right >= 0:
-        see &= j - i <= right
-    if s.chunk:
-        see &= i.div(s.chunk, rounding_mode="floor") == j.div(s.chunk, rounding_mode="floor")
-    if s.prefix:
-        see |= j < s.prefix[b]
-    return see & (j >= st.HIDDEN_KEYS)
-
-
-def attention(
-    case: Case, s: Sequences, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    slopes: torch.Tensor | None, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [nq, heads, dim] and lse [heads, nq] of sequence b, in plain tensor operations of `dtype`."""
-    group = case.heads // case.heads_kv
-    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
-    see = seen(case, s, b, q.shape[0], k.shape[0])
-    score = torch.einsum("qhd,khd->hqk", q, k) * case.real_scale
-    if case.softcap > 0:
-        score = case.softcap * torch.tanh(score / case.softcap)
-    if slopes is not None:
-        offset = s.q_position[b] if s.q_position else k.shape[0] - q.shape[0]
-        i = torch.arange(q.shape[0], device=DEV)[:, None] + offset
-        distance = (i - torch.arange(k.shape[0], device=DEV)[None, :]).abs()
-        score = score - slopes.to(dtype)[:, None, None] * distance.to(dtype)
-    p, lse = st.softmax(score, see)
-    out = torch.einsum("hqk,khd->qhd", p, v)
-    out[~see.any(-1)] = 0
-    return out, lse
+def rule(case: Case, s: Sequences, b: int) -> st.Rule:
+    """Of sequence b."""
+    return st.Rule.of(
+        case, chunk=s.chunk, prefix=s.prefix[b] if s.prefix else 0, q_position=s.q_position[b] if s.q_position else None
+    )
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,10 +111,10 @@ def run(case: Case, s: Sequences, seed: int) -> str:
     for b in range(case.batch):
         nq, nk = used_q[b], used_k[b]
         q, k, v = rows("q", b, x["q"])[:nq], rows("k", b, x["k"])[:nk], rows("v", b, x["v"])[:nk]
-        ref, ref_lse = attention(case, s, b, q, k, v, slopes, torch.float64)
+        ref, ref_lse = st.attend(rule(case, s, b), q, k, v, slopes)
         # lse from scores in float32, as every kernel has them.
-        near, _ = attention(case, s, b, q, k, v, slopes, case.dtype)
-        _, near_lse = attention(case, s, b, q, k, v, slopes, case.dtype)
+        near, _ = st.attend(rule(case, s, b), q, k, v, slopes, dtype=case.dtype)
+        _, near_lse = st.attend(rule(case, s, b), q, k, v, slopes, dtype=case.dtype)
         got = rows("out", b, out)
         first = sum(lengths_q[:b])
         got_lse = lse[:, first : first + lengths_q[b]] if case.varlen else lse[b]

@@ -1,5 +1,5 @@
 """The C ABI on torch tensors, and float64 attention to hold it against: shared by the GPU tests and the
-bench. Nothing of the oracle comes from the library, but for the dropout mask where `keep` is given it."""
+bench. Nothing of the reference comes from the library, but for the dropout mask where `keep` is given it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
 import capi as lib
+
+import oracle
 
 # Keys at the begin of every sequence that no query sees: 1 for a library built with STROBE_BREAK_KERNEL=MASK_MEMBER.
 HIDDEN_KEYS = int(os.environ.get("STROBE_TEST_HIDDEN_KEYS", "0"))
@@ -229,24 +231,52 @@ def host_dropout_mask(case: Case, seed: int, offset: int) -> torch.Tensor:
     return mask.bool()
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What scores are and which keys a query sees, of one sequence."""
+
+    scale: float
+    softcap: float = 0.0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    window_signed: bool = False
+    chunk: int = 0
+    prefix: int = 0
+    q_position: int | None = None  # of the first query; None: the last query stands at the last key
+
+    @staticmethod
+    def of(case: Case, **more: Any) -> Rule:
+        return Rule(case.real_scale, case.softcap, case.causal, case.window, case.window_signed, **more)
+
+    def positions(self, nq: int, nk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries [nq, 1] and keys [1, nk]."""
+        offset = nk - nq if self.q_position is None else self.q_position
+        return torch.arange(nq, device=device)[:, None] + offset, torch.arange(nk, device=device)[None, :]
+
+    def seen(self, nq: int, nk: int, device: torch.device) -> torch.Tensor:
+        """bool [nq, nk]"""
+        i, j = self.positions(nq, nk, device)
+        see = in_window(i, j, self.window, self.window_signed)
+        if self.causal:
+            see &= j <= i
+        if self.chunk:
+            see &= i.div(self.chunk, rounding_mode="floor") == j.div(self.chunk, rounding_mode="floor")
+        return (see | (j < self.prefix)) & (j >= HIDDEN_KEYS)
+
+
 def scores(
-    case: Case, q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor | None
+    rule: Rule, q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores [heads, q, k] without a mask, d(score) / d(scaled q . k), and which keys a row sees."""
-    nq, nk = q.shape[0], k.shape[0]
-    s = torch.einsum("qhd,khd->hqk", q, k) * case.real_scale
+    s = torch.einsum("qhd,khd->hqk", q, k) * rule.scale
     slope = torch.ones_like(s)
-    if case.softcap > 0:
-        t = torch.tanh(s / case.softcap)
-        s, slope = case.softcap * t, 1 - t * t
-    i = torch.arange(nq, device=q.device)[:, None] + (nk - nq)
-    j = torch.arange(nk, device=q.device)[None, :]
+    if rule.softcap > 0:
+        t = torch.tanh(s / rule.softcap)
+        s, slope = rule.softcap * t, 1 - t * t
     if slopes is not None:
+        i, j = rule.positions(q.shape[0], k.shape[0], q.device)
         s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs().to(s.dtype)
-    seen = in_window(i, j, case.window, case.window_signed)
-    if case.causal:
-        seen &= j <= i
-    return s, slope, seen
+    return s, slope, rule.seen(q.shape[0], k.shape[0], q.device)
 
 
 def in_window(i: torch.Tensor, j: torch.Tensor, window: tuple[int, int], signed: bool) -> torch.Tensor:
@@ -284,33 +314,60 @@ def softmax(s: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return p, torch.where(some, most + torch.log(total), -math.inf)
 
 
-def reference(
-    case: Case,
+def answers(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the oracle does: in float64, where it takes a fraction of a second. It is one thread of the CPU: for thousands
+    of queries and keys it would take minutes, and PyTorch's float64 on the GPU answers. Nor does it know of hidden keys."""
+    products = q.shape[0] * q.shape[1] * k.shape[0] * q.shape[2]
+    return dtype == torch.float64 and products <= 1 << 22 and HIDDEN_KEYS == 0
+
+
+def ask_oracle(
+    rule: Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
+    keep: torch.Tensor | None, dropout_p: float, dout: torch.Tensor | None = None, dlse: torch.Tensor | None = None,
+) -> oracle.Result:  # fmt: skip
+    """Of one sequence, q [seqlen_q, heads, head_dim]; keep [heads, seqlen_q, seqlen_k], dlse [heads, seqlen_q]."""
+    host = lambda t: None if t is None else t.double().cpu().numpy()
+    problem = oracle.masked(rule.causal, rule.window, rule.chunk, rule.window_signed)
+    sequence = oracle.sequences_of([q.shape[0]], [k.shape[0]], None, None, rule.q_position, rule.prefix)
+    return oracle.attend(
+        host(q), host(k), host(v), sequence, problem, scale=rule.scale, softcap=rule.softcap,
+        alibi_slopes=host(slopes), dropout_p=dropout_p if keep is not None else 0.0,
+        keep=None if keep is None else keep.cpu().numpy()[None], dout=host(dout),
+        dlse=None if dlse is None else host(dlse).T,
+    )  # fmt: skip
+
+
+def attend(
+    rule: Rule,
     q: torch.Tensor,  # [seqlen_q, heads, head_dim] of one sequence
     k: torch.Tensor,
     v: torch.Tensor,
     slopes: torch.Tensor | None = None,  # [heads]
     keep: torch.Tensor | None = None,  # [heads, seqlen_q, seqlen_k]
+    dropout_p: float = 0.0,
     dtype: torch.dtype = torch.float64,
-    stored_weights: torch.Generator | None = None,
+    stored_weights: tuple[torch.dtype, torch.Generator] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [seqlen_q, heads, head_dim_v] and lse [heads, seqlen_q], in plain tensor operations of `dtype`.
 
-    With dtype float64 this is the oracle, with the case's own dtype the comparator. A key that a row
-    does not see contributes nothing, whatever K and V hold there. With `stored_weights` the weights are
-    `with_rounded_weights` of the case's dtype.
+    With dtype float64 this is the reference, of which the oracle gives the small ones, with the case's own dtype the
+    comparator. A key that a row does not see contributes nothing, whatever K and V hold there. With `stored_weights` the
+    weights are `with_rounded_weights`.
     """
-    group = case.heads // case.heads_kv
+    if stored_weights is None and answers(q, k, dtype):
+        found = ask_oracle(rule, q, k, v, slopes, keep, dropout_p)
+        return torch.from_numpy(found.out).to(q.device), torch.from_numpy(found.lse.T.copy()).to(q.device)
+    group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k = k.repeat_interleave(group, dim=1)
     v = v.repeat_interleave(group, dim=1)
-    s, _slope, seen = scores(case, q, k, slopes)
+    s, _slope, seen = scores(rule, q, k, slopes)
     some = seen.any(-1)
     p, lse = softmax(s, seen)
     if stored_weights is not None:
-        p = with_rounded_weights(p, case.dtype, stored_weights)
+        p = with_rounded_weights(p, *stored_weights)
     if keep is not None:
-        p = p * keep.to(dtype) / (1 - case.dropout_p)
+        p = p * keep.to(dtype) / (1 - dropout_p)
     finite = torch.isfinite(v)
     if bool(finite.all()):
         out = torch.einsum("hqk,khd->qhd", p, v)
@@ -324,6 +381,21 @@ def reference(
             )
     out[~some] = 0
     return out, lse
+
+
+def reference(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    stored_weights: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of one sequence of a case."""
+    stored = None if stored_weights is None else (case.dtype, stored_weights)
+    return attend(Rule.of(case), q, k, v, slopes, keep, case.dropout_p, dtype, stored)
 
 
 def reference_backward(
@@ -345,10 +417,15 @@ def reference_backward(
     mean of their gradient as dout . out with out rounded, against gradients of the weights with the errors of float32
     sums. With `rounding`, what is multiplied as the case's dtype, weights and dS, is rounded to it, up or down.
     """
+    rule = Rule.of(case)
+    if stored is None and rounding is None and answers(q, k, dtype):
+        found = ask_oracle(rule, q, k, v, slopes, keep, case.dropout_p, dout, dlse)
+        dq, dk, dv = (torch.from_numpy(x).to(q.device) for x in (found.dq, found.dk, found.dv))
+        return dq, dk, dv
     group = case.heads // case.heads_kv
     q, dout = q.to(dtype), dout.to(dtype)
     k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
-    s, slope, seen = scores(case, q, k, slopes)
+    s, slope, seen = scores(rule, q, k, slopes)
     p, _lse = softmax(s, seen)
     dp = torch.einsum("qhd,khd->hqk", dout, v)
     if stored is not None:

@@ -101,7 +101,10 @@ class Inputs:
         "attention_chunk",
         "window_signed",
     )
-    PER_SEQUENCE = ("seqused_q", "seqused_k", "q_position", "prefix")
+    PER_SEQUENCE = (
+        *("cu_seqlens_q", "cu_seqlens_k"),
+        *("seqused_q", "seqused_k", "q_position", "prefix"),
+    )
 
     def poison_unused(self) -> None:
         """NaN in the rows that are not in use: they are never read."""
@@ -117,7 +120,9 @@ class Inputs:
                     dlse = self.dlse[b] if cu is None else self.dlse[:, cu[b] : cu[b + 1]]
                     dlse[:, count:] = np.nan
 
-    def reference(self, round_to: Any = None, backward: bool = True) -> oracle.Result:
+    def reference(
+        self, round_to: Any = None, backward: bool = True, noise_seed: int = 0
+    ) -> oracle.Result:
         """What the oracle, or with a dtype the comparator, makes of these inputs."""
         options = {
             name: value
@@ -125,40 +130,40 @@ class Inputs:
             if name in (*self.PLAIN, *self.PER_SEQUENCE)
         }
         gradients: dict[str, Any] = {"dout": self.dout, "dlse": self.dlse} if backward else {}
-        cu_q: Array | None = self.options.get("cu_seqlens_q")
-        cu_k: Array | None = self.options.get("cu_seqlens_k")
-        heads = self.q.shape[-2]
-        if cu_q is None or cu_k is None:
-            shape = (self.q.shape[0], heads, self.q.shape[1], self.k.shape[1])
-        else:
-            shape = (len(cu_q) - 1, heads, int(np.diff(cu_q).max()), int(np.diff(cu_k).max()))
         if self.options.get("dropout_p", 0) > 0:
-            options["keep"] = strobe.dropout_mask(
-                *shape,
+            cu_q: Array | None = self.options.get("cu_seqlens_q")
+            cu_k: Array | None = self.options.get("cu_seqlens_k")
+            if cu_q is None or cu_k is None:
+                shape = (self.q.shape[0], self.q.shape[1], self.k.shape[1])
+            else:
+                shape = (len(cu_q) - 1, int(np.diff(cu_q).max()), int(np.diff(cu_k).max()))
+            options["keep"] = oracle.dropout_mask(
+                shape[0],
+                self.q.shape[-2],
+                *shape[1:],
                 dropout_p=self.options["dropout_p"],
-                dropout_seed=self.options.get("dropout_seed", 0),
-                dropout_offset=self.options.get("dropout_offset", 0),
+                seed=self.options.get("dropout_seed", 0),
+                offset=self.options.get("dropout_offset", 0),
             )
-        options["round_to"] = round_to
-        if (cu_q is None or cu_k is None) and options.keys() & set(self.PER_SEQUENCE):
-            return oracle.dense(self.q, self.k, self.v, **gradients, **options)
-        if cu_q is None or cu_k is None:
-            return oracle.attention(self.q, self.k, self.v, **gradients, **options)
-        return oracle.varlen(self.q, self.k, self.v, cu_q, cu_k, **gradients, **options)
+        options |= {"round_to": round_to, "noise_seed": noise_seed}
+        return oracle.attention(self.q, self.k, self.v, **gradients, **options)
+
+    def draws(self, backward: bool = True) -> oracle.Draws:
+        """The comparator's results."""
+        return oracle.Draws(lambda n: self.reference(self.q.dtype, backward, n))
 
     def check_forward(self, out: Array, lse: Array) -> None:
         wanted = self.reference(backward=False)
-        plain = self.reference(self.q.dtype, backward=False)
-        oracle.check("out", out, wanted.out, plain.out, oracle.OUT_FACTOR)
+        oracle.check("out", out, wanted.out, self.draws(backward=False), oracle.OUT_FACTOR)
         oracle.check_lse("lse", lse, wanted.lse, wanted.size)
 
     def check_backward(self, dq: Array, dk: Array, dv: Array) -> None:
         wanted = self.reference()
-        plain = self.reference(self.q.dtype)
+        plain = self.draws()
         alibi = "alibi_slopes" in self.options
         factor = oracle.ALIBI_GRADIENT_FACTOR if alibi else oracle.GRADIENT_FACTOR
         for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
-            oracle.check(name, got, getattr(wanted, name), getattr(plain, name), factor)
+            oracle.check(name, got, getattr(wanted, name), plain, factor)
 
     def check(self, threads: int = 0) -> None:
         """Runs forward and backward into poisoned memory and compares both with the oracle."""

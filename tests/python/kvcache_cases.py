@@ -1,5 +1,4 @@
-"""Random problems with a key-value cache, and what docs/semantics.md says of their results, in
-float64: keys are gathered from the cache in NumPy, and `oracle` attends to them.
+"""Random problems with a key-value cache, and their results held against the oracle.
 
 Rows and pages that are not in use hold NaN, columns of the table without keys hold nonsense.
 """
@@ -186,41 +185,51 @@ class Arrays:
         rows: Array = x[sum(lengths[:b]) : sum(lengths[: b + 1])] if packed else x[b]
         return rows
 
-    def turned(self, x: Array, b: int, moving: bool) -> Array:
-        """Rows of sequence b after the rotary embedding, in float64."""
-        y, half = x.astype(np.float64), self.case.rotary_dim // 2
-        if not half:
-            return y
-        at = self.starts[b] + np.arange(len(x)) * moving
-        cos, sin = (
-            self.arguments[name].astype(np.float64)[at][:, None]
-            for name in ("rotary_cos", "rotary_sin")
-        )
-        if self.arguments.get("rotary_interleaved"):
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        else:
-            first, second = slice(0, half), slice(half, 2 * half)
-        a, c = y[..., first].copy(), y[..., second].copy()
-        y[..., first], y[..., second] = a * cos - c * sin, a * sin + c * cos
-        return y
+    def cache(self) -> oracle.Cache:
+        """The cache as it is now, for the oracle."""
+
+        def flat(x: Array) -> Array:
+            return x.reshape(-1, *x.shape[-2:])
+
+        found, new_begin, given = [], 0, self.arguments
+        longest = max(s.added for s in self.case.sequences)
+        for b, s in enumerate(self.case.sequences):
+            page, row = s.places[: s.used + s.added].T
+            begin = new_begin if self.case.packed_new else b * longest
+            found.append(
+                oracle.CachedSequence(
+                    s.leftpad, s.used, s.added, begin, int(self.starts[b]), page * self.extent + row
+                )
+            )
+            new_begin += s.added
+        cache = oracle.Cache(found, flat(self.k), flat(self.v))
+        if "k_new" in given:
+            cache.k_new, cache.v_new = flat(given["k_new"]), flat(given["v_new"])
+        if "rotary_cos" in given:
+            cache.cosines, cache.sines = given["rotary_cos"], given["rotary_sin"]
+        cache.interleaved = bool(given.get("rotary_interleaved"))
+        return cache
 
     def check_cache(self) -> None:
         """That appended rows are right, and no other byte of the pools changed."""
         eps = float(np.finfo(np.float32).eps) if self.case.dtype == "float32" else 2.0**-7
         eps = 2.0**-10 if self.case.dtype == "float16" else eps
         now = [self.k.copy(), self.v.copy()]
+        all_k, all_v = self.cache().appended() if "k_new" in self.arguments else (None, None)
+        first = 0
         for b, s in enumerate(self.case.sequences):
-            if not s.added:
+            if all_k is None or all_v is None or not s.added:
                 continue
             page, row = s.new_rows.T
-            k_new = self.of_sequence("k_new", self.arguments["k_new"], b)
-            v_new = self.of_sequence("v_new", self.arguments["v_new"], b)
-            wanted = self.turned(k_new, b, moving=True)
+            wanted, v_new = (x[first : first + s.added] for x in (all_k, all_v))
+            first += s.added
             room = 0.5 * eps * np.abs(wanted) + 1e-6
             room[..., self.case.rotary_dim :] = 0
             error = np.abs(self.k[page, row].astype(np.float64) - wanted)
             assert (error <= room).all(), f"appended k of sequence {b}: error {error.max()}"
-            assert np.array_equal(self.v[page, row], v_new), f"appended v of sequence {b}"
+            assert np.array_equal(self.v[page, row].astype(np.float64), v_new), (
+                f"appended v of sequence {b}"
+            )
             for x, y in zip(now, self.before, strict=True):
                 x[page, row] = y[page, row]
         for x, y in zip(now, self.before, strict=True):
@@ -231,33 +240,37 @@ class Arrays:
         """Compares results with the keys that the cache holds after the call."""
         self.check_cache()
         case, options = self.case, self.arguments
-        names = ("causal", "window", "scale", "softcap", "attention_chunk")
-        plain = {name: options[name] for name in names if name in options}
-        window = options.get("window", (-1, -1)) != (-1, -1)
-        moving = bool(options.get("causal") or window or options.get("attention_chunk"))
-        for b, s in enumerate(case.sequences):
-            n = s.used_queries
-            got = self.of_sequence("out", out, b)
-            start = sum(x.queries for x in case.sequences[:b])
-            got_lse = lse[:, start : start + s.queries] if case.packed else lse[b]
-            assert (got[n:] == 0).all(), "out of rows that are not in use"
-            assert (got_lse[:, n:] == -np.inf).all(), "lse of rows that are not in use"
-            more: dict[str, Any] = {"offset": s.keys - n, **plain}
-            if "q_position" in case.given:
-                more["offset"] = int(options["q_position"][b])
-            if "prefix" in case.given:
-                more["prefix"] = int(options["prefix"][b])
-            if case.alibi:
-                more["alibi_slopes"] = options["alibi_slopes"][b]
-            page, row = s.rows.T
-            q = self.turned(self.of_sequence("q", self.q, b)[:n], b, moving)
-            k, v = self.k[page, row][None], self.v[page, row][None]
-            wanted = oracle.attention(q[None], k, v, **more)
-            near = oracle.attention(
-                q.astype(DTYPES[case.dtype])[None], k, v, round_to=DTYPES[case.dtype], **more
+        mask = ("causal", "window", "attention_chunk", "window_signed")
+        problem = oracle.masked(**{name: options[name] for name in mask if name in options})
+        more = {n: options[n] for n in ("scale", "softcap", "alibi_slopes") if n in options}
+        sequences = oracle.sequences_of(
+            [s.queries for s in case.sequences],
+            [0] * len(case.sequences),
+            [s.used_queries for s in case.sequences],
+            None,
+            options.get("q_position"),
+            options.get("prefix"),
+        )
+        q = self.q.reshape(-1, *self.q.shape[-2:])
+        turned, k, v, sequences = self.cache().gathered(q, sequences, problem)
+        wanted = oracle.attend(turned, k, v, sequences, problem, **more)
+        dtype = DTYPES[case.dtype]
+        stored = turned.astype(dtype)
+        near = oracle.Draws(
+            lambda n: oracle.attend(
+                stored, k, v, sequences, problem, round_to=dtype, noise_seed=n, **more
             )
-            oracle.check(f"out of {b}", got[None, :n], wanted.out, near.out, oracle.OUT_FACTOR)
-            oracle.check_lse(f"lse of {b}", got_lse[None, :, :n], wanted.lse, wanted.size)
+        )
+        got = out.reshape(wanted.out.shape)
+        got_lse = lse.T if case.packed else lse.swapaxes(1, 2).reshape(wanted.lse.shape)
+        oracle.check("out", got, wanted.out, near, oracle.OUT_FACTOR)
+        oracle.check_lse("lse", got_lse, wanted.lse, wanted.size)
+        first = 0
+        for s in case.sequences:
+            rest = slice(first + s.used_queries, first + s.queries)
+            first += s.queries
+            assert (got[rest] == 0).all(), "out of rows that are not in use"
+            assert (got_lse[rest] == -np.inf).all(), "lse of rows that are not in use"
 
     def run(self) -> None:
         """Calls strobe.attention_with_kvcache and checks all that it gave and did."""

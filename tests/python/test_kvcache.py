@@ -12,6 +12,7 @@ import strobe
 from strobe import _core
 
 import kvcache_cases
+import oracle
 from cases import DTYPES, Array, normal
 from kvcache_cases import CacheCase, Sequence
 
@@ -248,6 +249,9 @@ def parts_of(
 @pytest.mark.parametrize("packed", [False, True])
 def test_merge(packed: bool, rng: np.random.Generator) -> None:
     given, out, lse = parts_of(rng, packed)
+    if not packed:
+        for x, wanted in zip(oracle.merge(**given), (out, lse), strict=True):
+            np.testing.assert_allclose(x, wanted, atol=2e-6)
     for form in (list, tuple, np.asarray):
         found = strobe.merge(form(given["outs"]), form(given["lses"]))
         np.testing.assert_allclose(found[0], out, atol=2e-6)

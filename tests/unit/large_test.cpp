@@ -59,13 +59,17 @@ void CheckLong(DType dtype, bool causal) {
   const oracle::BackwardResult backward = oracle::Backward(p, q, k, v, dout);
   const oracle::Plain plain = oracle::PlainAttention(p, dtype, q, k, v, &dout, nullptr, 0);
   const oracle::Tensor plain_out = Pick(plain.out, rows);
-  for (const Worst& worst :
-       {Compare("out", Pick(f.out.Read(), rows), Pick(forward.out, rows), {&plain_out}, dtype,
-                kOutFactor),
-        CompareLse(Pick(f.ReadLse(), rows), Pick(forward.lse, rows), Pick(forward.size, rows)),
-        Compare("dq", f.dq.Read(), backward.dq, {&plain.dq}, dtype, kGradientFactor),
-        Compare("dk", f.dk.Read(), backward.dk, {&plain.dk}, dtype, kGradientFactor),
-        Compare("dv", f.dv.Read(), backward.dv, {&plain.dv}, dtype, kGradientFactor)}) {
+  for (const oracle::Worst& worst :
+       {oracle::Compare("out", Pick(f.out.Read(), rows), Pick(forward.out, rows), {&plain_out},
+                        dtype, oracle::kOutFactor),
+        oracle::CompareLse(Pick(f.ReadLse(), rows), Pick(forward.lse, rows),
+                           Pick(forward.size, rows)),
+        oracle::Compare("dq", f.dq.Read(), backward.dq, {&plain.dq}, dtype,
+                        oracle::kGradientFactor),
+        oracle::Compare("dk", f.dk.Read(), backward.dk, {&plain.dk}, dtype,
+                        oracle::kGradientFactor),
+        oracle::Compare("dv", f.dv.Read(), backward.dv, {&plain.dv}, dtype,
+                        oracle::kGradientFactor)}) {
     EXPECT_TRUE(worst.ok) << worst.text
                           << " (rows are counted among the sampled ones for out and lse)";
   }

@@ -210,7 +210,7 @@ TEST(Comparator, IsCloseToTheOracleAndRoundsWhereItShould) {
           {&p.out, &f.out}, {&p.dq, &b.dq}, {&p.dk, &b.dk}, {&p.dv, &b.dv}};
       for (const auto& [plain, truth] : pairs) {
         ASSERT_EQ(plain->data.size(), truth->data.size());
-        const double error = strobe_test::LargestError({plain}, *truth);
+        const double error = oracle::LargestError({plain}, *truth);
         EXPECT_LT(error, 100 * u) << Name(dtype) << " noise " << noise;
         EXPECT_GT(error, u / 4) << Name(dtype) << " noise " << noise;
         if (noise != 0) continue;
@@ -275,8 +275,70 @@ TEST(Numeric, DecodesAndEncodesEveryPattern) {
   EXPECT_EQ(Spacing(DType::kFloat16, 1e-6f), 0x1p-24f);
 }
 
+TEST(Oracle, HalvesMergeToTheWhole) {
+  const Sample s = MakeSample(5, {{0, 4, 0, 7}}, 2, 1, 3, 5);
+  const ForwardResult whole = Forward(s.problem, s.q, s.k, s.v);
+  std::vector<Tensor> outs, lses;
+  for (const Sequence& part : {Sequence{0, 4, 0, 3}, Sequence{0, 4, 3, 4}}) {
+    Problem p = s.problem;
+    p.sequences = {part};
+    const ForwardResult r = Forward(p, s.q, s.k, s.v);
+    outs.push_back(r.out);
+    lses.push_back(r.lse);
+  }
+  outs.push_back(Tensor(4, 2, 5, std::nan("")));  // a part without keys, by either convention
+  lses.push_back(Tensor(4, 2, 1, -kInf));
+  *lses.back().at(2, 0) = kInf;
+  const ForwardResult merged = Merge(outs, lses);
+  for (size_t n = 0; n < whole.out.data.size(); ++n)
+    EXPECT_NEAR(merged.out.data[n], whole.out.data[n], 1e-14);
+  for (size_t n = 0; n < whole.lse.data.size(); ++n)
+    EXPECT_NEAR(merged.lse.data[n], whole.lse.data[n], 1e-14);
+  outs = {outs[2]};
+  lses = {lses[2]};
+  const ForwardResult nothing = Merge(outs, lses);
+  EXPECT_EQ(nothing.out.data, std::vector<double>(nothing.out.data.size(), 0.0));
+  EXPECT_EQ(nothing.lse.data, std::vector<double>(nothing.lse.data.size(), -kInf));
+}
+
+// Keys in pages of two, a left pad, an append and a rotation by a quarter of a circle at
+// position 1.
+TEST(Oracle, CacheInPages) {
+  const int32_t pages[] = {2, 0, 1};
+  CachedSequence sequence{1, 3, 1, 0, 2, {}};  // rows 1 and 2, and row 3 is new
+  for (int64_t n = 0; n < 4; ++n) sequence.rows.push_back(PagedRow(pages, 2, n));
+  EXPECT_EQ(sequence.rows, (std::vector<int64_t>{4, 5, 0, 1}));
+  Cache cache;
+  cache.sequences = {sequence};
+  cache.k = cache.v = Tensor(6, 1, 2);
+  for (size_t n = 0; n < 12; ++n) cache.k.data[n] = cache.v.data[n] = static_cast<double>(n);
+  cache.k_new = cache.v_new = Tensor(1, 1, 2, 3);
+  cache.k_new.data = {1, 2};
+  cache.cosines = Tensor(4, 1, 1, 1);
+  cache.sines = Tensor(4, 1, 1);
+  cache.cosines.data = {1, 0, 0, 1};
+  cache.sines.data = {0, 1, 1, 0};
+  const Appended added = Append(cache);
+  EXPECT_EQ(added.rows, std::vector<int64_t>{1});
+  EXPECT_EQ(added.k.data, (std::vector<double>{-2, 1}));  // turned: its position is 2
+  EXPECT_EQ(added.v.data, (std::vector<double>{3, 3}));
+
+  Problem p;
+  p.head_dim = p.head_dim_v = 2;
+  p.sequences = {{0, 2, 0, 0}};
+  Tensor q(2, 1, 2);
+  q.data = {1, 2, 1, 2};
+  Gathered found = Gather(p, cache, q);
+  EXPECT_EQ(found.k.data, (std::vector<double>{10, 11, 0, 1, 2, 3}));
+  EXPECT_EQ(found.problem.sequences[0].k_length, 3);
+  EXPECT_EQ(found.q.data, (std::vector<double>{-2, 1, -2, 1}));  // all at the first new key
+  p.causal = true;
+  found = Gather(p, cache, q);
+  EXPECT_EQ(found.q.data, (std::vector<double>{-2, 1, 1, 2}));  // each at its own
+}
+
 TEST(Compare, SeesWhatItShould) {
-  using strobe_test::Compare;
+  using oracle::Compare;
   Tensor wanted(2, 1, 2);
   wanted.data = {1, kInf, std::nan(""), 4};
   const Tensor plain = [&] {

@@ -38,6 +38,19 @@ std::vector<uint8_t> Mask(int64_t batch, int64_t heads, int64_t nq, int64_t nk, 
   return mask;
 }
 
+// The oracle draws by the same definition and none of the same code.
+TEST(DropoutMask, IsTheOracles) {
+  for (const float p : {1e-6f, 0.17f, 0.5f, 0.9f, 0.9999999f}) {
+    for (const uint64_t seed : {uint64_t{0}, uint64_t{42}, UINT64_MAX - 5}) {
+      for (const uint64_t offset : {uint64_t{0}, uint64_t{7}, uint64_t{3} << 40 | 11}) {
+        EXPECT_EQ(Mask(2, 3, 5, 21, p, seed, offset),
+                  oracle::DropoutMask(2, 3, 5, 21, p, seed, offset))
+            << p << ' ' << seed << ' ' << offset;
+      }
+    }
+  }
+}
+
 TEST(DropoutMask, PartsAreThoseOfTheWhole) {
   const std::vector<uint8_t> whole = Mask(2, 3, 5, 7, 0.5f, 42, 7);
   const auto bytes = static_cast<int64_t>(whole.size());

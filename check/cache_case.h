@@ -1,0 +1,86 @@
+// Seeded random problems of attention over a KV cache.
+#ifndef STROBE_CHECK_CACHE_CASE_H_
+#define STROBE_CHECK_CACHE_CASE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "numeric.h"
+#include "strobe/strobe.h"
+
+namespace strobe_test {
+
+/// How the cache lies in memory.
+enum class CacheLayout {
+  kRowsFirst,    // [entries, rows, heads, dim], K and V apart
+  kHeadsFirst,   // [entries, heads, rows, dim]
+  kInterleaved,  // one pool [entries, K and V, rows, heads, dim]
+  kDescending    // [entries, rows, heads, dim], K and V apart, the last head first in memory
+};
+
+/// A tensor's place in memory, of a cache besides its layout. Each tensor of a case has its own:
+/// kernels choose by what the least aligned of those that they look at allows.
+struct Spacing {
+  int64_t shift = 0;                                 // elements off 64-byte alignment
+  int64_t pad_batch = 0, pad_row = 0, pad_head = 0;  // unused elements after each entry
+  bool heads_first = false;                          // not of a cache
+  int64_t odd_stride = 0;  // of dimensions with one entry, whose stride means nothing; 0: the true
+};
+
+/// One sequence.
+struct CacheSequence {
+  int64_t queries = 0, used_queries = 0;     // rows of q, and those of them that are in use
+  int64_t leftpad = 0, used = 0, added = 0;  // rows of the cache, as leftpad, seqused_k count; new
+  int64_t q_position = 0, prefix = 0, rotary_position = 0;
+  int64_t entry = 0;           // contiguous
+  std::vector<int32_t> pages;  // paged: the row of the table
+};
+
+struct CacheCase {
+  uint64_t seed = 0;
+  oracle::DType dtype = oracle::DType::kFloat32, out_dtype = oracle::DType::kFloat32;
+  int64_t heads = 1, heads_kv = 1, head_dim = 8, head_dim_v = 8;
+  bool paged = false;
+  CacheLayout layout = CacheLayout::kRowsFirst;
+  int64_t entries = 1, rows = 1;  // of the cache: its entries or pages, and the rows of each
+  int64_t columns = 0, table_stride = 0;  // paged
+  int64_t most_rows = 0;                  // seqlen_k
+  int32_t append = STROBE_APPEND_NONE;
+  int64_t past_q = 0, past_new = 0;  // packed: rows past the end of the last sequence
+  bool varlen = false, with_used_q = false, with_lengths = true, with_leftpad = false;
+  bool with_entries = false, with_q_position = false, with_prefix = false;
+  std::vector<CacheSequence> sequences;
+
+  bool causal = false;
+  int64_t window_left = -1, window_right = -1, chunk = 0;
+  bool window_signed = false;
+  float softcap = 0;
+  int32_t alibi = STROBE_ALIBI_NONE;
+  int64_t rotary_dim = 0, rotary_rows = 0;
+  bool interleaved = false, with_rotary_position = false;
+  bool with_lse = true, batch_invariant = false;
+  int32_t threads = 1;
+  Spacing q, k, v, k_new, v_new, out;                   // of an interleaved pool that of k
+  int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
+
+  int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
+  int64_t queries() const;  // of all sequences, in use or not, and those past their end
+  int64_t added() const;
+  int64_t longest_queries() const;
+  int64_t longest_added() const;
+  /// Whether a query's position in the rotary tables moves with it.
+  bool QueriesMove() const {
+    return causal || window_signed || window_left >= 0 || window_right >= 0 || chunk > 0;
+  }
+  /// The row of the cache [entries, rows] that holds row n of a sequence.
+  int64_t Entry(const CacheSequence& s, int64_t n) const;
+  int64_t Row(int64_t n) const { return paged ? n % rows : n; }
+};
+
+CacheCase GenerateCacheCase(uint64_t seed);
+std::string ToString(const CacheCase& c);
+
+}  // namespace strobe_test
+
+#endif  // STROBE_CHECK_CACHE_CASE_H_

@@ -1,0 +1,455 @@
+#include "cache_fixture.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "comparator.h"
+#include "compare.h"
+#include "fixture.h"
+
+namespace strobe_test {
+
+using oracle::DType;
+using oracle::Rng;
+
+namespace {
+
+// Most draws of the comparator's errors (comparator.h): while a result fails, for these are small.
+constexpr size_t kMostDraws = 24;
+
+const int32_t* PointerTo(const std::vector<int32_t>& values) {
+  return values.empty() ? nullptr : values.data();
+}
+
+void Fill(const Strided& t, Rng& rng) {
+  t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { t.Set(e, rng.Normal()); });
+}
+
+void GiveOddStrides(Strided& t, const Spacing& spacing) {
+  if (spacing.odd_stride == 0) return;
+  if (t.batch <= 1) t.strides.batch = spacing.odd_stride;
+  if (t.rows <= 1) t.strides.seqlen = spacing.odd_stride;
+  if (t.heads <= 1) t.strides.head = spacing.odd_stride;
+}
+
+}  // namespace
+
+Guarded* CacheFixture::Allocate(int64_t elements, DType dtype, int64_t shift) {
+  const int64_t size = oracle::ElementSize(dtype);
+  memory_.push_back(std::make_unique<Guarded>(elements, size, shift * size));
+  return memory_.back().get();
+}
+
+Strided CacheFixture::Place(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
+                            const Spacing& spacing) {
+  Strided t;
+  t.dtype = dtype;
+  t.batch = batch;
+  t.rows = rows;
+  t.heads = heads;
+  t.dim = dim;
+  const int64_t inner = dim + spacing.pad_head;
+  const int64_t outer = (spacing.heads_first ? rows : heads) * inner + spacing.pad_row;
+  const int64_t entry = (spacing.heads_first ? heads : rows) * outer + spacing.pad_batch;
+  t.strides = spacing.heads_first ? strobe_strides{entry, inner, outer, 1}
+                                  : strobe_strides{entry, outer, inner, 1};
+  t.memory = Allocate(batch * t.strides.batch, dtype, spacing.shift);
+  GiveOddStrides(t, spacing);
+  return t;
+}
+
+void CacheFixture::PlaceCache() {
+  const CacheCase& c = case_;
+  const int64_t dims[] = {c.head_dim, c.head_dim_v};
+  Strided* const tensors[] = {&k, &v};
+  Guarded* pool = nullptr;
+  for (int n = 0; n < 2; ++n) {
+    const Spacing& spacing = n == 0 || c.layout == CacheLayout::kInterleaved ? c.k : c.v;
+    Strided& t = *tensors[n];
+    if (c.layout == CacheLayout::kRowsFirst) {
+      t = Place(c.dtype, c.entries, c.rows, c.heads_kv, dims[n], spacing);
+      continue;
+    }
+    const int64_t head = dims[n] + spacing.pad_head, plane = c.rows * c.heads_kv * head;
+    t.dtype = c.dtype;
+    t.batch = c.entries;
+    t.rows = c.rows;
+    t.heads = c.heads_kv;
+    t.dim = dims[n];
+    if (c.layout == CacheLayout::kHeadsFirst) {
+      t.strides = {plane + spacing.pad_batch, head, c.rows * head, 1};
+      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
+    } else if (c.layout == CacheLayout::kDescending) {
+      t.strides = {plane + spacing.pad_batch, c.heads_kv * head, -head, 1};
+      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
+      t.origin = (c.heads_kv - 1) * head;
+    } else {
+      if (!pool) pool = Allocate(c.entries * 2 * plane, c.dtype, spacing.shift);
+      t.memory = pool;
+      t.origin = n * plane;
+      t.strides = {2 * plane, c.heads_kv * head, head, 1};
+    }
+    GiveOddStrides(t, spacing);
+  }
+}
+
+// Values where a sequence has rows, before the append; all else stays NaN. The rows that the append
+// writes may change.
+void CacheFixture::FillCache(Rng& rng) {
+  for (const CacheSequence& s : case_.sequences) {
+    for (int64_t n = s.leftpad; n < s.used + s.added; ++n) {
+      for (const Strided* t : {&k, &v}) {
+        for (int64_t h = 0; h < t->heads; ++h) {
+          for (int64_t d = 0; d < t->dim; ++d) {
+            const int64_t e = t->Index(case_.Entry(s, n), case_.Row(n), h, d);
+            if (n < s.used) {
+              t->Set(e, rng.Normal());
+            } else {
+              t->memory->AllowWrite(e);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void CacheFixture::FillRotary(Rng& rng) {
+  const int64_t pairs = case_.rotary_dim / 2;
+  Spacing spacing;
+  spacing.shift = case_.shift_cos;
+  cosines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, spacing);
+  spacing.shift = case_.shift_sin;
+  sines_ = Place(case_.dtype, 1, case_.rotary_rows, 1, pairs, spacing);
+  cosines_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+    const double angle = rng.Uniform(0, 6.28);
+    cosines_.Set(e, std::cos(angle));
+    sines_.Set(e, std::sin(angle));
+  });
+}
+
+void CacheFixture::SetArrays() {
+  const CacheCase& c = case_;
+  cu_q = {0};
+  cu_new = {0};
+  const auto number = [](int64_t x) { return static_cast<int32_t>(x); };
+  for (const CacheSequence& s : c.sequences) {
+    cu_q.push_back(number(cu_q.back() + s.queries));
+    cu_new.push_back(number(cu_new.back() + s.added));
+    table.insert(table.end(), s.pages.begin(), s.pages.end());
+    used_q.push_back(number(s.used_queries));
+    used_k.push_back(number(s.used));
+    entries.push_back(number(s.entry));
+    leftpad.push_back(number(s.leftpad));
+    q_position.push_back(number(s.q_position));
+    prefix.push_back(number(s.prefix));
+    rotary_position.push_back(number(s.rotary_position));
+  }
+}
+
+CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
+  const int64_t batch = c.varlen ? 1 : c.batch();
+  const int64_t rows = c.varlen ? c.queries() : c.sequences[0].queries;
+  const bool packed = c.append == STROBE_APPEND_PACKED;
+  const int64_t rows_new = packed ? c.added() + c.past_new : c.longest_added();
+  const int64_t batch_new = packed ? 1 : c.batch();
+  q = Place(c.dtype, batch, rows, c.heads, c.head_dim, c.q);
+  out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, c.out);
+  k_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim, c.k_new);
+  v_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim_v, c.v_new);
+  lse = {nullptr, DType::kFloat32, batch, rows, c.heads, 1, 0, {c.heads * rows, 1, rows, 1}};
+  lse.memory = Allocate(batch * rows * c.heads, DType::kFloat32, c.shift_lse);
+  PlaceCache();
+  SetArrays();
+
+  Rng rng(c.seed ^ 0xCAC4Eu);
+  Fill(k_new, rng);
+  Fill(v_new, rng);
+  int64_t first = 0;
+  for (const CacheSequence& s : c.sequences) {  // queries that are not in use stay NaN
+    for (int64_t i = 0; i < s.used_queries; ++i) {
+      const int64_t row = first + i;
+      for (int64_t h = 0; h < c.heads; ++h) {
+        for (int64_t d = 0; d < c.head_dim; ++d) {
+          q.Set(q.Index(rows ? row / rows : 0, rows ? row % rows : 0, h, d), rng.Normal());
+        }
+      }
+    }
+    first += s.queries;
+  }
+  FillCache(rng);
+  FillRotary(rng);
+  const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads : c.batch() * c.heads;
+  for (int64_t n = 0; c.alibi && n < slopes; ++n) {
+    slopes_.push_back(static_cast<float>(std::exp2(-rng.Uniform(1, 8))));
+  }
+  out.AllowWrite();
+  if (c.with_lse) lse.AllowWrite();
+  for (const auto& memory : memory_) memory->Seal();
+}
+
+strobe_problem CacheFixture::Problem() const {
+  const CacheCase& c = case_;
+  strobe_problem p;
+  strobe_problem_init(&p, sizeof p);
+  p.dtype = StrobeDType(c.dtype);
+  p.out_dtype = c.out_dtype == c.dtype ? STROBE_SAME_DTYPE : StrobeDType(c.out_dtype);
+  p.batch = c.batch();
+  p.seqlen_q = c.longest_queries();
+  p.seqlen_k = c.most_rows;
+  p.heads = c.heads;
+  p.heads_kv = c.heads_kv;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
+  p.varlen = c.varlen;
+  if (c.varlen) p.total_q = c.queries();
+  p.causal = c.causal;
+  p.window_left = c.window_left;
+  p.window_right = c.window_right;
+  p.window_signed = c.window_signed;
+  p.attention_chunk = c.chunk;
+  p.softcap = c.softcap;
+  p.alibi = c.alibi;
+  p.threads = c.threads;
+  p.batch_invariant = c.batch_invariant;
+  p.q = q.strides;
+  p.k = k.strides;
+  p.v = v.strides;
+  p.out = out.strides;
+  p.has_seqused_q = c.with_used_q;
+  p.has_seqused_k = c.with_lengths;
+  p.has_q_position = c.with_q_position;
+  p.has_prefix = c.with_prefix;
+  p.has_leftpad = c.with_leftpad;
+  p.has_cache_batch_idx = c.with_entries;
+  p.cache = c.paged ? STROBE_CACHE_PAGED : STROBE_CACHE_CONTIGUOUS;
+  if (c.paged) {
+    p.pages = c.entries;
+    p.page_size = c.rows;
+    p.pages_per_sequence = c.columns;
+    p.block_table_stride = c.table_stride;
+  } else {
+    p.cache_batch = c.entries;
+  }
+  p.append = c.append;
+  if (c.append) {
+    p.seqlen_new = c.longest_added();
+    p.k_new = k_new.strides;
+    p.v_new = v_new.strides;
+  }
+  if (c.append == STROBE_APPEND_PACKED) p.total_new = c.added() + c.past_new;
+  if (c.rotary_dim) {
+    p.rotary_dim = c.rotary_dim;
+    p.rotary_rows = c.rotary_rows;
+    p.rotary_interleaved = c.interleaved;
+    p.has_rotary_position = c.with_rotary_position;
+  }
+  return p;
+}
+
+strobe_forward_args CacheFixture::Args() const {
+  const CacheCase& c = case_;
+  // What has no elements may have no memory: NULL in every other case.
+  const auto pointer = [&](const Strided& t) {
+    return t.empty() && c.seed % 2 ? nullptr : t.pointer();
+  };
+  strobe_forward_args a{};
+  a.struct_size = sizeof a;
+  a.q = pointer(q);
+  a.k = pointer(k);
+  a.v = pointer(v);
+  a.out = pointer(out);
+  a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
+  a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
+  if (c.varlen) a.cu_seqlens_q = cu_q.data();
+  if (c.with_used_q) a.seqused_q = used_q.data();
+  if (c.with_lengths) a.seqused_k = used_k.data();
+  if (c.with_q_position) a.q_position = q_position.data();
+  if (c.with_prefix) a.prefix = prefix.data();
+  if (c.with_leftpad) a.leftpad = leftpad.data();
+  if (c.with_entries) a.cache_batch_idx = entries.data();
+  if (c.paged) a.block_table = PointerTo(table);
+  if (c.append) {
+    a.k_new = pointer(k_new);
+    a.v_new = pointer(v_new);
+  }
+  if (c.append == STROBE_APPEND_PACKED) a.cu_seqlens_k_new = cu_new.data();
+  if (c.rotary_dim) {
+    a.rotary_cos = cosines_.pointer();
+    a.rotary_sin = sines_.pointer();
+    if (c.with_rotary_position) a.rotary_position = rotary_position.data();
+  }
+  return a;
+}
+
+std::string CacheFixture::Run(const Launch& launch) {
+  strobe_forward_args args = Args();
+  const strobe_status status = launch(Problem(), args);
+  if (status != STROBE_OK) {
+    return std::string(strobe_status_name(status)) + ": " + strobe_last_error();
+  }
+  const struct {
+    const char* name;
+    const Strided& tensor;
+  } tensors[] = {{"q", q},     {"k cache", k},    {"v cache", v},  {"k_new", k_new}, {"out", out},
+                 {"lse", lse}, {"cos", cosines_}, {"sin", sines_}, {"v_new", v_new}};
+  for (const auto& t : tensors) {
+    if (std::string wrong = t.tensor.memory->Check(t.name); !wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+// The case as the oracle has it; k and v as they are now.
+oracle::Cache CacheFixture::OracleCache() const {
+  const CacheCase& c = case_;
+  oracle::Cache cache;
+  cache.k = k.Read();
+  cache.v = v.Read();
+  cache.k_new = k_new.Read();
+  cache.v_new = v_new.Read();
+  if (c.rotary_dim) {
+    cache.cosines = cosines_.Read();
+    cache.sines = sines_.Read();
+  }
+  cache.interleaved = c.interleaved;
+  int64_t new_begin = 0, b = 0;
+  for (const CacheSequence& s : c.sequences) {
+    const bool packed = c.append == STROBE_APPEND_PACKED;
+    oracle::CachedSequence sequence{s.leftpad, s.used, s.added,
+                                    packed ? new_begin : b * c.longest_added(), s.rotary_position};
+    for (int64_t n = 0; n < s.used + s.added; ++n) {
+      const bool wanted = n >= s.leftpad;  // pages before may be nonsense
+      sequence.rows.push_back(!wanted   ? -1
+                              : c.paged ? oracle::PagedRow(s.pages.data(), c.rows, n)
+                                        : s.entry * c.rows + n);
+    }
+    cache.sequences.push_back(sequence);
+    new_begin += s.added;
+    ++b;
+  }
+  return cache;
+}
+
+// What the append wrote: values as they were, and turned ones as near as the dtype has them, with
+// room for products in float32.
+std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
+  const oracle::Appended wanted = oracle::Append(cache);
+  for (int64_t n = 0; n < wanted.k.rows; ++n) {
+    const int64_t row = wanted.rows[static_cast<size_t>(n)];
+    for (int64_t h = 0; h < case_.heads_kv; ++h) {
+      for (int64_t d = 0; d < case_.head_dim; ++d) {
+        const double got = cache.k.at(row, h)[d], exact = wanted.k.at(n, h)[d];
+        const double spacing = oracle::Spacing(case_.dtype, static_cast<float>(exact));
+        const double room = d < case_.rotary_dim ? 0.5 * spacing + 1e-6 : 0;
+        if (!(std::fabs(got - exact) <= room)) {
+          return oracle::Describe("appended k", n, h, d, got, exact, room);
+        }
+      }
+      for (int64_t d = 0; d < case_.head_dim_v; ++d) {
+        const double got = cache.v.at(row, h)[d], exact = wanted.v.at(n, h)[d];
+        if (got != exact) return oracle::Describe("appended v", n, h, d, got, exact, 0);
+      }
+    }
+  }
+  return "";
+}
+
+std::string CacheFixture::Judge() const { return JudgeWith(0).errors; }
+
+oracle::Verdict CacheFixture::JudgeWith(double spare) const {
+  const CacheCase& c = case_;
+  const oracle::Cache cache = OracleCache();
+  if (std::string wrong = CheckAppended(cache); !wrong.empty()) return {wrong, HUGE_VAL};
+
+  oracle::Problem p;
+  p.heads = c.heads;
+  p.heads_kv = c.heads_kv;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
+  p.causal = c.causal;
+  p.window_left = c.window_left;
+  p.window_right = c.window_right;
+  p.window_signed = c.window_signed;
+  p.attention_chunk = c.chunk;
+  p.scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
+  p.softcap = c.softcap;
+  int64_t query = 0;
+  for (const CacheSequence& s : c.sequences) {
+    oracle::Sequence sequence{query, s.used_queries};
+    if (c.with_q_position) sequence.q_position = s.q_position;
+    if (c.with_prefix) sequence.prefix = s.prefix;
+    p.sequences.push_back(sequence);
+    query += s.queries;
+  }
+  for (int64_t b = 0; c.alibi && b < c.batch(); ++b) {
+    for (int64_t h = 0; h < c.heads; ++h) {
+      const int64_t at = c.alibi == STROBE_ALIBI_PER_HEAD ? h : b * c.heads + h;
+      p.slopes.push_back(slopes_[static_cast<size_t>(at)]);
+    }
+  }
+
+  const oracle::Gathered dense = oracle::Gather(p, cache, q.Read());
+  const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
+  oracle::Verdict verdict;
+  if (c.with_lse) {
+    // Queries are rounded when they were turned: half a spacing of each of a product's terms.
+    const double rounding = c.rotary_dim == 0            ? 0
+                            : c.dtype == DType::kFloat32 ? 0x1p-24
+                            : c.dtype == DType::kFloat16 ? 0x1p-11
+                                                         : 0x1p-8;
+    const oracle::Worst worst = oracle::CompareWith(
+        "lse", lse.Read(), wanted.lse, DType::kFloat32, [&](int64_t row, int64_t head) {
+          const double size = *wanted.size.at(row, head);
+          return oracle::LseTolerance(size) + rounding * size;
+        });
+    verdict.Add(worst);
+  }
+  // A framework stores the turned queries in their dtype.
+  oracle::Tensor rounded = dense.q;
+  for (double& x : rounded.data) x = oracle::Round(c.dtype, static_cast<float>(x));
+  oracle::Yardstick yardstick(
+      [&](uint64_t noise_seed) {
+        return oracle::PlainAttention(dense.problem, c.dtype, rounded, dense.k, dense.v, nullptr,
+                                      nullptr, noise_seed);
+      },
+      kMostDraws, spare);
+  verdict.Add(yardstick.Check("out", out.Read(), wanted.out, &oracle::Plain::out, c.out_dtype,
+                              oracle::kOutFactor));
+  return verdict;
+}
+
+std::string CacheFixture::Bits(int64_t sequence) const {
+  std::string bits;
+  int64_t first = 0;
+  for (int64_t b = 0; b < sequence; ++b) first += case_.sequences[static_cast<size_t>(b)].queries;
+  const int64_t end = first + case_.sequences[static_cast<size_t>(sequence)].queries;
+  for (const Strided* t : {&out, &lse}) {
+    if (t == &lse && !case_.with_lse) continue;
+    t->ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (row < first || row >= end) return;
+      bits.append(t->memory->bytes() + e * t->memory->element_size(),
+                  static_cast<size_t>(t->memory->element_size()));
+    });
+  }
+  return bits;
+}
+
+CacheFixture::Launch ThroughTheLibrary(std::function<void(strobe_plan&)> edit) {
+  return [edit](const strobe_problem& problem, strobe_forward_args& args) {
+    strobe_plan plan;
+    plan.struct_size = sizeof plan;
+    if (const strobe_status s = strobe_plan_make(&problem, &plan); s != STROBE_OK) return s;
+    if (edit) edit(plan);
+    Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
+    workspace.Seal();
+    args.workspace = workspace.bytes();
+    args.workspace_bytes = plan.workspace_bytes;
+    const strobe_status status = strobe_forward(&plan, &args);
+    if (status == STROBE_OK && !workspace.CheckZones("workspace").empty()) {
+      return STROBE_INTERNAL_ERROR;
+    }
+    return status;
+  };
+}
+
+}  // namespace strobe_test

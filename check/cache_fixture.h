@@ -1,0 +1,69 @@
+// One problem over a KV cache with all of its tensors in guarded memory: rows and pages that are
+// not in use hold NaN, and no byte may change but new rows, out and lse.
+#ifndef STROBE_CHECK_CACHE_FIXTURE_H_
+#define STROBE_CHECK_CACHE_FIXTURE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache_case.h"
+#include "compare.h"
+#include "guarded.h"
+#include "oracle.h"
+
+namespace strobe_test {
+
+class CacheFixture {
+ public:
+  /// Runs a problem: the library through the C ABI, or whatever stands for it.
+  using Launch = std::function<strobe_status(const strobe_problem&, strobe_forward_args&)>;
+
+  explicit CacheFixture(const CacheCase& c);
+
+  strobe_problem Problem() const;
+  strobe_forward_args Args() const;
+
+  /// Launches once. "" or what went wrong: a failing status, memory written that should not be, an
+  /// element of an output that was not.
+  std::string Run(const Launch& launch);
+  /// After Run: "" when the appended rows, out and lse agree with the oracle over the gathered
+  /// cache.
+  std::string Judge() const;
+  /// The same, and how near it was. spare: as Yardstick has it.
+  oracle::Verdict JudgeWith(double spare) const;
+  std::vector<std::span<std::byte>> Memory() const { return WholeOf(memory_); }
+  /// The bits of out and lse of one sequence.
+  std::string Bits(int64_t sequence) const;
+
+  const CacheCase& c() const { return case_; }
+
+  Strided q, k, v, k_new, v_new, out, lse;
+  std::vector<int32_t> table, cu_q, cu_new, used_q, used_k, entries, leftpad, q_position, prefix,
+      rotary_position;
+
+ private:
+  Guarded* Allocate(int64_t elements, oracle::DType dtype, int64_t shift);
+  Strided Place(oracle::DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
+                const Spacing& spacing);
+  void PlaceCache();
+  void FillCache(oracle::Rng& rng);
+  void FillRotary(oracle::Rng& rng);
+  void SetArrays();
+  oracle::Cache OracleCache() const;
+  std::string CheckAppended(const oracle::Cache& cache) const;
+
+  CacheCase case_;
+  std::vector<std::unique_ptr<Guarded>> memory_;
+  Strided cosines_, sines_;
+  std::vector<float> slopes_;
+};
+
+/// Through strobe_plan_make and strobe_forward, with a workspace of the caller's between red zones.
+/// edit: called with the plan before the launch, to take another kernel.
+CacheFixture::Launch ThroughTheLibrary(std::function<void(strobe_plan&)> edit = {});
+
+}  // namespace strobe_test
+
+#endif  // STROBE_CHECK_CACHE_FIXTURE_H_

@@ -1,0 +1,425 @@
+#include "fixture.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace strobe_test {
+namespace {
+
+strobe_strides Given(const Layout& layout, const Strided& t) {
+  return layout.defaulted ? strobe_strides{0, 0, 0, 0} : t.strides;
+}
+
+}  // namespace
+
+int32_t StrobeDType(oracle::DType dtype) {
+  switch (dtype) {
+    case oracle::DType::kFloat32:
+      return STROBE_FLOAT32;
+    case oracle::DType::kBFloat16:
+      return STROBE_BFLOAT16;
+    case oracle::DType::kFloat16:
+      return STROBE_FLOAT16;
+  }
+  return -1;
+}
+
+std::vector<oracle::Sequence> Sequences(const Case& c) {
+  std::vector<oracle::Sequence> sequences;
+  int64_t at_q = 0, at_k = 0;
+  for (size_t b = 0; b < c.seqlens_q.size(); ++b) {
+    oracle::Sequence s{at_q, c.seqlens_q[b], at_k, c.seqlens_k[b]};
+    if (c.has_seqused_q) s.q_length = c.arrays.seqused_q[b];
+    if (c.has_seqused_k) s.k_length = c.arrays.seqused_k[b];
+    if (c.has_q_position) s.q_position = c.arrays.q_position[b];
+    // Of the keys in use: a longer prefix is all of them.
+    if (c.has_prefix) s.prefix = c.arrays.prefix[b];
+    sequences.push_back(s);
+    at_q += c.seqlens_q[b];
+    at_k += c.seqlens_k[b];
+  }
+  return sequences;
+}
+
+Fixture::Fixture(const Case& c) : case_(c) {
+  const int64_t rows_q = c.varlen ? c.rows_q() : c.seqlens_q[0],
+                rows_k = c.varlen ? c.rows_k() : c.seqlens_k[0];
+  q = Place(case_.q, rows_q, c.heads, c.head_dim);
+  k = Place(case_.k, rows_k, c.heads_kv, c.head_dim);
+  v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v);
+  out = Place(case_.out, rows_q, c.heads, c.head_dim_v);
+  dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v);
+  dq = Place(case_.dq, rows_q, c.heads, c.head_dim);
+  dk = Place(case_.dk, rows_k, c.heads_kv, c.head_dim);
+  dv = Place(case_.dv, rows_k, c.heads_kv, c.head_dim_v);
+  if (c.packing == Packing::kQkv) {
+    Pack({&q, &k, &v}, c.q);
+    Pack({&dq, &dk, &dv}, c.dq);
+    case_.q.defaulted = case_.dq.defaulted = false;
+  } else if (c.packing == Packing::kKv) {
+    Pack({&k, &v}, c.k);
+    Pack({&dk, &dv}, c.dk);
+  }
+  if (c.packing != Packing::kSeparate) {
+    case_.k.defaulted = case_.v.defaulted = case_.dk.defaulted = case_.dv.defaulted = false;
+  }
+  lse_ = PlaceRows();
+  dlse_ = PlaceRows();
+
+  oracle::Rng rng(c.seed ^ 0x5EEDF111u);
+  Fill(q, c.size_qk, rng);
+  Fill(k, c.size_qk, rng);
+  Fill(v, c.size_v, rng);
+  Fill(dout, c.size_dout, rng);
+  Fill(dlse_, c.size_dout, rng);
+  if (c.constant_keys) {
+    k.ForEach(
+        [&](int64_t, int64_t, int64_t d, int64_t e) { k.Set(e, 0.01 * static_cast<double>(d)); });
+  }
+  if (c.special != Special::kNone) PutSpecials(rng);
+  PoisonUnused();
+  const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads
+                         : c.alibi                        ? c.batch() * c.heads
+                                                          : 0;
+  for (int64_t i = 0; i < slopes; ++i) {
+    slopes_.push_back(
+        static_cast<float>(std::exp2(-rng.Uniform(0, 8)) * (rng.Chance(0.1) ? -1 : 1)));
+  }
+  cu_q_ = cu_k_ = {0};
+  for (size_t b = 0; b < c.seqlens_q.size(); ++b) {
+    cu_q_.push_back(static_cast<int32_t>(cu_q_.back() + c.seqlens_q[b]));
+    cu_k_.push_back(static_cast<int32_t>(cu_k_.back() + c.seqlens_k[b]));
+  }
+}
+
+Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift) {
+  memory_.push_back(std::make_unique<Guarded>(elements, element_size, shift * element_size));
+  return memory_.back().get();
+}
+
+Strided Fixture::Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim) {
+  Strided t;
+  t.dtype = case_.dtype;
+  t.batch = case_.varlen ? 1 : case_.batch();
+  t.rows = rows;
+  t.heads = heads;
+  t.dim = dim;
+  const int64_t sizes[3] = {t.batch, t.rows, t.heads};
+  int64_t* const strides[3] = {&t.strides.batch, &t.strides.seqlen, &t.strides.head};
+  t.strides.dim = 1;
+
+  int64_t span = dim;
+  for (int i = 2; i >= 0; --i) {
+    const int dimension = layout.order[i];
+    const int64_t step = layout.broadcast[dimension] ? 0 : span + layout.pad[dimension];
+    if (step) span = step * std::max<int64_t>(sizes[dimension], 1);
+    *strides[dimension] = layout.negative[dimension] ? -step : step;
+    if (layout.negative[dimension]) t.origin += step * (std::max<int64_t>(sizes[dimension], 1) - 1);
+    if (sizes[dimension] <= 1 && !layout.defaulted) *strides[dimension] = layout.odd_stride;
+  }
+  if (case_.varlen && !layout.defaulted) t.strides.batch = layout.odd_stride;
+  t.memory = Allocate(t.empty() ? 0 : span, oracle::ElementSize(t.dtype), layout.shift);
+  return t;
+}
+
+// Lays the tensors side by side in each row: [batch, rows, all columns of all heads].
+void Fixture::Pack(const std::vector<Strided*>& tensors, const Layout& layout) {
+  int64_t columns = 0;
+  for (const Strided* t : tensors) columns += t->heads * t->dim;
+  const int64_t batch = tensors[0]->batch, rows = tensors[0]->rows, row = columns + layout.pad[1];
+  Guarded* const memory =
+      Allocate(batch * rows * row, oracle::ElementSize(case_.dtype), layout.shift);
+  int64_t at = 0;
+  for (Strided* t : tensors) {
+    t->memory = memory;
+    t->origin = at;
+    t->strides = {rows * row, row, t->dim, 1};
+    at += t->heads * t->dim;
+  }
+}
+
+// float32 [batch, heads, seqlen_q], or [heads, total_q]: as a Strided with batch 1 where varlen.
+Strided Fixture::PlaceRows() {
+  Strided t;
+  t.batch = case_.varlen ? 1 : case_.batch();
+  t.rows = case_.varlen ? case_.rows_q() : case_.seqlens_q[0];
+  t.heads = case_.heads;
+  t.dim = 1;
+  t.strides = {t.heads * t.rows, 1, t.rows, 1};
+  t.memory = Allocate(t.batch * t.heads * t.rows, 4, 0);
+  return t;
+}
+
+void Fixture::Fill(const Strided& t, double size, oracle::Rng& rng) const {
+  t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { t.Set(e, size * rng.Normal()); });
+}
+
+void Fixture::PutSpecials(oracle::Rng& rng) const {
+  const double inf = HUGE_VAL;
+  const Strided* const inputs[] = {&q, &k, &v, &dout};
+  const int64_t count = rng.Integer(1, 4);
+  for (int64_t n = 0; n < count; ++n) {
+    // Of dout only NaN: with infinities, dout . out differs from the mean of the weights' gradients
+    // that it stands for.
+    const Strided& t = *inputs[rng.Integer(0, case_.special == Special::kNan ? 3 : 2)];
+    const int64_t b = rng.Integer(0, 1'000'000), row = rng.Integer(0, 1'000'000),
+                  head = rng.Integer(0, 1'000'000);
+    const int64_t d = rng.Integer(0, t.dim - 1);
+    const double x = case_.special == Special::kNan ? std::nan("") : rng.Chance(0.5) ? inf : -inf;
+    if (!t.empty()) t.Set(t.Index(b % t.batch, row % t.rows, head % t.heads, d), x);
+  }
+}
+
+// NaN in the inputs' rows that are not in use, but where broadcasting makes a row stand for others.
+void Fixture::PoisonUnused() const {
+  const std::vector<oracle::Sequence> sequences = Sequences(case_);
+  const auto poison = [&](const Strided& t, const Layout& layout, bool of_q) {
+    if (layout.broadcast[0] || layout.broadcast[1]) return;
+    std::vector<bool> used(static_cast<size_t>(t.batch * t.rows), false);
+    for (const oracle::Sequence& s : sequences) {
+      const int64_t begin = of_q ? s.q_begin : s.k_begin;
+      std::fill_n(used.begin() + begin, of_q ? s.q_length : s.k_length, true);
+    }
+    t.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (!used[static_cast<size_t>(row)]) t.Set(e, std::nan(""));
+    });
+  };
+  if (case_.has_seqused_q || case_.past_q > 0) {
+    poison(q, case_.q, true);
+    poison(dout, case_.dout, true);
+    poison(dlse_, {}, true);
+  }
+  if (case_.has_seqused_k || case_.past_k > 0) {
+    poison(k, case_.k, false);
+    poison(v, case_.v, false);
+  }
+}
+
+strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
+  const Case& c = case_;
+  strobe_problem p;
+  strobe_problem_init(&p, sizeof p);
+  p.direction = direction;
+  p.dtype = StrobeDType(c.dtype);
+  p.batch = c.batch();
+  p.seqlen_q = c.longest_q() + c.slack_q;
+  p.seqlen_k = c.longest_k() + c.slack_k;
+  p.heads = c.heads;
+  p.heads_kv = c.fields_defaulted && c.heads_kv == c.heads ? 0 : c.heads_kv;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.fields_defaulted && c.head_dim_v == c.head_dim ? 0 : c.head_dim_v;
+  p.varlen = c.varlen;
+  if (c.varlen) {
+    p.total_q = c.rows_q();
+    p.total_k = c.rows_k();
+  }
+  strobe::copy_options(c, p);
+  if (direction == STROBE_FORWARD) p.has_dlse = 0;
+  p.q = Given(c.q, q);
+  p.k = Given(c.k, k);
+  p.v = Given(c.v, v);
+  p.out = Given(c.out, out);
+  if (direction == STROBE_BACKWARD) {
+    p.dout = Given(c.dout, dout);
+    p.dq = Given(c.dq, dq);
+    p.dk = Given(c.dk, dk);
+    p.dv = Given(c.dv, dv);
+  }
+  return p;
+}
+
+strobe_forward_args Fixture::ForwardArgs() const {
+  // What has no elements may have no memory: NULL in every other case.
+  const auto pointer = [&](const Strided& t) {
+    return t.empty() && case_.seed % 2 ? nullptr : t.pointer();
+  };
+  strobe_forward_args a{};
+  a.struct_size = sizeof a;
+  a.q = pointer(q);
+  a.k = pointer(k);
+  a.v = pointer(v);
+  a.out = pointer(out);
+  a.lse = static_cast<float*>(pointer(lse_));
+  a.cu_seqlens_q = case_.varlen ? cu_q_.data() : nullptr;
+  a.cu_seqlens_k = case_.varlen ? cu_k_.data() : nullptr;
+  a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
+  a.dropout_seed = case_.dropout_seed;
+  a.dropout_offset = case_.dropout_offset;
+  strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
+    return values.empty() ? nullptr : values.data();
+  });
+  return a;
+}
+
+strobe_backward_args Fixture::BackwardArgs() const {
+  const auto pointer = [&](const Strided& t) {
+    return t.empty() && case_.seed % 2 ? nullptr : t.pointer();
+  };
+  const strobe_forward_args f = ForwardArgs();
+  strobe_backward_args a{};
+  a.struct_size = sizeof a;
+  a.q = f.q;
+  a.k = f.k;
+  a.v = f.v;
+  a.out = f.out;
+  a.lse = f.lse;
+  a.dout = pointer(dout);
+  a.dlse = case_.has_dlse ? static_cast<float*>(pointer(dlse_)) : nullptr;
+  a.dq = pointer(dq);
+  a.dk = pointer(dk);
+  a.dv = pointer(dv);
+  a.cu_seqlens_q = f.cu_seqlens_q;
+  a.cu_seqlens_k = f.cu_seqlens_k;
+  a.alibi_slopes = f.alibi_slopes;
+  a.dropout_seed = f.dropout_seed;
+  a.dropout_offset = f.dropout_offset;
+  strobe::map_arrays(f, a, [](const int32_t* values) { return values; });
+  return a;
+}
+
+namespace {
+
+// Plans and launches with a workspace that is poison inside and watched around.
+template <typename Args, typename Launch>
+std::string PlanAndLaunch(const char* name, const strobe_problem& problem, Args args,
+                          bool own_workspace, const std::function<void(strobe_plan&)>& edit,
+                          Launch launch) {
+  strobe_plan plan;
+  plan.struct_size = sizeof plan;
+  strobe_status status = strobe_plan_make(&problem, &plan);
+  if (status != STROBE_OK) return std::string(name) + " plan: " + strobe_last_error();
+  if (edit) edit(plan);
+  Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
+  workspace.Seal();
+  if (!own_workspace) {
+    args.workspace = workspace.bytes();
+    args.workspace_bytes = plan.workspace_bytes;
+  }
+  status = launch(&plan, &args);
+  if (status != STROBE_OK) return std::string(name) + ": " + strobe_last_error();
+  return workspace.CheckZones(std::string(name) + " workspace");
+}
+
+}  // namespace
+
+std::string Fixture::Forward(bool with_lse) {
+  return Forward(
+      [this](const strobe_problem& problem, const strobe_forward_args& args) {
+        return PlanAndLaunch("forward", problem, args, case_.own_workspace, edit_plan,
+                             strobe_forward);
+      },
+      with_lse);
+}
+
+std::string Fixture::Forward(const ForwardLaunch& launch, bool with_lse) {
+  Seal();
+  out.AllowWrite();
+  strobe_forward_args args = ForwardArgs();
+  if (with_lse) {
+    lse_.AllowWrite();
+  } else {
+    args.lse = nullptr;
+  }
+  const std::string error = launch(MakeProblem(STROBE_FORWARD), args);
+  return error.empty() ? CheckMemory("forward") : error;
+}
+
+std::string Fixture::Backward() {
+  return Backward([this](const strobe_problem& problem, const strobe_backward_args& args) {
+    return PlanAndLaunch("backward", problem, args, case_.own_workspace, edit_plan,
+                         strobe_backward);
+  });
+}
+
+std::string Fixture::Backward(const BackwardLaunch& launch) {
+  Seal();
+  dq.AllowWrite();
+  dk.AllowWrite();
+  dv.AllowWrite();
+  const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
+  return error.empty() ? CheckMemory("backward") : error;
+}
+
+void Fixture::Poison(strobe_direction direction) {
+  const auto poison = [](const Strided& t) {
+    t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+      char* const at = static_cast<char*>(t.memory->at(e));
+      for (int64_t i = 0; i < t.memory->element_size(); i += 2) std::memcpy(at + i, &kPoison, 2);
+    });
+  };
+  if (direction == STROBE_FORWARD) {
+    poison(out);
+    poison(lse_);
+  } else {
+    poison(dq);
+    poison(dk);
+    poison(dv);
+  }
+}
+
+void Fixture::Seal() {
+  for (const auto& m : memory_) m->Seal();
+}
+
+std::string Fixture::CheckMemory(const char* call) {
+  const auto name = [&](const Guarded* m) -> std::string {
+    const std::pair<const char*, const Strided*> all[] = {
+        {"q", &q},   {"k", &k},   {"v", &v},   {"out", &out},  {"dout", &dout},
+        {"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"lse", &lse_}, {"dlse", &dlse_}};
+    for (const auto& [label, t] : all) {
+      if (t->memory == m) return std::string(call) + ": memory of " + label;
+    }
+    return std::string(call) + ": unused memory";
+  };
+  for (const auto& m : memory_) {
+    const std::string error = m->Check(name(m.get()));
+    if (!error.empty()) return error;
+    m->ForbidWrites();
+  }
+  return "";
+}
+
+oracle::Problem Fixture::OracleProblem() const {
+  const Case& c = case_;
+  oracle::Problem p;
+  p.sequences = Sequences(c);
+  p.heads = c.heads;
+  p.heads_kv = c.heads_kv;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
+  strobe::copy_options(c, p);
+  p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(c.head_dim))
+                                : static_cast<double>(c.scale);
+  for (int64_t b = 0; c.alibi && b < c.batch(); ++b) {
+    const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
+    p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
+  }
+  if (c.dropout_p > 0) {
+    p.keep_rows = c.longest_q();
+    p.keep_columns = c.longest_k();
+    p.keep = oracle::DropoutMask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p,
+                                 c.dropout_seed, c.dropout_offset);
+  }
+  return p;
+}
+
+oracle::Tensor Fixture::ReadRows(const Strided& t) const { return t.Read(); }
+
+std::string Fixture::Bits(const Strided& t) {
+  std::string bits;
+  const int64_t size = t.memory->element_size();
+  t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+    bits.append(static_cast<const char*>(t.memory->at(e)), static_cast<size_t>(size));
+  });
+  return bits;
+}
+
+void Fixture::RestoreLse(const std::string& bits) const {
+  size_t at = 0;
+  lse_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+    std::memcpy(lse_.memory->at(e), bits.data() + at, 4);
+    at += 4;
+  });
+}
+
+}  // namespace strobe_test

@@ -1,0 +1,76 @@
+// Seeded random problems over the whole feature space.
+#ifndef STROBE_CHECK_PROBLEM_GEN_H_
+#define STROBE_CHECK_PROBLEM_GEN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/options.h"
+#include "numeric.h"
+#include "strobe/strobe.h"
+
+namespace strobe_test {
+
+/// How one tensor lies in memory.
+struct Layout {
+  bool defaulted = true;  // contiguous, asked for by strides of zero
+  // Else: dimensions from the outermost to the innermost, as a permutation of 0 batch, 1 seqlen, 2
+  // head.
+  int order[3] = {0, 1, 2};
+  int64_t pad[3] = {0, 0, 0};                 // unused elements after each entry of the dimension
+  bool broadcast[3] = {false, false, false};  // stride 0; inputs only
+  bool negative[3] = {false, false, false};
+  int64_t odd_stride = 0;  // of dimensions with one entry, where the stride means nothing
+  int64_t shift = 0;       // elements by which the tensor stands off 64-byte alignment
+};
+
+enum class Packing { kSeparate, kQkv, kKv };
+
+/// Values that are put at random places of an input.
+enum class Special { kNone, kNan, kInfinity };
+
+/// The problem's options are those of core/options.def.
+struct Case : strobe::Options {
+  Case() { threads = 1; }
+
+  uint64_t seed = 0;  // of this case: generates it again, and its values
+
+  oracle::DType dtype = oracle::DType::kFloat32;
+  int64_t heads = 1, heads_kv = 1, head_dim = 1, head_dim_v = 1;
+  bool varlen = false;
+  std::vector<int64_t> seqlens_q, seqlens_k;  // one for each sequence; all the same unless varlen
+  int64_t slack_q = 0,
+          slack_k = 0;  // varlen: by how much the given longest lengths exceed the true ones
+
+  int64_t past_q = 0, past_k = 0;  // varlen: rows past the end of the last sequence
+
+  uint64_t dropout_seed = 0, dropout_offset = 0;
+  /// One number a sequence, where the case has the array. What the rows that are not in use hold
+  /// must not matter: NaN, where the memory is no other row's too.
+  strobe::ArraysOf<std::vector<int32_t>> arrays;
+  bool own_workspace = false;     // the library's own, else the caller's
+  bool without_lse = false;       // run forward a second time, with lse = NULL
+  bool fields_defaulted = false;  // heads_kv and head_dim_v left at 0 where that means the same
+
+  Packing packing = Packing::kSeparate;
+  Layout q, k, v, out, dout, dq, dk, dv;
+  double size_qk = 1, size_v = 1, size_dout = 1;  // standard deviations
+  bool constant_keys = false;                     // all keys alike: all weights of a row are equal
+  Special special = Special::kNone;
+
+  int64_t batch() const { return static_cast<int64_t>(seqlens_q.size()); }
+  int64_t longest_q() const;
+  int64_t longest_k() const;
+  int64_t rows_q() const;  // of all sequences together, and those past their end
+  int64_t rows_k() const;
+  /// Multiplications of one of the five matrix products, unmasked.
+  int64_t Work() const;
+};
+
+Case GenerateCase(uint64_t seed);
+std::string ToString(const Case& c);
+
+}  // namespace strobe_test
+
+#endif  // STROBE_CHECK_PROBLEM_GEN_H_

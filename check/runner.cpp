@@ -1,0 +1,132 @@
+#include "runner.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+#include <vector>
+
+#include "comparator.h"
+#include "compare.h"
+
+namespace strobe_test {
+namespace {
+
+// How often the comparator's errors are drawn at most. The largest of few values is a matter of
+// luck, and when scores are large, most weights are 0 or 1 and only a few rows have an error at
+// all. So: often where that is cheap.
+size_t MostDraws(const Case& c) {
+  constexpr int64_t kWork = 2'500'000;
+  return static_cast<size_t>(std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1),
+                                                 c.Work() < 4 * kWork ? 2 : 1, 24));
+}
+
+// Holds the results of a fixture against the oracle. The comparator is most of a test's time.
+class Judge {
+ public:
+  explicit Judge(const Fixture& f, bool backward = true, double spare = 0)
+      : f_(f),
+        problem_(f.OracleProblem()),
+        q_(f.q.Read()),
+        k_(f.k.Read()),
+        v_(f.v.Read()),
+        dout_(f.dout.Read()),
+        dlse_(f.ReadDlse()),
+        backward_(backward),
+        yardstick_(
+            [this](uint64_t noise_seed) {
+              return oracle::PlainAttention(problem_, f_.c().dtype, q_, k_, v_,
+                                            backward_ ? &dout_ : nullptr,
+                                            backward_ ? dlse() : nullptr, noise_seed);
+            },
+            MostDraws(f.c()), spare) {}
+
+  void Forward(oracle::Verdict& verdict) {
+    const oracle::ForwardResult wanted = oracle::Forward(problem_, q_, k_, v_);
+    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, oracle::kOutFactor, verdict);
+    verdict.Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size));
+  }
+
+  void Backward(oracle::Verdict& verdict) {
+    const oracle::BackwardResult wanted = oracle::Backward(problem_, q_, k_, v_, dout_, dlse());
+    const double factor = f_.c().alibi ? oracle::kAlibiGradientFactor : oracle::kGradientFactor;
+    Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, factor, verdict);
+    Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, factor, verdict);
+    Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, factor, verdict);
+  }
+
+ private:
+  const oracle::Tensor* dlse() const { return f_.c().has_dlse ? &dlse_ : nullptr; }
+
+  void Check(const char* name, const oracle::Tensor& got, const oracle::Tensor& wanted,
+             oracle::Tensor oracle::Plain::*which, double factor, oracle::Verdict& verdict) {
+    verdict.Add(yardstick_.Check(name, got, wanted, which, f_.c().dtype, factor));
+  }
+
+  const Fixture& f_;
+  const oracle::Problem problem_;
+  const oracle::Tensor q_, k_, v_, dout_, dlse_;
+  const bool backward_;
+  oracle::Yardstick yardstick_;
+};
+
+}  // namespace
+
+oracle::Verdict JudgeForward(const Fixture& f, double spare) {
+  oracle::Verdict verdict;
+  Judge(f, false, spare).Forward(verdict);
+  return verdict;
+}
+oracle::Verdict JudgeBoth(const Fixture& f, double spare) {
+  oracle::Verdict verdict;
+  Judge judge(f, true, spare);
+  judge.Forward(verdict);
+  judge.Backward(verdict);
+  return verdict;
+}
+std::string CompareForward(const Fixture& f) { return JudgeForward(f).errors; }
+std::string CompareBackward(const Fixture& f) {
+  oracle::Verdict verdict;
+  Judge(f).Backward(verdict);
+  return verdict.errors;
+}
+
+std::string RunCase(const Case& c, const std::function<void(Fixture&)>& edit) {
+  Fixture f(c);
+  if (edit) edit(f);
+  std::string error = f.Forward(), errors;
+  if (!error.empty()) return "  " + error + "\n";
+  if (c.without_lse) {
+    const std::string with = Fixture::Bits(f.out), lse = f.LseBits();
+    f.Poison(STROBE_FORWARD);
+    error = f.Forward(false);
+    if (!error.empty()) errors += "  without lse: " + error + "\n";
+    if (Fixture::Bits(f.out) != with) errors += "  out differs when lse is not wanted\n";
+    f.RestoreLse(lse);
+  }
+  error = f.Backward();
+  if (!error.empty()) return errors + CompareForward(f) + "  " + error + "\n";
+  return errors + JudgeBoth(f).errors;
+}
+
+bool ForcedIsaAvailable(std::string* problem) {
+  const char* const forced = std::getenv("STROBE_CPU_ISA");
+  if (!forced || !*forced) return true;
+  strobe_machine machine;
+  machine.struct_size = sizeof machine;
+  if (strobe_machine_info(&machine) != STROBE_OK) {
+    *problem = strobe_last_error();
+    return true;
+  }
+  std::istringstream names(machine.cpu_isas);
+  for (std::string name; names >> name;) {
+    if (name != forced) continue;
+    if (name != machine.cpu_isa) {
+      *problem =
+          "STROBE_CPU_ISA = " + name + " is available here, but " + machine.cpu_isa + " is in use";
+    }
+    return true;
+  }
+  return false;
+}
+
+}  // namespace strobe_test

@@ -1,0 +1,49 @@
+// Launches of a fixture's problem (check/) on a device: what lies in the host's memory is copied
+// there and back.
+#ifndef STROBE_CLI_ON_DEVICE_H_
+#define STROBE_CLI_ON_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strobe/strobe.h"
+#include "strobe/strobe.hpp"
+
+namespace strobe::cli {
+
+class OnDevice {
+ public:
+  // threads: 0: the problem's own.
+  OnDevice(Device device, int64_t threads) : device_(device), threads_(threads) {}
+
+  // Plans and launches with a workspace between red zones. "" or what went wrong; throws UserError
+  // where the device refuses. memory: all that the arguments' tensors lie in.
+  std::string Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
+                  strobe_forward_args args);
+  std::string Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
+                  strobe_backward_args args);
+
+  // Whether some kernel of the device takes the problem.
+  bool Takes(strobe_problem problem) const;
+
+  // How many launches each kernel did.
+  const std::map<std::string, int64_t>& kernels() const { return kernels_; }
+
+ private:
+  strobe_problem On(strobe_problem problem) const;
+  template <typename Args, typename Launch>
+  std::string RunWith(const std::vector<std::span<std::byte>>& memory,
+                      const strobe_problem& problem, Args args, Launch launch);
+
+  Device device_;
+  int64_t threads_;
+  std::map<std::string, int64_t> kernels_;
+};
+
+}  // namespace strobe::cli
+
+#endif  // STROBE_CLI_ON_DEVICE_H_
