@@ -40,7 +40,16 @@ def named_files() -> list[str]:
 
 @pytest.mark.parametrize("name", named_files())
 def test_a_file_that_is_named_is_here(name: str) -> None:
-    folders = ["", "check", "oracle", "tests", "tests/unit", "tests/python", "tests/gpu", "src/cuda"]
+    folders = [
+        "",
+        "check",
+        "oracle",
+        "tests",
+        "tests/unit",
+        "tests/python",
+        "tests/gpu",
+        "src/cuda",
+    ]
     assert any(list((ROOT / folder).glob(name)) for folder in folders), name
 
 
