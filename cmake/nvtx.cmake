@@ -21,11 +21,14 @@ if(NOT STROBE_NVTX_INCLUDE_DIR)
     message(FATAL_ERROR "STROBE_NVTX=ON, but nvtx3/nvToolsExt.h was not found: install CUDA's toolkit, "
                         "or set STROBE_NVTX_INCLUDE_DIR")
   endif()
+  message(STATUS "no nvtx3/nvToolsExt.h found: launches have no ranges in Nsight Systems (STROBE_NVTX=AUTO)")
   return()
 endif()
 # For the one file that has ranges: the kernels are compiled as without.
-set_source_files_properties(src/api/capi.cpp PROPERTIES
-  COMPILE_DEFINITIONS STROBE_HAVE_NVTX=1 COMPILE_OPTIONS "-isystem;${STROBE_NVTX_INCLUDE_DIR}")
+set_source_files_properties(src/api/capi.cpp PROPERTIES COMPILE_DEFINITIONS STROBE_HAVE_NVTX=1)
+if(NOT STROBE_NVTX_INCLUDE_DIR IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)  # named, it would come before C++'s own headers
+  set_source_files_properties(src/api/capi.cpp PROPERTIES COMPILE_OPTIONS "-isystem;${STROBE_NVTX_INCLUDE_DIR}")
+endif()
 # NVTX opens the tool's library by dlopen, which older systems have in a library of its own.
 list(APPEND STROBE_STATIC_LIBS ${CMAKE_DL_LIBS})
 target_link_libraries(strobe PRIVATE ${CMAKE_DL_LIBS})

@@ -329,7 +329,8 @@ STROBE_API strobe_status strobe_problem_init(strobe_problem* problem,
                                              size_t struct_size) STROBE_NOEXCEPT;
 
 /* Checks the problem and decides how to run it. On failure *plan is left as it was. Reads no
- * tensor. */
+ * tensor. With STROBE_LOG=1 in the environment, the first launch of each problem writes a line to
+ * stderr: the kernel, and why those before it declined. */
 STROBE_API strobe_status strobe_plan_make(const strobe_problem* problem,
                                           strobe_plan* plan) STROBE_NOEXCEPT;
 

@@ -452,7 +452,7 @@ def test_no_array_is_kept() -> None:
         assert strobe.why().startswith("served: ")
         del x, results
         gc.collect()
-        assert [y() for y in watched] == [None] * len(watched)
+        assert all(y() is None for y in watched)
 
     watch(lambda x: strobe.attention(x, x, x, return_lse=True), ROWS.copy().view(Array))
     watch(lambda x: flash_attn.flash_attn_func(x, x, x), T.clone())
