@@ -146,7 +146,7 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
       "JSON: one object with machine (as `strobe info --json`), device, seed, threads,\n"
       "cases, features, kernels (launches of each), problems, failed_features, seconds\n"
       "and ok. features is a list of name, cases, ok, error_over_allowed (the largest;\n"
-      "null where the feature has none) and failure (\"\" where ok).\n"
+      "null for none and for infinity) and failure (\"\" where ok).\n"
       "\n"
       "Examples:\n"
       "  strobe check\n"
