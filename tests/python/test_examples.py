@@ -255,7 +255,7 @@ def test_generate_writes_words() -> None:
     output = run(PROGRAMS / "generate", "--length", "600", "--temperature", "0.5")
     written = re.findall(r"[a-z]+", output.partition("--- 0")[2].lower())
     common = {"the", "and", "of", "to", "a", "in", "was", "her", "it", "she", "he", "that", "had"}
-    assert sum(word in common for word in written) > 0.2 * len(written)
+    assert sum(word in common for word in written) > 0.35 * len(written)
 
 
 @pytest.mark.parametrize(
