@@ -25,7 +25,8 @@ namespace strobe::paper {
 ///
 /// Both statistics are kept for the backward pass.
 struct DividedAtEveryBlock {
-  static constexpr bool kEveryBlock = true;  // every block asks for the row sums of all its keys
+  /// Every block asks for its row sums, over all of its keys.
+  static constexpr bool kNeedsBlockSums = true;
 
   /// Of a row; old_factor is exp(m_old - m_new) before, and after it what O_old is multiplied by.
   /// Returns what P V is multiplied by.
@@ -47,8 +48,8 @@ struct DividedAtEveryBlock {
 };
 
 /// "Split-K" (arXiv:2307.08691, section 3.3): every warp has all 64 queries and a quarter of the
-/// block's 128 keys. So each holds a share of every row's maximum and sum and of every value of P
-/// V, and all of that goes through shared memory, at every block, with barriers around it:
+/// block's 128 keys. So each holds a share of every row's maximum, of its sum, and of every value
+/// of P V. All of that goes through shared memory, at every block, with barriers around it:
 ///
 ///   maxima     [warp][row]: told before P can be computed
 ///   exchange   [warp][8][lane] x 4 values: a warp's P V, of 16 rows x 64 columns at a time; a
@@ -82,13 +83,17 @@ struct SplitKeys : Shape<kHeadDim, 64, 128, 64, 128 / kWarps> {
   // All warps hold every row's statistics.
   __device__ __forceinline__ bool stores_statistics() const { return warp == 0; }
 
+  /// In maxima.
+  __device__ __forceinline__ static int place(int warp, int r, int h, int lane) {
+    return warp * Base::kTileQ + 16 * r + 8 * h + lane / 4;
+  }
   __device__ __forceinline__ void tell_max(int r, int h, float max) const {
-    if (lane % 4 == 0) maxima[warp * Base::kTileQ + 16 * r + 8 * h + lane / 4] = max;
+    if (lane % 4 == 0) maxima[place(warp, r, h, lane)] = max;
   }
   __device__ __forceinline__ float max_of_warps(int r, int h, float max) const {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      max = fmaxf(max, maxima[w * Base::kTileQ + 16 * r + 8 * h + lane / 4]);
+      max = fmaxf(max, maxima[place(w, r, h, lane)]);
     }
     return max;
   }
@@ -113,14 +118,14 @@ struct SplitKeys : Shape<kHeadDim, 64, 128, 64, 128 / kWarps> {
           const float(&x)[4] = part[0][n];
           exchange[(warp * kPart / 8 + n) * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
         }
-        if constexpr (Scaling::kEveryBlock) {
+        if constexpr (Scaling::kNeedsBlockSums) {
           if (begin == 0 && lane % 4 == 0) {
             sums[warp * 16 + lane / 4] = block.sum[r][0];
             sums[warp * 16 + 8 + lane / 4] = block.sum[r][1];
           }
         }
         __syncthreads();  // all warps' products are there, and their sums
-        if constexpr (Scaling::kEveryBlock) {
+        if constexpr (Scaling::kNeedsBlockSums) {
 #pragma unroll
           for (int h = 0; begin == 0 && h < 2; ++h) {
             float sum = 0.f;
@@ -155,7 +160,7 @@ struct SplitKeys : Shape<kHeadDim, 64, 128, 64, 128 / kWarps> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (end_lane % 4 == 0) {
-          maxima[warp * Base::kTileQ + 16 * r + 8 * h + end_lane / 4] = sum[r][h];
+          maxima[place(warp, r, h, end_lane)] = sum[r][h];
         }
       }
     }
@@ -167,7 +172,7 @@ struct SplitKeys : Shape<kHeadDim, 64, 128, 64, 128 / kWarps> {
         sum[r][h] = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-          sum[r][h] += maxima[w * Base::kTileQ + 16 * r + 8 * h + end_lane / 4];
+          sum[r][h] += maxima[place(w, r, h, end_lane)];
         }
       }
     }

@@ -22,7 +22,7 @@ namespace strobe::paper {
 ///   l_new = l_old exp(m_old - m_new) + l_block
 ///   O_new = O_old exp(m_old - m_new) + P V
 struct DividedAtTheEnd {
-  static constexpr bool kEveryBlock = false;  // a lane sums up its own columns until the end
+  static constexpr bool kNeedsBlockSums = false;  // a lane sums up its own columns until the end
 
   __device__ __forceinline__ static void after_block(float& sum, float old_factor,
                                                      float block_sum) {

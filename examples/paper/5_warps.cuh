@@ -36,7 +36,7 @@ struct SplitQueries : Shape<kHeadDim, 128, 64, 128 / kWarps, 64> {
   template <typename Scaling, typename V>
   __device__ __forceinline__ void add_values(Rows<SplitQueries>& rows, Block<SplitQueries>& block,
                                              const V& v) const {
-    static_assert(!Scaling::kEveryBlock, "step 3 comes before");
+    static_assert(!Scaling::kNeedsBlockSums, "step 3 comes before");
 #pragma unroll
     for (int r = 0; r < Base::kRowBlocks; ++r) {
 #pragma unroll
