@@ -248,7 +248,7 @@ def host() -> dict[str, Any]:
 
 
 def story(args: Any) -> dict[str, Any]:
-    """bench/paper_story.cu: standard attention to FlashAttention-2, step by step. Its JSON, or what it said instead."""
+    """examples/paper: standard attention to FlashAttention-2, step by step. Its JSON, or what it said instead."""
     program = program_of("paper_story")
     if program is None:
         return {"missing": "paper_story"}

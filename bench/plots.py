@@ -50,7 +50,7 @@ GPU_NAMES = {
 OVERVIEW = "gpu_h100_bf16"
 OVERVIEW_NAMES = ("FlashAttention-2", "cuDNN", "Strobe")
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
-# Variants of bench/paper_story.cu: name and marker. Some lie on one another: hence the markers.
+# Steps of examples/paper: name and marker. Some lie on one another: hence the markers.
 STORY = {
     "standard": ("standard attention", "s"),
     "fa1": ("FlashAttention-1 schedule", "o"),

@@ -26,8 +26,8 @@ if command -v nvcc >/dev/null; then
   stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects strobe_cli
   stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
 fi
-stage "the emulated Hopper kernels under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_ALL=ON -- \
-  emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test
+stage "the emulated Hopper kernels and the paper's steps under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_ALL=ON -- \
+  emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test emulator_paper_test
 stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do

@@ -37,6 +37,9 @@ extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 namespace strobe::cuda::sm90_wide {
 extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 }
+namespace strobe::paper {
+extern char shared[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
+}
 using strobe::cuda::shared;
 
 namespace strobe::emulator {
