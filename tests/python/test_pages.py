@@ -48,7 +48,7 @@ def test_a_file_that_is_named_is_here(name: str) -> None:
         "tests/unit",
         "tests/python",
         "tests/gpu",
-        "src/cuda",
+        "src/cuda", "include/strobe",
     ]
     assert any(list((ROOT / folder).glob(name)) for folder in folders), name
 

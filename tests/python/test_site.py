@@ -491,7 +491,7 @@ def test_every_status_is_documented() -> None:
         ("src/core/overlap.cpp", r"invalid\(\s*format\("),
         ("src/core/merge.cpp", r"invalid\(\s*format\("),
         ("src/api/capi.cpp", r"(?:invalid\(\s*format\(|invalid\(|STROBE_UNSUPPORTED,)"),
-        ("src/cuda/host/row_choice.cpp", r"(?:return|return format\(|reason = format\()"),
+        ("src/cuda/host/instance_choice.cpp", r"(?:return|return format\(|reason = format\()"),
         ("src/cpu/dispatch.cpp", r"(?:return|return format\()"),
         ("cmake/cuda.cmake", r"FATAL_ERROR"),
         ("cmake/library.cmake", r"FATAL_ERROR"),
