@@ -44,7 +44,7 @@ def test_command_line(tmp_path: Path) -> None:
     script = quickstart()
     for long, short in (
         ("strobe check ", "strobe check --cases 1 "),
-        ("--seqlen 2048", "--seqlen 128 --min-time 0.01"),
+        ("--seqlen 2k", "--seqlen 128 --min-time 0.01"),
     ):
         assert script.count(long) == 1
         script = script.replace(long, short)
