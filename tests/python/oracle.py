@@ -264,7 +264,7 @@ def attention(
     result = attend(q, k, v, table, problem, dlse=dlse, **options)
     for name in ("lse", "size"):
         x = getattr(result, name)
-        setattr(result, name, x.T if packed else x.reshape(*rows_q, -1).swapaxes(1, 2))
+        setattr(result, name, x.T if packed else x.reshape(*rows_q, *x.shape[1:]).swapaxes(1, 2))
     for name, rows in (("out", rows_q), ("dq", rows_q), ("dk", rows_k), ("dv", rows_k)):
         x = getattr(result, name)
         setattr(result, name, None if x is None else x.reshape(*rows, *x.shape[1:]))
