@@ -356,16 +356,16 @@ int Main(int argc, char** argv) {
       ->type_name("PROMPT");
   app.add_option("--weights", options.weights, "What char_gpt.py --export wrote")
       ->type_name("FILE");
-  AddInteger(app, "--length", &options.length, 1, "New characters of each text (300)", kMost);
+  AddLength(app, "--length", &options.length, 1, "New characters of each text (300)", kMost);
   AddText(app, "--temperature", "T", "0: always the likeliest character; 1: as trained (0.5)",
           [&options](const std::string& flag, const std::string& text) {
             options.temperature =
                 ParseNumber(flag, text, {.wanted = "a number from 0 to 100", .min = 0, .max = 100});
           });
   AddInteger(app, "--seed", &options.seed, 0, "Other numbers, other texts (0)", kMost);
-  AddInteger(app, "--chunk", &options.chunk, 1,
+  AddLength(app, "--chunk", &options.chunk, 1,
              "Characters of a prompt that a step reads at most (16)", kMost);
-  AddInteger(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
+  AddLength(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
       ->type_name("FILE");
