@@ -364,7 +364,7 @@ int Main(int argc, char** argv) {
           });
   AddInteger(app, "--seed", &options.seed, 0, "Other numbers, other texts (0)", kMost);
   AddLength(app, "--chunk", &options.chunk, 1,
-             "Characters of a prompt that a step reads at most (16)", kMost);
+            "Characters of a prompt that a step reads at most (16)", kMost);
   AddLength(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
