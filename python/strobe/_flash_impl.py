@@ -10,10 +10,13 @@ autograd, autocast, torch.compile and every other layer of PyTorch's dispatcher:
 
 What Strobe declines goes to the kernel that was there. On CUDA a call is one function of `_core`,
 which finds its plan and allocates what PyTorch's kernel would return, in the same memory layout.
+Where PyTorch's stable C interface has all that it takes, calls like one before run no Python at all
+(`direct`).
 """
 
 from __future__ import annotations
 
+import _thread
 import threading
 import warnings
 from collections.abc import Callable
@@ -35,7 +38,23 @@ Tensor: TypeAlias = torch.Tensor
 NAME: Final = "STROBE"  # of the implementation, in PyTorch's list
 _OLDER_NAME: Final = "strobe"  # by which `register` knows it
 
-_SERVED: Final = ServedCalls()  # of the process
+
+class _Served(ServedCalls):
+    """Those of the process, which the extension counts."""
+
+    _start = 0  # of its count
+
+    @property  # type: ignore[override]
+    def calls(self) -> int:
+        return _core.served_calls() - self._start
+
+    @calls.setter
+    def calls(self, number: int) -> None:
+        self._start = _core.served_calls() - number
+
+
+_Served.__qualname__ = ServedCalls.__qualname__  # as it is shown
+_SERVED: Final = _Served()
 _FLASH: Final = "PyTorch's flash attention"  # as `strobe.why()` names it
 
 
@@ -95,11 +114,13 @@ class _Activation:
 
     library: Any
     without_cudnn: bool  # whether cuDNN's attention was switched off for it
+    kernels: list[object] = field(default_factory=list)  # those without Python
     names: list[str] = field(default_factory=list)
 
     def remove(self) -> None:
         """Gives the operators back to the kernels that were there, and cuDNN its place."""
-        self.library = None  # its finaliser does it
+        self.kernels.clear()  # their finalisers do it, and that of the library
+        self.library = None
         for name in self.names:
             _pytorchs.pop(name, None)
         if self.without_cudnn:
@@ -118,6 +139,9 @@ def _activate() -> _Activation:
     replace(activation, _FOR_CPU, "CPU")
     if on_cuda:
         replace(activation, _FOR_CUDA, "CUDA")
+        for name in activation.names:
+            if name in _DIRECT:
+                activation.kernels.append(direct(name, "CUDA"))
     if activation.without_cudnn:
         torch.backends.cuda.enable_cudnn_sdp(False)
     return activation
@@ -156,9 +180,6 @@ _REFUSALS: Final = (_Declined, InvalidArgument, Unsupported, NoSequences)
 # PyTorch's kernel for scaled_dot_product_attention calls another of these operators, with which it
 # comes here again: that is one call.
 _at_pytorchs: Final = threading.local()
-
-
-_STROBES: Final = Verdict()
 
 
 def _refusal(error: Exception) -> Verdict:
@@ -256,12 +277,10 @@ def _attend(
     rng_state, seed, offset = None, 0, 0
     if dropout_p != 0:
         rng_state, seed, offset = _drawn(tensors[0].device)
-    results = _core.aten_forward(
+    return _core.aten_forward(
         heads_first, *tensors, out, alibi_slopes, seqused_k, block_table, *lengths, dropout_p, seed,
         offset, rng_state, is_causal, scale, *window, num_splits == 1,
     )  # fmt: skip
-    _SERVED.count(_STROBES)
-    return results
 
 
 def _differentiate(
@@ -434,6 +453,63 @@ _FOR_CUDA: Final[dict[str, Callable[..., Any]]] = {
     "_flash_attention_forward_no_dropout_inplace": _flash_forward_to,
     "_flash_attention_backward": _flash_backward,
 }
+
+
+# Those whose kernel may be a function of C, see python/core/direct.h; of each whether it is a
+# derivative. The other one writes to a tensor that it is given.
+_DIRECT: Final = {
+    "_scaled_dot_product_flash_attention": False,
+    "_scaled_dot_product_flash_attention_backward": True,
+    "_flash_attention_forward": False,
+    "_flash_attention_backward": True,
+}
+_FRAGMENT: Final = torch.library.Library("strobe", "FRAGMENT")
+_defined: Final[set[str]] = set()  # in it
+
+
+def direct(name: str, key: str) -> object | None:
+    """Puts a function of C in the place of an operator's kernel for a dispatch key. What it has not
+    met before, and what Strobe declines, it hands to an operator with the same schema but for
+    results that are no tensors, whose kernel is the Python function of `_FOR_CUDA`. That function
+    is in place already.
+
+    Returns:
+        What keeps it there; None where this PyTorch has no interface for it.
+    """
+    schema = getattr(torch.ops.aten, name).default._schema
+    arguments, results = (
+        tuple((x.name, str(x.type)) for x in side) for side in (schema.arguments, schema.returns)
+    )
+    if name not in _defined:
+        tensors = [at for at, (_, kind) in enumerate(results) if kind == "Tensor"]
+        given = str(schema).removeprefix("aten::").rpartition(" -> ")[0]
+        _FRAGMENT.define(f"aten{given} -> ({', '.join('Tensor' for _ in tensors)})")
+        kernel = _without_exceptions(_FOR_CUDA[name], tensors)
+        for device in ("CPU", "CUDA"):
+            _FRAGMENT.impl(f"aten{name}", kernel, device)
+        _defined.add(name)
+    return _core.direct_kernel(name, f"strobe::aten{name}", key, _DIRECT[name], arguments, results)
+
+
+def _without_exceptions(kernel: Callable[..., Any], chosen: list[int]) -> Callable[..., Any]:
+    """The kernel for `direct`, of whose results it gives the chosen ones. No exception passes
+    PyTorch's C interface, which prints it and tells its caller nothing: it is handed to the
+    extension in words, for a RuntimeError.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            found = kernel(*args, **options)
+            return tuple(found[at] for at in chosen)
+        except KeyboardInterrupt:
+            _thread.interrupt_main()
+            _core.direct_error("KeyboardInterrupt")
+        except BaseException as error:
+            known = isinstance(error, RuntimeError)
+            _core.direct_error(str(error) if known else f"{type(error).__name__}: {error}")
+        return tuple(torch.empty(0) for _ in chosen)
+
+    return call
 
 
 # ------------------------------------------------------------------------------------------ the CPU

@@ -37,9 +37,15 @@ pytestmark = pytest.mark.skipif(
 aten = torch.ops.aten
 
 
-@pytest.fixture
-def served(device: str) -> Iterator[strobe.torch.ServedCalls]:
-    """Strobe in the place of the operators' kernels for this device; its counts, from 0."""
+@pytest.fixture(params=["in C", "in Python"])
+def served(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[strobe.torch.ServedCalls]:
+    """Strobe in the place of the operators' kernels for this device; its counts, from 0. In Python:
+    as with a PyTorch that has no interface for kernels in C.
+    """
+    if request.param == "in Python":
+        monkeypatch.setattr(_core, "direct_kernel", lambda *arguments: None)
     counts = strobe.torch.register()
     counts.calls, counts.fallbacks = 0, {}
     if device == "cuda":
@@ -51,8 +57,9 @@ def served(device: str) -> Iterator[strobe.torch.ServedCalls]:
     for name, kernel in _flash_impl._FOR_CUDA.items():
         if hasattr(aten, name):
             library.impl(name, kernel, "CPU")
+    kernels = [_flash_impl.direct(name, "CPU") for name in _flash_impl._DIRECT]
     yield counts
-    del library
+    del kernels, library
     gc.collect()
 
 
