@@ -63,6 +63,8 @@ struct Shim {
   void (*fail)(const char*, const char*, uint32_t, const char*) = nullptr;
   int (*current_stream)(int32_t, void**) = nullptr;  // without CUDA there is none
   int (*delete_value)(Value*) = nullptr;             // PyTorch 2.13
+  // at::_ops::zero_::call(tensor): unlike the stable interface it lets exceptions pass.
+  void* (*zero)(Handle) = nullptr;
 };
 Shim shim;
 
@@ -80,6 +82,7 @@ bool find_shim() {
     void* cuda = opened("libtorch_cuda.so");
     find(cuda, "aoti_torch_get_current_cuda_stream", shim.current_stream);
     find(cpu, "torch_delete_stable_ivalue", shim.delete_value);
+    find(cpu, "_ZN2at4_ops5zero_4callERNS_6TensorE", shim.zero);
 #define X(name, result, arguments) &&find(cpu, #name, shim.name)
     return find(opened("libc10.so"), "_ZN3c106detail14torchCheckFailEPKcS2_jS2_", shim.fail)
         STROBE_SHIM(X);
@@ -232,7 +235,7 @@ Kept<KnownCall>& known() {
 
 // What a call that goes by way of Python may leave on its way back: how to do it without.
 thread_local KnownCall* wanted = nullptr;
-// And what it raised, whose results are none.
+// And what it raised, in words. Its results are then tensors that raise it whatever is done to them.
 thread_local std::string error;
 
 std::atomic<uint64_t> served = 0;
@@ -450,8 +453,10 @@ class DirectCall {
     const auto tensors =
         static_cast<int>(std::count(op_.results.begin(), op_.results.end(), kSlots));
     if (!error.empty()) {
-      for (int i = 0; i < tensors; ++i) shim.aoti_torch_delete_tensor_object(as_handle(stack_[i]));
       const std::string text = std::exchange(error, {});
+      std::vector<Held> raising(static_cast<size_t>(tensors));
+      for (int i = 0; i < tensors; ++i) *raising[i].out() = as_handle(stack_[i]);
+      if (shim.zero != nullptr) shim.zero(raising[0].get());
       fail(text);
     }
     for (int i = static_cast<int>(rows.size()) - 1, from = tensors; i >= 0; --i)
@@ -567,7 +572,7 @@ PyObject* direct_kernel(PyObject*, PyObject* given) {
                                                                         : none();
 }
 
-// What a call by way of Python's operator raised, in words: its caller raises it as a RuntimeError.
+// What a call by way of Python's operator raised, in words.
 PyObject* direct_error(PyObject*, PyObject* text) {
   const char* letters = PyUnicode_AsUTF8AndSize(text, nullptr);
   if (letters == nullptr) return nullptr;

@@ -16,7 +16,6 @@ Where PyTorch's stable C interface has all that it takes, calls like one before 
 
 from __future__ import annotations
 
-import _thread
 import threading
 import warnings
 from collections.abc import Callable
@@ -44,7 +43,7 @@ class _Served(ServedCalls):
 
     _start = 0  # of its count
 
-    @property  # type: ignore[override]
+    @property
     def calls(self) -> int:
         return _core.served_calls() - self._start
 
@@ -491,23 +490,38 @@ def direct(name: str, key: str) -> object | None:
     return _core.direct_kernel(name, f"strobe::aten{name}", key, _DIRECT[name], arguments, results)
 
 
+class _Raising(torch.Tensor):  # type: ignore[misc]
+    """A tensor that raises an exception whatever is done to it: PyTorch's C interface lets results
+    pass, and no exceptions, which it prints.
+    """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls, error: BaseException) -> _Raising:
+        """error: what it raises."""
+        made: _Raising = torch.Tensor._make_wrapper_subclass(cls, (0,))
+        made.error = error
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, options: Any = None) -> Any:
+        """Raises it."""
+        raise next(x for x in args if isinstance(x, cls)).error
+
+
 def _without_exceptions(kernel: Callable[..., Any], chosen: list[int]) -> Callable[..., Any]:
-    """The kernel for `direct`, of whose results it gives the chosen ones. No exception passes
-    PyTorch's C interface, which prints it and tells its caller nothing: it is handed to the
-    extension in words, for a RuntimeError.
+    """The kernel for `direct`, of whose results it gives the chosen ones. An exception is given as
+    tensors that raise it, once `_core` has left PyTorch's C interface.
     """
 
     def call(*args: Any, **options: Any) -> Any:
         try:
             found = kernel(*args, **options)
             return tuple(found[at] for at in chosen)
-        except KeyboardInterrupt:
-            _thread.interrupt_main()
-            _core.direct_error("KeyboardInterrupt")
         except BaseException as error:
-            known = isinstance(error, RuntimeError)
-            _core.direct_error(str(error) if known else f"{type(error).__name__}: {error}")
-        return tuple(torch.empty(0) for _ in chosen)
+            _core.direct_error(f"{type(error).__name__}: {error}")
+            return tuple(_Raising(error) for _ in chosen)
 
     return call
 
