@@ -235,7 +235,8 @@ Kept<KnownCall>& known() {
 
 // What a call that goes by way of Python may leave on its way back: how to do it without.
 thread_local KnownCall* wanted = nullptr;
-// And what it raised, in words. Its results are then tensors that raise it whatever is done to them.
+// And what it raised, in words. Its results are then tensors that raise it whatever is done to
+// them.
 thread_local std::string error;
 
 std::atomic<uint64_t> served = 0;

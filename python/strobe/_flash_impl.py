@@ -498,7 +498,7 @@ class _Raising(torch.Tensor):  # type: ignore[misc]
     error: BaseException
 
     @staticmethod
-    def __new__(cls, error: BaseException) -> _Raising:
+    def __new__(cls: type[_Raising], error: BaseException) -> _Raising:
         """error: what it raises."""
         made: _Raising = torch.Tensor._make_wrapper_subclass(cls, (0,))
         made.error = error

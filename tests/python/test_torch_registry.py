@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import strobe.torch  # noqa: E402
@@ -872,7 +873,7 @@ def test_saved_tensors_may_go_to_the_cpu_on_a_gpu(device: str) -> None:
         assert all(bool(x.isfinite().all()) for x in gradients(out, (q, k, v), out.detach()))
 
 
-# ------------------------------------------------------------------------------ kernels without Python
+# --------------------------------------------------------------------------- kernels without Python
 
 
 @pytest.fixture
@@ -1085,6 +1086,26 @@ def test_an_interrupt_passes_kernels_in_c(device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(_core, "aten_forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sdpa(q, k, v)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_mode_sees_pytorchs_operator_alone(device: str) -> None:
+    """In the first call as in the next ones."""
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    _core.forget()
+    q, k, v = dense(device)
+    with Log():
+        for _ in range(2):
+            sdpa(q, k, v)
+    assert seen == ["aten::_scaled_dot_product_flash_attention"] * 2
 
 
 @pytest.mark.usefixtures("in_c")
