@@ -253,6 +253,17 @@ Value as_value(Result result) {
   return value;
 }
 
+// Of an argument that may be None and is not: what it is. Its place is given back.
+Value unwrapped(Value value) {
+  auto* inner = reinterpret_cast<Value*>(value);
+  const Value found = *inner;
+  if (shim.delete_value != nullptr)
+    shim.delete_value(inner);
+  else
+    delete inner;
+  return found;
+}
+
 class DirectCall {
  public:
   DirectCall(const Operator& op, Value* stack, uint64_t count)
@@ -419,12 +430,7 @@ class DirectCall {
       Value value = stack_[i];
       if (argument.may_be_none) {
         if (value == 0) continue;
-        auto* inner = reinterpret_cast<Value*>(value);
-        value = *inner;
-        if (shim.delete_value != nullptr)
-          shim.delete_value(inner);
-        else
-          delete inner;
+        value = unwrapped(value);
       }
       if (argument.is_tensor) shim.aoti_torch_delete_tensor_object(as_handle(value));
     }
@@ -504,6 +510,30 @@ void kernel(Value* stack, uint64_t count, uint64_t) {
 }
 constexpr Kernel kKernels[kMostOperators] = {kernel<0>, kernel<1>, kernel<2>, kernel<3>};
 
+// Shows whether values come as they are read here: of strobe::aten_probe(Tensor x, Tensor? y,
+// SymInt i, SymInt? j, float a, float? b, bool c, int? k) -> (Tensor, SymInt) it gives x, and a sum
+// in which each of the others has a decimal place: the axes of y, then i to k.
+void probe(Value* stack, uint64_t, uint64_t) {
+  const auto real = [](Value value) {
+    double number;
+    std::memcpy(&number, &value, sizeof number);
+    return static_cast<int64_t>(number);
+  };
+  const auto integer = [](Value value) { return static_cast<int64_t>(value); };
+  int64_t digits[7] = {0, integer(stack[2]), 0, real(stack[4]), 0, integer(stack[6]), 0};
+  if (stack[1] != 0) {
+    Held y;
+    *y.out() = as_handle(unwrapped(stack[1]));
+    if (shim.aoti_torch_get_dim(y.get(), &digits[0]) != 0) digits[0] = -1;
+  }
+  if (stack[3] != 0) digits[2] = integer(unwrapped(stack[3]));
+  if (stack[5] != 0) digits[4] = real(unwrapped(stack[5]));
+  if (stack[7] != 0) digits[6] = integer(unwrapped(stack[7]));
+  int64_t sum = 0;
+  for (const int64_t digit : digits) sum = 10 * sum + digit;
+  stack[1] = as_value(sum);
+}
+
 // -------------------------------------------------------------------------------- Python's methods
 
 const char kLibraryCapsule[] = "strobe.torch_library";
@@ -526,6 +556,16 @@ bool read_argument(const std::string& name, const std::string& type, Argument& a
            argument.is_tensor == (argument.role == Role::kArray || argument.role == Role::kUnused);
   }
   return false;
+}
+
+// Puts a kernel in its place. What it returns keeps it there; None where PyTorch refuses.
+PyObject* in_place(const char* space, const char* key, const char* name, Kernel kernel) {
+  OpaqueLibrary* made = nullptr;
+  if (shim.aoti_torch_library_init_impl(space, key, __FILE__, __LINE__, &made) != 0) Py_RETURN_NONE;
+  Ref capsule(PyCapsule_New(made, kLibraryCapsule, remove_kernel));
+  if (!capsule) return nullptr;
+  if (shim.aoti_torch_library_impl(made, name, kernel) != 0) Py_RETURN_NONE;
+  return capsule.release();
 }
 
 // (name, name of Python's operator, dispatch key, whether it is a derivative, ((name, type) of each
@@ -565,12 +605,13 @@ PyObject* direct_kernel(PyObject*, PyObject* given) {
     ++index;
   if (index == kMostOperators) return none();
   if (operators[index].name.empty()) operators[index] = std::move(op);
-  OpaqueLibrary* made = nullptr;
-  if (shim.aoti_torch_library_init_impl("aten", key, __FILE__, __LINE__, &made) != 0) return none();
-  Ref capsule(PyCapsule_New(made, kLibraryCapsule, remove_kernel));
-  if (!capsule) return nullptr;
-  return shim.aoti_torch_library_impl(made, name, kKernels[index]) == 0 ? capsule.release()
-                                                                        : none();
+  return in_place("aten", key, name, kKernels[index]);
+}
+
+// Puts `probe` in its place: as direct_kernel.
+PyObject* direct_probe(PyObject*, PyObject*) {
+  if (!find_shim()) Py_RETURN_NONE;
+  return in_place("strobe", "CPU", "aten_probe", probe);
 }
 
 // What a call by way of Python's operator raised, in words.
@@ -606,6 +647,7 @@ void offer_to_direct(const Call& call, size_t copies) {
 PyMethodDef direct_methods[] = {
     method<direct_kernel>("direct_kernel", METH_VARARGS,
                           "Puts a kernel without Python in place of one of PyTorch's."),
+    method<direct_probe>("direct_probe", METH_NOARGS, "Puts the kernel of aten_probe in place."),
     method<direct_error>("direct_error", METH_O, "What a call by way of Python raised."),
     method<served_calls>("served_calls", METH_NOARGS, "Calls computed in place of PyTorch."),
     {nullptr, nullptr, 0, nullptr}};

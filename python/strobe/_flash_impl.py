@@ -16,11 +16,11 @@ Where PyTorch's stable C interface has all that it takes, calls like one before 
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -158,7 +158,7 @@ def replace(activation: _Activation, kernels: dict[str, Callable[..., Any]], key
             before = torch.library.get_kernel(f"aten::{name}", key)
         except RuntimeError:
             continue
-        _pytorchs[name] = partial(before.call_boxed, keyset)
+        _pytorchs[name] = functools.partial(before.call_boxed, keyset)
         activation.names.append(name)
         with warnings.catch_warnings():
             # "Overriding a previously registered kernel": that is what was asked for.
@@ -466,6 +466,31 @@ _FRAGMENT: Final = torch.library.Library("strobe", "FRAGMENT")
 _defined: Final[set[str]] = set()  # in it
 
 
+@functools.cache
+def speaks_c() -> bool:
+    """Whether this PyTorch has the C interface that `direct` takes, and hands values over as the
+    extension reads them. Asked of an operator that does nothing else.
+    """
+    _FRAGMENT.define(
+        "aten_probe(Tensor x, Tensor? y, SymInt i, SymInt? j, float a, float? b, bool c, int? k) "
+        "-> (Tensor, SymInt)"
+    )
+    kernel = _core.direct_probe()
+    if kernel is None:
+        return False
+    x = torch.empty(1, device="cpu")
+    try:
+        with torch._C._DisableTorchDispatch():  # of a mode that may be on
+            found = [
+                torch.ops.strobe.aten_probe(x, x.view(1, 1, 1), 2, 4, 5.0, 6.0, True, 7),
+                torch.ops.strobe.aten_probe(x, None, 2, None, 5.0, None, False, None),
+            ]
+    except RuntimeError:
+        return False
+    same = all(y.data_ptr() == x.data_ptr() for y, _ in found)
+    return same and [n for _, n in found] == [3245617, 205000]
+
+
 def direct(name: str, key: str) -> object | None:
     """Puts a function of C in the place of an operator's kernel for a dispatch key. What it has not
     met before, and what Strobe declines, it hands to an operator with the same schema but for
@@ -475,6 +500,8 @@ def direct(name: str, key: str) -> object | None:
     Returns:
         What keeps it there; None where this PyTorch has no interface for it.
     """
+    if not speaks_c():
+        return None
     schema = getattr(torch.ops.aten, name).default._schema
     arguments, results = (
         tuple((x.name, str(x.type)) for x in side) for side in (schema.arguments, schema.returns)

@@ -932,7 +932,6 @@ def test_a_known_call_runs_no_python(
     again = both()
     assert len(by_python) == 4
     assert served.calls == 4
-    assert "the gradient of PyTorch's flash attention was computed by" in strobe.why()
     for a, b in zip(first, again, strict=True):
         if not isinstance(a, torch.Tensor):
             assert a == b
@@ -940,8 +939,43 @@ def test_a_known_call_runs_no_python(
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
         if a.dtype != torch.uint64:  # of which nobody reads the numbers
             assert torch.equal(a, b)
-    sdpa(q, k, v)
+    out = sdpa(q, k, v, 0.0, True, scale=0.3)[0]
     assert strobe.why().startswith("served: PyTorch's flash attention was computed by")
+    gradients(out, (q, k, v), dout)
+    assert strobe.why().startswith("served: the gradient of PyTorch's flash attention was computed")
+    assert len(by_python) == 4
+
+
+def test_a_pytorch_with_another_interface_has_pythons_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the functions, or with values that come in another way."""
+    assert _flash_impl.speaks_c()
+    asked = _flash_impl.speaks_c.__wrapped__
+    monkeypatch.setattr(_flash_impl, "_FRAGMENT", SimpleNamespace(define=lambda schema: None))
+    assert asked()
+    probe = torch.ops.strobe.aten_probe
+    for add, other in ((1, False), (0, True)):
+
+        def differs(x: Tensor, *rest: Any, add: int = add, other: bool = other) -> Any:
+            y, found = probe(x, *rest)
+            return y.clone() if other else y, found + add
+
+        monkeypatch.setattr(torch.ops.strobe, "aten_probe", differs)
+        assert not asked()
+
+    def refuses(*arguments: Any) -> Any:
+        raise RuntimeError("Not yet supported conversion")
+
+    monkeypatch.setattr(torch.ops.strobe, "aten_probe", refuses)
+    assert not asked()
+    monkeypatch.undo()
+    monkeypatch.setattr(_flash_impl, "_FRAGMENT", SimpleNamespace(define=lambda schema: None))
+    monkeypatch.setattr(_core, "direct_probe", lambda: None)
+    assert not asked()
+    monkeypatch.setattr(_flash_impl, "speaks_c", lambda: False)
+    for name in _flash_impl._DIRECT:
+        assert _flash_impl.direct(name, "CPU") is None
 
 
 @pytest.mark.usefixtures("in_c")
@@ -1043,13 +1077,13 @@ def test_a_tensor_without_memory(device: str, stub: list[Any]) -> None:
     q, k, v = dense(device)
     for _ in range(2):
         sdpa(q, k, v)
-    freed = q.clone()
-    freed.untyped_storage().resize_(0)
-    del stub[:]
-    with pytest.raises(RuntimeError):  # what stands in for PyTorch's kernel gives no tensors
-        sdpa(freed, k, v)
-    assert [x[0] for x in stub] == ["_scaled_dot_product_flash_attention"]
-    assert strobe.why().startswith("declined")
+    for freed in (q.clone(), torch.stack((q, q))[1]):  # the address of the other is an offset
+        freed.untyped_storage().resize_(0)
+        del stub[:]
+        with pytest.raises(RuntimeError):  # what stands in for PyTorch's kernel gives no tensors
+            sdpa(freed, k, v)
+        assert [x[0] for x in stub] == ["_scaled_dot_product_flash_attention"]
+        assert strobe.why().startswith("declined")
 
 
 class _Own(Exception):
