@@ -32,8 +32,8 @@ if(free_threaded STREQUAL "True")
 endif()
 
 add_library(strobe_python MODULE
-  python/core/aten.cpp python/core/call.cpp python/core/latest.cpp python/core/library.cpp python/core/merge.cpp
-  python/core/module.cpp python/core/options.cpp python/core/profiler.cpp python/core/tensor.cpp python/core/values.cpp
+  python/core/aten.cpp python/core/call.cpp python/core/direct.cpp python/core/latest.cpp python/core/library.cpp
+  python/core/merge.cpp python/core/module.cpp python/core/options.cpp python/core/profiler.cpp python/core/tensor.cpp python/core/values.cpp
   python/core/xla.cpp)
 target_include_directories(strobe_python PRIVATE include src)
 target_include_directories(strobe_python SYSTEM PRIVATE ${Python_INCLUDE_DIRS})

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "call.h"
+#include "direct.h"
 
 namespace strobe_python {
 
@@ -144,6 +145,8 @@ PyObject* aten_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
       !give_options(call, options) || !call.run() ||
       (given_out != Py_None && !mark_written(STROBE_OK, call.tensors[kOut])))
     return nullptr;
+  count_served();
+  if (given_out == Py_None) offer_to_direct(call, 1);
   Ref auxiliary = auxiliary_of(call);
   PyObject *seed, *unused, *mask;
   if (!auxiliary || !PyArg_ParseTuple(auxiliary.get(), "OOO", &seed, &unused, &mask))
@@ -177,6 +180,7 @@ PyObject* aten_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
       !to_flag("deterministic", a[18], &call.deterministic) || !give_options(call, options) ||
       !call.run())
     return nullptr;
+  offer_to_direct(call, 3);
   return PyTuple_Pack(3, call.result(0), call.result(1), call.result(2));
 }
 

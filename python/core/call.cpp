@@ -328,8 +328,6 @@ bool mark_written(strobe_status status, const Tensor& tensor) {
   return static_cast<bool>(marked);
 }
 
-namespace {
-
 // Whether a stream is being captured into a graph: asked of CUDA's driver, which whoever made the
 // stream has loaded. By way of Python this takes longer than a launch.
 bool is_capturing(void* stream) {
@@ -341,8 +339,6 @@ bool is_capturing(void* stream) {
   // It fails where another stream's capture concerns this one: then as if it were captured.
   return ask == nullptr || ask(stream, &status) != 0 || status != 0;
 }
-
-}  // namespace
 
 bool Call::was_captured() const {
   return launch_->plan->problem.device == STROBE_CUDA && is_capturing(stream_);

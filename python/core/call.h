@@ -40,7 +40,9 @@ struct Call {
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
   PyObject* result(int index) const { return results[index].get(); }
-  bool was_captured() const;  // into a CUDA graph, of a call that has run
+  // Of a call that has run.
+  bool was_captured() const;  // into a CUDA graph
+  const Launch& launched() const { return *launch_; }
 
   // Of an option that is a flag whether it is set, of a number that may be None whether it is one.
   bool is_set(Scalar scalar) const { return (bits >> scalar & 1) != 0; }
@@ -92,6 +94,9 @@ bool check_writable(const char* name, const Tensor& tensor);
 // Tells autograd that a launch with this status wrote to a given array, if it did and it is a
 // tensor of PyTorch's. An exception that is set stays. On false another one is.
 bool mark_written(strobe_status status, const Tensor& tensor);
+
+// Whether a CUDA stream is being captured into a graph. Without the GIL too.
+bool is_capturing(void* stream);
 
 extern Plans* plans;  // forward, backward
 

@@ -59,9 +59,13 @@ Record& next(const char* door) {
 bool publish() {
   thread_local enum { kUnknown, kPythons, kForeign } thread = kUnknown;
   if (thread == kUnknown) {
-    Ref foreign = call_python("_calls", "in_foreign_thread", "()");
-    if (!foreign) return false;
-    thread = foreign.get() == Py_True ? kForeign : kPythons;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    {
+      Ref foreign = call_python("_calls", "in_foreign_thread", "()");
+      if (foreign) thread = foreign.get() == Py_True ? kForeign : kPythons;
+    }
+    PyGILState_Release(state);
+    if (thread == kUnknown) return false;
   }
   if (thread == kForeign) share(own);
   return true;

@@ -11,11 +11,11 @@ namespace strobe_python {
 
 using SharedPlan = std::shared_ptr<const strobe_plan>;
 
-// Under the GIL, after a launch: this thread's latest call is one by the function `door` (of static
-// storage) that this plan computed. On false an exception is set.
+// After a launch, with the GIL or without: this thread's latest call is one by the function `door`
+// (of static storage) that this plan computed. On false an exception is set.
 bool note_launch(const char* door, const SharedPlan& plan);
 
-// Likewise, of a merge.
+// Likewise, of a merge, under the GIL.
 bool note_merge(const strobe_merge_args& arguments);
 
 // In any thread, without the GIL: XLA's threads are nobody's, so that it is every thread's latest.

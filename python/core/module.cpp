@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "call.h"
+#include "direct.h"
 #include "xla.h"
 
 namespace strobe_python {
@@ -372,6 +373,7 @@ PyObject* kept(PyObject*, PyObject*) {
 PyObject* forget(PyObject*, PyObject*) {
   plans[0].clear();
   plans[1].clear();
+  forget_direct();
   Py_RETURN_NONE;
 }
 
@@ -396,8 +398,9 @@ int execute(PyObject* module) {
     return -1;
   }
   if (plans == nullptr) plans = new Plans[2];
-  for (PyMethodDef* methods : {library_methods, tensor_methods, call_methods, aten_methods,
-                               merge_methods, xla_methods, latest_methods, profiler_methods})
+  for (PyMethodDef* methods :
+       {library_methods, tensor_methods, call_methods, aten_methods, direct_methods, merge_methods,
+        xla_methods, latest_methods, profiler_methods})
     if (PyModule_AddFunctions(module, methods) != 0) return -1;
   const Ref table = options_table();
   if (!table || PyModule_AddObjectRef(module, "OPTIONS", table.get()) != 0) return -1;

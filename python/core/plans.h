@@ -68,23 +68,25 @@ struct Launch {
   bool is_short = false;  // microseconds: no other thread would get far meanwhile
 };
 
-// The GIL is its lock: one that a fork could leave locked is not needed.
-class Plans {
+// What was made of a key. The GIL is its lock, or it is one thread's: a lock that a fork could
+// leave locked is not needed.
+template <typename Made>
+class Kept {
  public:
-  std::shared_ptr<Launch> find(const Key& key) const {
+  std::shared_ptr<Made> find(const Key& key) const {
     const auto [first, last] = by_hash_.equal_range(key.hash());
     for (auto at = first; at != last; ++at)
-      if (key.is(at->second.words)) return at->second.launch;
+      if (key.is(at->second.words)) return at->second.made;
     return nullptr;
   }
-  void keep(const Key& key, std::shared_ptr<Launch> launch) {
+  void keep(const Key& key, std::shared_ptr<Made> made) {
     // What is freed may run Python, and that another call: last, when all is in order again.
-    decltype(by_hash_)::node_type oldest;
+    typename decltype(by_hash_)::node_type oldest;
     if (ages_.size() >= kCapacity) {
       oldest = by_hash_.extract(by_hash_.find(ages_.front()));
       ages_.pop_front();
     }
-    by_hash_.emplace(key.hash(), Entry{key.words(), std::move(launch)});
+    by_hash_.emplace(key.hash(), Entry{key.words(), std::move(made)});
     ages_.push_back(key.hash());
   }
   size_t size() const { return by_hash_.size(); }
@@ -99,10 +101,11 @@ class Plans {
  private:
   struct Entry {
     std::vector<uint64_t> words;
-    std::shared_ptr<Launch> launch;
+    std::shared_ptr<Made> made;
   };
   std::unordered_multimap<uint64_t, Entry> by_hash_;
   std::deque<uint64_t> ages_;
 };
+using Plans = Kept<Launch>;
 
 }  // namespace strobe_python

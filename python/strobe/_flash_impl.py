@@ -10,15 +10,17 @@ autograd, autocast, torch.compile and every other layer of PyTorch's dispatcher:
 
 What Strobe declines goes to the kernel that was there. On CUDA a call is one function of `_core`,
 which finds its plan and allocates what PyTorch's kernel would return, in the same memory layout.
+Where PyTorch's stable C interface has all that it takes, calls like one before run no Python at all
+(`direct`).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,7 +37,23 @@ Tensor: TypeAlias = torch.Tensor
 NAME: Final = "STROBE"  # of the implementation, in PyTorch's list
 _OLDER_NAME: Final = "strobe"  # by which `register` knows it
 
-_SERVED: Final = ServedCalls()  # of the process
+
+class _Served(ServedCalls):
+    """Those of the process, which the extension counts."""
+
+    _start = 0  # of its count
+
+    @property
+    def calls(self) -> int:
+        return _core.served_calls() - self._start
+
+    @calls.setter
+    def calls(self, number: int) -> None:
+        self._start = _core.served_calls() - number
+
+
+_Served.__qualname__ = ServedCalls.__qualname__  # as it is shown
+_SERVED: Final = _Served()
 _FLASH: Final = "PyTorch's flash attention"  # as `strobe.why()` names it
 
 
@@ -95,11 +113,13 @@ class _Activation:
 
     library: Any
     without_cudnn: bool  # whether cuDNN's attention was switched off for it
+    kernels: list[object] = field(default_factory=list)  # those without Python
     names: list[str] = field(default_factory=list)
 
     def remove(self) -> None:
         """Gives the operators back to the kernels that were there, and cuDNN its place."""
-        self.library = None  # its finaliser does it
+        self.kernels.clear()  # their finalisers do it, and that of the library
+        self.library = None
         for name in self.names:
             _pytorchs.pop(name, None)
         if self.without_cudnn:
@@ -118,6 +138,9 @@ def _activate() -> _Activation:
     replace(activation, _FOR_CPU, "CPU")
     if on_cuda:
         replace(activation, _FOR_CUDA, "CUDA")
+        for name in activation.names:
+            if name in _DIRECT:
+                activation.kernels.append(direct(name, "CUDA"))
     if activation.without_cudnn:
         torch.backends.cuda.enable_cudnn_sdp(False)
     return activation
@@ -135,7 +158,7 @@ def replace(activation: _Activation, kernels: dict[str, Callable[..., Any]], key
             before = torch.library.get_kernel(f"aten::{name}", key)
         except RuntimeError:
             continue
-        _pytorchs[name] = partial(before.call_boxed, keyset)
+        _pytorchs[name] = functools.partial(before.call_boxed, keyset)
         activation.names.append(name)
         with warnings.catch_warnings():
             # "Overriding a previously registered kernel": that is what was asked for.
@@ -156,9 +179,6 @@ _REFUSALS: Final = (_Declined, InvalidArgument, Unsupported, NoSequences)
 # PyTorch's kernel for scaled_dot_product_attention calls another of these operators, with which it
 # comes here again: that is one call.
 _at_pytorchs: Final = threading.local()
-
-
-_STROBES: Final = Verdict()
 
 
 def _refusal(error: Exception) -> Verdict:
@@ -256,12 +276,10 @@ def _attend(
     rng_state, seed, offset = None, 0, 0
     if dropout_p != 0:
         rng_state, seed, offset = _drawn(tensors[0].device)
-    results = _core.aten_forward(
+    return _core.aten_forward(
         heads_first, *tensors, out, alibi_slopes, seqused_k, block_table, *lengths, dropout_p, seed,
         offset, rng_state, is_causal, scale, *window, num_splits == 1,
     )  # fmt: skip
-    _SERVED.count(_STROBES)
-    return results
 
 
 def _differentiate(
@@ -434,6 +452,105 @@ _FOR_CUDA: Final[dict[str, Callable[..., Any]]] = {
     "_flash_attention_forward_no_dropout_inplace": _flash_forward_to,
     "_flash_attention_backward": _flash_backward,
 }
+
+
+# Those whose kernel may be a function of C, see python/core/direct.h; of each whether it is a
+# derivative. The other one writes to a tensor that it is given.
+_DIRECT: Final = {
+    "_scaled_dot_product_flash_attention": False,
+    "_scaled_dot_product_flash_attention_backward": True,
+    "_flash_attention_forward": False,
+    "_flash_attention_backward": True,
+}
+_FRAGMENT: Final = torch.library.Library("strobe", "FRAGMENT")
+_defined: Final[set[str]] = set()  # in it
+
+
+@functools.cache
+def speaks_c() -> bool:
+    """Whether this PyTorch has the C interface that `direct` takes, and hands values over as the
+    extension reads them. Asked of an operator that does nothing else.
+    """
+    _FRAGMENT.define(
+        "aten_probe(Tensor x, Tensor? y, SymInt i, SymInt? j, float a, float? b, bool c, int? k) "
+        "-> (Tensor, SymInt)"
+    )
+    kernel = _core.direct_probe()
+    if kernel is None:
+        return False
+    x = torch.empty(1, device="cpu")
+    try:
+        with torch._C._DisableTorchDispatch():  # of a mode that may be on
+            found = [
+                torch.ops.strobe.aten_probe(x, x.view(1, 1, 1), 2, 4, 5.0, 6.0, True, 7),
+                torch.ops.strobe.aten_probe(x, None, 2, None, 5.0, None, False, None),
+            ]
+    except RuntimeError:
+        return False
+    same = all(y.data_ptr() == x.data_ptr() for y, _ in found)
+    return same and [n for _, n in found] == [3245617, 205000]
+
+
+def direct(name: str, key: str) -> object | None:
+    """Puts a function of C in the place of an operator's kernel for a dispatch key. What it has not
+    met before, and what Strobe declines, it hands to an operator with the same schema but for
+    results that are no tensors, whose kernel is the Python function of `_FOR_CUDA`. That function
+    is in place already.
+
+    Returns:
+        What keeps it there; None where this PyTorch has no interface for it.
+    """
+    if not speaks_c():
+        return None
+    schema = getattr(torch.ops.aten, name).default._schema
+    arguments, results = (
+        tuple((x.name, str(x.type)) for x in side) for side in (schema.arguments, schema.returns)
+    )
+    if name not in _defined:
+        tensors = [at for at, (_, kind) in enumerate(results) if kind == "Tensor"]
+        given = str(schema).removeprefix("aten::").rpartition(" -> ")[0]
+        _FRAGMENT.define(f"aten{given} -> ({', '.join('Tensor' for _ in tensors)})")
+        kernel = _without_exceptions(_FOR_CUDA[name], tensors)
+        for device in ("CPU", "CUDA"):
+            _FRAGMENT.impl(f"aten{name}", kernel, device)
+        _defined.add(name)
+    return _core.direct_kernel(name, f"strobe::aten{name}", key, _DIRECT[name], arguments, results)
+
+
+class _Raising(torch.Tensor):  # type: ignore[misc]
+    """A tensor that raises an exception whatever is done to it: PyTorch's C interface lets results
+    pass, and no exceptions, which it prints.
+    """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls: type[_Raising], error: BaseException) -> _Raising:
+        """error: what it raises."""
+        made: _Raising = torch.Tensor._make_wrapper_subclass(cls, (0,))
+        made.error = error
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, options: Any = None) -> Any:
+        """Raises it."""
+        raise next(x for x in args if isinstance(x, cls)).error
+
+
+def _without_exceptions(kernel: Callable[..., Any], chosen: list[int]) -> Callable[..., Any]:
+    """The kernel for `direct`, of whose results it gives the chosen ones. An exception is given as
+    tensors that raise it, once `_core` has left PyTorch's C interface.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            found = kernel(*args, **options)
+            return tuple(found[at] for at in chosen)
+        except BaseException as error:
+            _core.direct_error(f"{type(error).__name__}: {error}")
+            return tuple(_Raising(error) for _ in chosen)
+
+    return call
 
 
 # ------------------------------------------------------------------------------------------ the CPU

@@ -22,7 +22,8 @@ from strobe import _core
 import cases
 
 Calls = dict[str, Callable[[], Any]]
-SLOW = ("copied", "operator", "refused", "gradient")  # a twentieth of the calls, 500 at least
+# A twentieth of the calls, 500 at least.
+SLOW = ("copied", "operator", "refused", "dispatched, refused", "gradient", "gradient, dispatched")
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -91,9 +92,23 @@ def torch_calls() -> tuple[list[Any], Calls]:
     plain = (None, None, 1, 1, 0.0, False, seed, unused)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     columns = torch.randn(1, 2, 8, 1).transpose(2, 3)
+    # The operators as PyTorch's dispatcher calls them, by kernels in C where it has these.
+    aten, taken = torch.ops.aten, torch.library.Library("aten", "IMPL")
+    for name in _flash_impl._DIRECT:
+        taken.impl(name, _flash_impl._FOR_CUDA[name], "CPU")
+    kernels = [_flash_impl.direct(name, "CPU") for name in _flash_impl._DIRECT]
+    sdpa, flash = aten._scaled_dot_product_flash_attention, aten._flash_attention_forward
+    cum = torch.tensor([0, 1], dtype=torch.int32)
+    rows = (*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)), cum, cum, 1, 1, 0.0, True)
+    slopes = torch.ones(2)
+    options = {"scale": 0.5, "window_size_left": 1, "alibi_slopes": slopes}
     return (
-        [q, k, v, out, lse, *leaves],
+        [q, k, v, out, lse, *leaves, cum, slopes, kernels],
         {
+            "dispatched": lambda: sdpa(q, k, v, 0.0, True, scale=0.5),
+            "dispatched, packed": lambda: flash(*rows, False, **options),
+            "gradient, dispatched": lambda: torch.autograd.grad(sdpa(*leaves)[0].sum(), leaves),
+            "dispatched, refused": refused(lambda: sdpa(q, k[:, :1], v, 0.0, True), Exception),
             "forward": lambda: flash_attn_func(q, k, v, causal=True),
             "PyTorch's operator": lambda: _flash_impl._sdpa_forward(q, k, v, 0.0, True),
             "its backward": lambda: _flash_impl._sdpa_backward(out, q, k, v, out, lse, *plain),

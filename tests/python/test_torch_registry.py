@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import strobe.torch  # noqa: E402
@@ -37,9 +38,15 @@ pytestmark = pytest.mark.skipif(
 aten = torch.ops.aten
 
 
-@pytest.fixture
-def served(device: str) -> Iterator[strobe.torch.ServedCalls]:
-    """Strobe in the place of the operators' kernels for this device; its counts, from 0."""
+@pytest.fixture(params=["in C", "in Python"])
+def served(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[strobe.torch.ServedCalls]:
+    """Strobe in the place of the operators' kernels for this device; its counts, from 0. In Python:
+    as with a PyTorch that has no interface for kernels in C.
+    """
+    if request.param == "in Python":
+        monkeypatch.setattr(_core, "direct_kernel", lambda *arguments: None)
     counts = strobe.torch.register()
     counts.calls, counts.fallbacks = 0, {}
     if device == "cuda":
@@ -51,8 +58,9 @@ def served(device: str) -> Iterator[strobe.torch.ServedCalls]:
     for name, kernel in _flash_impl._FOR_CUDA.items():
         if hasattr(aten, name):
             library.impl(name, kernel, "CPU")
+    kernels = [_flash_impl.direct(name, "CPU") for name in _flash_impl._DIRECT]
     yield counts
-    del library
+    del kernels, library
     gc.collect()
 
 
@@ -863,3 +871,285 @@ def test_saved_tensors_may_go_to_the_cpu_on_a_gpu(device: str) -> None:
         with torch.autograd.graph.save_on_cpu():
             out = scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         assert all(bool(x.isfinite().all()) for x in gradients(out, (q, k, v), out.detach()))
+
+
+# --------------------------------------------------------------------------- kernels without Python
+
+
+@pytest.fixture
+def in_c(request: pytest.FixtureRequest, served: strobe.torch.ServedCalls) -> None:
+    """Strobe in the operators' place by kernels in C."""
+    if request.node.callspec.params["served"] != "in C":
+        pytest.skip("of kernels in C")
+
+
+@pytest.fixture
+def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of the functions have been called by which Python computes a call."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        function = getattr(_core, name)
+
+        def watched(*arguments: Any) -> Any:
+            calls.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(_core, name, watched)
+
+    watch("aten_forward")
+    watch("aten_backward")
+    return calls
+
+
+def dense(device: str, *, grad: bool = False) -> list[Tensor]:
+    return [random(device, 2, 4, n, 16, grad=grad) for n in (21, 17, 17)]
+
+
+def sdpa(*args: Any, **options: Any) -> Any:
+    return aten._scaled_dot_product_flash_attention(*args, **options)
+
+
+@pytest.mark.usefixtures("in_c")
+def test_a_known_call_runs_no_python(
+    device: str, by_python: list[str], served: strobe.torch.ServedCalls
+) -> None:
+    """Forward and backward, dense and packed; with results like the first call's."""
+    _core.forget()
+    q, k, v = dense(device, grad=True)
+    dout = torch.randn_like(q)
+    *tensors, cum_q, cum_k, max_q, max_k = packed(device)
+
+    def both() -> list[Any]:
+        found = sdpa(q, k, v, 0.0, True, scale=0.3)
+        plain = (cum_q, cum_k, max_q, max_k, 0.0, True, False)
+        rows = aten._flash_attention_forward(*tensors, *plain)
+        grads = gradients(rows[0], tensors, torch.ones_like(rows[0]))
+        return [*found, *rows, *gradients(found[0], (q, k, v), dout), *grads]
+
+    first = both()
+    assert by_python == ["aten_forward"] * 2 + ["aten_backward"] * 2
+    again = both()
+    assert len(by_python) == 4
+    assert served.calls == 4
+    for a, b in zip(first, again, strict=True):
+        if not isinstance(a, torch.Tensor):
+            assert a == b
+            continue
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        if a.dtype != torch.uint64:  # of which nobody reads the numbers
+            assert torch.equal(a, b)
+    out = sdpa(q, k, v, 0.0, True, scale=0.3)[0]
+    assert strobe.why().startswith("served: PyTorch's flash attention was computed by")
+    gradients(out, (q, k, v), dout)
+    assert strobe.why().startswith("served: the gradient of PyTorch's flash attention was computed")
+    assert len(by_python) == 4
+
+
+def test_a_pytorch_with_another_interface_has_pythons_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the functions, or with values that come in another way."""
+    assert _flash_impl.speaks_c()
+    asked = _flash_impl.speaks_c.__wrapped__
+    monkeypatch.setattr(_flash_impl, "_FRAGMENT", SimpleNamespace(define=lambda schema: None))
+    assert asked()
+    probe = torch.ops.strobe.aten_probe
+    for add, other in ((1, False), (0, True)):
+
+        def differs(x: Tensor, *rest: Any, add: int = add, other: bool = other) -> Any:
+            y, found = probe(x, *rest)
+            return y.clone() if other else y, found + add
+
+        monkeypatch.setattr(torch.ops.strobe, "aten_probe", differs)
+        assert not asked()
+
+    def refuses(*arguments: Any) -> Any:
+        raise RuntimeError("Not yet supported conversion")
+
+    monkeypatch.setattr(torch.ops.strobe, "aten_probe", refuses)
+    assert not asked()
+    monkeypatch.undo()
+    monkeypatch.setattr(_flash_impl, "_FRAGMENT", SimpleNamespace(define=lambda schema: None))
+    monkeypatch.setattr(_core, "direct_probe", lambda: None)
+    assert not asked()
+    monkeypatch.setattr(_flash_impl, "speaks_c", lambda: False)
+    for name in _flash_impl._DIRECT:
+        assert _flash_impl.direct(name, "CPU") is None
+
+
+@pytest.mark.usefixtures("in_c")
+def test_another_call_is_another(device: str, by_python: list[str]) -> None:
+    """Whatever a plan depends on, a call that differs in it alone is not computed by that plan."""
+    _core.forget()
+    q, k, v, *lengths = packed(device, grad=False)
+    padded = torch.cat((q, q), 2)[:, :, :16]
+    narrow = {"window_size_left": 3, "window_size_right": 0}
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k, v, *lengths, 0.0, False, False), {}),
+        ((q, k, v, *lengths, 0.0, True, False), {}),
+        ((q, k, v, *lengths, 0.0, True, False), {"scale": 0.3}),
+        ((q, k, v, *lengths, 0.0, True, False), narrow),
+        ((q, k, v, *lengths, 0.0, True, False), {"window_size_left": 3}),
+        ((padded, k, v, *lengths, 0.0, True, False), {}),
+        ((q[:, :2], k, v, *lengths, 0.0, True, False), {}),
+        ((q, k, v, *lengths[:2], 64, 29, 0.0, True, False), {}),
+        ((q, k, v, *lengths, 0.0, True, False), {"alibi_slopes": torch.rand(4, device=device)}),
+        ((q[None], k[None], v[None], None, None, 46, 60, 0.0, True, False), {}),
+    ]
+    first = [aten._flash_attention_forward(*a, **o) for a, o in calls]
+    assert len(by_python) == len(calls)
+    for wanted, (args, options) in zip(first, calls, strict=True):
+        found = aten._flash_attention_forward(*args, **options)
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
+    assert len(by_python) == len(calls)
+
+
+@pytest.mark.usefixtures("in_c")
+def test_what_is_known_is_forgotten_and_each_threads_own(
+    device: str, by_python: list[str]
+) -> None:
+    q, k, v = dense(device)
+    _core.forget()
+    for _ in range(2):
+        sdpa(q, k, v)
+    assert len(by_python) == 1
+    _core.forget()
+    sdpa(q, k, v)
+    assert len(by_python) == 2
+    worker = threading.Thread(target=lambda: [sdpa(q, k, v) for _ in range(3)])
+    worker.start()
+    worker.join()
+    assert len(by_python) == 3
+
+
+@pytest.mark.usefixtures("in_c")
+def test_settings_of_pytorch_are_asked_each_time(device: str, by_python: list[str]) -> None:
+    """Deterministic algorithms, the number of threads, and whether a profiler is on."""
+    _core.forget()
+    q, k, v = dense(device, grad=True)
+
+    def both() -> None:
+        gradients(sdpa(q, k, v)[0], (q, k, v), q)
+
+    for wanted in (False, True, False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            both()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert by_python.count("aten_forward") == 1
+    assert by_python.count("aten_backward") == 2
+    by_python.clear()
+    with torch.profiler.profile() as found:
+        sdpa(q, k, v)
+    assert by_python == ["aten_forward"]
+    assert [e.name for e in found.events() if e.name.startswith("strobe::forward [")]
+    if device == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        try:
+            sdpa(q, k, v)
+        finally:
+            torch.set_num_threads(threads)
+        assert by_python == ["aten_forward"] * 2
+
+
+@pytest.mark.usefixtures("in_c")
+def test_what_was_copied_or_drawn_is_pythons_each_time(device: str, by_python: list[str]) -> None:
+    q, k, v = dense(device, grad=True)
+    for _ in range(2):
+        out = sdpa(q, k, v)[0]
+        wide = torch.randn_like(out).transpose(2, 3).contiguous().transpose(2, 3)
+        wanted = gradients(sdpa(q, k, v)[0], (q, k, v), wide.contiguous())
+        by_python.clear()
+        assert_all_close(gradients(out, (q, k, v), wide), wanted, device)
+        assert by_python == ["aten_backward"]
+        by_python.clear()
+        sdpa(q, k, v, 0.2)
+        assert by_python == ["aten_forward"]
+
+
+@pytest.mark.usefixtures("in_c")
+def test_a_tensor_without_memory(device: str, stub: list[Any]) -> None:
+    """Known or not, it is Python that finds the words."""
+    q, k, v = dense(device)
+    for _ in range(2):
+        sdpa(q, k, v)
+    for freed in (q.clone(), torch.stack((q, q))[1]):  # the address of the other is an offset
+        freed.untyped_storage().resize_(0)
+        del stub[:]
+        with pytest.raises(RuntimeError):  # what stands in for PyTorch's kernel gives no tensors
+            sdpa(freed, k, v)
+        assert [x[0] for x in stub] == ["_scaled_dot_product_flash_attention"]
+        assert strobe.why().startswith("declined")
+
+
+class _Own(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("in_c")
+@pytest.mark.parametrize("error", [_Own("its words"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("backward", [False, True])
+def test_exceptions_pass_kernels_in_c(
+    backward: bool, error: Exception, device: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Of the same class, and nothing is printed."""
+
+    def fails(*arguments: Any) -> Any:
+        raise error
+
+    q, k, v = dense(device, grad=True)
+    out = sdpa(q, k, v)[0]
+    _core.forget()
+    monkeypatch.setattr(_core, "aten_backward" if backward else "aten_forward", fails)
+    with pytest.raises(type(error), match=str(error)):
+        gradients(out, (q, k, v), out) if backward else sdpa(q, k, v)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("in_c")
+def test_an_interrupt_passes_kernels_in_c(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    q, k, v = dense(device)
+    _core.forget()
+    monkeypatch.setattr(_core, "aten_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sdpa(q, k, v)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_mode_sees_pytorchs_operator_alone(device: str) -> None:
+    """In the first call as in the next ones."""
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    _core.forget()
+    q, k, v = dense(device)
+    with Log():
+        for _ in range(2):
+            sdpa(q, k, v)
+    assert seen == ["aten::_scaled_dot_product_flash_attention"] * 2
+
+
+@pytest.mark.usefixtures("in_c")
+def test_inference_mode_and_gradients_in_turns(device: str, by_python: list[str]) -> None:
+    """What all calls get is no tensor of inference mode, also where the first call was in it."""
+    _core.forget()
+    q, k, v = dense(device, grad=True)
+    with torch.inference_mode():
+        assert sdpa(q, k, v)[0].is_inference()
+    found = sdpa(q, k, v)
+    assert len(by_python) == 1
+    assert not any(x.is_inference() for x in found if isinstance(x, torch.Tensor))
+    gradients(found[0], (q, k, v), q)
