@@ -212,14 +212,15 @@ def _by_pytorch(name: str, error: Exception | None, *args: Any, **options: Any) 
 
 def auxiliary(query: Tensor, captured: bool) -> tuple[Tensor, Tensor, Tensor]:
     """What PyTorch's kernels return besides, of a call without dropout and without a debug mask:
-    seed, offset and the mask, on query's device, as PyTorch's meta functions say. captured: into a
-    CUDA graph, which owns them; else `_core` keeps them for all calls.
+    seed, offset and the mask. captured: into a CUDA graph, where all lies on its device; else, as
+    the state of dropout, in the CPU's memory, and `_core` keeps it: on the device it would lie
+    outside of the pool in which PyTorch's graph trees look for what a call returns.
     """
-    new = torch.empty if captured else torch.zeros
+    place, new = (query.device, torch.empty) if captured else (torch.device("cpu"), torch.zeros)
     with torch.inference_mode(False):
         return (
-            new(2, dtype=torch.uint64, device=query.device),
-            new((), dtype=torch.uint64, device=query.device),
+            new(2, dtype=torch.uint64, device=place),
+            new((), dtype=torch.uint64, device=place),
             torch.empty(0, dtype=query.dtype, device=query.device),
         )
 

@@ -41,6 +41,7 @@ from flash_attn import flash_attn_interface
 # --------------------------------------------------------------------------------- right calls
 
 SCALARS = ("causal", "window", "scale", "softcap", "dropout_p", "dropout_seed", "dropout_offset")
+NOT_OF_OPERATORS = ("dropout_seed", "dropout_offset", "batch_invariant", "threads")
 OURS = (*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk")
 FLASH = (
     "dropout_p",
@@ -290,6 +291,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     ),
     "plan": (strobe.plan, planned, (*OURS, "backward", "dlse", "deterministic")),
     "why": (strobe.why, planned, (*OURS, "backward", "dlse", "deterministic")),
+    "torch.attention": (
+        strobe.torch.attention,
+        lambda r: one_a_sequence(r, r.choice((dense, packed))(r)),
+        (*(name for name in OURS if name not in NOT_OF_OPERATORS), "deterministic", "return_lse"),
+    ),
     "dropout_mask": (strobe.dropout_mask, mask, ("dropout_seed", "dropout_offset")),
     "flash_attn_func": (flash_attn.flash_attn_func, dense, FLASH),
     "flash_attn_kvpacked_func": (

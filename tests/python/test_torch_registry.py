@@ -295,7 +295,8 @@ def test_heads_first(kind: str, device: str, served: strobe.torch.ServedCalls) -
     grads = gradients(found[0], (q, k, v), dout)
     assert_all_close([found[0], *grads], [wanted, *gradients(wanted, (q, k, v), dout)], device)
     assert (served.calls, served.fallbacks) == (1, {})
-    more = (*found[1:6], 0.0, True, *found[6:8])
+    # PyTorch's meta functions take seed and offset on the tensors' device.
+    more = (*found[1:6], 0.0, True, *(x.to(device) for x in found[6:8]))
     backward = aten._scaled_dot_product_flash_attention_backward.default
     given = (torch.randn_like(q), *(x.detach() for x in (q, k, v, found[0])), *more)
     assert_as_foretold(backward(*given, scale=0.3), backward, *given, scale=0.3)
@@ -1021,7 +1022,8 @@ def test_what_is_known_is_forgotten_and_each_threads_own(
     worker = threading.Thread(target=lambda: [sdpa(q, k, v) for _ in range(3)])
     worker.start()
     worker.join()
-    assert len(by_python) == 3
+    # A new thread has no context of CUDA before its first call, which therefore is not remembered.
+    assert len(by_python) == (4 if device == "cuda" else 3)
 
 
 @pytest.mark.usefixtures("in_c")
