@@ -40,7 +40,7 @@ else()
   set(announcement
     "strobe: building for the CPU alone, since ${STROBE_NO_CUDA_REASON}. This takes ${time}."
     "  With CUDA kernels: put nvcc (12.4 or newer) on the PATH, and ${switch}.STROBE_CUDA=ON ."
-    "  Or install a wheel that has them: docs/releasing.md.")
+    "  Or make a wheel that has them: make wheel (docs/releasing.md).")
 endif()
 list(JOIN announcement "\n" announcement)
 message(NOTICE "${announcement}")

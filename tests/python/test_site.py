@@ -150,7 +150,16 @@ def compiled(source: Path, *flags: str | Path) -> None:
         pytest.skip("no C++ compiler")
     warnings = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
     language = ["-x", "c"] if source.suffix == ".c" else []
-    command = [compiler, *warnings, f"-I{ROOT / 'include'}", *language, source, *flags]
+    command = [
+        compiler,
+        *warnings,
+        f"-I{ROOT / 'include'}",
+        *language,
+        source,
+        "-x",
+        "none",
+        *flags,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -169,12 +178,26 @@ def test_cpp_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks_of("c"), ids=name_of)
-def test_c_compiles(block: Block, tmp_path: Path) -> None:
-    """A block of C is what stands in a function that has the tensors."""
-    source = tmp_path / "block.c"
-    head = "#include <stdio.h>\n#include <strobe/strobe.h>\n"
-    source.write_text(f"{head}void f(void* q, void* k, void* v, void* out) {{\n{block.text}}}\n")
-    compiled(source, "-std=c99", "-fsyntax-only")
+def test_c_runs(block: Block, tmp_path: Path) -> None:
+    """A block of C stands in a function that has the tensors, and returns where it fails."""
+    source, program = tmp_path / "block.c", tmp_path / "block"
+    source.write_text(
+        "#include <stdio.h>\n#include <stdlib.h>\n#include <strobe/strobe.h>\n"
+        "static int f(void* q, void* k, void* v, void* out) {\n"
+        f"{block.text}return 0;\n}}\n"
+        "int main(void) {\n"
+        "  void* x[4];\n"
+        "  for (int i = 0; i < 4; ++i) x[i] = calloc(1 << 23, 1);  /* 4096 rows, 8 heads of 64 */\n"
+        "  return f(x[0], x[1], x[2], x[3]);\n}\n"
+    )
+    library = Path(os.environ.get("STROBE_LIBRARY", "")).resolve()
+    if not library.is_file():
+        compiled(source, "-std=c99", "-fsyntax-only")
+        return
+    linked = (library, f"-Wl,-rpath,{library.parent}", "-o", program)
+    compiled(source, "-std=c99", *linked)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("block", blocks_of("cmake"), ids=name_of)
