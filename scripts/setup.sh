@@ -81,8 +81,8 @@ if [ "$part" != demo ]; then
   fi
 fi
 
-# PyTorch, for the tests of its layer and for the reference of it, where pip finds the CPU build (200 MB). What PyPI itself has brings several GB
-# of CUDA, so that takes a word: STROBE_TEST_TORCH says what to install instead.
+# PyTorch, for the tests of its layer and for the reference of it: its CPU build (200 MB), where pip is set up to find it or at PyTorch's own
+# index. What PyPI itself has brings several GB of CUDA, so that takes a word: STROBE_TEST_TORCH says what to install instead.
 if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
   requirements=python/requirements-test-torch.txt
   alone=python/requirements-test-nodeps.txt
@@ -90,9 +90,15 @@ if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
   if ! cat "$requirements" "$alone" | cmp -s - "$have"; then
     torch=$(sed -n '/^torch==/p' "$requirements")
     install() { build/venv/bin/pip install -qq --no-compile "$@"; }
-    # shellcheck disable=SC2086 # options may be among the words, such as --index-url
-    if build/venv/bin/python -c "import torch" 2>/dev/null || install --retries 1 ${STROBE_TEST_TORCH:-$torch+cpu} >build/setup.log 2>&1
-    then
+    install_torch() {
+      if [ -n "${STROBE_TEST_TORCH:-}" ]; then
+        # shellcheck disable=SC2086 # options may be among the words, such as --index-url
+        install --retries 1 $STROBE_TEST_TORCH
+      else
+        install --retries 1 "$torch+cpu" || install --retries 1 --timeout 20 --index-url https://download.pytorch.org/whl/cpu "$torch+cpu"
+      fi
+    }
+    if build/venv/bin/python -c "import torch" 2>/dev/null || install_torch >build/setup.log 2>&1; then
       echo "setup: installing the Python packages of $requirements into build/venv $why"
       install -r "$requirements"
       install --no-deps -r "$alone"
