@@ -104,9 +104,9 @@ bool is_unwatched(PyObject* q, PyObject* k, PyObject* v) {
 }
 
 // What PyTorch's forward kernels return besides: seed and offset of a call without dropout, which
-// nobody reads, and a debug mask that was not asked for, of no elements. A new tensor costs more
-// here than all that the call itself does between its results and its launch, so all calls get the
-// same three; only a CUDA graph, which owns all that it returns, gets new ones in its memory.
+// nobody reads, and a debug mask that was not asked for, of no elements. All calls get the same
+// seed and offset; only a CUDA graph, which owns all that it returns, gets new ones in its memory.
+// The mask has a type that autograd may make a part of a graph, so each call has its own.
 Ref auxiliary_of(const Call& call) {
   const Tensor& q = call.tensors[kQ];
   if (call.was_captured())
@@ -152,6 +152,9 @@ PyObject* aten_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (!auxiliary || !PyArg_ParseTuple(auxiliary.get(), "OOO", &seed, &unused, &mask))
     return nullptr;
   if (rng_state != Py_None) seed = rng_state;
+  Ref own_mask = like(mask);
+  if (!own_mask) return nullptr;
+  mask = own_mask.get();
   PyObject *out = call.result(0), *lse = call.result(1);
   if (!heads_first) return PyTuple_Pack(5, out, lse, seed, unused, mask);
   Ref longest[] = {Ref(PyLong_FromLongLong(call.tensors[kQ].shape[1])),

@@ -6,7 +6,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -161,7 +163,9 @@ struct Operator {
 };
 
 constexpr int kMostOperators = 4;
-Operator operators[kMostOperators];  // never changed once they are called
+// Never changed once they are called, and never freed: threads may call them while the process
+// ends.
+Operator* const operators = new Operator[kMostOperators];
 
 // ------------------------------------------------------------------------------------ known calls
 
@@ -205,9 +209,9 @@ class Held {
 // A result of an operator, as the first call gave it.
 struct Result {
   enum { kNew, kSame, kUndefined, kInteger } kind = kUndefined;
-  Shape shape;         // of a new tensor
-  Held same;           // what all calls get
-  int64_t number = 0;  // likewise
+  Shape shape;            // of a new tensor
+  Handle same = nullptr;  // what all calls get; of `kept_for_all`
+  int64_t number = 0;     // likewise
 };
 
 struct KnownCall {
@@ -216,6 +220,18 @@ struct KnownCall {
   bool library_has_it = false;  // so small that the library keeps it, see Launch
   std::vector<Result> results;
 };
+
+// A handle that is never freed of a tensor that all calls of a kind get. A thread that ends may not
+// own one: to give up the last reference of a tensor that Python knows takes the interpreter's
+// lock, and the interpreter may have ended.
+Handle kept_for_all(uint64_t kind, Handle tensor) {
+  static auto& mutex = *new std::mutex;
+  static auto& known = *new std::map<uint64_t, Handle>;
+  const std::lock_guard lock(mutex);
+  Handle& kept = known[kind];
+  if (kept == nullptr && shim.aoti_torch_new_tensor_handle(tensor, &kept) != 0) kept = nullptr;
+  return kept;
+}
 
 // `_core.forget` begins a new generation.
 std::atomic<uint64_t> generation = 0;
@@ -273,7 +289,10 @@ class DirectCall {
     const bool readable =
         count_ == op_.arguments.size() && !shim._ZN2at12hasCallbacksEv() && read();
     std::shared_ptr<KnownCall> call = readable ? known().find(key_) : nullptr;
-    if (call == nullptr || !launch(*call)) return by_python(readable);
+    if (call == nullptr || !launch(*call)) {
+      results_.clear();  // whose memory Python may need
+      return by_python(readable && call == nullptr);
+    }
     give_back();
     for (size_t i = 0; i < results_.size(); ++i)
       stack_[i] = results_[i].get() != nullptr ? as_value(results_[i].release())
@@ -365,9 +384,10 @@ class DirectCall {
     for (size_t i = 0; i < results_.size(); ++i) {
       const Result& result = call.results[i];
       Held& tensor = results_[i];
-      if ((result.kind == Result::kNew && !make(result.shape, tensor, made[i])) ||
+      void* nobody;
+      if ((result.kind == Result::kNew && !make(result.shape, tensor, i < 3 ? made[i] : nobody)) ||
           (result.kind == Result::kSame &&
-           shim.aoti_torch_new_tensor_handle(result.same.get(), tensor.out()) != 0) ||
+           shim.aoti_torch_new_tensor_handle(result.same, tensor.out()) != 0) ||
           (result.kind == Result::kUndefined &&
            shim.aoti_torch_new_uninitialized_tensor(tensor.out()) != 0))
         return false;
@@ -454,6 +474,7 @@ class DirectCall {
     auto call = std::make_shared<KnownCall>();
     KnownCall* const outer = std::exchange(wanted, call.get());
     error.clear();
+    const uint64_t began = generation.load(std::memory_order_relaxed);
     const int status = shim.aoti_torch_call_dispatcher(op_.python.c_str(), "", stack_);
     wanted = outer;
     if (status != 0) fail("PyTorch could not call " + op_.python);
@@ -468,7 +489,10 @@ class DirectCall {
     }
     for (int i = static_cast<int>(rows.size()) - 1, from = tensors; i >= 0; --i)
       stack_[i] = op_.results[i] == kSlots ? stack_[--from] : as_value(rows[i]);
-    if (readable && call->plan != nullptr && learn(*call)) known().keep(key_, std::move(call));
+    // Unless all was forgotten meanwhile.
+    if (readable && call->plan != nullptr && learn(*call) &&
+        generation.load(std::memory_order_relaxed) == began)
+      known().keep(key_, std::move(call));
   }
 
   // Results as they are on the stack.
@@ -486,8 +510,18 @@ class DirectCall {
         result.kind = Result::kNew;
         if (!is_defined || !result.shape.read(tensor)) return false;
       } else if (is_defined) {
-        result.kind = Result::kSame;
-        if (shim.aoti_torch_new_tensor_handle(tensor, result.same.out()) != 0) return false;
+        // Seed and offset are the same for all calls. The mask has the type of the result, so that
+        // autograd could make it a part of a graph: each call gets its own.
+        if (!result.shape.read(tensor)) return false;
+        result.kind = Result::kNew;
+        if (result.shape.dtype != call.results[0].shape.dtype) {
+          result.kind = Result::kSame;
+          result.same = kept_for_all(i | static_cast<uint64_t>(&op_ - operators) << 8 |
+                                         static_cast<uint64_t>(device_) << 16 |
+                                         static_cast<uint64_t>(uint32_t(device_index_)) << 32,
+                                     tensor);
+          if (result.same == nullptr) return false;
+        }
       }
       call.results.push_back(std::move(result));
     }

@@ -538,6 +538,15 @@ class _Raising(torch.Tensor):  # type: ignore[misc]
         raise next(x for x in args if isinstance(x, cls)).error
 
 
+def _in_words(error: BaseException) -> str:
+    """Its class and text, of which any character may be none of Unicode's."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _without_exceptions(kernel: Callable[..., Any], chosen: list[int]) -> Callable[..., Any]:
     """The kernel for `direct`, of whose results it gives the chosen ones. An exception is given as
     tensors that raise it, once `_core` has left PyTorch's C interface.
@@ -548,8 +557,9 @@ def _without_exceptions(kernel: Callable[..., Any], chosen: list[int]) -> Callab
             found = kernel(*args, **options)
             return tuple(found[at] for at in chosen)
         except BaseException as error:
-            _core.direct_error(f"{type(error).__name__}: {error}")
-            return tuple(_Raising(error) for _ in chosen)
+            raising = tuple(_Raising(error) for _ in chosen)
+            _core.direct_error(_in_words(error))
+            return raising
 
     return call
 
