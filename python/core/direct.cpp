@@ -17,8 +17,7 @@ namespace strobe_python {
 
 namespace {
 
-// ------------------------------------------------------------------------------ PyTorch's
-// interface
+// ------------------------------------------------------------------------- PyTorch's interface
 
 struct OpaqueTensor;
 using Handle = OpaqueTensor*;  // owned by whoever has it
@@ -101,8 +100,7 @@ bool find_shim() {
 constexpr int32_t kTorchCpu = 0, kTorchCuda = 1;  // of c10::DeviceType
 constexpr int32_t kTorchInt32 = 3;                // of c10::ScalarType
 
-// ----------------------------------------------------------------------------------------
-// operators
+// ----------------------------------------------------------------------------------- operators
 
 // What an argument of an operator is, by its name in the schema.
 enum class Role : uint8_t {
