@@ -351,6 +351,33 @@ def _sdpa_backward(
         return _by_pytorch(name, None, *tensors, *more, philox_seed, philox_offset, scale=scale)
 
 
+def _flash(
+    out: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[Any, Any, Any, Any],
+    plain: tuple[float, bool, bool],
+    scale: float | None,
+    window: tuple[Any, Any],
+    options: dict[str, Any],
+) -> Any:
+    """The two operators below. out: where the second one writes. plain: dropout_p, is_causal and
+    return_debug_mask.
+    """
+    try:
+        if out is None:
+            return _attend(False, tensors, lengths, *plain, scale, window, **options)
+        if plain[0] != 0:
+            raise _Declined("dropout_p is not 0")
+        return _attend(False, tensors, lengths, *plain, scale, window, out=out, **options)[1]
+    except _REFUSALS as error:
+        first: tuple[Tensor, ...] = ()
+        name = "_flash_attention_forward"
+        if out is not None:
+            name, first = f"{name}_no_dropout_inplace", (out,)
+        options |= {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+        return _by_pytorch(name, error, *first, *tensors, *lengths, *plain, **options)
+
+
 def _flash_forward(
     query: Tensor,
     key: Tensor,
@@ -372,14 +399,9 @@ def _flash_forward(
     also block_table and num_splits.
     """
     tensors, lengths = (query, key, value), (cum_seq_q, cum_seq_k, max_q, max_k)
-    window = (window_size_left, window_size_right)
     plain = (dropout_p, is_causal, return_debug_mask)
-    try:
-        return _attend(False, tensors, lengths, *plain, scale, window, **options)
-    except _REFUSALS as error:
-        options |= {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
-        name = "_flash_attention_forward"
-        return _by_pytorch(name, error, *tensors, *lengths, *plain, **options)
+    window = (window_size_left, window_size_right)
+    return _flash(None, tensors, lengths, plain, scale, window, options)
 
 
 def _flash_forward_to(
@@ -402,16 +424,9 @@ def _flash_forward_to(
 ) -> Any:
     """aten::_flash_attention_forward_no_dropout_inplace: logsumexp, and the result in out."""
     tensors, lengths = (query, key, value), (cum_seq_q, cum_seq_k, max_q, max_k)
-    window = (window_size_left, window_size_right)
     plain = (dropout_p, is_causal, return_debug_mask)
-    try:
-        if dropout_p != 0:
-            raise _Declined("dropout_p is not 0")
-        return _attend(False, tensors, lengths, *plain, scale, window, out=out, **options)[1]
-    except _REFUSALS as error:
-        options |= {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
-        name = "_flash_attention_forward_no_dropout_inplace"
-        return _by_pytorch(name, error, out, *tensors, *lengths, *plain, **options)
+    window = (window_size_left, window_size_right)
+    return _flash(out, tensors, lengths, plain, scale, window, options)
 
 
 def _flash_backward(
