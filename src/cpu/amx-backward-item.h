@@ -233,7 +233,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const Backward b{c, c.sequence(item.batch), item, carve_backward(arena, c)};
   const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
-  const Range tiles = query_visits(mask, b.keys(), kBackwardTileQ).blocks;
+  const IntervalWalk<int64_t> tiles = query_walk(mask, b.keys(), kBackwardTileQ);
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {

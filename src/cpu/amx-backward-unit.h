@@ -3,7 +3,7 @@
 #ifndef STROBE_CPU_AMX_BACKWARD_UNIT_H_
 #define STROBE_CPU_AMX_BACKWARD_UNIT_H_
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cpu/amx-pack.h"
 #include "cpu/amx-score.h"
 
@@ -132,12 +132,12 @@ static void plan_strips(const Backward& b, const QueryTile& t) {
     StripPlan& plan = b.s.plan[n];
     plan = {};
     const Range keys = b.strip(n);
-    const Visits visits = query_visits(b.sequence.mask, keys, kSubTile);
-    const Range seen = intersect(visits.blocks, {first, first + t.sub_tiles()});
+    const IntervalWalk<int64_t> walk = query_walk(b.sequence.mask, keys, kSubTile);
+    const Range seen = intersect({walk.begin, walk.end}, {first, first + t.sub_tiles()});
     if (seen.empty()) continue;
     plan.seen = {seen.begin - first, seen.end - first};
     for (int64_t i = seen.begin; i < seen.end; ++i) {
-      const bool whole = keys.size() == kStrip && visits.is_full(i);
+      const bool whole = keys.size() == kStrip && walk.is_full(i);
       plan.masked |= static_cast<uint32_t>(!whole) << (i - first);
     }
     // The strip and its mask alone decide, and not the query tile.

@@ -29,7 +29,7 @@
 #ifndef STROBE_CPU_AMX_FORWARD_H_
 #define STROBE_CPU_AMX_FORWARD_H_
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cpu/amx-product.h"
 
 namespace strobe::cpu::amx {
@@ -256,9 +256,9 @@ class ForwardPipeline {
     weights_ = weights(weights_unit_);
     sum_ = f_.s.sum + u.tile * kForwardTileQ * kTile;
     masked_ = 0;
-    const Visits visits = key_visits(f_.sequence.mask, f_.tile(u.tile), kGroup);
+    const IntervalWalk<int64_t> walk = key_walk(f_.sequence.mask, f_.tile(u.tile), kGroup);
     for (int64_t g = 0; g < u.groups; ++g) {
-      masked_ |= static_cast<uint32_t>(!visits.is_full(u.key / kGroup + g)) << g;
+      masked_ |= static_cast<uint32_t>(!walk.is_full(u.key / kGroup + g)) << g;
     }
   }
 

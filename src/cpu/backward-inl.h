@@ -16,7 +16,7 @@
 #ifndef STROBE_CPU_BACKWARD_INL_H_
 #define STROBE_CPU_BACKWARD_INL_H_
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cpu/decode-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/large-lse-inl.h"
@@ -316,7 +316,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
 
   const Mask& mask = sequence.mask;
-  const Range tiles = query_visits(mask, item_keys, kBackwardTileQ).blocks;
+  const IntervalWalk<int64_t> tiles = query_walk(mask, item_keys, kBackwardTileQ);
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {

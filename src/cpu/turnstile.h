@@ -10,7 +10,7 @@
 
 #include <sched.h>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cpu/kernels.h"
 
 namespace strobe::cpu {
@@ -24,9 +24,9 @@ struct Visit {
 
 STROBE_INLINE Visit visit_of(const BackwardContext& context, const Mask& mask, Range q_tile,
                              int64_t k_begin) {
-  const Range blocks = key_visits(mask, q_tile, context.block_k).blocks;
+  const IntervalWalk<int64_t> blocks = key_walk(mask, q_tile, context.block_k);
   const int64_t block = k_begin / context.block_k;
-  if (!blocks.contains(block)) return {true, false, false, 0};
+  if (!blocks.visits(block)) return {true, false, false, 0};
   return {false, block == blocks.begin, block == blocks.end - 1,
           static_cast<uint32_t>(block - blocks.begin)};
 }

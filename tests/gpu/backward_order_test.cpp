@@ -11,7 +11,7 @@
 #include <set>
 #include <vector>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/item_order.h"
@@ -153,11 +153,11 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     const int64_t tile_q = 32 << random() % 2, tile_k = 32 << random() % 3;
     for (int64_t tile = 0; tile * tile_q < seqlen_q; ++tile) {
       const Range queries{tile * tile_q, min64((tile + 1) * tile_q, seqlen_q)};
-      int64_t counter = key_visits(mask, queries, tile_k).blocks.begin;
+      int64_t counter = key_walk(mask, queries, tile_k).begin;
       bool started = false;
       for (int64_t key = 0; key * tile_k < seqlen_k; ++key) {
         const Range keys{key * tile_k, min64((key + 1) * tile_k, seqlen_k)};
-        if (!query_visits(mask, keys, tile_q).blocks.contains(tile)) continue;
+        if (!query_walk(mask, keys, tile_q).visits(tile)) continue;
         ASSERT_EQ(counter, key) << "round " << round;
         ASSERT_EQ(tile >= sm80::first_tile_started(mask, keys.begin, tile_q), !started);
         started = true, ++counter, ++additions;
@@ -406,8 +406,7 @@ std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const Com
         const Range queries{begin, min64(begin + problem.tile_q, mask.seqlen_q)};
         const int64_t at =
             head * tiles + scratch_begin(p, problem.tile_q, b) + begin / problem.tile_q;
-        turns[at] =
-            first_addition(p, scratch, b, head, key_visits(mask, queries, problem.tile_k).blocks);
+        turns[at] = first_addition(p, scratch, b, head, key_walk(mask, queries, problem.tile_k));
       }
     }
   }

@@ -8,7 +8,7 @@
 
 #include "core/mask.h"
 #include "core/sequence.h"
-#include "core/visits.h"
+#include "core/walk.h"
 
 namespace strobe::cuda {
 namespace {
@@ -31,10 +31,10 @@ void expect_same(const MaskRule& rule, const Mask& mask, int64_t first, int32_t 
     ASSERT_EQ(tile.position(row), mask.position(first + row)) << where(row);
   }
   for (const int64_t size : {64, 80, 128}) {
-    const Visits narrow = key_visits(tile, {0, tile.seqlen_q}, size);
-    const Visits wide = key_visits(mask, {first, first + tile.seqlen_q}, size);
-    ASSERT_EQ(narrow.blocks, wide.blocks) << where(0);
-    ASSERT_EQ(narrow.full, wide.full) << where(0);
+    const auto narrow =
+        static_cast<IntervalWalk<int64_t>>(key_walk(tile, {0, tile.seqlen_q}, size));
+    const IntervalWalk<int64_t> wide = key_walk(mask, {first, first + tile.seqlen_q}, size);
+    ASSERT_EQ(narrow, wide) << where(0);
   }
 }
 
@@ -45,9 +45,9 @@ void expect_same_queries(const Mask& mask, int64_t key) {
   ASSERT_EQ(whole.q_range({key, key + 1}), mask.q_range({key, key + 1})) << "key " << key;
   for (const int64_t size : {64, 128}) {
     const Range keys{key, std::min(key + 2 * size, mask.seqlen_k)};
-    const Visits narrow = query_visits(whole, keys, size), wide = query_visits(mask, keys, size);
-    ASSERT_EQ(narrow.blocks, wide.blocks) << "key " << key;
-    ASSERT_EQ(narrow.full, wide.full) << "key " << key;
+    const auto narrow = static_cast<IntervalWalk<int64_t>>(query_walk(whole, keys, size));
+    const IntervalWalk<int64_t> wide = query_walk(mask, keys, size);
+    ASSERT_EQ(narrow, wide) << "key " << key;
   }
 }
 

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <limits>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "gtest/gtest.h"
 
 namespace strobe {
@@ -209,32 +209,32 @@ TEST(Mask, RangesOfKeyTilesAreExact) {
 }
 
 // Blocks that are visited hold every pair that the mask allows; full ones hold no other.
-TEST(Visits, CoverWhatTheMaskAllows) {
+TEST(Walk, CoverWhatTheMaskAllows) {
   ForAllMasks([](const Setting&, const Mask& m) {
-    const auto check = [](Visits v, int64_t blocks, int64_t size, int64_t length, int64_t rows,
-                          const auto& allows) {
+    const auto check = [](const IntervalWalk<int64_t>& w, int64_t blocks, int64_t size,
+                          int64_t length, int64_t rows, const auto& allows) {
       for (int64_t n = 0; n < blocks; ++n) {
         int64_t allowed = 0;
         for (int64_t j = n * size; j < length && j < (n + 1) * size; ++j) {
           for (int64_t r = 0; r < rows; ++r) allowed += allows(r, j);
         }
-        ASSERT_TRUE(allowed == 0 || v.blocks.contains(n)) << "block " << n;
-        ASSERT_EQ(v.is_full(n), allowed == rows * size) << "block " << n;
+        ASSERT_TRUE(allowed == 0 || w.visits(n)) << "block " << n;
+        ASSERT_EQ(w.is_full(n), allowed == rows * size) << "block " << n;
       }
-      ASSERT_TRUE(v.blocks.empty() || (v.blocks.begin >= 0 && v.blocks.end <= blocks));
+      ASSERT_TRUE(w.empty() || (w.begin >= 0 && w.end <= blocks));
     };
     for (const int64_t size : {1, 3, 8}) {
       const auto blocks = [size](int64_t length) { return (length + size - 1) / size; };
       for (int64_t begin = 0; begin < m.seqlen_q; begin += 5) {
         const int64_t end = begin + 5 < m.seqlen_q ? begin + 5 : m.seqlen_q;
         ASSERT_NO_FATAL_FAILURE(
-            check(key_visits(m, {begin, end}, size), blocks(m.seqlen_k), size, m.seqlen_k,
+            check(key_walk(m, {begin, end}, size), blocks(m.seqlen_k), size, m.seqlen_k,
                   end - begin, [&](int64_t r, int64_t j) { return m.allows(begin + r, j); }));
       }
       for (int64_t begin = 0; begin < m.seqlen_k; begin += 5) {
         const int64_t end = begin + 5 < m.seqlen_k ? begin + 5 : m.seqlen_k;
         ASSERT_NO_FATAL_FAILURE(
-            check(query_visits(m, {begin, end}, size), blocks(m.seqlen_q), size, m.seqlen_q,
+            check(query_walk(m, {begin, end}, size), blocks(m.seqlen_q), size, m.seqlen_q,
                   end - begin, [&](int64_t r, int64_t i) { return m.allows(i, begin + r); }));
       }
     }

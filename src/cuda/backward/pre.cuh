@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kPreThreads)
     // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
     // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
-    if (!query_visits(sequence.mask, keys, kTileQ).is_visited(tile.begin / kTileQ)) {
+    if (!query_walk(sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
       return;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kPreThreads)
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
       first = first_addition(p, scratch, tile.batch, tile.head,
-                             key_visits(sequence.mask, queries, scratch.tile_k).blocks);
+                             key_walk(sequence.mask, queries, scratch.tile_k));
     }
     scratch.additions[at * counters + thread] = first;
   }

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/arithmetic.h"
+#include "core/walk.h"
 #include "core/workspace.h"
 #include "cuda/common/params.h"
 
@@ -141,7 +142,8 @@ struct BackwardScratch {
 /// The key tile that is the first to add to dq, of those in `tiles`, which see some of its queries.
 /// A packed sequence may have more keys than the problem's bound: no item is there for these.
 STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const BackwardScratch& s,
-                                                int32_t batch, int32_t head, Range tiles) {
+                                                int32_t batch, int32_t head,
+                                                const IntervalWalk<int64_t>& tiles) {
   const auto of_heads = static_cast<uint32_t>((p.cu_k ? 0 : batch) * p.heads_kv + head / p.group);
   if (of_heads >= s.descending) return static_cast<uint32_t>(tiles.begin);
   return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cuda/hopper/cached_keys.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
@@ -93,10 +93,9 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
     Blocks blocks{};
-    const Visits visits = key_visits(mask, {begin, end}, kTileK);
-    if (!visits.blocks.empty()) {
-      blocks = {static_cast<int32_t>(visits.blocks.begin), static_cast<int32_t>(visits.blocks.end),
-                static_cast<int32_t>(visits.full.begin), static_cast<int32_t>(visits.full.end)};
+    const IntervalWalk<int32_t> walk = key_walk(mask, {begin, end}, kTileK);
+    if (!walk.empty()) {
+      blocks = {walk.begin, walk.end, walk.full_begin, walk.full_end};
       // Where Q has one stage, the last block to be computed takes its maximum too (that is the one
       // at `begin`, for blocks descend). Such a block never needs `redo`, which reads Q again. So Q
       // is free as soon as S is there, and the next tile's Q arrives while the softmax is computed.

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/macros.h"
-#include "core/visits.h"
+#include "core/walk.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -17,12 +17,12 @@ struct QueryVisits {
   template <typename Int>
   STROBE_INLINE static constexpr QueryVisits make(const BasicMask<Int>& mask, Range keys,
                                                   int32_t tile_q, int32_t tile_k) {
-    const Visits v = query_visits(mask, keys, tile_q);
-    const auto begin = static_cast<int32_t>(v.blocks.begin);
-    const auto end = static_cast<int32_t>(v.blocks.end);
+    const IntervalWalk<Int> v = query_walk(mask, keys, tile_q);
+    const auto begin = static_cast<int32_t>(v.begin);
+    const auto end = static_cast<int32_t>(v.end);
     // Keys past the end would count as seen: where the block has some, no tile is full.
     if (keys.size() < tile_k) return {begin, end, begin, begin};
-    return {begin, end, static_cast<int32_t>(v.full.begin), static_cast<int32_t>(v.full.end)};
+    return {begin, end, static_cast<int32_t>(v.full_begin), static_cast<int32_t>(v.full_end)};
   }
   STROBE_INLINE constexpr bool is_full(int32_t tile) const {
     return full_begin <= tile && tile < full_end;

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/visits.h"
+#include "core/walk.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -13,7 +13,7 @@ namespace strobe::cuda::sm80 {
 /// each of the others follows on the one before it.
 STROBE_INLINE constexpr int32_t first_tile_started(const Mask& mask, int64_t key_begin,
                                                    int64_t tile_q) {
-  return static_cast<int32_t>(query_visits(mask, {0, key_begin}, tile_q).blocks.end);
+  return static_cast<int32_t>(query_walk(mask, {0, key_begin}, tile_q).end);
 }
 
 }  // namespace strobe::cuda::sm80

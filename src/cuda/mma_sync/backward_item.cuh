@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -25,9 +25,9 @@ struct TileVisits {
   int32_t begin, end;            // tiles that see some key of the item
   int32_t full_begin, full_end;  // queries of those that have no masked pair, and none past the end
 
-  STROBE_INLINE static constexpr TileVisits of(const Visits& v, int32_t tile_q) {
-    return {static_cast<int32_t>(v.blocks.begin), static_cast<int32_t>(v.blocks.end),
-            static_cast<int32_t>(v.full.begin) * tile_q, static_cast<int32_t>(v.full.end) * tile_q};
+  STROBE_INLINE static constexpr TileVisits of(const IntervalWalk<int64_t>& v, int32_t tile_q) {
+    return {static_cast<int32_t>(v.begin), static_cast<int32_t>(v.end),
+            static_cast<int32_t>(v.full_begin) * tile_q, static_cast<int32_t>(v.full_end) * tile_q};
   }
 };
 
@@ -67,7 +67,7 @@ struct alignas(16) ItemRecord {
     position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    visits = TileVisits::of(query_visits(mask, keys, tile_q), tile_q);
+    visits = TileVisits::of(query_walk(mask, keys, tile_q), tile_q);
     // Keys past the end are no part of the visits: where the item has some, every step is masked.
     if (keys.size() < tile_k) visits.full_end = visits.full_begin;
     first_query = first_tile_started(mask, key_begin, tile_q) * tile_q;

@@ -37,7 +37,7 @@
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
-#include "core/visits.h"
+#include "core/walk.h"
 #include "cuda/common/config.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -216,13 +216,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // few keys.)
     const bool limited = !p.rule.hides_nothing();
     const Range all{0, seqlen_k};
-    const auto visits = [&](int32_t first, int32_t count, int32_t size) {
+    const auto walk = [&](int32_t first, int32_t count, int32_t size) {
       const Range rows{min(first, mask.seqlen_q), min(first + count, mask.seqlen_q)};
-      if (limited) return key_visits(mask, rows, size);
-      return rows.empty() ? Visits{} : visits_of<int32_t>(all, all, size);
+      using Walk = IntervalWalk<int32_t>;
+      if (limited) return key_walk(mask, rows, size);
+      return rows.empty() ? Walk{} : Walk::of(all, all, size);
     };
-    const Range blocks = visits(0, kTileQ, kTileK).blocks;
-    const auto block = static_cast<int32_t>(blocks.begin);
+    const IntervalWalk<int32_t> blocks = walk(0, kTileQ, kTileK);
+    const int32_t block = blocks.begin;
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
@@ -234,7 +235,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.head,
                begin,
                block,
-               static_cast<int32_t>(blocks.end),
+               blocks.end,
                mask.position(0),
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
@@ -242,10 +243,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (some_block) copy_next(ring, block, k, v);
     write_info();
     if (thread < Shape::kTeams) {
-      const Visits v = visits(thread * Shape::kRows, Shape::kRows, Shape::kStep);
-      const auto keys_of = [](int64_t n) { return static_cast<int32_t>(n) * Shape::kStep; };
-      team_keys[thread] = {keys_of(v.blocks.begin), keys_of(v.blocks.end), keys_of(v.full.begin),
-                           keys_of(v.full.end)};
+      const IntervalWalk<int32_t> w = walk(thread * Shape::kRows, Shape::kRows, Shape::kStep);
+      team_keys[thread] = {w.begin * Shape::kStep, w.end * Shape::kStep,
+                           w.full_begin * Shape::kStep, w.full_end * Shape::kStep};
     }
     // Rows past the end take the limits of the last row, so that no block is masked because of
     // them. Nothing of them is written.
