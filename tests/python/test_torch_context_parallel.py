@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,9 @@ def worker() -> None:
 
     import strobe.torch
 
+    def attend(qkv: list[Any], causal: bool) -> Any:
+        return scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=causal)
+
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
@@ -47,7 +51,7 @@ def worker() -> None:
         q, k, v, dout = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         exact = [x.double().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.MATH):
-            out = scaled_dot_product_attention(*exact, is_causal=causal)
+            out = attend(exact, causal)
         wanted = [out, *torch.autograd.grad(out, exact, dout.double())]
         before = served.calls
         # The context cuts each of these to this process's share, in place.
@@ -55,7 +59,7 @@ def worker() -> None:
         split = context_parallel(mesh, buffers=local, buffer_seq_dims=[2] * 4)
         with split, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             leaves = [x.clone().requires_grad_() for x in local[:3]]
-            out = scaled_dot_product_attention(*leaves, is_causal=causal)
+            out = attend(leaves, causal)
             grads = torch.autograd.grad(out, leaves, local[3].clone())
         found = _attention.context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
         errors = [(a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
