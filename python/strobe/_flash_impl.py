@@ -120,14 +120,13 @@ class _Activation:
         """Gives the operators back to the kernels that were there, and cuDNN its place."""
         self.kernels.clear()  # their finalisers do it, and that of the library
         self.library = None
-        for name in self.names:
-            _pytorchs.pop(name, None)
         if self.without_cudnn:
             torch.backends.cuda.enable_cudnn_sdp(True)
         self.without_cudnn = False
 
 
-# PyTorch's own kernels of the operators that are replaced, by name.
+# PyTorch's own kernels of the operators that are, or once were, replaced, by name. They stay here
+# when the operators are given back: a call in another thread may be on its way to one of them.
 _pytorchs: Final[dict[str, Callable[..., Any]]] = {}
 
 

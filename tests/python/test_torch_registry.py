@@ -199,6 +199,7 @@ def test_activation_takes_kernels_first_and_switches_cudnn_off(
 ) -> None:
     """As on a machine with a GPU, with PyTorch's registration replaced by a list of what it saw."""
     log: list[Any] = []
+    monkeypatch.setattr(_flash_impl, "_pytorchs", {})
 
     class Library:
         def __init__(self, *_: Any) -> None: ...
@@ -231,15 +232,15 @@ def test_activation_takes_kernels_first_and_switches_cudnn_off(
         assert log[0][1] == keyset
         torch.nn.attention.restore_flash_attention_impl()
         assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
-        assert not _flash_impl._pytorchs
     finally:
         if torch.nn.attention.current_flash_attention_impl() is not None:
             torch.nn.attention.restore_flash_attention_impl()
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_pytorch_without_these_kernels_is_left_alone() -> None:
+def test_pytorch_without_these_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators that a PyTorch does not have, and kernels that it was built without."""
+    monkeypatch.setattr(_flash_impl, "_pytorchs", {})
     activation = _flash_impl._Activation(torch.library.Library("aten", "IMPL"), False)
     kernels = {"_no_such_operator": print, "_flash_attention_forward": print}
     _flash_impl.replace(activation, kernels, "CPU")
@@ -1155,3 +1156,15 @@ def test_inference_mode_and_gradients_in_turns(device: str, by_python: list[str]
     assert len(by_python) == 1
     assert not any(x.is_inference() for x in found if isinstance(x, torch.Tensor))
     gradients(found[0], (q, k, v), q)
+
+
+def test_a_call_on_its_way_to_pytorch_outlives_the_activation() -> None:
+    # Another thread gives the operators back between the moment at which a call was declined and
+    # that at which PyTorch's own kernel is asked for.
+    torch.nn.attention.activate_flash_attention_impl("STROBE")
+    torch.nn.attention.restore_flash_attention_impl()
+    gc.collect()
+    q, k, v = (random("cpu", 1, 2, 5, 8) for _ in range(3))
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    out = _flash_impl._by_pytorch(name, None, q, k, v, 0.0, True)[0]
+    assert_all_close([out], [scaled_dot_product_attention(q, k, v, is_causal=True)], "cpu")
