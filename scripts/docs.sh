@@ -14,4 +14,4 @@ rm -rf build/docs build/docs-work
 mkdir -p build/docs-work/doxygen
 doxygen docs/Doxyfile
 build/venv/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/docs-work/doctrees "$@" docs build/docs
-build/venv/bin/python scripts/check_site.py build/docs
+build/venv/bin/python scripts/check_site.py build/docs build/docs-work/doxygen/xml

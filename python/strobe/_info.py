@@ -62,7 +62,7 @@ class Info:
     torch: str  # PyTorch's version, without importing it; "" when it is not installed
     cpu: str
     cpu_isa: str  # widest instruction set in use
-    cpu_isas: tuple[str, ...]  # all that STROBE_CPU_ISA may force here, widest first
+    cpu_isas: tuple[str, ...]  # all that are here, widest first: STROBE_CPU_ISA limits them
     cpu_threads: int
     cuda_devices: tuple[CudaDevice, ...]
     cuda_reason: str  # why there are none; "" when there are
@@ -76,7 +76,7 @@ class Info:
             ("python", f"{self.python}, numpy {self.numpy}"),
             ("pytorch", self.torch or "none: strobe.flash_attn and strobe.torch need 2.4 or newer"),
             ("cpu", f"{self.cpu or 'unknown'}, {self.cpu_threads} threads"),
-            ("cpu isa", f"{self.cpu_isa} (STROBE_CPU_ISA may be {', '.join(self.cpu_isas)})"),
+            ("cpu isa", f"{self.cpu_isa} (of {', '.join(self.cpu_isas)}; STROBE_CPU_ISA limits them)"),
         ]
         for index, device in enumerate(self.cuda_devices):
             major, minor = divmod(device.compute_capability, 10)
