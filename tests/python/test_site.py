@@ -568,6 +568,50 @@ def test_every_message_of_python_is_documented() -> None:
     assert not missing
 
 
+# What an engineer who knows attention, Python and C++ knows, and names of products.
+KNOWN_WORDS = {
+    *("AMD", "API", "BERT", "BLOOM", "BSD-3", "CHANGELOG", "CLI11", "CMake", "CONTRIBUTING"),
+    *("CPU", "CPUs", "CUDA", "DeBERTa", "EPYC", "FSDP", "GB", "GCC", "GIL", "GPT", "GPU", "GPUs"),
+    *(
+        "HBM3",
+        "RTX",
+        "JAX",
+        "KERNEL",
+        "LM",
+        "MB",
+        "MiniLM",
+        "NVIDIA",
+        "PROBLEM",
+        "PyPI",
+        "README",
+        "TB",
+    ),
+    *("RMSNorm", "SwiGLU", "XLNet", "macOS", "FLOPs", "FMA"),
+}
+
+
+def test_every_abbreviation_for_users_is_in_the_glossary() -> None:
+    """Of README and the pages that the site has for users, but in code."""
+    words = re.findall(r"^\| ([^|]+) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    explained = set(re.findall(r"[\w.-]+", " ".join(words)))
+    explained |= {"KV", "GFLOP", "TFLOP"}
+    contents = (DOCS / "index.md").read_text()
+    users = re.findall(r":caption: For users.*?\n\n(.*?)\n```", contents, re.DOTALL)[0].split()
+    pages = [DOCS / f"{name}.md" for name in users] + [
+        ROOT / "README.md",
+        ROOT / "examples/README.md",
+    ]
+    found = set()
+    for path in pages:
+        if path.stem == "glossary":
+            continue
+        text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+        text = re.sub(r"^    .*$|(?<=\])\([^)]*\)", "", text, flags=re.MULTILINE)
+        found |= set(re.findall(r"\b[A-Za-z]*[A-Z]{2,}[A-Za-z0-9]*(?:-\d+)?\b", text))
+    assert len(found) > 40
+    assert sorted(found - explained - KNOWN_WORDS) == []
+
+
 def test_the_instruction_sets_are_limited_by_one_word() -> None:
     """A name of STROBE_CPU_ISA stands for all narrower instruction sets too: it forces none."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
