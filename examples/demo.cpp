@@ -687,11 +687,7 @@ int Main(int argc, char** argv) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   AddInteger(app, "--longest", &settings.longest, 512,
              fmt::format("Tokens of the tables' longest line at most ({})", kLongest), kLongest);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {  // --help too
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  if (const std::optional<int> exit_code = ParseAll(app, argc, argv)) return *exit_code;
   return Demo(settings);
 }
 

@@ -252,16 +252,10 @@ std::string CommandNames(const CLI::App& app, const char* last) {
   return text;
 }
 
-// Not of kilobytes: the distance takes a time in proportion to the length.
-std::string NearestTo(const std::string& got, const std::vector<std::string>& names) {
-  constexpr size_t kMost = 100;
-  return Nearest(std::string_view(got).substr(0, std::min(got.find('='), kMost)), names);
-}
-
 std::string NoCommand(const CLI::App& app, const std::string& got) {
   std::vector<std::string> names;
   for (const CLI::App* command : Commands(app)) names.push_back(command->get_name());
-  const std::string near = NearestTo(got, names);
+  const std::string near = Nearest(got, names);
   return fmt::format("{} is not a command: {} {}", got.empty() ? "\"\"" : Printable(got),
                      near.empty() ? "there are" : fmt::format("did you mean {}? There are", near),
                      CommandNames(app, "and"));
@@ -278,22 +272,6 @@ int Help(const CLI::App& app, const std::string& name) {
     if (command->get_name() == name) return print(command, app.get_name() + " " + name);
   }
   throw UserError(NoCommand(app, name));
-}
-
-std::vector<std::string> FlagNames(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
-  }
-  return names;
-}
-
-// `program`: "strobe", or "strobe bench".
-std::string NoFlag(const CLI::App& app, const std::string& program, const std::string& got) {
-  const std::string near = NearestTo(got, FlagNames(app));
-  return fmt::format("{} is not a flag of `{}`: {}", Printable(got), program,
-                     near.empty() ? fmt::format("see `{} --help`", program)
-                                  : fmt::format("did you mean {}?", near));
 }
 
 // What stands before a command, or in place of one.

@@ -220,6 +220,8 @@ CLI::Option* AddLengths(CLI::App& app, const std::string& names, std::vector<int
 }
 
 std::string Nearest(std::string_view text, const std::vector<std::string>& names) {
+  constexpr size_t kMost = 100;  // of kilobytes: the distance takes a time in proportion
+  text = text.substr(0, std::min(text.find('='), kMost));
   std::string nearest;
   size_t best = std::max<size_t>(text.size() / 3, 1) + 1;
   for (const std::string& name : names) {
@@ -233,6 +235,30 @@ std::string Nearest(std::string_view text, const std::vector<std::string>& names
   const auto begun = [text](const std::string& name) { return name.starts_with(text); };
   if (std::ranges::count_if(names, begun) != 1 || text.empty()) return "";
   return *std::ranges::find_if(names, begun);
+}
+
+std::string NoFlag(const CLI::App& app, const std::string& program, const std::string& got) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  const std::string near = Nearest(got, names);
+  return fmt::format("{} is not a flag of `{}`: {}", Printable(got), program,
+                     near.empty() ? fmt::format("see `{} --help`", program)
+                                  : fmt::format("did you mean {}?", near));
+}
+
+std::optional<int> ParseAll(CLI::App& app, int argc, const char* const* argv) {
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ExtrasError& error) {
+    const std::vector<std::string> words = app.remaining();
+    if (words.empty() || !words.front().starts_with('-')) return app.exit(error), 2;
+    throw UserError(NoFlag(app, app.get_name(), words.front()));
+  } catch (const CLI::ParseError& error) {  // --help too
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  return std::nullopt;
 }
 
 }  // namespace strobe::cli

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -129,7 +130,17 @@ CLI::Option* AddChoiceList(CLI::App& app, const std::string& names, const Choice
 
 // The name in `names` that is closest to `text`, or the only one that begins with it; "" when there
 // is neither.
+// What follows = in `text` does not count.
 [[nodiscard]] std::string Nearest(std::string_view text, const std::vector<std::string>& names);
+
+// What to say of a flag that `app` does not have, with the nearest that it has. program: as it is
+// typed, "strobe bench".
+[[nodiscard]] std::string NoFlag(const CLI::App& app, const std::string& program,
+                                 const std::string& got);
+
+// Parses the arguments of a program without commands. With a value the program ends with that exit
+// code: --help was printed, or what was wrong. Throws UserError for an unknown flag or a bad value.
+[[nodiscard]] std::optional<int> ParseAll(CLI::App& app, int argc, const char* const* argv);
 
 }  // namespace strobe::cli
 

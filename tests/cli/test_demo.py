@@ -93,7 +93,8 @@ def test_help_says_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--unknown"], "--unknown"),
+        (["--unknown"], "--unknown is not a flag of `strobe_demo`: see `strobe_demo --help`"),
+        (["--lonegst", "512"], "did you mean --longest?"),
         (["one", "two"], "two"),
         (["--longest", "511"], "--longest = 511, expected a whole number from 512"),
         (["nowhere"], "cannot open nowhere"),
