@@ -249,7 +249,7 @@ def memory() -> dict[str, Any]:
         text = strobe.plan(q, q, q, backward=direction == "backward", threads=2)
         line = next(x for x in text.splitlines() if x.startswith("workspace"))
         rows[direction] = int(line.split()[1])
-        print(f"131,072 tokens, {direction}: {rows[direction] / 2**20:.1f} MB of workspace")
+        print(f"131,072 tokens, {direction}: {rows[direction] / 1e6:.1f} MB of workspace")
     return rows
 
 

@@ -115,13 +115,13 @@ def measure(dtype: str, batch: int, seqlen: int, layout: str, threads: int, budg
 
 def run(threads: int, budget: float) -> dict[str, Any]:
     points = []
-    print(f"{'dtype':5} {'batch':>5} {'keys':>6} {'layout':6} {'MB':>5}   {'Strobe':>8} {'read':>8} {'gqa':>8} {'repeated':>8} ms"
+    print(f"{'dtype':5} {'batch':>5} {'keys':>6} {'layout':6} {'MB':>5}   {'Strobe':>8} {'read':>8} {'gqa':>8} {'repeated':>8} us"
           f"   {'of read':>7} {'paired':>7} {'over PyTorch':>12}")  # fmt: skip
     for dtype, (batch, seqlen), layout in itertools.product(("bf16", "fp32"), SHAPES, ("rows", "heads", "pages")):
         p = measure(dtype, batch, seqlen, layout, threads, budget)
         points.append(p)
         best = [p["best_seconds"].get(n) for n in ("strobe", "read", "torch_gqa", "torch_repeated")]
-        cells = " ".join(f"{1e3 * t:8.2f}" if t else f"{'-':>8}" for t in best)
+        cells = " ".join(f"{1e6 * t:8.1f}" if t else f"{'-':>8}" for t in best)
         print(f"{dtype:5} {batch:5} {seqlen:6} {layout:6} {p['bytes'] / 1e6:5.0f}   {cells}      {p['of_read']:7.2f} "
               f"{p['of_read_paired']:7.2f} {p.get('over_torch', float('nan')):12.2f}", flush=True)  # fmt: skip
     worst = {name: min(p[name] for p in points if name in p and p["layout"] != "pages") for name in GOALS}

@@ -126,6 +126,19 @@ class OtherPrograms {
   return "";
 }
 
+// What to do for timings that may be compared, as a whole sentence. others, processors, threads: as
+// above. Fewer threads help where the other programs leave some processors alone.
+[[nodiscard]] inline std::string HowToTime(std::optional<double> others, int processors,
+                                           int64_t threads) {
+  constexpr double kLittle = 0.1;  // of a processor, which is not in the way of a thread
+  const auto free = static_cast<int64_t>(others ? processors - *others + kLittle : 0);
+  if (free < 1 || free >= threads) return "Run `make demo` again when the other programs rest.";
+  return fmt::format(
+      "Run `make demo` again when the other programs rest, or now on the processors that they "
+      "leave: `OMP_NUM_THREADS={} make demo`.",
+      free);
+}
+
 }  // namespace strobe::demo
 
 #endif  // STROBE_EXAMPLES_BUSY_H_

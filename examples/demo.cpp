@@ -425,18 +425,32 @@ class CostTable {
         notes_.push_back("PyTorch's process gave no answer and was ended.");
       }
     }
-    cost->busy = WhyTooBusy(others.Mean(), others.processors(), threads_, timings);
+    const std::optional<double> mean = others.Mean();
+    cost->busy = WhyTooBusy(mean, others.processors(), threads_, timings);
+    cost->remedy = cost->busy.empty() ? "" : HowToTime(mean, others.processors(), threads_);
   }
 
-  // Says once why there are no ratios.
+  // Says once why there are no ratios, what holds all the same, and how to get them.
   void ShowBusy(const std::vector<CostLine>& lines) {
     const auto busy =
         std::ranges::find_if(lines, [](const CostLine& l) { return !l.busy.empty(); });
     if (busy == lines.end()) return;
+    const CostLine& longest = lines.back();
     Print("\n  {}: this computer was too busy to time them; at {} tokens\n", Bold("busy"),
           busy->tokens);
     Print("  {}. A ratio of such times says more\n", busy->busy);
-    Print("  about the other programs than about attention. Run the demo again when it is idle.\n");
+    Print("  about the other programs than about attention. The memory is what it is: at {}\n",
+          longest.tokens);
+    Print("  tokens {} in place of {}, {} less.\n", BytesText(longest.strobe.bytes),
+          BytesText(longest.standard.bytes), Times(longest.standard.bytes / longest.strobe.bytes));
+    std::string remedy = busy->remedy;
+    constexpr size_t kWide = 90;
+    while (remedy.size() > kWide) {
+      const size_t end = remedy.rfind(' ', kWide);
+      Print("  {}\n", remedy.substr(0, end));
+      remedy.erase(0, end + 1);
+    }
+    Print("  {}\n", remedy);
   }
 
   static std::string Times(double factor) {
@@ -673,11 +687,7 @@ int Main(int argc, char** argv) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   AddInteger(app, "--longest", &settings.longest, 512,
              fmt::format("Tokens of the tables' longest line at most ({})", kLongest), kLongest);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {  // --help too
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  if (const std::optional<int> exit_code = ParseAll(app, argc, argv)) return *exit_code;
   return Demo(settings);
 }
 

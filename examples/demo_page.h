@@ -59,7 +59,8 @@ struct CostLine {
   int64_t tokens = 0;
   Cost standard, strobe;
   std::optional<Cost> pytorch;
-  std::string busy;  // why its times may not be compared; "": they may
+  std::string busy;    // why its times may not be compared; "": they may
+  std::string remedy;  // then what to do for times that may
 };
 
 struct PageContent {
@@ -196,7 +197,8 @@ template <typename Weight>
       nlohmann::json entry = {{"tokens", line.tokens},
                               {"standard", cost(line.standard)},
                               {"strobe", cost(line.strobe)},
-                              {"busy", line.busy}};
+                              {"busy", line.busy},
+                              {"remedy", line.remedy}};
       if (line.pytorch) entry["pytorch"] = cost(*line.pytorch);
       list.push_back(entry);
     }

@@ -369,11 +369,7 @@ int Main(int argc, char** argv) {
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
       ->type_name("FILE");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {  // --help too
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  if (const std::optional<int> exit_code = ParseAll(app, argc, argv)) return *exit_code;
   Generate(options);
   return 0;
 }

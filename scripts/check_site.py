@@ -1,13 +1,15 @@
-"""Whether a built documentation site is whole: `scripts/check_site.py FOLDER`. Exit 1 where it is not.
+"""Whether a built documentation site is whole: `scripts/check_site.py FOLDER XML`. Exit 1 where it is not.
 
 Every link within the site leads to a file, and to an anchor that is there; and no page, style or script asks the network for
-anything, so that the site opens from its files. Links that a reader may follow to other sites are not asked.
+anything, so that the site opens from its files. Links that a reader may follow to other sites are not asked. XML is the folder in which
+Doxygen left what it read in the public headers: every function, type, field, value and macro there has a text.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -76,9 +78,35 @@ def faults(site: Path) -> list[str]:
     return found
 
 
+def undocumented(xml: Path) -> list[str]:
+    """Of the public headers. What stands in a namespace `internal`, is private, or is not for callers to write is no public symbol."""
+    not_public = re.compile(r"::internal$|_(H|HPP)_$|^STROBE_(API|NOEXCEPT)$")
+    found = []
+    symbols = 0
+    for path in sorted(xml.glob("*.xml")):
+        for compound in ET.parse(path).getroot().iter("compounddef"):
+            owner = compound.findtext("compoundname", "")
+            if not_public.search(owner) or compound.get("prot") == "private":
+                continue
+            symbols_here = [(owner, compound)] if compound.get("kind") in ("class", "struct", "union") else []
+            for member in compound.iter("memberdef"):
+                if member.get("prot") == "private":
+                    continue
+                name = member.findtext("name", "")
+                scope = "" if compound.get("kind") in ("file", "namespace") else f"{owner}."
+                symbols_here.append((scope + name, member))
+                symbols_here += [(f"{name}.{value.findtext('name')}", value) for value in member.iter("enumvalue")]
+            for name, symbol in symbols_here:
+                symbols += 1
+                said = [symbol.find(f"{part}description") for part in ("brief", "detailed")]
+                if not not_public.search(name) and not any("".join(text.itertext()).strip() for text in said if text is not None):
+                    found.append(f"{name}: no text in its header")
+    return sorted(set(found)) if symbols else [f"{xml}: no public symbol"]
+
+
 def main() -> int:
     site = Path(sys.argv[1])
-    found = faults(site)
+    found = faults(site) + undocumented(Path(sys.argv[2]))
     count = len(list(site.rglob("*.html")))
     print("\n".join([*found, f"{site / 'index.html'}: {count} pages, " + (f"{len(found)} faults" if found else "no faults")]))
     return 1 if found else 0

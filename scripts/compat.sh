@@ -21,7 +21,7 @@ for age in current older; do
   requirements=python/requirements-compat.txt
   [ "$age" = current ] || requirements=python/requirements-compat-older.txt
   cmp -s "$requirements" "$venv/requirements.txt" && [ "$age" = older ] && continue
-  echo "compat: installing the Python packages of $requirements into $venv"
+  echo "compat: installing PyTorch and the Python packages of $requirements into $venv (1 GB, one to three minutes, in silence)"
   python3 -m venv "$venv"
   # shellcheck disable=SC2086 # options may be among the words, such as --index-url
   install "$venv" $torch -r "$requirements"
@@ -29,7 +29,7 @@ for age in current older; do
 done
 
 # Strobe and the shim as pip installs them, but in a folder of their own: in front of a run, or not.
-echo "compat: building Strobe's package and the shim"
+echo "compat: building Strobe's package and the shim (two or three minutes on two cores, in silence)"
 site=build/compat-site
 rm -rf "$site" build/compat-wheel
 build/venv/bin/pip wheel -qq --no-deps -C cmake.define.STROBE_CUDA=OFF -w build/compat-wheel . >>"$log" 2>&1 ||

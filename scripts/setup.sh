@@ -66,6 +66,16 @@ fi
 
 [ "${2:-}" != packages ] || exit 0
 
+# "numpy jax pytest": what requirements files name, those that they read included, without versions.
+names_in() {
+  local file
+  for file in "$@"; do
+    # shellcheck disable=SC2046 # names of files without spaces
+    names_in $(sed -n "s|^-r |$(dirname "$file")/|p" "$file")
+    sed -n 's/^\([A-Za-z0-9][A-Za-z0-9_.-]*\).*/\1/p' "$file"
+  done | tr '\n' ' '
+}
+
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
   case $part in bench | plots | docs | wheel) requirements=python/requirements-$part.txt ;; esac
@@ -74,10 +84,18 @@ if [ "$part" != demo ]; then
   # The copy inside the venv says what it has.
   have=$venv/$(basename "$requirements")
   if ! cmp -s "$requirements" "$have"; then
-    echo "setup: installing the Python packages of $requirements into $venv $why"
+    case $part in # as they lie on the disk; about a third of that is fetched
+      test | ci | docs) size="1 GB" time="one to three minutes" ;;
+      bench) size="2 GB, and several more where pip finds no CPU build of PyTorch" time="two minutes and more" ;;
+      plots) size="160 MB" time="half a minute" ;;
+      wheel) size="70 MB" time="half a minute" ;;
+    esac
+    echo "setup: installing Python packages into $venv $why ($size, $time, in silence): $(names_in "$requirements")"
+    begin=$SECONDS
     python3 -m venv "$venv"
     "$venv/bin/pip" install -qq --no-compile -r "$requirements"  # most of its files are never imported
     cp "$requirements" "$have"
+    echo "setup: Python packages installed in $((SECONDS - begin)) s"
   fi
 fi
 
@@ -98,11 +116,14 @@ if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
         install --retries 1 "$torch+cpu" || install --retries 1 --timeout 20 --index-url https://download.pytorch.org/whl/cpu "$torch+cpu"
       fi
     }
+    begin=$SECONDS
+    echo "setup: installing PyTorch and what is tested beside it into build/venv $why (800 MB, of which 200 MB are fetched for" \
+      "PyTorch's CPU build; a minute or two, in silence): $(names_in "$requirements" "$alone")"
     if build/venv/bin/python -c "import torch" 2>/dev/null || install_torch >build/setup.log 2>&1; then
-      echo "setup: installing the Python packages of $requirements into build/venv $why"
       install -r "$requirements"
       install --no-deps -r "$alone"
       cat "$requirements" "$alone" >"$have"
+      echo "setup: PyTorch and the others installed in $((SECONDS - begin)) s"
     else
       echo "setup: pip finds no ${STROBE_TEST_TORCH:-$torch+cpu}, so the tests and the reference of the PyTorch layer are left out;" \
         "STROBE_TEST_TORCH=$torch would install PyPI's (several GB)"

@@ -18,11 +18,12 @@ struct Kernel {
   std::string unavailable;  // why it cannot run on this machine; "" when it can
 };
 
+// One CUDA device.
 struct CudaDevice {
-  std::string name;
+  std::string name;                // as the driver has it: "NVIDIA H100 80GB HBM3"
   int32_t compute_capability = 0;  // 90 for 9.0
-  int32_t multiprocessors = 0;
-  int64_t memory_bytes = 0;
+  int32_t multiprocessors = 0;     // how many the GPU has
+  int64_t memory_bytes = 0;        // of the GPU, in use or not
 };
 
 // What the library found on this machine.
@@ -30,15 +31,16 @@ struct Machine {
   std::string cpu_name;  // "" when unknown
   std::string
       cpu_isa;  // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
-  std::string cpu_isas;     // all that STROBE_CPU_ISA can force, separated by spaces, widest first
+  std::string cpu_isas;     // all that this CPU and build have, separated by spaces, widest first:
+                            // STROBE_CPU_ISA limits the use to those from one of them on
   int32_t cpu_threads = 0;  // OpenMP's number
-  std::vector<CudaDevice> cuda_devices;
-  std::string cuda_reason;      // why there are none; "" when there are
-  std::string compiler;         // that built the library
-  std::vector<Kernel> kernels;  // in the order in which a plan asks them
+  std::vector<CudaDevice> cuda_devices;  // at the index that device_index names
+  std::string cuda_reason;               // why there are none; "" when there are
+  std::string compiler;                  // that built the library
+  std::vector<Kernel> kernels;           // in the order in which a plan asks them
 };
 
-// Throws Error.
+// Asks the library. Throws Error.
 [[nodiscard]] inline Machine machine() {
   strobe_machine m = {};
   m.struct_size = sizeof m;

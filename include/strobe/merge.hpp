@@ -13,19 +13,22 @@ inline namespace v0 {
 
 // Partial results of one attention, and where the whole goes: strobe.h has shapes and strides.
 struct MergeArgs {
-  Device device = Device::kCpu;
-  int32_t device_index = 0;
-  DType out_dtype = DType::kFloat32;
-  int32_t threads = 0;  // at most; 0: OpenMP's number
-  int64_t parts = 0, batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;
+  Device device = Device::kCpu;       // where the tensors are
+  int32_t device_index = 0;           // CUDA: which GPU
+  DType out_dtype = DType::kFloat32;  // of out: kFloat32, kBFloat16 or kFloat16
+  int32_t threads = 0;                // at most; 0: OpenMP's number
+  int64_t parts = 0;                  // how many partial results there are
+  int64_t batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;  // of out
   const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
   const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; infinite: no keys in the part
   void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
   float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
+  // of the tensor of that name; all zero: contiguous
   Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
   int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
   void* stream = nullptr;                // CUDA: cudaStream_t
 
+  // The same arguments for the C interface.
   [[nodiscard]] strobe_merge_args c() const noexcept {
     strobe_merge_args a = {};
     a.struct_size = sizeof a;
@@ -58,6 +61,7 @@ struct MergeArgs {
   const strobe_merge_args a = args.c();
   return static_cast<Status>(strobe_merge(&a));
 }
+// Likewise. Throws Error.
 inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(args)); }
 
 }  // namespace v0

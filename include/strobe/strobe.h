@@ -28,8 +28,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* First number of this header's version; strobe_version() has that of the library at work. */
 #define STROBE_VERSION_MAJOR 0
+/* Second number of this header's version. */
 #define STROBE_VERSION_MINOR 2
+/* Third number of this header's version. */
 #define STROBE_VERSION_PATCH 0
 
 #if defined(_WIN32)
@@ -45,8 +48,9 @@ extern "C" {
 #define STROBE_NOEXCEPT
 #endif
 
+/* What a function answers. */
 typedef enum strobe_status {
-  STROBE_OK = 0,
+  STROBE_OK = 0,               /* done */
   STROBE_INVALID_ARGUMENT = 1, /* the request contradicts itself or breaks a documented rule */
   STROBE_UNSUPPORTED =
       2, /* well-formed, but no kernel takes it: strobe_why() lists each one's reason */
@@ -56,23 +60,33 @@ typedef enum strobe_status {
   STROBE_INTERRUPTED = 6     /* stopped by args.interrupt: the outputs are incomplete */
 } strobe_status;
 
+/* What the elements of tensors are. */
 typedef enum strobe_dtype {
-  STROBE_FLOAT32 = 0,
-  STROBE_BFLOAT16 = 1,
-  STROBE_FLOAT16 = 2,
-  /* No kernel takes these two: each request is answered with STROBE_UNSUPPORTED. */
-  STROBE_FLOAT8_E4M3 = 3,
-  STROBE_FLOAT8_E5M2 = 4
+  STROBE_FLOAT32 = 0,     /* IEEE binary32 */
+  STROBE_BFLOAT16 = 1,    /* the upper half of a float32 */
+  STROBE_FLOAT16 = 2,     /* IEEE binary16 */
+  STROBE_FLOAT8_E4M3 = 3, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
+  STROBE_FLOAT8_E5M2 = 4  /* no kernel takes it: answered with STROBE_UNSUPPORTED */
 } strobe_dtype;
 #define STROBE_SAME_DTYPE (-1) /* the problem's dtype: default of kv_dtype and out_dtype */
 /* A window_left or window_right that is no limit, whatever window_signed says. */
 #define STROBE_NO_LIMIT INT64_MAX
-typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
-typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
+
+/* Where the tensors are and the work is done. */
+typedef enum strobe_device {
+  STROBE_CPU = 0, /* pointers into the host's memory */
+  STROBE_CUDA = 1 /* pointers into the memory of an NVIDIA GPU */
+} strobe_device;
+
+/* Which pass. */
+typedef enum strobe_direction {
+  STROBE_FORWARD = 0, /* out and lse from q, k and v */
+  STROBE_BACKWARD = 1 /* dq, dk and dv from these, out, lse and dout */
+} strobe_direction;
 
 /* Which ALiBi slopes the launch arguments carry. */
 typedef enum strobe_alibi {
-  STROBE_ALIBI_NONE = 0,
+  STROBE_ALIBI_NONE = 0,          /* no ALiBi */
   STROBE_ALIBI_PER_HEAD = 1,      /* slopes [heads] */
   STROBE_ALIBI_PER_BATCH_HEAD = 2 /* slopes [batch, heads] */
 } strobe_alibi;
@@ -86,7 +100,7 @@ typedef enum strobe_cache {
 
 /* New keys and values that a launch writes to the cache before it attends to them. */
 typedef enum strobe_append {
-  STROBE_APPEND_NONE = 0,
+  STROBE_APPEND_NONE = 0,  /* the cache stays as it is */
   STROBE_APPEND_DENSE = 1, /* [batch, seqlen_new, heads_kv, head_dim] */
   STROBE_APPEND_PACKED = 2 /* [total_new, heads_kv, head_dim], found by cu_seqlens_k_new */
 } strobe_append;
@@ -98,7 +112,7 @@ typedef enum strobe_append {
  * another argument: such a launch is refused. Elements may be interleaved, as those of dq, dk and
  * dv in one tensor of gradients. */
 typedef struct strobe_strides {
-  int64_t batch, seqlen, head, dim;
+  int64_t batch, seqlen, head, dim; /* elements from one index of that dimension to the next */
 } strobe_strides;
 
 /* What the caller wants. Plain data; fill with strobe_problem_init first, then set what differs. */
@@ -110,7 +124,7 @@ typedef struct strobe_problem {
   int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients (kv_dtype and out_dtype say
                         where another is meant); sums are float32 */
   int32_t device;    /* strobe_device */
-  int32_t device_index;
+  int32_t device_index; /* CUDA: which GPU, as cudaSetDevice counts them. CPU: 0 */
 
   int64_t batch;      /* >= 1 */
   int64_t seqlen_q;   /* with varlen: the longest query sequence (an upper bound will do) */
@@ -146,8 +160,8 @@ typedef struct strobe_problem {
    * differs from place to place. 0 (default): kernels may be chosen by the size of the whole. */
   int32_t batch_invariant;
 
-  strobe_strides q, k, v, out;     /* both directions */
-  strobe_strides dout, dq, dk, dv; /* backward */
+  strobe_strides q, k, v, out;     /* strides of the tensor of that name, both directions */
+  strobe_strides dout, dq, dk, dv; /* strides of the tensor of that name, backward */
 
   /* c > 0: a query sees only keys of its own chunk, which are the c key positions from a multiple
    * of c on; with causal and the window. 0: off */
@@ -186,7 +200,8 @@ typedef struct strobe_problem {
   int64_t seqlen_new; /* append: rows of each sequence; packed: of the longest (an upper bound
                          will do) */
   int64_t total_new;  /* append packed: rows of k_new and v_new, all sequences together */
-  strobe_strides k_new, v_new; /* append packed: the batch stride is not used */
+  strobe_strides k_new, v_new; /* strides of the tensor of that name; append packed: the batch
+                                  stride is not used */
 
   /* Rotary embedding of the queries and of the appended keys, with a cache alone. The first
    * rotary_dim elements of each are rotated in pairs by the angles that rotary_cos and rotary_sin
@@ -229,18 +244,18 @@ typedef struct strobe_plan {
   int32_t grid[3];          /* CUDA: thread blocks */
   int32_t block_threads;    /* CUDA: threads of a block */
   int64_t shared_bytes;     /* CUDA: dynamic shared memory of a block */
-  int64_t reserved[6];
+  int64_t reserved[6];      /* of the library's own; 0 */
 } strobe_plan;
 
 /* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has
  * no elements. */
 typedef struct strobe_forward_args {
-  size_t struct_size;
-  const void* q; /* [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] */
-  const void* k; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...] */
-  const void* v; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
-  void* out;     /* [batch, seqlen_q, heads, head_dim_v], or [total_q, ...] */
-  float* lse;    /* [batch, heads, seqlen_q], or [heads, total_q]; contiguous. NULL: not wanted */
+  size_t struct_size; /* sizeof(strobe_forward_args) of the caller's header */
+  const void* q;      /* [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] */
+  const void* k;      /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...] */
+  const void* v;      /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
+  void* out;          /* [batch, seqlen_q, heads, head_dim_v], or [total_q, ...] */
+  float* lse; /* [batch, heads, seqlen_q], or [heads, total_q]; contiguous. NULL: not wanted */
   /* varlen: [batch + 1], from 0 to at most total_q, not decreasing. Rows past the last are no
    * sequence's: what they hold counts for nothing, their out is 0, their lse -inf, their gradients
    * are 0. */
@@ -250,14 +265,14 @@ typedef struct strobe_forward_args {
   uint64_t dropout_seed, dropout_offset; /* of the Philox generator, when dropout_p > 0 */
   void* workspace; /* at least workspace_bytes, 64-byte aligned. NULL: the library allocates its own
                     */
-  size_t workspace_bytes;
-  void* stream; /* CUDA: cudaStream_t */
+  size_t workspace_bytes; /* of workspace, at least the plan's; not read where workspace is NULL */
+  void* stream;           /* CUDA: cudaStream_t */
   /* CPU: asked by the calling thread about every 0.1 s, between two work items (a short launch
    * never asks). When it returns other than 0, no further item is begun and the launch returns
    * STROBE_INTERRUPTED. It must not throw. NULL: not wanted. CUDA: not used. A caller whose struct
    * ends before this (struct_size) is served too. */
   int32_t (*interrupt)(void* interrupt_data);
-  void* interrupt_data;
+  void* interrupt_data; /* what interrupt is called with */
   /* Of those sequences' rows that the tensors hold, the first so many are in use, when the problem
    * has_seqused_q, has_seqused_k. What follows is never read (it may hold NaN): its out is 0, its
    * lse -inf, its gradients are 0. Causal masks and windows align the last query in use with the
@@ -300,7 +315,7 @@ typedef struct strobe_forward_args {
 
 /* Tensors of a backward launch. */
 typedef struct strobe_backward_args {
-  size_t struct_size;
+  size_t struct_size;    /* sizeof(strobe_backward_args) of the caller's header */
   const void *q, *k, *v; /* as in forward */
   const void* out;       /* what forward gave */
   const float* lse;      /* what forward gave */
@@ -309,19 +324,15 @@ typedef struct strobe_backward_args {
   void* dq;              /* [batch, seqlen_q, heads, head_dim], or [total_q, ...] */
   void* dk; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...]: summed over the group */
   void* dv; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
-  const int32_t* cu_seqlens_q; /* as in forward */
-  const int32_t* cu_seqlens_k;
-  const float* alibi_slopes;
-  uint64_t dropout_seed, dropout_offset; /* those of the forward launch */
-  void* workspace;
-  size_t workspace_bytes;
-  void* stream;
-  int32_t (*interrupt)(void* interrupt_data); /* as in forward */
-  void* interrupt_data;
-  const int32_t* seqused_q; /* as in forward */
-  const int32_t* seqused_k;
-  const int32_t* q_position;
-  const int32_t* prefix;
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;                 /* as in forward */
+  const float* alibi_slopes;                                  /* as in forward */
+  uint64_t dropout_seed, dropout_offset;                      /* those of the forward launch */
+  void* workspace;                                            /* as in forward */
+  size_t workspace_bytes;                                     /* as in forward */
+  void* stream;                                               /* as in forward */
+  int32_t (*interrupt)(void* interrupt_data);                 /* as in forward */
+  void* interrupt_data;                                       /* as in forward */
+  const int32_t *seqused_q, *seqused_k, *q_position, *prefix; /* as in forward */
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */
@@ -352,20 +363,22 @@ STROBE_API size_t strobe_why(const strobe_problem* problem, char* text,
  * With a workspace of the caller's: no allocation, no environment look-up, no synchronisation. */
 STROBE_API strobe_status strobe_forward(const strobe_plan* plan,
                                         const strobe_forward_args* args) STROBE_NOEXCEPT;
+/* Runs a plan of the backward direction: as strobe_forward. */
 STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
                                          const strobe_backward_args* args) STROBE_NOEXCEPT;
 
 /* Partial results of one attention, whose keys were divided into parts, and where the whole goes.
  * Packed problems: batch 1, and seqlen_q their rows. */
 typedef struct strobe_merge_args {
-  size_t struct_size;
-  int32_t device;       /* strobe_device */
-  int32_t device_index; /* CPU: 0 */
-  int32_t out_dtype;    /* strobe_dtype of out: float32, bfloat16 or float16 */
-  int32_t threads;      /* CPU threads to use at most. 0: OpenMP's number */
-  int64_t parts;        /* >= 0 */
-  int64_t batch, seqlen_q, heads, head_dim_v; /* >= 0; head_dim_v 1 to 512 */
-  const float* outs; /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
+  size_t struct_size;             /* sizeof(strobe_merge_args) of the caller's header */
+  int32_t device;                 /* strobe_device */
+  int32_t device_index;           /* CUDA: which GPU. CPU: 0 */
+  int32_t out_dtype;              /* strobe_dtype of out: float32, bfloat16 or float16 */
+  int32_t threads;                /* CPU threads to use at most. 0: OpenMP's number */
+  int64_t parts;                  /* how many partial results there are; >= 0 */
+  int64_t batch, seqlen_q, heads; /* of out; >= 0 */
+  int64_t head_dim_v;             /* of out; 1 to 512 */
+  const float* outs;              /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
   /* A row without keys in a part has an infinite lse there: -inf, or +inf as flash_attn 2 has it.
    * What its outs hold does not count. */
   const float* lses; /* [parts, batch, heads, seqlen_q] */
@@ -404,9 +417,10 @@ STROBE_API strobe_status strobe_dropout_mask_part(int64_t batch, int64_t heads, 
 /* Text of the calling thread's latest failure, at most 400 bytes (a longer one ends in "...");
  * "" when there was none. Valid until the thread's next failing call. */
 STROBE_API const char* strobe_last_error(void) STROBE_NOEXCEPT;
-STROBE_API const char* strobe_status_name(strobe_status status)
-    STROBE_NOEXCEPT;                                         /* "STROBE_OK", ... */
-STROBE_API const char* strobe_version(void) STROBE_NOEXCEPT; /* "0.2.0" */
+/* "STROBE_OK", ... */
+STROBE_API const char* strobe_status_name(strobe_status status) STROBE_NOEXCEPT;
+/* Version of the library at work: "0.2.0". */
+STROBE_API const char* strobe_version(void) STROBE_NOEXCEPT;
 
 /* The kernel table, in the order in which the plan asks them. NULL past the end. */
 STROBE_API const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT;
@@ -424,25 +438,27 @@ typedef struct strobe_machine {
   size_t struct_size; /* set before the call */
   char cpu_name[64];  /* "" when unknown */
   char cpu_isa[16]; /* widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable" */
-  char cpu_isas[64];     /* all that can be forced with STROBE_CPU_ISA, separated by spaces, widest
-                            first */
+  char cpu_isas[64];     /* all that this CPU and build have, separated by spaces, widest first:
+                            STROBE_CPU_ISA limits the use to those from one of them on */
   int32_t cpu_threads;   /* OpenMP's number */
   int32_t cuda_devices;  /* 0: none, or no driver */
   char cuda_reason[128]; /* why there are none; "" when there are */
   char compiler[64];     /* that built the library */
 } strobe_machine;
 
+/* Fills *machine, whose struct_size is set. */
 STROBE_API strobe_status strobe_machine_info(strobe_machine* machine) STROBE_NOEXCEPT;
 
-/* One CUDA device. STROBE_INVALID_ARGUMENT past the end. */
+/* One CUDA device. */
 typedef struct strobe_cuda_device {
-  size_t struct_size;
-  char name[128];
+  size_t struct_size;         /* set before the call */
+  char name[128];             /* as the driver has it: "NVIDIA H100 80GB HBM3" */
   int32_t compute_capability; /* 90 for 9.0 */
-  int32_t multiprocessors;
-  int64_t memory_bytes;
+  int32_t multiprocessors;    /* how many the GPU has */
+  int64_t memory_bytes;       /* of the GPU, in use or not */
 } strobe_cuda_device;
 
+/* Fills *device, whose struct_size is set. STROBE_INVALID_ARGUMENT past the last device. */
 STROBE_API strobe_status strobe_cuda_device_info(int32_t index,
                                                  strobe_cuda_device* device) STROBE_NOEXCEPT;
 

@@ -34,8 +34,9 @@ namespace strobe {
 // library's own insides.
 inline namespace v0 {
 
+// What a function answers.
 enum class Status : int {
-  kOk = STROBE_OK,
+  kOk = STROBE_OK,                             // done
   kInvalidArgument = STROBE_INVALID_ARGUMENT,  // contradicts itself or breaks a documented rule
   kUnsupported = STROBE_UNSUPPORTED,  // well-formed, but no kernel takes it: why() has the reasons
   kOutOfMemory = STROBE_OUT_OF_MEMORY,     // the library's own workspace could not be allocated
@@ -43,28 +44,40 @@ enum class Status : int {
   kInternalError = STROBE_INTERNAL_ERROR,  // a fault in Strobe: please report it
   kInterrupted = STROBE_INTERRUPTED,       // stopped by args.interrupt: the outputs are incomplete
 };
-enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
-enum class DType : int32_t {
-  kFloat32 = STROBE_FLOAT32,
-  kBFloat16 = STROBE_BFLOAT16,
-  kFloat16 = STROBE_FLOAT16,
-  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
-  kFloat8E5M2 = STROBE_FLOAT8_E5M2,
-  kSame = STROBE_SAME_DTYPE,  // for kv_dtype and out_dtype: the problem's dtype
+// Which pass.
+enum class Direction : int32_t {
+  kForward = STROBE_FORWARD,   // out and lse from q, k and v
+  kBackward = STROBE_BACKWARD  // dq, dk and dv from these, out, lse and dout
 };
-enum class Device : int32_t { kCpu = STROBE_CPU, kCuda = STROBE_CUDA };
+// What the elements of tensors are.
+enum class DType : int32_t {
+  kFloat32 = STROBE_FLOAT32,         // IEEE binary32
+  kBFloat16 = STROBE_BFLOAT16,       // the upper half of a float32
+  kFloat16 = STROBE_FLOAT16,         // IEEE binary16
+  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes it: kUnsupported
+  kFloat8E5M2 = STROBE_FLOAT8_E5M2,  // no kernel takes it: kUnsupported
+  kSame = STROBE_SAME_DTYPE,         // for kv_dtype and out_dtype: the problem's dtype
+};
+// Where the tensors are and the work is done.
+enum class Device : int32_t {
+  kCpu = STROBE_CPU,   // pointers into the host's memory
+  kCuda = STROBE_CUDA  // pointers into the memory of an NVIDIA GPU
+};
+// Where the keys and values of a forward problem are.
 enum class Cache : int32_t {
   kNone = STROBE_CACHE_NONE,              // k and v are tensors of the batch's own
   kContiguous = STROBE_CACHE_CONTIGUOUS,  // [cache_batch, seqlen_k, heads_kv, head_dim]
   kPaged = STROBE_CACHE_PAGED             // [pages, page_size, heads_kv, head_dim], block_table
 };
+// New keys and values that a launch writes to the cache before it attends to them.
 enum class Append : int32_t {
-  kNone = STROBE_APPEND_NONE,
+  kNone = STROBE_APPEND_NONE,     // the cache stays as it is
   kDense = STROBE_APPEND_DENSE,   // [batch, seqlen_new, heads_kv, head_dim]
   kPacked = STROBE_APPEND_PACKED  // [total_new, heads_kv, head_dim], cu_seqlens_k_new
 };
+// Which ALiBi slopes the launch arguments carry.
 enum class Alibi : int32_t {
-  kNone = STROBE_ALIBI_NONE,
+  kNone = STROBE_ALIBI_NONE,                   // no ALiBi
   kPerHead = STROBE_ALIBI_PER_HEAD,            // slopes [heads]
   kPerBatchHead = STROBE_ALIBI_PER_BATCH_HEAD  // slopes [batch, heads]
 };
@@ -74,7 +87,7 @@ enum class Alibi : int32_t {
 // seqlen * head_dim, 1}.
 using Strides = strobe_strides;
 
-// "STROBE_UNSUPPORTED"
+// A status in words: "STROBE_UNSUPPORTED".
 [[nodiscard]] inline const char* name(Status status) noexcept {
   return strobe_status_name(static_cast<strobe_status>(status));
 }
@@ -82,13 +95,15 @@ using Strides = strobe_strides;
 // Text of the calling thread's latest failure: the argument, what was got and what was wanted.
 [[nodiscard]] inline std::string last_error() { return strobe_last_error(); }
 
-// "0.2.0"
+// Version of the library at work: "0.2.0".
 [[nodiscard]] inline std::string version() { return strobe_version(); }
 
 // What the throwing forms throw. what() is the library's text.
 class Error : public std::runtime_error {
  public:
+  // text: the library's.
   Error(Status status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  // What the try_ form would have returned.
   [[nodiscard]] Status status() const noexcept { return status_; }
 
  private:
@@ -98,12 +113,12 @@ class Error : public std::runtime_error {
 // What the caller wants. Set what differs from the default, in this order:
 //   strobe::Problem{.dtype = strobe::DType::kBFloat16, .batch = 2, .seqlen_q = 4096, ...}
 struct Problem {
-  Direction direction = Direction::kForward;
+  Direction direction = Direction::kForward;  // forward() and backward() give the other
   DType dtype = DType::kFloat32;  // of q, k, v, out and their gradients; sums are float32
-  Device device = Device::kCpu;
-  int32_t device_index = 0;
+  Device device = Device::kCpu;   // where the tensors are
+  int32_t device_index = 0;       // CUDA: which GPU
 
-  int64_t batch = 1;
+  int64_t batch = 1;       // sequences
   int64_t seqlen_q = 0;    // tokens; with varlen the longest query sequence
   int64_t seqlen_k = 0;    // tokens; with varlen the longest key sequence
   int64_t heads = 1;       // query heads
@@ -118,27 +133,24 @@ struct Problem {
 
   // Query i sees keys i + seqlen_k - seqlen_q + [-window_left, window_right]; -1 and
   // STROBE_NO_LIMIT: no limit. window_signed below makes -1 a limit.
-  int64_t window_left = -1;
-  int64_t window_right = -1;
+  int64_t window_left = -1, window_right = -1;
 
   float scale = std::numeric_limits<float>::quiet_NaN();  // of q.k; NaN: 1 / sqrt(head_dim)
   float softcap = 0;                                      // c > 0: score s becomes c * tanh(s / c)
   float dropout_p = 0;                                    // probability, in [0, 1)
-  Alibi alibi = Alibi::kNone;
+  Alibi alibi = Alibi::kNone;  // adds -slope * |i + seqlen_k - seqlen_q - j| to the score
 
   bool deterministic = false;    // backward: the same bits for every number of threads
   bool batch_invariant = false;  // bits do not depend on the other sequences of the batch
   bool has_dlse = false;         // backward: the arguments carry a gradient of lse
   int32_t threads = 0;           // at most; 0: OpenMP's number
 
-  Strides q = {}, k = {}, v = {}, out = {};
-  Strides dout = {}, dq = {}, dk = {}, dv = {};
+  Strides q = {}, k = {}, v = {}, out = {};      // of the tensor of that name
+  Strides dout = {}, dq = {}, dk = {}, dv = {};  // backward: of the tensor of that name
 
   int64_t attention_chunk = 0;  // c > 0: a query sees keys of its own chunk of c positions only
-  bool has_seqused_q = false;   // the arguments carry the array of that name
-  bool has_seqused_k = false;
-  bool has_q_position = false;
-  bool has_prefix = false;
+  // the arguments carry the array of that name
+  bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
   DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
   DType out_dtype = DType::kSame;  // of out; or kFloat32, forward alone
@@ -152,10 +164,11 @@ struct Problem {
   int64_t pages = 0, page_size = 0, pages_per_sequence = 0;
   int64_t block_table_stride = 0;         // paged: int32s between its rows; 0: pages_per_sequence
   int64_t seqlen_new = 0, total_new = 0;  // append: of a sequence at most; packed: of all
-  Strides k_new = {}, v_new = {};
-  int64_t rotary_dim = 0;   // elements that are rotated; even; 0: none
-  int64_t rotary_rows = 0;  // positions that rotary_cos and rotary_sin have
-  bool rotary_interleaved = false;
+  Strides k_new = {}, v_new = {};         // of the tensor of that name
+  int64_t rotary_dim = 0;                 // elements that are rotated; even; 0: none
+  int64_t rotary_rows = 0;                // positions that rotary_cos and rotary_sin have
+  bool rotary_interleaved = false;        // pairs are neighbours, not elements of the two halves
+  // the arguments carry the array of that name
   bool has_cache_batch_idx = false, has_leftpad = false, has_rotary_position = false;
 
   bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
@@ -283,17 +296,16 @@ struct ForwardArgs {
   const void* v = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
   void* out = nullptr;      // [batch, seqlen_q, heads, head_dim_v]
   float* lse = nullptr;     // [batch, heads, seqlen_q], varlen [heads, total_q]; null: not wanted
-  const int32_t* cu_seqlens_q = nullptr;  // varlen: [batch + 1]
-  const int32_t* cu_seqlens_k = nullptr;  // varlen: [batch + 1]
-  const float* alibi_slopes = nullptr;    // [heads] or [batch, heads]
-  uint64_t dropout_seed = 0;
-  uint64_t dropout_offset = 0;
+  const int32_t* cu_seqlens_q = nullptr;          // varlen: [batch + 1]
+  const int32_t* cu_seqlens_k = nullptr;          // varlen: [batch + 1]
+  const float* alibi_slopes = nullptr;            // [heads] or [batch, heads]
+  uint64_t dropout_seed = 0, dropout_offset = 0;  // of the Philox generator
   // plan.workspace_bytes(), 64-byte aligned (strobe::Workspace); empty: the library's own
   std::span<std::byte> workspace = {};
   void* stream = nullptr;  // CUDA: cudaStream_t
   // CPU: asked about every 0.1 s; other than 0 ends the launch with kInterrupted. Must not throw.
   int32_t (*interrupt)(void* interrupt_data) = nullptr;
-  void* interrupt_data = nullptr;
+  void* interrupt_data = nullptr;  // what interrupt is called with
   // [batch] each, when the problem has_ them; strobe.h says what they may hold.
   const int32_t* seqused_q = nullptr;   // rows of q in use, the first ones of each sequence
   const int32_t* seqused_k = nullptr;   // likewise of k and v
@@ -309,6 +321,7 @@ struct ForwardArgs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] of the first query and new key
 
+  // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
     auto a = internal::c_args<strobe_forward_args>(*this);
     a.block_table = block_table;
@@ -326,30 +339,25 @@ struct ForwardArgs {
 
 // Tensors of a backward launch.
 struct BackwardArgs {
-  const void* q = nullptr;  // as in forward
-  const void* k = nullptr;
-  const void* v = nullptr;
-  const void* out = nullptr;    // what forward gave
-  const float* lse = nullptr;   // what forward gave
-  const void* dout = nullptr;   // gradient of out, its shape
+  const void *q = nullptr, *k = nullptr, *v = nullptr;  // as in forward
+  const void* out = nullptr;                            // what forward gave
+  const float* lse = nullptr;                           // what forward gave
+  const void* dout = nullptr;                           // gradient of out, its shape
   const float* dlse = nullptr;  // gradient of lse, its shape, when the problem has_dlse
   void* dq = nullptr;           // [batch, seqlen_q, heads, head_dim]
   void* dk = nullptr;  // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
   void* dv = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
-  const int32_t* cu_seqlens_q = nullptr;  // as in forward
-  const int32_t* cu_seqlens_k = nullptr;
-  const float* alibi_slopes = nullptr;
-  uint64_t dropout_seed = 0;  // those of the forward launch
-  uint64_t dropout_offset = 0;
-  std::span<std::byte> workspace = {};
-  void* stream = nullptr;
-  int32_t (*interrupt)(void* interrupt_data) = nullptr;  // as in forward
-  void* interrupt_data = nullptr;
-  const int32_t* seqused_q = nullptr;
-  const int32_t* seqused_k = nullptr;
-  const int32_t* q_position = nullptr;
-  const int32_t* prefix = nullptr;
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // as in forward
+  const float* alibi_slopes = nullptr;                             // as in forward
+  uint64_t dropout_seed = 0, dropout_offset = 0;                   // those of the forward launch
+  std::span<std::byte> workspace = {};                             // as in forward
+  void* stream = nullptr;                                          // as in forward
+  int32_t (*interrupt)(void* interrupt_data) = nullptr;            // as in forward
+  void* interrupt_data = nullptr;                                  // as in forward
+  const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
+  const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
 
+  // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
     auto a = internal::c_args<strobe_backward_args>(*this);
     a.dout = dout;
@@ -403,12 +411,15 @@ class Plan {
   // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are
   // refused before anything is written.
   void forward(const ForwardArgs& args) const { internal::throw_unless_ok(try_forward(args)); }
+  // Likewise of a plan of the backward direction.
   void backward(const BackwardArgs& args) const { internal::throw_unless_ok(try_backward(args)); }
 
+  // As forward(), without throwing.
   [[nodiscard]] Status try_forward(const ForwardArgs& args) const noexcept {
     const strobe_forward_args a = args.c();
     return static_cast<Status>(strobe_forward(&plan_, &a));
   }
+  // As backward(), without throwing.
   [[nodiscard]] Status try_backward(const BackwardArgs& args) const noexcept {
     const strobe_backward_args a = args.c();
     return static_cast<Status>(strobe_backward(&plan_, &a));
@@ -421,8 +432,11 @@ class Plan {
         [this](char* text, size_t capacity) { return strobe_plan_text(&plan_, text, capacity); });
   }
 
+  // Name of the kernel: "cpu_avx512".
   [[nodiscard]] const char* kernel() const noexcept { return plan_.kernel ? plan_.kernel : ""; }
+  // What a launch needs.
   [[nodiscard]] size_t workspace_bytes() const noexcept { return plan_.workspace_bytes; }
+  // CPU: threads that a launch will use.
   [[nodiscard]] int threads() const noexcept { return plan_.threads; }
   // Every field, defaults resolved.
   [[nodiscard]] const strobe_plan& c() const noexcept { return plan_; }

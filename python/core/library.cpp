@@ -53,7 +53,7 @@ bool check_abi(const std::string& path) {
     strobe_plan plan{};
     plan.struct_size = sizeof plan;
     const strobe_status status = library.plan_make(&problem, &plan);
-    // As when STROBE_CPU_ISA forces what is not there: not about sizes.
+    // As when STROBE_CPU_ISA names what is not there: not about sizes.
     if (status == STROBE_UNSUPPORTED) continue;
     if (!fits(path, "strobe_plan", sizeof plan, status)) return false;
     strobe_forward_args forward{};

@@ -62,13 +62,14 @@ class Info:
     torch: str  # PyTorch's version, without importing it; "" when it is not installed
     cpu: str
     cpu_isa: str  # widest instruction set in use
-    cpu_isas: tuple[str, ...]  # all that STROBE_CPU_ISA may force here, widest first
+    cpu_isas: tuple[str, ...]  # all that are here, widest first: STROBE_CPU_ISA limits them
     cpu_threads: int
     cuda_devices: tuple[CudaDevice, ...]
     cuda_reason: str  # why there are none; "" when there are
     kernels: tuple[Kernel, ...]  # in the order in which a plan asks them
 
     def __str__(self) -> str:
+        isas = f"of {', '.join(self.cpu_isas)}; STROBE_CPU_ISA limits them"
         rows = [
             ("strobe", self.version),
             ("library", self.library),
@@ -76,11 +77,12 @@ class Info:
             ("python", f"{self.python}, numpy {self.numpy}"),
             ("pytorch", self.torch or "none: strobe.flash_attn and strobe.torch need 2.4 or newer"),
             ("cpu", f"{self.cpu or 'unknown'}, {self.cpu_threads} threads"),
-            ("cpu isa", f"{self.cpu_isa} (STROBE_CPU_ISA may be {', '.join(self.cpu_isas)})"),
+            ("cpu isa", f"{self.cpu_isa} ({isas})"),
         ]
         for index, device in enumerate(self.cuda_devices):
             major, minor = divmod(device.compute_capability, 10)
-            memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+            gigabytes = device.memory_bytes / 1e9
+            memory = f"{gigabytes:.{1 if gigabytes < 99.95 else 0}f} GB"
             cores = f"{device.multiprocessors} multiprocessors"
             value = f"{device.name}, compute capability {major}.{minor}, {cores}, {memory}"
             rows.append((f"cuda:{index}", value))
@@ -88,7 +90,7 @@ class Info:
             rows.append(("cuda", f"none: {self.cuda_reason or 'no device'}"))
         width = max((len(kernel.name) for kernel in self.kernels), default=0)
         for number, kernel in enumerate(self.kernels):
-            state = f"unavailable: {kernel.unavailable}" if kernel.unavailable else "available"
+            state = f"no: {kernel.unavailable}" if kernel.unavailable else "ready"
             rows.append(("" if number else "kernels", f"{kernel.name:<{width}}  {state}"))
         return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
 

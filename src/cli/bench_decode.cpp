@@ -255,8 +255,8 @@ int BenchDecode(const BenchOptions& options) {
     ClearProgress();
     if (options.json) continue;
     above = above || times.read.median > times.decode.median;
-    Print("{}  {:<13} {:>7.1f} us {:>9} {:>9}/s {:>11}/s {:>4.0f} %\n", label, plan.kernel(),
-          times.decode.median * 1e6, BytesText(bytes), BytesText(bytes / times.decode.median),
+    Print("{}  {:<13} {:>10} {:>9} {:>9}/s {:>11}/s {:>4.0f} %\n", label, plan.kernel(),
+          TimeText(times.decode.median), BytesText(bytes), BytesText(bytes / times.decode.median),
           BytesText(bytes / times.read.median), 100 * times.read.median / times.decode.median);
     Flush();
   }

@@ -114,7 +114,8 @@ std::string Fixed(std::string text) {
 
 class Checker {
  public:
-  Checker(Device device, int64_t threads) : device_(device), launch_(device, threads) {}
+  Checker(Device device, int64_t device_index, int64_t threads)
+      : device_(device), launch_(device, device_index, threads) {}
 
   // GPUs multiply in bfloat16 and float16 alone.
   [[nodiscard]] bool Has(DType dtype) const {
@@ -331,6 +332,7 @@ int Check(const CheckOptions& options) {
   const bool cuda = options.device == Device::kCuda;
   const Problem probe = {.dtype = cuda ? strobe::DType::kBFloat16 : strobe::DType::kFloat32,
                          .device = options.device,
+                         .device_index = static_cast<int32_t>(options.device_index),
                          .seqlen_q = 64,
                          .seqlen_k = 64,
                          .head_dim = 64,
@@ -339,7 +341,8 @@ int Check(const CheckOptions& options) {
   const Machine m = machine();
   if (!options.json) {
     if (cuda) {
-      Print("Strobe {} on {}, seed {}\n", version(), m.cuda_devices.front().name, options.seed);
+      Print("Strobe {} on {}, seed {}\n", version(),
+            m.cuda_devices[static_cast<size_t>(options.device_index)].name, options.seed);
     } else {
       Print("Strobe {} on {}, kernels for {}, {} threads, seed {}\n", version(), m.cpu_name,
             m.cpu_isa, options.threads > 0 ? options.threads : m.cpu_threads, options.seed);
@@ -353,7 +356,7 @@ int Check(const CheckOptions& options) {
                           {"seed", options.seed},
                           {"threads", options.threads > 0 ? options.threads : m.cpu_threads},
                           {"cases", cases}});
-  Checker checker(options.device, options.threads);
+  Checker checker(options.device, options.device_index, options.threads);
 
   std::vector<const Feature*> features;
   for (const Feature& feature : Features()) {

@@ -4,11 +4,14 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <new>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/commands.h"
@@ -35,8 +38,19 @@ const Choices<Which> kDirectionNames = {
     {"forward", Which::kForward}, {"backward", Which::kBackward}, {"both", Which::kBoth}};
 constexpr size_t kShortNames = 3;  // of dtypes, in help
 constexpr int64_t kMaxInt32 = 0x7fffffff;
-constexpr const char* kCommands =
-    "info, run, check or bench";  // help and completion are not worth a line
+
+// A flag's value is shown as it is typed: "--causal[=no|yes]" beside "--threads N".
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_option_opts(const CLI::Option* option) const override {
+    const std::string type = option->get_type_name();
+    return (type.empty() || type.starts_with("[=") ? "" : " ") + type;
+  }
+};
+
+std::vector<const CLI::App*> Commands(const CLI::App& app) {
+  return app.get_subcommands([](const CLI::App*) { return true; });
+}
 
 void AddThreads(CLI::App& app, int64_t* threads) {
   constexpr int64_t kMaxThreads = 65536;  // the library's
@@ -44,8 +58,13 @@ void AddThreads(CLI::App& app, int64_t* threads) {
              "CPU threads at most; default: OMP_NUM_THREADS, or one a core", kMaxThreads);
 }
 
-void AddDevice(CLI::App& app, Device* device) {
+void AddDevice(CLI::App& app, Device* device, int64_t* index) {
   AddChoice(app, "--device", kDeviceNames, device, "Default cpu");
+  AddInteger(app, "--device-index", index, 0, "Which GPU; default 0", kMaxInt32);
+  app.callback([=] {
+    if (*device != Device::kCpu || *index == 0) return;
+    throw UserError(fmt::format("--device-index = {}, expected 0 with --device cpu", *index));
+  });
 }
 
 void AddInfo(CLI::App& app, InfoOptions* o) {
@@ -89,8 +108,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddThreads(app, &o->threads);
-  AddDevice(app, &o->device);
-  AddInteger(app, "--device-index", &o->device_index, 0, "Which GPU; default 0", kMaxInt32);
+  AddDevice(app, &o->device, &o->device_index);
   AddInteger(app, "--repeat", &o->repeat, 1, "Runs to time; default: as many as take half a second",
              kMaxInt32);
   AddFlag(app, "--why", &o->why, "Print the plan: kernel, tiles, threads, workspace, and why");
@@ -137,7 +155,7 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
              1'000'000);
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
   AddThreads(app, &o->threads);
-  AddDevice(app, &o->device);
+  AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
   app.footer(
       "Compares seeded random problems with float64, one line a feature.\n"
@@ -166,8 +184,11 @@ void AddBench(CLI::App& app, BenchOptions* o) {
              "With --decode: rows of a page; 0 (default): contiguous");
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --decode: cache with rows before heads, bshd, or bhsd");
-  AddChoiceList(app, "--causal", Choices<bool>{{"no", false}, {"yes", true}}, &o->causal,
-                "Default no,yes");
+  AddSwitch(app, "--causal", Alternatives(kNoYes) + ",...",
+            "Query i sees keys up to i + seqlen_k - seqlen_q; default no,yes [no]",
+            [o](const std::string& flag, const std::string& text) {
+              o->causal = ChosenList(flag, text, kNoYes);
+            });
   AddOptions(app, &o->problem);
   AddChoice(app, "--direction", kDirectionNames, &o->direction, "Default both");
   AddInteger(app, "--heads", &o->heads, 1, "Query heads; default 8 [32]", kMaxInt32);
@@ -182,7 +203,7 @@ void AddBench(CLI::App& app, BenchOptions* o) {
                 flag, text, {.wanted = "a number from 0 to 86400", .min = 0, .max = kDay});
           });
   AddThreads(app, &o->threads);
-  AddDevice(app, &o->device);
+  AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
   app.footer(
       "Median times on random data. FLOP count: forward 2 (head_dim + head_dim_v)\n"
@@ -196,9 +217,12 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "  strobe bench --json > bench.json");
 }
 
+// `app` is the last of the program's commands.
 void AddHelp(CLI::App& app, std::string* command) {
-  app.add_option("COMMAND", *command, "Whose help; none: the program's")
-      ->type_name("info|run|check|bench|completion");
+  std::string names;
+  for (const CLI::App* each : Commands(*app.get_parent()))
+    names += (names.empty() ? "" : "|") + each->get_name();
+  app.add_option("COMMAND", *command, "Whose help; none: the program's")->type_name(names);
   app.footer("Example:\n  strobe help bench");
 }
 
@@ -217,6 +241,26 @@ void AddCompletion(CLI::App& app, std::string* shell) {
       "  strobe completion zsh > ~/.zfunc/_strobe   # where fpath has ~/.zfunc");
 }
 
+// "info, run, check, bench, completion or help", with the last word between the last two.
+std::string CommandNames(const CLI::App& app, const char* last) {
+  std::string text;
+  const std::vector<const CLI::App*> commands = Commands(app);
+  for (size_t n = 0; n < commands.size(); ++n) {
+    if (n > 0) text += n + 1 < commands.size() ? ", " : fmt::format(" {} ", last);
+    text += commands[n]->get_name();
+  }
+  return text;
+}
+
+std::string NoCommand(const CLI::App& app, const std::string& got) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : Commands(app)) names.push_back(command->get_name());
+  const std::string near = Nearest(got, names);
+  return fmt::format("{} is not a command: {} {}", got.empty() ? "\"\"" : Printable(got),
+                     near.empty() ? "there are" : fmt::format("did you mean {}? There are", near),
+                     CommandNames(app, "and"));
+}
+
 // What `strobe --help` prints, or with a command's name `strobe COMMAND --help`.
 int Help(const CLI::App& app, const std::string& name) {
   const auto print = [&app](const CLI::App* about, const std::string& title) {
@@ -224,28 +268,45 @@ int Help(const CLI::App& app, const std::string& name) {
     return 0;
   };
   if (name.empty()) return print(&app, app.get_name());
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+  for (const CLI::App* command : Commands(app)) {
     if (command->get_name() == name) return print(command, app.get_name() + " " + name);
   }
-  throw UserError(fmt::format("COMMAND = {}, expected {}", Printable(name), kCommands));
+  throw UserError(NoCommand(app, name));
 }
 
-std::vector<std::string> FlagNames(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+// What stands before a command, or in place of one.
+std::string NoProgramArgument(const CLI::App& app, const std::string& got) {
+  if (!got.starts_with('-')) return NoCommand(app, got);
+  for (const CLI::App* command : Commands(app)) {
+    const std::string name = got.substr(0, got.find('='));
+    if (command->get_option_no_throw(name) != nullptr)
+      return fmt::format("{} stands before a command: a command's flags follow its name",
+                         Printable(got));
   }
-  return names;
+  return NoFlag(app, "strobe", got);
+}
+
+// A word that a command has no place for; with a hint where the flag before it takes a value after
+// = alone.
+std::string OneTooMany(const CLI::App& command, const std::string& got,
+                       const std::vector<std::string>& argv) {
+  const auto at = std::find(argv.begin(), argv.end(), got);
+  std::string hint;
+  if (at != argv.begin() && at != argv.end() && at[-1].starts_with('-')) {
+    const CLI::Option* option = command.get_option_no_throw(at[-1]);
+    if (option != nullptr && option->get_type_name().starts_with("[="))
+      hint = fmt::format(": the value of {} follows =, as in {}{}", at[-1], at[-1],
+                         option->get_type_name());
+  }
+  return fmt::format("{} is one argument too many{}", Printable(got), hint);
 }
 
 // CLI11's complaints in the form of all our errors.
-std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
+std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error,
+                           const std::vector<std::string>& argv) {
   const auto commands = app.get_subcommands();
-  // What stands before a command, or in place of one, is the program's.
-  if (const std::vector<std::string> words = app.remaining(); !words.empty()) {
-    const std::string got = words.front().empty() ? "\"\"" : Printable(words.front());
-    return fmt::format("{}, expected the command {}", got, kCommands);
-  }
+  if (const std::vector<std::string> words = app.remaining(); !words.empty())
+    return NoProgramArgument(app, words.front());
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr && !commands.empty()) {
     const std::string text =
         error.what();  // "--window: 2 required LEFT RIGHT missing", "causal was given ..."
@@ -263,14 +324,8 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error) {
   if (words.empty() || commands.empty()) return Printable(error.what(), kMaxMessage);
   const CLI::App& command = *commands.front();  // the only one: Parse demands that
   const std::string& got = words.front();
-  if (got.rfind('-', 0) != 0) return fmt::format("{} is one argument too many", Printable(got));
-  // Not of kilobytes: the distance takes a time in proportion to the length.
-  const std::string near =
-      Nearest(got.substr(0, std::min<size_t>(got.find('='), 100)), FlagNames(command));
-  const std::string hint = near.empty() ? fmt::format("see `strobe {} --help`", command.get_name())
-                                        : fmt::format("did you mean {}?", near);
-  return fmt::format("{} is not a flag of `strobe {}`: {}", Printable(got), command.get_name(),
-                     hint);
+  return got.starts_with('-') ? NoFlag(command, "strobe " + command.get_name(), got)
+                              : OneTooMany(command, got, argv);
 }
 
 Outcome Fail(const std::string& command, const std::string& text, int exit_code = kUserErrorExit) {
@@ -291,6 +346,7 @@ Outcome Parse(int argc, const char* const* argv) {
   CLI::App app("Strobe: exact attention, forward and backward, in O(seqlen) memory.", "strobe");
   app.set_version_flag("--version", "strobe " + version(), "Print the version and exit");
   app.set_help_flag("-h,--help", "Print this help and exit");
+  app.formatter(std::make_shared<HelpFormatter>());
   app.get_formatter()->column_width(26);
   app.get_formatter()->label("SUBCOMMAND", "COMMAND");
   app.get_formatter()->label("OPTIONS", "FLAGS");
@@ -348,12 +404,13 @@ Outcome Parse(int argc, const char* const* argv) {
       Print("{}", text.str());
       return Done(exit_code);
     } catch (const CLI::ParseError& error) {
-      return Fail(app.remaining().empty() ? name() : "", ParseErrorText(app, error));
+      return Fail(app.remaining().empty() ? name() : "",
+                  ParseErrorText(app, error, {argv + 1, argv + argc}));
     }
     for (const Command& command : commands) {
       if (command.app->parsed()) return Done(command.run());
     }
-    return Fail("", fmt::format("expected a command: {}", kCommands));
+    return Fail("", "expected a command: " + CommandNames(app, "or"));
   } catch (const std::bad_alloc&) {
     return Fail(name(), "out of memory");
   } catch (const UserError& error) {

@@ -47,6 +47,7 @@ struct CheckOptions {
   int64_t seed = 1;
   int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
+  int64_t device_index = 0;
   bool json = false;
 };
 

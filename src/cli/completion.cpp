@@ -47,7 +47,7 @@ Flag FlagOf(const CLI::Option& option) {
   const bool list = type.size() > kList.size() && type.ends_with(kList);
   if (list) type.resize(type.size() - kList.size());
   flag.two_values = type.find(' ') != std::string::npos;
-  if (type.empty()) {
+  if (type.empty() || type.starts_with("[=")) {  // of the latter the name alone is completed
     flag.value = Value::kNone;
   } else if (type == "FILE") {
     flag.value = Value::kFile;

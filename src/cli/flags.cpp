@@ -30,16 +30,20 @@ std::optional<int64_t> WholeNumber(std::string_view text) {
   return value;
 }
 
-// Levenshtein distance.
+// How many characters have to be put in, left out, replaced or swapped with their neighbour: the
+// restricted Damerau-Levenshtein distance.
 size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
+  std::vector<size_t> before(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
   for (size_t i = 0; i < a.size(); ++i) {
-    size_t diagonal = row[0]++;
+    std::swap(before, last);
+    std::swap(last, row);
+    row[0] = i + 1;
     for (size_t j = 0; j < b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
+      const size_t replaced = last[j] + (a[i] == b[j] ? 0 : 1);
+      row[j + 1] = std::min({replaced, row[j] + 1, last[j + 1] + 1});
+      if (i > 0 && j > 0 && a[i] == b[j - 1] && a[i - 1] == b[j])
+        row[j + 1] = std::min(row[j + 1], before[j - 1] + 1);
     }
   }
   return row.back();
@@ -126,6 +130,20 @@ CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const 
   return app.add_flag(name, *value, help)->disable_flag_override();
 }
 
+CLI::Option* AddSwitch(CLI::App& app, const std::string& name, const std::string& type,
+                       const std::string& help,
+                       std::function<void(const std::string& flag, const std::string& text)> set) {
+  return app
+      .add_option_function<std::string>(
+          name,
+          [name, set = std::move(set)](const std::string& text) {
+            set(name, text == "true" ? "yes" : text);  // CLI11's word for a flag that stands alone
+          },
+          help)
+      ->type_name("[=" + type + "]")
+      ->expected(0);
+}
+
 CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
                         const std::string& help, int64_t max) {
   return AddText(app, names, "N", help,
@@ -139,7 +157,10 @@ void AddOptions(CLI::App& app, Options* options) {
     if (row.flag == nullptr || app.get_option_no_throw(row.flag) != nullptr) return;
     using Field = std::remove_reference_t<decltype(field)>;
     if constexpr (std::is_same_v<Field, bool>) {
-      AddFlag(app, row.flag, &field, row.help);
+      AddSwitch(app, row.flag, Alternatives(kNoYes), row.help,
+                [&field](const std::string& flag, const std::string& text) {
+                  field = Chosen(flag, text, kNoYes);
+                });
     } else if constexpr (std::is_same_v<Field, int64_t>) {
       AddLength(app, row.flag, &field, row.least, row.help, row.most);
     } else if constexpr (std::is_same_v<Field, float>) {
@@ -199,6 +220,8 @@ CLI::Option* AddLengths(CLI::App& app, const std::string& names, std::vector<int
 }
 
 std::string Nearest(std::string_view text, const std::vector<std::string>& names) {
+  constexpr size_t kMost = 100;  // of kilobytes: the distance takes a time in proportion
+  text = text.substr(0, std::min(text.find('='), kMost));
   std::string nearest;
   size_t best = std::max<size_t>(text.size() / 3, 1) + 1;
   for (const std::string& name : names) {
@@ -208,7 +231,34 @@ std::string Nearest(std::string_view text, const std::vector<std::string>& names
       nearest = name;
     }
   }
-  return nearest;
+  if (!nearest.empty()) return nearest;
+  const auto begun = [text](const std::string& name) { return name.starts_with(text); };
+  if (std::ranges::count_if(names, begun) != 1 || text.empty()) return "";
+  return *std::ranges::find_if(names, begun);
+}
+
+std::string NoFlag(const CLI::App& app, const std::string& program, const std::string& got) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  const std::string near = Nearest(got, names);
+  return fmt::format("{} is not a flag of `{}`: {}", Printable(got), program,
+                     near.empty() ? fmt::format("see `{} --help`", program)
+                                  : fmt::format("did you mean {}?", near));
+}
+
+std::optional<int> ParseAll(CLI::App& app, int argc, const char* const* argv) {
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ExtrasError& error) {
+    const std::vector<std::string> words = app.remaining();
+    if (words.empty() || !words.front().starts_with('-')) return app.exit(error), 2;
+    throw UserError(NoFlag(app, app.get_name(), words.front()));
+  } catch (const CLI::ParseError& error) {  // --help too
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  return std::nullopt;
 }
 
 }  // namespace strobe::cli

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -48,6 +49,10 @@ CLI::Option* AddText(CLI::App& app, const std::string& names, const std::string&
                      std::function<void(const std::string& flag, const std::string& text)> set);
 
 CLI::Option* AddFlag(CLI::App& app, const std::string& name, bool* value, const std::string& help);
+// A flag that stands for "yes" alone, and takes another value after =, never as the next word.
+CLI::Option* AddSwitch(CLI::App& app, const std::string& name, const std::string& type,
+                       const std::string& help,
+                       std::function<void(const std::string& flag, const std::string& text)> set);
 CLI::Option* AddInteger(CLI::App& app, const std::string& names, int64_t* value, int64_t min,
                         const std::string& help, int64_t max = std::numeric_limits<int64_t>::max());
 // Lengths and sizes: of one, and of a list.
@@ -81,6 +86,17 @@ template <typename T>
   return choices[ParseChoice(flag, text, names)].second;
 }
 
+// Of a list with commas.
+template <typename T>
+[[nodiscard]] std::vector<T> ChosenList(const std::string& flag, const std::string& text,
+                                        const Choices<T>& choices) {
+  std::vector<T> values;
+  for (const std::string& part : SplitCommas(text)) values.push_back(Chosen(flag, part, choices));
+  return values;
+}
+
+inline const Choices<bool> kNoYes = {{"no", false}, {"yes", true}};
+
 // What a choice is called in help, and what shells complete: its names, or `some` of them.
 template <typename T>
 [[nodiscard]] std::string Alternatives(const Choices<T>& choices, size_t some = SIZE_MAX) {
@@ -108,14 +124,23 @@ CLI::Option* AddChoiceList(CLI::App& app, const std::string& names, const Choice
                            size_t named = SIZE_MAX) {
   return AddText(app, names, Alternatives(choices, named) + ",...", help,
                  [choices, values](const std::string& flag, const std::string& text) {
-                   values->clear();
-                   for (const std::string& part : SplitCommas(text))
-                     values->push_back(Chosen(flag, part, choices));
+                   *values = ChosenList(flag, text, choices);
                  });
 }
 
-// The name in `names` that is closest to `text`, or "" when none is near.
+// The name in `names` that is closest to `text`, or the only one that begins with it; "" when there
+// is neither.
+// What follows = in `text` does not count.
 [[nodiscard]] std::string Nearest(std::string_view text, const std::vector<std::string>& names);
+
+// What to say of a flag that `app` does not have, with the nearest that it has. program: as it is
+// typed, "strobe bench".
+[[nodiscard]] std::string NoFlag(const CLI::App& app, const std::string& program,
+                                 const std::string& got);
+
+// Parses the arguments of a program without commands. With a value the program ends with that exit
+// code: --help was printed, or what was wrong. Throws UserError for an unknown flag or a bad value.
+[[nodiscard]] std::optional<int> ParseAll(CLI::App& app, int argc, const char* const* argv);
 
 }  // namespace strobe::cli
 

@@ -22,7 +22,7 @@ int Info(const InfoOptions& options) {
   line("Strobe", fmt::format("{}, built by {}", version(), m.compiler));
   line("CPU", m.cpu_name.empty() ? "unknown" : m.cpu_name);
   line("Instruction sets",
-       fmt::format("{}  (in use: {}; STROBE_CPU_ISA forces one)", m.cpu_isas, m.cpu_isa));
+       fmt::format("{}  (in use: {}; STROBE_CPU_ISA limits them)", m.cpu_isas, m.cpu_isa));
   line("Threads", fmt::format("{} of {} (OMP_NUM_THREADS sets how many)", m.cpu_threads,
                               std::thread::hardware_concurrency()));
   if (m.cuda_devices.empty()) line("GPU", fmt::format("none: {}", m.cuda_reason));

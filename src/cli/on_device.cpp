@@ -9,6 +9,7 @@ namespace strobe::cli {
 
 strobe_problem OnDevice::On(strobe_problem problem) const {
   problem.device = static_cast<int32_t>(device_);
+  problem.device_index = static_cast<int32_t>(device_index_);
   if (threads_ > 0) problem.threads = static_cast<int32_t>(threads_);
   return problem;
 }
@@ -41,7 +42,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
   strobe_test::Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
   workspace.Seal();
 
-  Mirror mirror(device_);
+  Mirror mirror(device_, device_index_);
   // All of it is copied back, so that a byte that should not have been written shows.
   for (const auto& all : memory) (void)mirror.Out(all);
   (void)mirror.Out(workspace.whole());

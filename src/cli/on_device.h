@@ -18,7 +18,8 @@ namespace strobe::cli {
 class OnDevice {
  public:
   // threads: 0: the problem's own.
-  OnDevice(Device device, int64_t threads) : device_(device), threads_(threads) {}
+  OnDevice(Device device, int64_t device_index, int64_t threads)
+      : device_(device), device_index_(device_index), threads_(threads) {}
 
   // Plans and launches with a workspace between red zones. "" or what went wrong; throws UserError
   // where the device refuses. memory: all that the arguments' tensors lie in.
@@ -40,7 +41,7 @@ class OnDevice {
                       const strobe_problem& problem, Args args, Launch launch);
 
   Device device_;
-  int64_t threads_;
+  int64_t device_index_, threads_;
   std::map<std::string, int64_t> kernels_;
 };
 

@@ -208,10 +208,6 @@ void PrintPlan(const char* direction, const Plan& plan) {
 }  // namespace
 
 int Run(const RunOptions& options) {
-  if (options.device == Device::kCpu && options.device_index > 0) {
-    throw UserError(
-        fmt::format("--device-index = {}, expected 0 with --device cpu", options.device_index));
-  }
   SafetensorsFile file(options.input);
   if (!options.output.empty()) CheckWritable(options.output);
   Inputs in(&file, options);

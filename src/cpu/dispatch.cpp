@@ -45,14 +45,14 @@ constexpr size_t kRowCount = std::size(kRows);
 
 bool has(const Row& row) { return !row.needs || cpu_features().*row.needs; }
 
-// STROBE_CPU_ISA names the widest instruction set to use. It is read once, so that no launch looks
-// at the environment.
-struct Forced {
+// STROBE_CPU_ISA limits the instruction sets: it names the widest to use. It is read once, so that
+// no launch looks at the environment.
+struct IsaLimit {
   size_t row = 0;  // first row that may be used
   const char* error = nullptr;
   char text[160] = {};
 
-  Forced() {
+  IsaLimit() {
     const char* const name = std::getenv("STROBE_CPU_ISA");
     if (!name || !*name) return;
     for (row = 0; row < kRowCount && std::strcmp(kRows[row].isa->name, name) != 0;) ++row;
@@ -68,16 +68,16 @@ struct Forced {
   }
 };
 
-const Forced& forced() {
-  static const Forced f;
-  return f;
+const IsaLimit& isa_limit() {
+  static const IsaLimit limit;
+  return limit;
 }
 
 template <size_t kRow>
 const char* unavailable() {
-  if (forced().error) return forced().error;
+  if (isa_limit().error) return isa_limit().error;
   if (!has(kRows[kRow])) return kRows[kRow].missing;
-  if (kRow < forced().row) return "STROBE_CPU_ISA asks for a narrower instruction set";
+  if (kRow < isa_limit().row) return "STROBE_CPU_ISA limits it to a narrower instruction set";
   return nullptr;
 }
 
@@ -137,8 +137,8 @@ std::span<const InstructionSet* const> instruction_sets() {
 }
 
 const char* widest_in_use() {
-  if (forced().error) return "none";
-  for (size_t row = forced().row; row < kRowCount; ++row) {
+  if (isa_limit().error) return "none";
+  for (size_t row = isa_limit().row; row < kRowCount; ++row) {
     if (has(kRows[row])) return kRows[row].isa->name;
   }
   return "none";

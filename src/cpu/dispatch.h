@@ -10,8 +10,8 @@
 
 namespace strobe::cpu {
 
-/// Widest instruction set first; each that the CPU lacks, or that STROBE_CPU_ISA rules out,
-/// declines.
+/// Widest instruction set first; each that the CPU lacks, or that STROBE_CPU_ISA's limit leaves
+/// out, declines.
 std::span<const Kernel> kernels();
 
 /// Those that this CPU has, widest first, whatever STROBE_CPU_ISA says: for tests.

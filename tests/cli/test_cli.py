@@ -37,7 +37,7 @@ from tool import (
 )
 
 pytestmark = needs_cli
-COMMANDS = ["info", "run", "check", "bench"]
+COMMANDS = ["info", "run", "check", "bench", "completion", "help"]
 
 # What a stranger types first.
 
@@ -54,7 +54,7 @@ def test_no_command_prints_help() -> None:
     assert all(command in result.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "completion"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
     result = strobe(command, "--help")
     assert result.returncode == 0
@@ -63,13 +63,49 @@ def test_help_has_an_example(command: str) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "help"])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_a_command_too(command: str) -> None:
     words = command.split()
     result = strobe("help", *words)
     assert result.returncode == 0
     assert result.stderr == ""
     assert result.stdout == strobe(*words, "--help").stdout
+
+
+def test_flags_of_several_commands_take_the_same() -> None:
+    """Nothing, one value, two, or one after = alone: --json, --causal[=no|yes], --threads N."""
+    forms: dict[str, set[str]] = {}
+    count = 0
+    for command in COMMANDS:
+        text = strobe("help", command).stdout
+        for names, optional, value in re.findall(
+            r"^  (-[\w,-]+)(\[=.*?\])?(?: (\S+(?: \S+)*))?(?:  .*)?$", text, re.MULTILINE
+        ):
+            values = len(value.split(" ")) if value else 0
+            forms.setdefault(names, set()).add("optional" if optional else f"{values} values")
+            count += 1
+    assert count > 40
+    assert forms["--causal"] == {"optional"}
+    assert forms["--window"] == {"2 values"}
+    assert forms["--json"] == {"0 values"}
+    assert forms["--device-index"] == {"1 values"}
+    assert [names for names, found in forms.items() if len(found) > 1] == []
+
+
+def test_causal_means_the_same_in_every_command(plain: Path) -> None:
+    assert run(plain, "--causal") == run(plain, "--causal=yes") != run(plain)
+    assert run(plain, "--deterministic=yes", "--batch-invariant=no") == run(plain)
+    assert run(plain, "--causal=no") == run(plain) == run(plain, "--causal", "--causal=no")
+    for words, causal in (
+        ((), [False, True]),
+        (("--causal",), [True]),
+        (("--causal=no",), [False]),
+        (("--causal=yes,no",), [True, False]),
+    ):
+        result = strobe(
+            "bench", *SMALL, "--dtype", "bf16", "--direction", "forward", "--json", *words
+        )
+        assert [r["causal"] for r in json.loads(result.stdout)["results"]] == causal, words
 
 
 def test_info() -> None:
@@ -490,7 +526,7 @@ def test_bench_table() -> None:
 def test_bench_with_other_keys_than_queries() -> None:
     result = strobe(
         *("bench", *SMALL, "--json", "--seqlen-k", "64", "--batch", "3", "--dtype", "bf16"),
-        *("--causal", "no", "--softcap", "5"),
+        *("--causal=no", "--softcap", "5"),
     )
     for r in json.loads(result.stdout)["results"]:
         assert (r["seqlen"], r["seqlen_k"]) == (32, 64)
@@ -509,7 +545,7 @@ def test_bench_with_other_keys_than_queries() -> None:
 )
 def test_lengths_with_units(given: str, length: int) -> None:
     result = strobe(
-        *("bench", "--json", "--dtype", "bf16", "--causal", "no", "--head-dim", "8"),
+        *("bench", "--json", "--dtype", "bf16", "--causal=no", "--head-dim", "8"),
         *("--seqlen", "1", "--seqlen-k", given, "--heads", "1", "--min-time", "0"),
         *("--direction", "forward", "--batch", "1"),
     )
@@ -544,7 +580,7 @@ def test_progress_on_a_terminal_alone() -> None:
     assert lines[-1] == ""  # erased
     assert "left" not in out
     assert "\033" not in out
-    short = [*args, "--direction", "forward", "--causal", "no", "--min-time", "0.01"]
+    short = [*args, "--direction", "forward", "--causal=no", "--min-time", "0.01"]
     assert strobe(*short).stderr == ""
     assert " left" not in on_a_terminal(*short)[1]
 

@@ -41,7 +41,7 @@ def completed(line: str, folder: Path) -> list[str]:
 
 def flags(command: str) -> set[str]:
     """Those that a command's help names."""
-    found = re.findall(r"^  (-\S+)", strobe("help", command).stdout, re.MULTILINE)
+    found = re.findall(r"^  (-[\w,-]+)", strobe("help", command).stdout, re.MULTILINE)
     return {name for names in found for name in names.split(",")}
 
 

@@ -93,7 +93,8 @@ def test_help_says_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--unknown"], "--unknown"),
+        (["--unknown"], "--unknown is not a flag of `strobe_demo`: see `strobe_demo --help`"),
+        (["--lonegst", "512"], "did you mean --longest?"),
         (["one", "two"], "two"),
         (["--longest", "511"], "--longest = 511, expected a whole number from 512"),
         (["nowhere"], "cannot open nowhere"),
@@ -205,6 +206,17 @@ def test_a_busy_computer_gets_no_ratios(tmp_path: Path) -> None:
     # Of time; that of memory is what it is.
     assert len(re.findall(r"^     512 .* busy +[0-9.]+ x$", tables, re.MULTILINE)) == 2
     assert tables.count("busy: this computer was too busy to time them") == 2
+    # What holds all the same, and what to do.
+    words = " ".join(tables.split())
+    assert (
+        len(re.findall(r"The memory is what it is: at 512 tokens [0-9.]+ [KM]B in place of", words))
+        == 2
+    )
+    assert words.count("Run `make demo` again when the other programs rest") == 2
+    assert max(map(len, tables.splitlines())) <= 110
+    for direction in ("forward", "both"):
+        (line,) = data["costs"][direction]
+        assert line["remedy"].startswith("Run `make demo` again when the other programs rest")
 
 
 PEER = """#!{python}
@@ -301,15 +313,14 @@ def test_other_names_of_tokens_are_refused(tmp_path: Path, text: str, message: s
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_browser_draws_the_page(whole: tuple[str, Any, Path], tmp_path: Path) -> None:
+def drawn_by_a_browser(page: Path, folder: Path) -> str:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium")
-    data, page = whole[1], whole[2]
-    drawn = subprocess.run(
+    return subprocess.run(
         [
             *(browser, "--headless=new", "--no-sandbox", "--disable-gpu"),
-            *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", "--dump-dom"),
+            *(f"--user-data-dir={folder}", "--virtual-time-budget=5000", "--dump-dom"),
             page.as_uri(),
         ],
         capture_output=True,
@@ -317,6 +328,38 @@ def test_a_browser_draws_the_page(whole: tuple[str, Any, Path], tmp_path: Path) 
         timeout=300,
         check=True,
     ).stdout
+
+
+def test_a_browser_draws_the_headline_of_a_busy_computer(
+    whole: tuple[str, Any, Path], tmp_path: Path
+) -> None:
+    """Memory and errors, which no other program moves, and then how to get the times."""
+    data = json.loads(json.dumps(whole[1]))
+    for line in (*data["costs"]["forward"], *data["costs"]["both"]):
+        line["busy"] = "other programs had 1.9 of the 2 processors"
+        line["remedy"] = "Run `make demo` again when the other programs rest."
+    page = re.sub(
+        r'(<script id="data" type="application/json">).*?(</script>)',
+        lambda found: found[1] + json.dumps(data).replace("</", "<\\/") + found[2],
+        whole[2].read_text(),
+        flags=re.DOTALL,
+    )
+    (tmp_path / "busy.html").write_text(page)
+    drawn = drawn_by_a_browser(tmp_path / "busy.html", tmp_path)
+    stats = re.findall(r'<div class="stat"><b>(.*?)</b><span>(.*?)</span>', drawn)
+    assert len(stats) == 3
+    assert "less memory than standard attention" in stats[0][1]
+    assert "error in bfloat16" in stats[1][1]
+    assert stats[2] == (
+        "not timed",
+        f"this computer was too busy: {line['busy']}. {line['remedy'].replace('`', '')}",
+    )
+    assert "undefined" not in drawn.split('<script id="data"')[0]
+
+
+def test_a_browser_draws_the_page(whole: tuple[str, Any, Path], tmp_path: Path) -> None:
+    data, page = whole[1], whole[2]
+    drawn = drawn_by_a_browser(page, tmp_path)
     (shown,) = re.findall(r'<svg id="map".*?</svg>', drawn, re.DOTALL)
     n = len(data["attention"]["sentences"][0]["pieces"])
     assert shown.count("<title>") == n * n

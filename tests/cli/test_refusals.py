@@ -24,6 +24,7 @@ from tool import (
 )
 
 pytestmark = needs_cli
+ALL = "info, run, check, bench, completion and help"
 
 
 @pytest.mark.parametrize(
@@ -58,16 +59,26 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["foo"], ["foo", "info, run, check or bench"]),
-        (["--foo"], ["--foo"]),
-        (["foo", "bench"], ["strobe: foo", "info, run, check or bench"]),
-        (["foo", "run"], ["strobe: foo", "info, run, check or bench"]),
-        (["foo", "bar", "info", "--jsn"], ["strobe: foo", "info, run, check or bench"]),
-        (["--foo", "check"], ["strobe: --foo", "info, run, check or bench"]),
-        (["", "bench"], ['strobe: ""', "info, run, check or bench"]),
+        (["foo"], ["strobe: foo is not a command: there are", ALL]),
+        (["benc"], ["strobe: benc is not a command: did you mean bench?", ALL]),
+        (["ifno", "--json"], ["did you mean info?"]),
+        (["hlep"], ["did you mean help?"]),
+        (["comp"], ["did you mean completion?"]),
+        (["c"], ["c is not a command: there are"]),  # check, completion
+        (["--foo"], ["strobe: --foo is not a flag of `strobe`: see `strobe --help`"]),
+        (["--verison"], ["did you mean --version?"]),
+        (["--json", "info"], ["--json stands before a command"]),
+        (["--causal=no", "bench"], ["--causal=no stands before a command"]),
+        (["foo", "bench"], ["strobe: foo", ALL]),
+        (["foo", "run"], ["strobe: foo", ALL]),
+        (["foo", "bar", "info", "--jsn"], ["strobe: foo", ALL]),
+        (["--foo", "check"], ["strobe: --foo is not a flag of `strobe`"]),
+        (["", "bench"], ['strobe: ""', ALL]),
+        (["--"], ["expected a command: info, run, check, bench, completion or help"]),
         (["info", "bench", "--foo"], ["bench is one argument too many"]),
         (["info", "bench"], ["bench is one argument too many"]),
-        (["help", "foo"], ["strobe help: COMMAND = foo", "info, run, check or bench"]),
+        (["help", "foo"], ["strobe help: foo is not a command: there are", ALL]),
+        (["help", "ben"], ["strobe help: ben is not a command: did you mean bench?", ALL]),
         (["help", "bench", "foo"], ["foo is one argument too many"]),
         (["help", "--foo"], ["--foo is not a flag of `strobe help`"]),
         (["info", "--jsn"], ["--jsn", "did you mean --json?"]),
@@ -76,7 +87,12 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "--qqqqqqqq"], ["--qqqqqqqq", "strobe run --help"]),
         (["run", "FILE", "-x"], ["-x is not a flag"]),
         (["run", "FILE", "more"], ["more is one argument too many"]),
-        (["run", "FILE", "--causal=3"], ["--causal takes no value"]),
+        (["run", "FILE", "--cuasal"], ["did you mean --causal?"]),
+        (["run", "FILE", "--decod"], ["--decod is not a flag", "strobe run --help"]),
+        (["run", "FILE", "--attention"], ["did you mean --attention-chunk?"]),
+        (["run", "FILE", "--causal=3"], ["--causal = 3, expected no, yes"]),
+        (["run", "FILE", "--causal=no,yes"], ["--causal = no,yes, expected no, yes"]),
+        (["run", "FILE", "--why=yes"], ["--why takes no value"]),
         (["run", "FILE", "--threads", "many"], ["--threads = many", "expected a whole number"]),
         (["run", "FILE", "--threads", "-1"], ["--threads = -1", "expected a whole number from 1"]),
         (["run", "FILE", "--threads"], ["--threads lacks a value"]),
@@ -127,7 +143,11 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["check", "--threads", "2k"], ["--threads = 2k", "expected a whole number"]),
         (["bench", "--seqlen", "1,,2"], ["--seqlen = ,", "expected a whole number"]),
         (["bench", "--head-dim", "257"], ["--head-dim = 257", "1 to 256"]),
-        (["bench", "--causal", "maybe"], ["--causal = maybe", "no, yes"]),
+        (["bench", "--causal=maybe"], ["--causal = maybe", "no, yes"]),
+        (["bench", "--causal", "no"], ["no is one argument too many: the value of --causal", "="]),
+        (["bench", "--json", "no"], ["strobe bench: no is one argument too many"]),
+        (["bench", "--device-index", "1"], ["--device-index = 1", "--device cpu"]),
+        (["check", "--device-index", "1"], ["--device-index = 1", "--device cpu"]),
         (
             ["bench", "--heads", "8", "--heads-kv", "3"],
             ["--heads = 8", "a multiple of --heads-kv = 3"],

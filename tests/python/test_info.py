@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import pkgutil
 import re
@@ -61,14 +62,29 @@ def test_info_on_the_command_line() -> None:
     assert result.stdout == f"{strobe.info()}\n"
 
 
-def test_info_of_a_forced_instruction_set() -> None:
+def test_info_speaks_as_the_tool_does() -> None:
+    """`python -m strobe` and `strobe info` say the same of a kernel and of a GPU's memory."""
+    kernels = (strobe.Kernel("cpu_a", ""), strobe.Kernel("cpu_b", "this CPU has no B"))
+    devices = (
+        strobe.CudaDevice("A GPU", 90, 132, 85_029_158_912),
+        strobe.CudaDevice("Another", 90, 132, 150_754_820_096),
+    )
+    found = dataclasses.replace(strobe.info(), kernels=kernels, cuda_devices=devices)
+    said = str(found)
+    assert re.search(r"cpu_a +ready$", said, re.MULTILINE)
+    assert re.search(r"cpu_b +no: this CPU has no B$", said, re.MULTILINE)
+    assert "132 multiprocessors, 85.0 GB\n" in said
+    assert "132 multiprocessors, 151 GB\n" in said
+
+
+def test_info_of_limited_instruction_sets() -> None:
     result = python("-m", "strobe", STROBE_CPU_ISA="portable")
     assert re.search(r"^cpu isa +portable ", result.stdout, re.MULTILINE), (
         result.stdout + result.stderr
     )
     for kernel in strobe.info().kernels:
         if kernel.name not in ("cpu_portable",):
-            assert re.search(rf"{kernel.name} +unavailable: ", result.stdout)
+            assert re.search(rf"{kernel.name} +no: ", result.stdout)
     # One that does not exist: import and info still work, and say so.
     result = python("-m", "strobe", STROBE_CPU_ISA="mmx")
     assert result.returncode == 0, result.stderr

@@ -10,6 +10,7 @@ namespace {
 
 using strobe::cli::Stopwatch;
 using strobe::cli::Timing;
+using strobe::demo::HowToTime;
 using strobe::demo::OtherPrograms;
 using strobe::demo::ReadProcessorTicks;
 using strobe::demo::ReadProcessTicks;
@@ -66,6 +67,20 @@ TEST(BusyTest, ProcessorsThatAreFreeAreEnough) {
   EXPECT_EQ(WhyTooBusy(60.0, 64, 8, {}), "other programs had 60.0 of the 64 processors");
   EXPECT_EQ(WhyTooBusy(50.0, 64, 8, {}), "");
   EXPECT_EQ(WhyTooBusy(std::nullopt, 0, 8, {}), "");  // nobody knows
+}
+
+TEST(BusyTest, SaysHowToGetTimes) {
+  const std::string later = "Run `make demo` again when the other programs rest.";
+  EXPECT_EQ(HowToTime(1.9, 2, 2), later);           // they leave no processor
+  EXPECT_EQ(HowToTime(std::nullopt, 0, 8), later);  // nobody knows
+  EXPECT_EQ(HowToTime(0.0, 2, 2), later);           // the repetitions lay apart
+  const std::string fewer = HowToTime(3.5, 8, 8);
+  EXPECT_NE(fewer.find("when the other programs rest"), std::string::npos) << fewer;
+  EXPECT_NE(fewer.find("`OMP_NUM_THREADS=4 make demo`"), std::string::npos) << fewer;
+  // Which is not too busy, if all stays as it was.
+  EXPECT_EQ(WhyTooBusy(3.5, 8, 4, {}), "");
+  EXPECT_NE(HowToTime(1.05, 2, 2).find("OMP_NUM_THREADS=1 "), std::string::npos);
+  EXPECT_EQ(WhyTooBusy(1.05, 2, 1, {}), "");
 }
 
 TEST(BusyTest, RepetitionsThatLieApartAreNoTiming) {
