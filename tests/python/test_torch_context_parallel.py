@@ -30,12 +30,12 @@ def worker() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import _attention, context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
     import strobe.torch
 
     def attend(qkv: list[Any], causal: bool) -> Any:
-        return scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=causal)
+        # By its full name, since the context puts another function into the module.
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
