@@ -204,7 +204,7 @@ def check_dropout(dropout_p: Any, softcap: Any) -> None:
 
 def as_integer(name: str, value: Any) -> Any:
     """`value` as an int (or, while compiling, a SymInt). Tensors of one element are common: they
-    come from seqlens.max().
+    come from seqlens.max(). One on a GPU is waited for, since a launch is planned by the number.
     """
     # While compiling it may be known at run time alone, where there is nothing to ask of it; the
     # operator's schema keeps it to 64 bits.
@@ -213,20 +213,38 @@ def as_integer(name: str, value: Any) -> Any:
     ):
         return value
     if isinstance(value, torch.Tensor):
-        check_dense(name, value)
+        check_integer(name, value)
         try:
-            whole = value.numel() == 1 and not value.is_floating_point()
-            value = value.item() if whole else value
+            value = value.item()
         except Exception as error:
-            raise InvalidArgument(f"{name} cannot be read: {first_line(error)}") from None
-        if not whole:
-            raise InvalidArgument(
-                f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
-                "expected an integer"
-            )
+            raise _unread(name, error) from None
         if _is_tracing():
             return value
     return integer(name, value)
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Refuses what is no integer. What a tensor holds is not read, for which a GPU would have to be
+    waited for.
+    """
+    if not isinstance(value, torch.Tensor):
+        as_integer(name, value)
+        return
+    check_dense(name, value)
+    try:
+        floats = value.is_floating_point() or value.is_complex()
+        whole = value.numel() == 1 and not floats and value.dtype != torch.bool
+    except Exception as error:
+        raise _unread(name, error) from None
+    if not whole:
+        raise InvalidArgument(
+            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}, "
+            "expected an integer"
+        )
+
+
+def _unread(name: str, error: Exception) -> Error:
+    return InvalidArgument(f"{name} cannot be read: {first_line(error)}")
 
 
 def limited(window: Any) -> Any:
@@ -259,11 +277,11 @@ def as_flag(name: str, value: Any) -> Any:
     return value if type(value) is bool or isinstance(value, torch.SymBool) else flag(name, value)
 
 
-# What arguments that change no result have to be, and whether None will do.
-_UNUSED: Final = {
-    "num_splits": (as_integer, False),
-    "sm_margin": (as_integer, False),
-    "max_seqlen_k": (as_integer, True),
+# What checks arguments that change no result, and whether None will do.
+_UNUSED: Final[dict[str, tuple[Callable[[str, Any], Any], bool]]] = {
+    "num_splits": (check_integer, False),
+    "sm_margin": (check_integer, False),
+    "max_seqlen_k": (check_integer, True),
     "pack_gqa": (as_flag, True),
     "zero_tensors": (as_flag, False),
     "deterministic": (as_flag, False),
@@ -273,9 +291,9 @@ _UNUSED: Final = {
 def check_unused(**arguments: Any) -> None:
     """Refuses arguments of the wrong type where they change no result, as where they do."""
     for name, value in arguments.items():
-        convert, optional = _UNUSED[name]
+        check, optional = _UNUSED[name]
         if not (optional and value is None):
-            convert(name, value)
+            check(name, value)
 
 
 def autocast_dtype(x: Tensor) -> Any:
@@ -365,8 +383,13 @@ def _checked(
     dropout_p, scale, causal, window_size, softcap, alibi_slopes, deterministic = options
     if cu_seqlens_q is not None:
         names = _PACKED_NAMES if packed == "qkv" else {}
+        one_for_both = max_seqlen_q is max_seqlen_k  # a tensor, say, which is read once
         max_seqlen_q = as_integer(names.get("max_seqlen_q", "max_seqlen_q"), max_seqlen_q)
-        max_seqlen_k = as_integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
+        max_seqlen_k = (
+            max_seqlen_q
+            if one_for_both
+            else as_integer(names.get("max_seqlen_k", "max_seqlen_k"), max_seqlen_k)
+        )
     if scale is not None:
         scale = as_number("softmax_scale", scale)
     softcap = as_number("softcap", softcap)

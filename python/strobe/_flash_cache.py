@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -28,7 +27,7 @@ from ._flash_attn import (
 from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
 from ._options import CACHE_ROWS
 from ._plans import NoSequences, answer, no_lengths
-from ._values import NO_LIMIT, constant, integer, pair
+from ._values import NO_LIMIT, checked_on_gpus, constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -76,7 +75,6 @@ NAMES: Final = {
 }
 # Those of _ARRAYS that `check_values` reads a number for each sequence from.
 _ONE_EACH: Final = ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position", "seqused_q")
-_SKIP: Final = "STROBE_SKIP_VALUE_CHECKS"
 
 
 def call(
@@ -208,18 +206,18 @@ def check_options(q: Any, k: Any, options: dict[str, Any]) -> None:
 
 
 def wants_value_checks(q: Tensor) -> bool:
-    """Whether `check_values` has to look at this call."""
-    if not q.is_cuda or os.environ.get(_SKIP, "0") not in ("", "0"):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    """Whether `check_values` looks at this call: on a GPU, if the environment asks for it, as it
+    waits for the device, which no capture of a graph allows.
+    """
+    return q.is_cuda and checked_on_gpus() and not torch.cuda.is_current_stream_capturing()
 
 
 def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> None:
-    """Refuses lengths, indices and pages out of range: for tensors on GPUs, where a launch cannot.
+    """Refuses lengths, indices and pages out of range: for tensors on GPUs, where a launch cannot,
+    and gives NaN. It waits for the device: see `wants_value_checks`. The library itself checks what
+    is in the CPU's memory.
 
-    It waits for the device, so not while a graph is captured; STROBE_SKIP_VALUE_CHECKS=1 in the
-    environment leaves it out. The library itself checks what is in the CPU's memory. moving:
-    whether queries have positions of their own, for the rotary embedding.
+    moving: whether queries have positions of their own, for the rotary embedding.
     """
     offsets, table, new = (arrays.get(n) for n in ("cu_seqlens_q", "block_table", "k_new"))
     batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
@@ -374,8 +372,8 @@ def lengths(given: Any, q: Any, cu_seqlens_q: Any = None) -> Any:
 def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
     """The rows `index` (cache_batch_idx) of a table of pages, as FlashAttention-3 reads them.
 
-    A number out of range is refused where `wants_value_checks` would look at it; elsewhere its
-    sequence has pages that are out of range themselves.
+    A number out of range is refused on the CPU and where `wants_value_checks` says so; elsewhere
+    its sequence has pages that are out of range themselves, and so NaN.
     """
     check_tensor(name, table, ("cache_batch", "pages_per_sequence"))
     check_tensor("cache_batch_idx", index, ("batch",))

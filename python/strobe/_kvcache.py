@@ -15,7 +15,7 @@ from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._merge import dtype_name
 from ._options import CacheOptions, documented_with_cache
 from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
-from ._values import constant
+from ._values import checked_on_gpus, constant
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,10 +169,10 @@ def attention_with_kvcache(
         out, or (out, lse), as `attention`. Without a gradient, which a cache has not.
 
     Raises:
-        As `attention`. A length, index or page out of range is an InvalidArgument, and nothing is
-        written. On a GPU the call waits for the device to see that, but not while a CUDA graph is
-        captured nor where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such a
-        sequence are NaN then.
+        As `attention`. On the CPU a length, index or page out of range is an InvalidArgument, and
+        nothing is written. On a GPU the rows of such a sequence are NaN, and it appends nothing: to
+        look at the numbers, a call has to wait for the device, which it does, and raises, only
+        where the environment has STROBE_CHECK_VALUES=1 (and no CUDA graph is captured).
 
     Example:
         One query for each of two sequences that have 7 and 12 rows in the cache; k_new is appended:
@@ -189,7 +189,8 @@ def attention_with_kvcache(
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
-    if getattr(q, "is_cuda", False) is True:  # only there has Python to look at values
+    # Of values on GPUs Python alone can say what is wrong.
+    if getattr(q, "is_cuda", False) is True and checked_on_gpus():
         from . import _flash_cache
 
         _flash_cache.check_options(q, k, {**options})

@@ -87,39 +87,46 @@ def _fit(first: _Rows, end: _Rows, seqlen_q: int) -> tuple[slice, slice, tuple[i
     return slice(begin, stop), slice(key, key_end), (left, right)
 
 
-def _read(mask: Tensor) -> tuple[Tensor, bool, str]:
-    """(what is seen, whether what is hidden has a finite number, refusal)."""
-    if mask.dtype == torch.bool:
-        return mask, False, ""
-    seen = mask == 0
-    hidden = mask <= torch.finfo(mask.dtype).min
-    known, infinite = torch.stack(
-        ((seen | hidden).all(), (~hidden | (mask == float("-inf"))).all())
-    ).tolist()
-    return seen, not infinite, "" if known else _NOT_ZERO
+class _Read(NamedTuple):
+    """Of each row of a mask the first key that it sees, one past the last, and how many it sees."""
+
+    first: _Rows
+    end: _Rows
+    seen: _Rows
+    infinite: bool  # whether what hides is -inf, or False
 
 
-def _edges(seen: Tensor) -> tuple[_Rows, _Rows, _Rows]:
-    """Of each row the first key that is seen, one past the last, and how many are seen."""
-    seqlen_k = seen.shape[-1]
-    if seen.is_cpu:  # NumPy takes a tenth of the time
+def _read(mask: Tensor) -> _Read | None:
+    """None: it holds more than 0 and what hides. A GPU is waited for once, for all of it."""
+    seqlen_k = mask.shape[-1]
+    checks: tuple[Tensor, ...] = ()
+    seen = mask
+    if mask.dtype != torch.bool:
+        seen = mask == 0
+        hidden = mask <= torch.finfo(mask.dtype).min
+        checks = (seen | hidden).all(), (~hidden | (mask == float("-inf"))).all()
+    if mask.is_cpu:  # NumPy takes a tenth of the time
+        if not all(checks[:1]):
+            return None
         marks = seen.numpy()
         end = seqlen_k - marks[..., ::-1].argmax(-1)
-        return marks.argmax(-1), end, marks.view(np.uint8).sum(-1, dtype=np.int32)
+        many = marks.view(np.uint8).sum(-1, dtype=np.int32)
+        return _Read(marks.argmax(-1), end, many, all(checks))
     number = seen.view(torch.uint8)
-    first, last, count = number.argmax(-1), number.flip(-1).argmax(-1), number.sum(-1)
-    rows = torch.stack((first, seqlen_k - last, count)).cpu().numpy()
-    return rows[0], rows[1], rows[2]
+    rows = (number.argmax(-1), seqlen_k - number.flip(-1).argmax(-1), number.sum(-1))
+    found = torch.cat([x.flatten() for x in (*checks, *rows)]).cpu().numpy()
+    said, (first, end, many) = found[: len(checks)], found[len(checks) :].reshape(3, *rows[0].shape)
+    return _Read(first, end, many, bool(said.all())) if said[:1].all() else None
 
 
 def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
     """mask: (1 or batch, 1 or seqlen_q, seqlen_k), of few bytes for each pair."""
     seqlen_k = mask.shape[-1]
-    seen, finite, refusal = _read(mask)
-    if refusal:
-        return Blocks(refusal=refusal)
+    read = _read(mask)
+    if read is None:
+        return Blocks(refusal=_NOT_ZERO)
+    begin, end, held, infinite = read
     # A row is one interval if it holds as many keys as lie between its first and its last.
-    begin, end, held = _edges(seen)
     if not np.array_equal(np.where(held > 0, end - begin, 0), held):
         return Blocks(refusal=NOT_PADDING)
     end = np.where(held > 0, end, begin)
@@ -138,7 +145,7 @@ def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
             block = block._replace(batch=slice(blocks.pop().batch.start, sequences.stop))
         blocks.append(block)
     hides_queries = any(b.queries != slice(0, seqlen_q) for b in blocks)
-    if hides_queries and finite:
+    if hides_queries and not infinite:
         return Blocks(refusal=_ALL_HIDDEN)
     if hides_queries and not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
         return Blocks(refusal=_NAN)

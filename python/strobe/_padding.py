@@ -45,7 +45,14 @@ class Kind(NamedTuple):
 
 
 def encode(kind: Kind, numbers: Tensor, position: int | Tensor) -> Tensor:
-    """The mask. numbers: (batch, keys); position: that of the first query among the keys."""
+    """The mask. numbers: (batch, keys); position: that of the first query among the keys.
+
+    In inference mode too it is a tensor whose writes are counted, so that `layout_of` can keep what
+    it has read of it, and need not wait for a GPU in each layer.
+    """
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return encode(kind, numbers, position)
     first = torch.zeros_like(numbers[:, :1], dtype=torch.int32) + position
     row = torch.cat((first.to(torch.int32), numbers.to(torch.int32)), 1)
     return row[:, None, None].expand(-1, 1, kind.encoded(), -1)
@@ -137,13 +144,14 @@ def layout_of(mask: Tensor, seqlen_q: int, windowed: bool, keep: bool) -> Layout
     hold another mask the next time.
     """
     look = not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
-    if mask.is_inference():  # nothing counts the writes to it, so nothing of it is kept
+    if mask.is_inference():  # a copy: nothing counts the writes to it, so nothing of it is kept
         return _layout(mask, seqlen_q, windowed, look)
     known: dict[Any, Layout] = mask.__dict__.get("strobe", {})
     key = (mask._version, seqlen_q, windowed)
     found = known.get(key)
     if found is None:
-        found = _layout(mask, seqlen_q, windowed, look)
+        with torch.inference_mode(False):  # what is kept may meet autograd later
+            found = _layout(mask, seqlen_q, windowed, look)
         if keep:
             mask.__dict__["strobe"] = {**known, key: found}
     return found

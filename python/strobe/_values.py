@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -129,6 +130,13 @@ def seed(name: str, value: Any) -> int:
     if not 0 <= number < 2**64:
         raise InvalidArgument(f"{name} = {shown(value)}, expected an integer from 0 to 2**64 - 1")
     return number
+
+
+def checked_on_gpus() -> bool:
+    """Whether the functions over a key-value cache look at lengths, indices and pages on GPUs, for
+    which they wait for the device. The environment says it, which is read at each call.
+    """
+    return os.environ.get("STROBE_CHECK_VALUES", "0") not in ("", "0")
 
 
 def on_main_thread() -> bool:

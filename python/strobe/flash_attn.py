@@ -587,10 +587,11 @@ def flash_attn_with_kvcache(
         (batch, heads, seqlen_q). Without a gradient, as in flash_attn.
 
     Raises:
-        As `flash_attn_func`. A length, index or page out of range is a strobe.InvalidArgument, and
-        nothing is written. On a GPU this check waits for the device. It is left out while a CUDA
-        graph is captured and where the environment has STROBE_SKIP_VALUE_CHECKS=1: the rows of such
-        a sequence are then NaN.
+        As `flash_attn_func`. On the CPU a length, index or page out of range is a
+        strobe.InvalidArgument, and nothing is written. On a GPU the rows of such a sequence are
+        NaN, and it appends nothing: to look at the numbers, a call has to wait for the device,
+        which it does, and raises, only where the environment has STROBE_CHECK_VALUES=1 (and no CUDA
+        graph is captured).
 
     Example:
         >>> import torch

@@ -239,6 +239,8 @@ def _wide(name: str, value: Any) -> Any:
         return None
     if is_tensor(value):
         check_readable(name, value)
+        if value.dtype.itemsize < 8:  # nothing to cut, and a GPU would have to be waited for
+            return None
     try:
         host = np.asarray(value.detach().cpu() if is_tensor(value) else value)
     except Exception:  # a list with something traced in it, or nothing to make an array of

@@ -205,16 +205,28 @@ def attention_mask(
     else:
         numbers = _tokens(batch_size, kv_length, kv_offset, attention_mask, device)
         tells = attention_mask is None and isinstance(position, int)
-        if tells or not torch.compiler.is_compiling():  # which must not ask what is in a tensor
+        if tells or _may_look(numbers):
             unlimited = reach.left is None and reach.right is None
-            aligned = unlimited or bool(position + q_length == kv_length)
-            whole = aligned and not empty and (tells or bool(numbers.all()))
+            aligned: Any = unlimited or position + q_length == kv_length
+            if tells:
+                whole = aligned and not empty
+            elif aligned is not False and not empty:
+                whole = bool(numbers.all() & aligned)  # a GPU is waited for once
         if causal and not whole:  # what lies behind the last query is not written
             column = torch.arange(kv_length, device=device)
             numbers = numbers & (column < (0 if empty else position + q_length))
     mask = _padding.encode(_padding.Kind(causal, reach.documents, whole), numbers, position)
     mask.reach = (None, reach.right) if empty else (reach.left, reach.right)
     return mask
+
+
+def _may_look(x: Tensor) -> bool:
+    """Whether what is in a tensor may be asked: not while compiling, nor while a CUDA graph is
+    captured.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _tokens(

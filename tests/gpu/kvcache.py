@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import math
+import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "python")]
 
@@ -167,34 +169,61 @@ def packed_in_flash_attn_3() -> str:
     return "flash_attn_3"
 
 
-def refused() -> str:
-    """Numbers out of range raise outside of graphs, and name the argument; nothing is written."""
+@contextlib.contextmanager
+def looking(yes: bool) -> Iterator[None]:
+    """Numbers are looked at; else whatever of PyTorch's waits for the device is an error."""
+    before = os.environ.pop("STROBE_CHECK_VALUES", None)
+    try:
+        if yes:
+            os.environ["STROBE_CHECK_VALUES"] = "1"
+        elif DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        os.environ.pop("STROBE_CHECK_VALUES", None)
+        if before is not None:
+            os.environ["STROBE_CHECK_VALUES"] = before
+
+
+def out_of_range() -> str:
+    """Numbers out of range raise with STROBE_CHECK_VALUES=1 (and on the CPU), name the argument, and nothing is written. Without
+    it, the rows of that sequence are NaN on a GPU, those of the other are not, and the call does not wait for the device.
+    """
     kind = {"dtype": torch.bfloat16, "device": DEVICE}
     k, v = (torch.randn(6, 16, 2, 64, **kind) for _ in range(2))
     before = k.clone()
     q, new = torch.randn(2, 1, 4, 64, **kind), torch.randn(2, 1, 2, 64, **kind)
     good_table, good_lengths = [[0, 1], [2, 3]], [16, 30]
 
-    def call(table: list[list[int]], lengths: list[int], **more: Any) -> None:
+    def call(table: list[list[int]], lengths: list[int], look: bool) -> torch.Tensor:
         numbers = {"cache_seqlens": lengths, "block_table": table}
         tensors = {n: torch.tensor(x, dtype=torch.int32, device=DEVICE) for n, x in numbers.items()}
-        flash_attn.flash_attn_with_kvcache(q, k, v, new, new, **tensors, **more)
+        caches = (k, v) if look else (k.clone(), v.clone())
+        with looking(look):
+            return flash_attn.flash_attn_with_kvcache(q, *caches, new, new, **tensors)
 
-    for name, table, lengths in (
-        ("block_table", [[0, 6], [2, 3]], good_lengths),
-        ("block_table", [[0, 1], [-1, 3]], good_lengths),
-        ("cache_seqlens", good_table, [16, 32]),
-        ("cache_seqlens", good_table, [-1, 0]),
+    wanted = call(good_table, good_lengths, look=False)
+    for name, table, lengths, bad in (
+        ("block_table", [[0, 6], [2, 3]], good_lengths, 0),
+        ("block_table", [[0, 1], [-1, 3]], good_lengths, 1),
+        ("cache_seqlens", good_table, [16, 32], 1),
+        ("cache_seqlens", good_table, [-1, 30], 0),
     ):
         try:
-            call(table, lengths)
+            call(table, lengths, look=True)
         except strobe.InvalidArgument as e:
             assert name in str(e), f"{name} is not named: {e}"
         else:
             raise AssertionError(f"{name} out of range was not refused")
         assert torch.equal(k, before), f"{name} out of range: the cache was written"
-    call(good_table, good_lengths)
-    return "refused"
+        if DEVICE == "cuda":
+            out = call(table, lengths, look=False)
+            assert bool(out[bad].isnan().all()), f"{name} out of range: expected NaN for sequence {bad}"
+            assert torch.equal(out[1 - bad], wanted[1 - bad]), f"{name} out of range: the other sequence differs"
+    call(good_table, good_lengths, look=True)
+    return "out of range"
 
 
 def merged(seed: int) -> str:
@@ -246,7 +275,7 @@ def main() -> int:
     done: collections.Counter[str] = collections.Counter()
     failed = 0
     seeds = range(options.first, options.first + options.count)
-    tests = [("flash_attn_3", packed_in_flash_attn_3), ("refused", refused)]
+    tests = [("flash_attn_3", packed_in_flash_attn_3), ("out of range", out_of_range)]
     if DEVICE == "cuda":
         tests.append(("captured", lambda: captured(20)))
     tests += [(f"eager {n}", lambda n=n: eager(n)) for n in seeds]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +35,29 @@ def array(x: Tensor) -> Array:
         return found
     numbers: Array = x.numpy()
     return numbers
+
+
+class OnGpu(torch.Tensor):  # type: ignore[misc]
+    """A tensor in the CPU's memory that says it is on a GPU. `asked` are the functions by which
+    somebody has asked what such a tensor holds: for each of them a GPU would be waited for.
+    """
+
+    is_cuda = True
+    is_cpu = False
+    asked: ClassVar[list[str]] = []
+    _ASK: ClassVar = {
+        "__bool__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item",
+        "is_nonzero", "masked_select", "nonzero", "numpy", "tolist", "unique",
+    }  # fmt: skip
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in cls._ASK:
+            cls.asked.append(name)
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def assert_same(a: Tensor, b: Tensor) -> None:

@@ -19,7 +19,7 @@ from strobe.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  #
 import kvcache_cases  # noqa: E402
 from cases import Array  # noqa: E402
 from kvcache_cases import Arrays, CacheCase, Sequence  # noqa: E402
-from tensors import Tensor, array  # noqa: E402
+from tensors import OnGpu, Tensor, array  # noqa: E402
 
 NAMES = {
     "k_new": "k",
@@ -324,34 +324,42 @@ def test_values_are_checked_on_a_gpu_as_on_the_cpu() -> None:
 
 
 def test_when_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu:
-        is_cuda = True
-
-    capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.delenv("STROBE_SKIP_VALUE_CHECKS", raising=False)
-    assert _flash_cache.wants_value_checks(OnGpu())
+    """On a GPU where the environment of that moment says so, and in no other way."""
+    on_gpu = torch.zeros(1).as_subclass(OnGpu)
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop())
+    monkeypatch.delenv("STROBE_CHECK_VALUES", raising=False)
+    assert not _flash_cache.wants_value_checks(on_gpu)
+    for without in ("", "0"):
+        monkeypatch.setenv("STROBE_CHECK_VALUES", without)
+        assert not _flash_cache.wants_value_checks(on_gpu)
+    monkeypatch.delenv("STROBE_CHECK_VALUES")
+    monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "0")
+    assert not _flash_cache.wants_value_checks(on_gpu)
+    monkeypatch.setenv("STROBE_CHECK_VALUES", "1")
     assert not _flash_cache.wants_value_checks(torch.zeros(1))
-    capturing[0] = True
-    assert not _flash_cache.wants_value_checks(OnGpu())
-    capturing[0] = False
-    monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "1")
-    assert not _flash_cache.wants_value_checks(OnGpu())
+    for skip in ("0", "1"):  # a variable of earlier versions
+        monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", skip)
+        capturing += [True, False]
+        assert _flash_cache.wants_value_checks(on_gpu)
+        assert not _flash_cache.wants_value_checks(on_gpu)
+    assert not capturing
 
 
 def test_strobes_own_function_checks_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu(torch.Tensor):  # type: ignore[misc,name-defined]
-        is_cuda = True
-
+    """Where it is asked to."""
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.delenv("STROBE_SKIP_VALUE_CHECKS", raising=False)
+    monkeypatch.delenv("STROBE_CHECK_VALUES", raising=False)
     seen: list[Any] = []
     monkeypatch.setattr(_flash_cache, "check_values", lambda *given: seen.append(given))
     given = simple()
     q = given["q"].as_subclass(OnGpu)
     k, v, used = given["k_cache"], given["v_cache"], torch.tensor([1, 2], dtype=torch.int32)
     call = strobe.attention_with_kvcache
+    call(q, k, v, seqused_k=used)
+    assert not seen
+    monkeypatch.setenv("STROBE_CHECK_VALUES", "1")
     for option, moving in (({}, False), ({"causal": True}, True), ({"window": (3, 0)}, True)):
         call(q, k, v, seqused_k=used, **option)
         found = seen.pop()
@@ -362,13 +370,11 @@ def test_strobes_own_function_checks_values_on_a_gpu(monkeypatch: pytest.MonkeyP
     call(given["q"], k, v, seqused_k=used)
     capturing[0] = True
     call(q, k, v, seqused_k=used)
-    capturing[0] = False
-    monkeypatch.setenv("STROBE_SKIP_VALUE_CHECKS", "1")
-    call(q, k, v, seqused_k=used)
     assert not seen
     # What it cannot read, the launch refuses; what it can, it refuses itself.
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setenv("STROBE_CHECK_VALUES", "1")
     for wrong in (3, None, used.numpy()[:1], used.float(), used[None]):
         with pytest.raises(strobe.InvalidArgument, match=r"^(seqused_k|leftpad)"):
             call(q, k, v, seqused_k=wrong, leftpad=wrong if wrong is not None else -used)  # type: ignore[arg-type]
