@@ -277,14 +277,16 @@ Case Case::WithPlainGradients() const {
   return c;
 }
 
-Case GenerateCase(uint64_t seed) {
-  Rng rng(seed);
+namespace {
+
+// profile: null: one is drawn.
+Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
   Case c;
   c.seed = seed;
   static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
                                              oracle::DType::kFloat16};
   c.dtype = rng.Pick(kTypes);
-  const Profile& profile = PickProfile(rng);
+  const Profile& profile = chosen ? *chosen : PickProfile(rng);
   PickLengths(rng, profile, c);
   static constexpr int64_t kGroups[] = {1, 1, 1, 2, 3, 4, 8};
   c.heads_kv = rng.Integer(1, 3);
@@ -316,6 +318,21 @@ Case GenerateCase(uint64_t seed) {
   return c;
 }
 
+}  // namespace
+
+Case GenerateCase(uint64_t seed) {
+  Rng rng(seed);
+  return Generate(seed, rng, nullptr);
+}
+
+Case GenerateBlocksCase(uint64_t seed) {
+  static constexpr Profile kBlocks{100, 1000, 0.8, 3'000'000};
+  Rng rng(seed);
+  Case c = Generate(seed, rng, &kBlocks);
+  c.random_blocks = rng.Next() | 4;  // not 0
+  return c;
+}
+
 std::string ToString(const Case& c) {
   std::ostringstream text;
   text << "seed " << c.seed << ": " << oracle::Name(c.dtype) << ", seqlens_q {" << Join(c.seqlens_q)
@@ -332,6 +349,7 @@ std::string ToString(const Case& c) {
   strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
+  if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "

@@ -520,6 +520,51 @@ TEST_F(LaunchValidation, ForwardPointers) {
   }
 }
 
+TEST_F(LaunchValidation, GivenDelta) {
+  strobe_problem p = GoodProblem();
+  p.has_delta = 1;
+  Make(p);
+  backward_.delta = in_.data();
+  backward_.out = nullptr;
+  using A = strobe_backward_args;
+  ASSERT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
+  const struct {
+    std::function<void(A&)> spoil;
+    std::vector<const char*> words;
+  } bad[] = {
+      {[](A& a) { a.delta = nullptr; }, {"delta = NULL"}},
+      {[](A& a) { a.delta = Shifted(a.delta, 2); }, {"delta", "alignment to 4"}},
+      {[](A& a) { a.delta = static_cast<float*>(a.dk); }, {"dk shares memory with delta"}},
+      // A caller's struct that ends before delta.
+      {[](A& a) { a.struct_size = offsetof(A, delta); }, {"delta = NULL"}},
+  };
+  for (const auto& b : bad) {
+    strobe_backward_args a = backward_;
+    b.spoil(a);
+    ExpectRefused(strobe_backward(&plan_, &a), b.words);
+  }
+  // Where the problem has none, such a struct is served, whatever follows it.
+  Make(GoodProblem());
+  strobe_backward_args older = backward_;
+  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, delta), 0x5a, sizeof older.delta);
+  older.struct_size = offsetof(A, delta);
+  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+}
+
+TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
+  strobe_problem p = GoodProblem();
+  p.dtype = STROBE_BFLOAT16;
+  Make(p);
+  strobe_backward_args a = backward_;
+  a.dq = Shifted(a.dq, 2);
+  EXPECT_EQ(strobe_backward(&plan_, &a), STROBE_OK) << strobe_last_error();
+  p.grad_dtype = STROBE_FLOAT32;
+  Make(p);
+  a = backward_;
+  a.dq = Shifted(a.dq, 2);
+  ExpectRefused(strobe_backward(&plan_, &a), {"dq", "alignment to 4"});
+}
+
 TEST_F(LaunchValidation, BackwardPointers) {
   strobe_problem p = GoodProblem();
   p.has_dlse = 1;
