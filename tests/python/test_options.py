@@ -63,6 +63,8 @@ WRITTEN_OUT = {
     "alibi": "alibi_slopes",
     "dropout_p": "dropout_p",
     "has_dlse": "dlse",
+    "has_delta": "delta",
+    "accumulate": "accumulate",
     "deterministic": "deterministic",
     "batch_invariant": "batch_invariant",
     "threads": "threads",
@@ -82,7 +84,9 @@ def test_every_option_of_the_table_is_here() -> None:
         arguments = inspect.signature(function).parameters
         assert {*WRITTEN_OUT.values(), *NAMES} <= set(arguments)
     arguments = inspect.signature(strobe.attention).parameters
-    assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {"dlse", "deterministic"}
+    assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {
+        *("dlse", "delta", "accumulate", "deterministic")
+    }
     assert set(_options.CallOptions.__annotations__) == set(NAMES)
 
 

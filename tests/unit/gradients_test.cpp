@@ -15,7 +15,7 @@ struct Gradients {
   oracle::Tensor dq, dk, dv;
 };
 
-Gradients Run(const Case& c, Fixture::Gradients* before = nullptr) {
+Gradients Computed(const Case& c, Fixture::Gradients* before = nullptr) {
   Fixture f(c);
   EXPECT_EQ(f.Forward(), "");
   EXPECT_EQ(f.Backward(), "");
@@ -58,9 +58,9 @@ TEST(Gradients, InFloat32TheyAreNotRounded) {
   int64_t unrounded = 0;
   ForEachCase([&](Case c) {
     if (c.dtype == oracle::DType::kFloat32) c.dtype = oracle::DType::kBFloat16;
-    const Gradients narrow = Run(c);
+    const Gradients narrow = Computed(c);
     c.grad_float32 = true;
-    const Gradients wide = Run(c);
+    const Gradients wide = Computed(c);
     ForEach(narrow, wide, [&](const char* name, const auto& rounded, const auto& exact) {
       for (size_t i = 0; i < exact.data.size(); ++i) {
         const auto x = static_cast<float>(exact.data[i]);
@@ -78,13 +78,13 @@ TEST(Gradients, WhatIsAddedIsRoundedOnce) {
   ForEachCase([&](Case c) {
     const bool narrow = c.dtype != oracle::DType::kFloat32;
     c.grad_float32 = narrow;
-    const Gradients added = Run(c);
+    const Gradients added = Computed(c);
     c.accumulate = true;
     for (const bool wide : {false, true}) {
       if (wide && !narrow) continue;
       c.grad_float32 = wide;
       Fixture::Gradients before;
-      const Gradients sums = Run(c, &before);
+      const Gradients sums = Computed(c, &before);
       const auto check = [&](const char* name, const auto& old, const auto& more,
                              const auto& found) {
         for (size_t i = 0; i < found.data.size(); ++i) {
@@ -118,7 +118,7 @@ TEST(Gradients, RowsWithoutGradientsStay) {
   for (const bool wide : {false, true}) {
     c.grad_float32 = wide;
     Fixture::Gradients before;
-    const Gradients found = Run(c, &before);
+    const Gradients found = Computed(c, &before);
     const auto rows_stay = [](const oracle::Tensor& old, const oracle::Tensor& now, int64_t begin,
                               int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
