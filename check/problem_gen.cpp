@@ -270,14 +270,23 @@ int64_t Case::Work() const {
   return scores * heads * (head_dim + head_dim_v) / 2;
 }
 
-Case GenerateCase(uint64_t seed) {
-  Rng rng(seed);
+Case Case::WithPlainGradients() const {
+  Case c = *this;
+  c.has_dlse |= c.delta_has_dlse;
+  c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
+  return c;
+}
+
+namespace {
+
+// profile: null: one is drawn.
+Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
   Case c;
   c.seed = seed;
   static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
                                              oracle::DType::kFloat16};
   c.dtype = rng.Pick(kTypes);
-  const Profile& profile = PickProfile(rng);
+  const Profile& profile = chosen ? *chosen : PickProfile(rng);
   PickLengths(rng, profile, c);
   static constexpr int64_t kGroups[] = {1, 1, 1, 2, 3, 4, 8};
   c.heads_kv = rng.Integer(1, 3);
@@ -302,6 +311,25 @@ Case GenerateCase(uint64_t seed) {
   if (c.varlen && rng.Chance(0.2)) c.past_k = rng.Integer(1, 70);
   if (same_rows) c.past_k = c.past_q;
   PickSignedWindow(rng, c);
+  c.grad_float32 = c.dtype != oracle::DType::kFloat32 && rng.Chance(0.2);
+  c.accumulate = rng.Chance(0.2);
+  c.has_delta = rng.Chance(0.15);
+  if (c.has_delta) c.delta_has_dlse = std::exchange(c.has_dlse, false);
+  return c;
+}
+
+}  // namespace
+
+Case GenerateCase(uint64_t seed) {
+  Rng rng(seed);
+  return Generate(seed, rng, nullptr);
+}
+
+Case GenerateBlocksCase(uint64_t seed) {
+  static constexpr Profile kBlocks{100, 1000, 0.8, 3'000'000};
+  Rng rng(seed);
+  Case c = Generate(seed, rng, &kBlocks);
+  c.random_blocks = rng.Next() | 4;  // not 0
   return c;
 }
 
@@ -321,6 +349,9 @@ std::string ToString(const Case& c) {
   strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
+  if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
+  if (c.grad_float32) text << ", gradients fp32";
+  if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "
        << c.size_qk << " v " << c.size_v << " dout " << c.size_dout
        << (c.constant_keys ? ", constant keys" : "");

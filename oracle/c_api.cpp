@@ -113,7 +113,7 @@ int32_t oracle_visible(const oracle_problem* problem, int64_t sequence, uint8_t*
   const oracle::Sequence& s = o.sequences[static_cast<size_t>(sequence)];
   std::fill_n(seen, s.q_length * s.k_length, uint8_t{0});
   for (int64_t i = 0; i < s.q_length; ++i) {
-    for (const int64_t j : oracle::VisibleKeys(o, s, i)) seen[i * s.k_length + j] = 1;
+    for (const int64_t j : oracle::VisibleKeys(o, sequence, 0, i)) seen[i * s.k_length + j] = 1;
   }
   return 0;
 }

@@ -129,7 +129,7 @@ class Computation {
   void RunRow(int64_t b, int64_t h, int64_t i) {
     const Sequence& s = p_.sequences[static_cast<size_t>(b)];
     const int64_t row = s.q_begin + i, h_kv = h / (p_.heads / p_.heads_kv);
-    const std::vector<int64_t> keys = VisibleKeys(p_, s, i);
+    const std::vector<int64_t> keys = VisibleKeys(p_, b, h, i);
     const size_t n = keys.size();
     if (n == 0) return;
 

@@ -50,7 +50,7 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
   row.head_kv = head / (p.heads / p.heads_kv);
 
   double largest = -kInfinity;
-  for (const int64_t j : VisibleKeys(p, s, i)) {
+  for (const int64_t j : VisibleKeys(p, sequence, head, i)) {
     const double* const qi = q.at(row.query, head);
     const double* const kj = k.at(s.k_begin + j, row.head_kv);
     double score = p.scale * Dot(qi, kj, p.head_dim);
@@ -144,7 +144,8 @@ void ForEachRow(const Problem& p, const Tensor& q, const Tensor& k,
 
 }  // namespace
 
-std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i) {
+std::vector<int64_t> VisibleKeys(const Problem& p, int64_t sequence, int64_t head, int64_t i) {
+  const Sequence& s = p.sequences[static_cast<size_t>(sequence)];
   std::vector<int64_t> keys;
   const int64_t position = s.Position(i);
   for (int64_t j = 0; j < s.k_length; ++j) {
@@ -158,7 +159,9 @@ std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i)
         (position < 0 || position / p.attention_chunk != j / p.attention_chunk)) {
       seen = false;
     }
-    if (seen || j < s.prefix) keys.push_back(j);
+    if (!seen && j >= s.prefix) continue;
+    if (p.hides && p.hides(sequence, head, i, j)) continue;
+    keys.push_back(j);
   }
   return keys;
 }

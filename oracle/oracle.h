@@ -18,6 +18,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -70,12 +71,15 @@ struct Problem {
   std::vector<uint8_t> keep;  // with dropout: [sequences, heads, keep_rows, keep_columns]
   int64_t keep_rows = 0, keep_columns = 0;
 
+  /// Whether key j is hidden from query i of a head whatever else is said. Empty: none is.
+  std::function<bool(int64_t sequence, int64_t head, int64_t i, int64_t j)> hides;
+
   std::vector<int64_t>
       only_rows;  // rows of q (counted through all sequences) to compute; empty: all
 };
 
-/// The keys that query i of a sequence sees, smallest first.
-std::vector<int64_t> VisibleKeys(const Problem& p, const Sequence& s, int64_t i);
+/// The keys that query i of a sequence sees in a head, smallest first. sequence: its number.
+std::vector<int64_t> VisibleKeys(const Problem& p, int64_t sequence, int64_t head, int64_t i);
 bool Keeps(const Problem& p, int64_t sequence, int64_t head, int64_t i, int64_t j);
 
 struct ForwardResult {

@@ -44,10 +44,21 @@ enum class Status : int {
   kInternalError = STROBE_INTERNAL_ERROR,  // a fault in Strobe: please report it
   kInterrupted = STROBE_INTERRUPTED,       // stopped by args.interrupt: the outputs are incomplete
 };
+<<<<<<< HEAD
 // Which pass.
 enum class Direction : int32_t {
   kForward = STROBE_FORWARD,   // out and lse from q, k and v
   kBackward = STROBE_BACKWARD  // dq, dk and dv from these, out, lse and dout
+=======
+enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
+enum class DType : int32_t {
+  kFloat32 = STROBE_FLOAT32,
+  kBFloat16 = STROBE_BFLOAT16,
+  kFloat16 = STROBE_FLOAT16,
+  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
+  kFloat8E5M2 = STROBE_FLOAT8_E5M2,
+  kSame = STROBE_SAME_DTYPE,  // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
+>>>>>>> w-cpu
 };
 // What the elements of tensors are.
 enum class DType : int32_t {
@@ -173,6 +184,11 @@ struct Problem {
 
   bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
 
+  // Backward.
+  DType grad_dtype = DType::kSame;  // of dq, dk and dv; or kFloat32
+  bool accumulate = false;          // the gradients are added to what dq, dk and dv hold
+  bool has_delta = false;  // the arguments carry delta, and out is not read; not with has_dlse
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -183,11 +199,13 @@ struct Problem {
     return problem;
   }
 
-  // The forward pass of this problem, all else being equal but has_dlse, which forward has not.
+  // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
+  // grad_dtype, accumulate and has_delta.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = false;
+    problem.has_dlse = problem.accumulate = problem.has_delta = false;
+    problem.grad_dtype = DType::kSame;
     return problem;
   }
 
@@ -253,6 +271,9 @@ struct Problem {
     p.has_cache_batch_idx = has_cache_batch_idx;
     p.has_leftpad = has_leftpad;
     p.has_rotary_position = has_rotary_position;
+    p.grad_dtype = static_cast<int32_t>(grad_dtype);
+    p.accumulate = accumulate;
+    p.has_delta = has_delta;
     return p;
   }
 };
@@ -339,14 +360,24 @@ struct ForwardArgs {
 
 // Tensors of a backward launch.
 struct BackwardArgs {
+<<<<<<< HEAD
   const void *q = nullptr, *k = nullptr, *v = nullptr;  // as in forward
   const void* out = nullptr;                            // what forward gave
   const float* lse = nullptr;                           // what forward gave
   const void* dout = nullptr;                           // gradient of out, its shape
+=======
+  const void* q = nullptr;  // as in forward
+  const void* k = nullptr;
+  const void* v = nullptr;
+  const void* out = nullptr;    // what forward gave; not read where the problem has_delta
+  const float* lse = nullptr;   // what forward gave
+  const void* dout = nullptr;   // gradient of out, its shape
+>>>>>>> w-cpu
   const float* dlse = nullptr;  // gradient of lse, its shape, when the problem has_dlse
   void* dq = nullptr;           // [batch, seqlen_q, heads, head_dim]
   void* dk = nullptr;  // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
   void* dv = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
+<<<<<<< HEAD
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // as in forward
   const float* alibi_slopes = nullptr;                             // as in forward
   uint64_t dropout_seed = 0, dropout_offset = 0;                   // those of the forward launch
@@ -356,6 +387,22 @@ struct BackwardArgs {
   void* interrupt_data = nullptr;                                  // as in forward
   const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
   const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
+=======
+  const int32_t* cu_seqlens_q = nullptr;  // as in forward
+  const int32_t* cu_seqlens_k = nullptr;
+  const float* alibi_slopes = nullptr;
+  uint64_t dropout_seed = 0;  // those of the forward launch
+  uint64_t dropout_offset = 0;
+  std::span<std::byte> workspace = {};
+  void* stream = nullptr;
+  int32_t (*interrupt)(void* interrupt_data) = nullptr;  // as in forward
+  void* interrupt_data = nullptr;
+  const int32_t* seqused_q = nullptr;
+  const int32_t* seqused_k = nullptr;
+  const int32_t* q_position = nullptr;
+  const int32_t* prefix = nullptr;
+  const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
+>>>>>>> w-cpu
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -365,6 +412,7 @@ struct BackwardArgs {
     a.dq = dq;
     a.dk = dk;
     a.dv = dv;
+    a.delta = delta;
     return a;
   }
 };

@@ -175,7 +175,8 @@ void Call::write_key(Key& key) const {
     }
   }
   key.add(given_slots);
-  key.add(uint64_t{deterministic} | uint64_t{cached} << 1 | uint64_t{float_out} << 2);
+  key.add(uint64_t{deterministic} | uint64_t{cached} << 1 | uint64_t{float_out} << 2 |
+          uint64_t{accumulate} << 3 | uint64_t{float_grads} << 4);
   static_assert(kScalars <= 64);
   key.add(bits);
   for (int scalar = 0; scalar <= kScalars; ++scalar)
@@ -274,6 +275,9 @@ Ref Call::described_options() const {
   }
   if (!add("deterministic", truth(deterministic))) return Ref();
   if (cached && !add("float_out", truth(float_out))) return Ref();
+  if (backward &&
+      (!add("accumulate", truth(accumulate)) || !add("float_grads", truth(float_grads))))
+    return Ref();
   return options;
 }
 
@@ -420,6 +424,7 @@ bool Call::launch_it() {
     gradients.lse = static_cast<const float*>(data(kLse));
     gradients.dout = data(kDout);
     gradients.dlse = static_cast<const float*>(data(kDlse));
+    gradients.delta = static_cast<const float*>(data(kDelta));
     gradients.dq = data(kDq);
     gradients.dk = data(kDk);
     gradients.dv = data(kDv);

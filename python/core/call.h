@@ -52,8 +52,9 @@ struct Call {
 
   const char* door = "strobe.attention";  // by which function the call came, for `strobe.why()`
   const bool backward;
-  bool cached = false;     // attention_with_kvcache
-  bool float_out = false;  // with a cache
+  bool cached = false;                           // attention_with_kvcache
+  bool float_out = false;                        // with a cache
+  bool accumulate = false, float_grads = false;  // backward: see attention_backward
   bool deterministic = false, wants_lse = false;
   bool without_limit = false;  // None in the window
   uint64_t bits = 0;           // by Scalar: see is_set

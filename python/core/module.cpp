@@ -131,16 +131,25 @@ bool give_gradients(Call& call, PyObject* grads) {
   return true;
 }
 
-// dout, q, k, v, out, lse, dlse, grads, deterministic, options
+// dout, q, k, v, out, lse, dlse, delta, grads, deterministic, accumulate, whether new gradients are
+// float32, options
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 10) || !all_there({"dout", "q", "k", "v", "out", "lse"}, a)) return nullptr;
+  if (!takes(count, 13) || !all_there({"dout", "q", "k", "v"}, a) ||
+      (a[kDelta] == Py_None && !all_there({"out"}, a + kOut)) || !all_there({"lse"}, a + kLse))
+    return nullptr;
   Call call(true);
   call.door = "strobe.attention_backward";
-  for (int slot = kDout; slot <= kDlse; ++slot)
+  for (int slot = kDout; slot <= kDelta; ++slot)
     if (!call.give(static_cast<Slot>(slot), a[slot])) return nullptr;
-  if (!give_gradients(call, a[7]) || !to_flag("deterministic", a[8], &call.deterministic) ||
-      !call.give_options("attention_backward", a[9]) || !call.run())
+  if (!give_gradients(call, a[8]) || !to_flag("deterministic", a[9], &call.deterministic) ||
+      !to_flag("accumulate", a[10], &call.accumulate) ||
+      !to_flag("float_grads", a[11], &call.float_grads))
     return nullptr;
+  // The caller's own arrays say themselves what they are.
+  const Tensor& dq = call.tensors[kDq];
+  if (call.given(kDq) && dq.dtype == kFloat32 && call.tensors[kQ].dtype != kFloat32)
+    call.float_grads = true;
+  if (!call.give_options("attention_backward", a[12]) || !call.run()) return nullptr;
   return results(call, 3);
 }
 

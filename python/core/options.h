@@ -42,6 +42,7 @@ enum Slot : int {
   kOut,
   kLse,
   kDlse,
+  kDelta,
   kDq,
   kDk,
   kDv,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _plans
 from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
-from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
-from ._merge import dtype_name
+from ._errors import Error, InvalidArgument, error_for_status, renamed
+from ._merge import is_float
 from ._options import CacheOptions, documented_with_cache
 from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
 from ._values import checked_on_gpus, constant
@@ -194,21 +194,13 @@ def attention_with_kvcache(
         from . import _flash_cache
 
         _flash_cache.check_options(q, k, {**options})
-    tail = (out, return_lse, _is_float(out_dtype))
+    tail = (out, return_lse, is_float("out_dtype", out_dtype))
     try:
         return _core.kvcache(q, k, v, *tail, options)
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
         return _plans.chosen(found, out, return_lse)
-
-
-def _is_float(out_dtype: Any) -> bool:
-    if out_dtype is None:
-        return False
-    if dtype_name(out_dtype) != "float32":
-        raise InvalidArgument(f'out_dtype = {shown(out_dtype)}, expected None or "float32"')
-    return True
 
 
 # -------------------------------------------------------------------------------------------- plan

@@ -178,7 +178,16 @@ def launch_error(status: int, text: str, names: dict[str, str]) -> Error:
     return InvalidArgument(renamed(text, names)) if isinstance(error, InvalidArgument) else error
 
 
-def dtype_name(dtype: Any) -> str:
+def is_float(name: str, dtype: Any) -> bool:
+    """Whether a dtype of results, which may be None for q's, is float32: the only other choice."""
+    if dtype is None:
+        return False
+    if dtype_name(dtype, name) != "float32":
+        raise InvalidArgument(f'{name} = {shown(dtype)}, expected None or "float32"')
+    return True
+
+
+def dtype_name(dtype: Any, called: str = "out_dtype") -> str:
     """Of a name, or of a dtype of NumPy's or PyTorch's."""
     name = dtype
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
@@ -189,6 +198,6 @@ def dtype_name(dtype: Any) -> str:
         name = str(dtype).removeprefix("torch.")
     if not isinstance(name, str) or name not in DTYPE_CODES:
         raise InvalidArgument(
-            f'out_dtype = {shown(dtype)}, expected "float32", "bfloat16" or "float16"'
+            f'{called} = {shown(dtype)}, expected "float32", "bfloat16" or "float16"'
         )
     return name

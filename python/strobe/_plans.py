@@ -62,7 +62,8 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
     problem = make_problem(backward, arrays, options)
     dtype = problem.q.dtype
     if backward:
-        return launch_of(problem, {"q": dtype, "k": dtype, "v": dtype})
+        made = "float32" if "grad_dtype" in problem.fields else dtype
+        return launch_of(problem, {"q": made, "k": made, "v": made})
     return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
 
 
@@ -263,7 +264,7 @@ def _names(problem: Problem) -> dict[str, str]:
     equal = {f"{name} =": f"{known} =" for name, known in names.items()}
     equal |= {"window_signed = 1": "window_signed=True"}
     equal |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
-    return equal | {f"has_{name} = 1": f"{name} given" for name in NUMBERS}
+    return equal | {f"has_{name} = 1": f"{name} given" for name in (*NUMBERS, "dlse", "delta")}
 
 
 # Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.

@@ -33,6 +33,7 @@ def axes_of(name: str, packed: bool) -> tuple[str, ...]:
         "v": (*keys, "heads_kv", "head_dim_v"),
         "out": (*queries, "heads", "head_dim_v"),
         "lse": (*queries[:-1], "heads", queries[-1]),
+        "elta": (*queries[:-1], "heads", queries[-1]),
     }[name.removeprefix("d")]
 
 
@@ -205,6 +206,10 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     problem = Problem.begin(specs, packed, options)
     fields = problem.fields
     fields |= {"direction": int(backward), "has_dlse": int("dlse" in specs)}
+    fields["has_delta"] = int("delta" in specs)
+    float_grads = fields.pop("float_grads", False)
+    if float_grads:
+        fields["grad_dtype"] = DTYPE_CODES["float32"]
     longest = {name: fields.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")}
     if packed:
         _take_offsets(problem, specs)
@@ -227,13 +232,16 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     for name in ("dout", "out"):
         if name in specs:
             problem.take(name, specs[name], "q and v")
-    for name in ("lse", "dlse"):
+    for name in ("lse", "dlse", "delta"):
         if name in specs:
             axes, words = axes_of(name, packed), "whatever the dtype of q"
             problem.take_packed(name, specs[name], axes, "q", "float32", words)
     for name in ("dq", "dk", "dv"):
         if name in specs:
-            problem.take(name, specs[name], name[1:])
+            words = "grad_dtype" if float_grads else "that of q, or float32 for all three"
+            problem.take(
+                name, specs[name], name[1:], dtype="float32" if float_grads else "", why=words
+            )
     return problem
 
 

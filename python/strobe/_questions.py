@@ -13,6 +13,7 @@ import numpy as np
 from . import _calls, _core
 from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
+from ._merge import is_float
 from ._options import ROWS, DescribedOptions, documented_for_description, row_of
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
@@ -20,6 +21,8 @@ from ._values import flag, integer, real, seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ._merge import DType
 
 Array: TypeAlias = AnyArray | ArraySpec
 
@@ -55,10 +58,15 @@ def _described(
     if not given["threads"] and specs["q"].kind is TORCH:
         given["threads"] = sys.modules["torch"].get_num_threads()
     del given["dropout_seed"], given["dropout_offset"]
+    float_grads = is_float("grad_dtype", flags.pop("grad_dtype", None))
     found = {name: flag(name, value) for name, value in flags.items()}
     backward, dlse = found.pop("backward"), found.pop("dlse")
-    problem = make_problem(backward, specs, given | found)
+    delta, accumulate = found.pop("delta", False), found.pop("accumulate", False)
+    of_backward = {"float_grads": float_grads and specs["q"].dtype != "float32" and backward}
+    of_backward["accumulate"] = accumulate and backward
+    problem = make_problem(backward, specs, given | found | of_backward)
     problem.fields["has_dlse"] = int(dlse and backward)
+    problem.fields["has_delta"] = int(delta and backward)
     return problem
 
 
@@ -71,6 +79,9 @@ def plan(
     backward: bool = False,
     deterministic: bool = False,
     dlse: bool = False,
+    delta: bool = False,
+    grad_dtype: DType = None,
+    accumulate: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
@@ -78,8 +89,9 @@ def plan(
     Kernel, tile, threads or grid, workspace bytes, and why the kernels before it declined. Computes
     nothing and reads no tensor.
 
-    Args: as `attention_backward`, except that dlse says whether there will be one. Instead of
-        arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine lacks.
+    Args: as `attention_backward`, except that dlse and delta say whether there will be one. Instead
+        of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine
+        lacks.
 
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
@@ -90,7 +102,8 @@ def plan(
         >>> print(strobe.plan(x, x, x, causal=True).splitlines()[0])  # doctest: +ELLIPSIS
         problem    forward fp32, batch 2, heads 16, seqlen 4096, head_dim 128, ..., causal
     """
-    flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
+    flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
+    flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
@@ -112,6 +125,9 @@ def why(
     backward: bool = False,
     deterministic: bool = False,
     dlse: bool = False,
+    delta: bool = False,
+    grad_dtype: DType = None,
+    accumulate: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
@@ -138,7 +154,8 @@ def why(
     """
     if q is None and k is None and v is None:
         return _calls.latest()
-    flags = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
+    flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
+    flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
     try:
         return why_text(_described("why", (q, k, v), flags, options))
     except Error as error:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _plans
 from ._arrays import AnyArray, NDArray, SupportsDLPack
+from ._errors import InvalidArgument
+from ._merge import is_float
 from ._options import CallOptions, documented
 from ._values import constant
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ._arrays import Tensor
+    from ._merge import DType
 
 __all__ = ["attention", "attention_backward"]
 
@@ -219,12 +222,15 @@ def attention_backward(
     q: NDArray,
     k: AnyArray,
     v: AnyArray,
-    out: AnyArray,
+    out: AnyArray | None,
     lse: AnyArray,
     *,
     dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
     deterministic: bool = ...,
     grads: tuple[NDArray, NDArray, NDArray] | None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -235,12 +241,15 @@ def attention_backward(
     q: Tensor,
     k: AnyArray,
     v: AnyArray,
-    out: AnyArray,
+    out: AnyArray | None,
     lse: AnyArray,
     *,
     dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
     deterministic: bool = ...,
     grads: tuple[Tensor, Tensor, Tensor] | None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -251,12 +260,15 @@ def attention_backward(  # type: ignore[overload-cannot-match] # where Tensor is
     q: SupportsDLPack,
     k: AnyArray,
     v: AnyArray,
-    out: AnyArray,
+    out: AnyArray | None,
     lse: AnyArray,
     *,
     dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
     deterministic: bool = ...,
     grads: None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -267,12 +279,15 @@ def attention_backward(
     q: AnyArray,
     k: AnyArray,
     v: AnyArray,
-    out: AnyArray,
+    out: AnyArray | None,
     lse: AnyArray,
     *,
     dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
     deterministic: bool = ...,
     grads: tuple[AnyArray, AnyArray, AnyArray] | None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]: ...
 
@@ -283,12 +298,15 @@ def attention_backward(
     q: AnyArray,
     k: AnyArray,
     v: AnyArray,
-    out: AnyArray,
+    out: AnyArray | None,
     lse: AnyArray,
     *,
     dlse: AnyArray | None = None,
+    delta: AnyArray | None = None,
     deterministic: bool = False,
     grads: tuple[AnyArray, AnyArray, AnyArray] | None = None,
+    grad_dtype: DType = None,
+    accumulate: bool = False,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]:
     """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
@@ -299,7 +317,8 @@ def attention_backward(
     Args:
         dout: gradient of out, in out's shape, any strides with a contiguous last dimension.
         q, k, v: as in `attention`.
-        out, lse: what `attention` gave with return_lse=True. lse must be contiguous.
+        out, lse: what `attention` gave with return_lse=True. lse must be contiguous. out: None will
+            do where delta is given.
         causal, window, scale, softcap, alibi_slopes: as in `attention`.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
@@ -308,14 +327,23 @@ def attention_backward(
         attention_chunk, seqused_q, seqused_k, q_position, prefix,
         window_signed: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
+        delta: the sum over head_dim_v of dout * out, minus dlse where there is one: float32,
+            contiguous, in lse's shape. For callers that have it already; out is not read then, and
+            dlse not taken. None: it is computed.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
             anyway.
         grads: where to write (dq, dk, dv), any strides with a contiguous last dimension and no
-            element in common with each other or an input. None: new contiguous arrays.
+            element in common with each other or an input; of q's dtype, or all three float32. None:
+            new contiguous arrays.
+        grad_dtype: of new gradients: "float32", which is not rounded to a narrower q's dtype, or
+            None for q's.
+        accumulate: the gradients are added to what grads hold: in float32, and rounded once where
+            grads are narrower.
 
     Returns:
-        (dq, dk, dv), of the shapes of q, k and v and q's dtype; dk and dv are summed over the query
-        heads that share a key head. Kinds of array as in `attention`.
+        (dq, dk, dv), of the shapes of q, k and v, and of q's dtype unless grads or grad_dtype say
+        otherwise; dk and dv are summed over the query heads that share a key head. Kinds of array
+        as in `attention`.
 
     Raises:
         As `attention`.
@@ -331,7 +359,11 @@ def attention_backward(
     """
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
-    arrays = (dout, q, k, v, out, lse, dlse, grads, deterministic)
+    float_grads = is_float("grad_dtype", grad_dtype)
+    if accumulate and grads is None:
+        raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
+    more = (grads, deterministic, accumulate, float_grads)
+    arrays = (dout, q, k, v, out, lse, dlse, delta, *more)
     try:
         return _core.backward(*arrays, options)
     except _plans.NoSequences as none:

@@ -122,6 +122,28 @@ const std::vector<BadProblem>& BadProblems() {
       {"has_dlse forward",
        [](P& p) { p.direction = STROBE_FORWARD, p.has_dlse = 1; },
        {"has_dlse", "1", "backward"}},
+      {"has_dlse and has_delta",
+       [](P& p) { p.has_dlse = p.has_delta = 1; },
+       {"has_dlse = 1 with has_delta = 1, expected 0"}},
+      {"has_delta", [](P& p) { p.has_delta = 2; }, {"has_delta", "2", "0 to 1"}},
+      {"has_delta forward",
+       [](P& p) { p.direction = STROBE_FORWARD, p.has_delta = 1; },
+       {"has_delta = 1 with direction forward, expected direction backward"}},
+      {"accumulate", [](P& p) { p.accumulate = -1; }, {"accumulate", "-1", "0 to 1"}},
+      {"accumulate forward",
+       [](P& p) { p.direction = STROBE_FORWARD, p.accumulate = 1; },
+       {"accumulate = 1 with direction forward, expected direction backward"}},
+      {"grad_dtype",
+       [](P& p) { p.grad_dtype = 7; },
+       {"grad_dtype = 7", "expected -1 (that of q) or 0 (fp32)"}},
+      {"grad_dtype narrower",
+       [](P& p) { p.grad_dtype = STROBE_FLOAT16; },
+       {"grad_dtype = 2 (fp16), expected -1 (that of q) or 0 (fp32)"}},
+      {"grad_dtype forward",
+       [](P& p) {
+         p.direction = STROBE_FORWARD, p.dtype = STROBE_BFLOAT16, p.grad_dtype = STROBE_FLOAT32;
+       },
+       {"grad_dtype = 0 (fp32), expected -1 (that of q)"}},
       {"threads -1", [](P& p) { p.threads = -1; }, {"threads", "-1", "0 to"}},
       {"threads huge",
        [](P& p) { p.threads = std::numeric_limits<int32_t>::max(); },
@@ -496,6 +518,50 @@ TEST_F(LaunchValidation, ForwardPointers) {
     a.workspace_bytes = plan_.workspace_bytes - 1;
     ExpectRefused(strobe_forward(&plan_, &a), {"workspace_bytes", "expected at least"});
   }
+}
+
+TEST_F(LaunchValidation, GivenDelta) {
+  strobe_problem p = GoodProblem();
+  p.has_delta = 1;
+  Make(p);
+  backward_.delta = in_.data();
+  backward_.out = nullptr;
+  using A = strobe_backward_args;
+  const struct {
+    std::function<void(A&)> spoil;
+    std::vector<const char*> words;
+  } bad[] = {
+      {[](A& a) { a.delta = nullptr; }, {"delta = NULL"}},
+      {[](A& a) { a.delta = Shifted(a.delta, 2); }, {"delta", "alignment to 4"}},
+      {[](A& a) { a.delta = static_cast<float*>(a.dk); }, {"dk shares memory with delta"}},
+      // A caller's struct that ends before delta.
+      {[](A& a) { a.struct_size = offsetof(A, delta); }, {"delta = NULL"}},
+  };
+  for (const auto& b : bad) {
+    strobe_backward_args a = backward_;
+    b.spoil(a);
+    ExpectRefused(strobe_backward(&plan_, &a), b.words);
+  }
+  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
+  // Where the problem has none, such a struct is served, whatever follows it.
+  Make(GoodProblem());
+  strobe_backward_args older = backward_;
+  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, delta), 0x5a, sizeof older.delta);
+  older.struct_size = offsetof(A, delta);
+  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+}
+
+TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
+  strobe_problem p = GoodProblem();
+  p.dtype = STROBE_BFLOAT16;
+  p.grad_dtype = STROBE_FLOAT32;
+  Make(p);
+  backward_.dq = Shifted(backward_.dq, 2);
+  ExpectRefused(strobe_backward(&plan_, &backward_), {"dq", "alignment to 4"});
+  p.grad_dtype = STROBE_SAME_DTYPE;
+  Make(p);
+  backward_.dq = Shifted(backward_.dq, 2);
+  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
 }
 
 TEST_F(LaunchValidation, BackwardPointers) {

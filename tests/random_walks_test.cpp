@@ -1,0 +1,95 @@
+// Random problems against the oracle where walks are lists: the kernels of this program are built
+// with STROBE_RANDOM_WALKS and leave out random blocks (core/random_blocks.h), whose places are
+// other numbers than the blocks' own, and the oracle hides the same pairs. Forward and backward,
+// deterministic ones too.
+//
+//   STROBE_RANDOM_CASES, STROBE_RANDOM_SEED, STROBE_CPU_ISA  as in property/random_test.cpp
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "environment.h"
+#include "gtest/gtest.h"
+#include "problem_gen.h"
+#include "runner.h"
+
+namespace strobe {
+// The kernels' lists are made of it.
+extern "C" {
+uint64_t strobe_random_walks_seed = 0;
+}
+}  // namespace strobe
+
+namespace strobe_test {
+namespace {
+
+class RandomWalks : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string problem;
+    if (!ForcedIsaAvailable(&problem)) {
+      GTEST_SKIP() << "this machine or build lacks the instruction set "
+                   << std::getenv("STROBE_CPU_ISA");
+    }
+    ASSERT_EQ(problem, "");
+  }
+  void TearDown() override { strobe::strobe_random_walks_seed = 0; }
+};
+
+// seed: as in RunCase's case, for the kernels.
+std::string RunWith(const Case& c, uint64_t seed) {
+  strobe::strobe_random_walks_seed = seed;
+  return RunCase(c);
+}
+
+TEST_F(RandomWalks, AgreeWithTheOracle) {
+  const uint64_t cases = FromEnvironment("STROBE_RANDOM_CASES", 250);
+  const uint64_t seed = FromEnvironment("STROBE_RANDOM_SEED", 1);
+  int failures = 0;
+  for (uint64_t n = 0; n < cases; ++n) {
+    const Case c = GenerateBlocksCase(seed + n);
+    const std::string errors = RunWith(c, c.random_blocks);
+    if (errors.empty()) continue;
+    if (++failures <= 10) {
+      ADD_FAILURE() << ToString(c) << "\n"
+                    << errors << "  alone: STROBE_RANDOM_SEED=" << c.seed
+                    << " STROBE_RANDOM_CASES=1";
+    }
+  }
+  EXPECT_EQ(failures, 0);
+}
+
+// The bits of all outputs of a deterministic problem.
+std::string Bits(Case c, int32_t threads) {
+  strobe::strobe_random_walks_seed = c.random_blocks;
+  c.threads = threads;
+  Fixture f(c);
+  EXPECT_EQ(f.Forward(), "");
+  EXPECT_EQ(f.Backward(), "");
+  return Fixture::Bits(f.out) + Fixture::Bits(f.dq) + Fixture::Bits(f.dk) + Fixture::Bits(f.dv);
+}
+
+TEST_F(RandomWalks, DeterministicGradientsDoNotDependOnTheThreads) {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    Case c = GenerateBlocksCase(seed);
+    c.deterministic = true;
+    SCOPED_TRACE(ToString(c));
+    const std::string one = Bits(c, 1);
+    EXPECT_TRUE(Bits(c, 3) == one);
+    EXPECT_TRUE(Bits(c, 4) == one);
+  }
+}
+
+// Whether this test sees the lists at all: with others than the oracle's, most results are wrong.
+TEST_F(RandomWalks, OtherListsAreWrong) {
+  int wrong = 0;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    Case c = GenerateBlocksCase(seed);
+    c.special = Special::kNone;
+    wrong += !RunWith(c, c.random_blocks + 4).empty();
+  }
+  EXPECT_GT(wrong, 10);
+}
+
+}  // namespace
+}  // namespace strobe_test
