@@ -14,6 +14,7 @@
 #include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/backward/steps.h"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/query_steps.h"
 #include "cuda/mma_sync/addition_order.h"
@@ -166,6 +167,37 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     }
   }
   EXPECT_GT(additions, 100000);
+}
+
+// Every place of every head once, head by head, in the direction that is asked for.
+TEST(HeadStep, GoesThroughAllPlacesOfOneHeadAfterTheOther) {
+  for (const int32_t direction : {1, -1}) {
+    for (const int32_t places : {1, 2, 5}) {
+      for (const int32_t heads : {1, 3}) {
+        const IntervalWalk<int32_t> walk{7, 7 + places, 7, 7};
+        const int32_t head_end = 4 + heads;
+        HeadStep step = HeadStep::first(walk, 4, direction);
+        for (int32_t i = 0; i < heads * places; ++i, step.advance(walk, direction)) {
+          ASSERT_FALSE(step.done(head_end));
+          EXPECT_EQ(step.head, 4 + i / places);
+          EXPECT_EQ(step.place, direction > 0 ? 7 + i % places : 6 + places - i % places);
+          EXPECT_EQ(step.is_last(walk, head_end, direction), i == heads * places - 1);
+        }
+        EXPECT_TRUE(step.done(head_end));
+      }
+    }
+  }
+}
+
+TEST(ItemWalk, HasNoFullTileWhereKeysArePastTheEnd) {
+  const Mask mask = Mask::make(MaskRule{}, 256, 200);
+  const auto whole = item_walk(mask, {0, 128}, 64, 128),
+             part = item_walk(mask, {128, 200}, 64, 128);
+  for (int32_t place = 0; place < 4; ++place) {
+    EXPECT_TRUE(whole.visits(place) && whole.is_full(place));
+    EXPECT_TRUE(part.visits(place) && !part.is_full(place));
+  }
+  EXPECT_EQ(whole.count() + part.count(), 8);
 }
 
 // A kernel that does not ask beforehand for what is not finite has a flag for each tile of dQ,
