@@ -214,7 +214,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.total_k = c.rows_k();
   }
   strobe::copy_options(c, p);
-  if (direction == STROBE_FORWARD) p.has_dlse = 0;
+  if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = 0;
   p.q = Given(c.q, q);
   p.k = Given(c.k, k);
   p.v = Given(c.v, v);

@@ -64,7 +64,7 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E4M3 = 3,
   STROBE_FLOAT8_E5M2 = 4
 } strobe_dtype;
-#define STROBE_SAME_DTYPE (-1) /* the problem's dtype: default of kv_dtype and out_dtype */
+#define STROBE_SAME_DTYPE (-1) /* the problem's: default of kv_dtype, out_dtype, grad_dtype */
 /* A window_left or window_right that is no limit, whatever window_signed says. */
 #define STROBE_NO_LIMIT INT64_MAX
 typedef enum strobe_device { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device;
@@ -107,8 +107,8 @@ typedef struct strobe_problem {
       struct_size; /* sizeof(strobe_problem) of the caller's header: set by strobe_problem_init */
 
   int32_t direction; /* strobe_direction */
-  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients (kv_dtype and out_dtype say
-                        where another is meant); sums are float32 */
+  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients (kv_dtype, out_dtype and
+                        grad_dtype say where another is meant); sums are float32 */
   int32_t device;    /* strobe_device */
   int32_t device_index;
 
@@ -210,6 +210,15 @@ typedef struct strobe_problem {
    * where window_right is 0 at most, too), and neither is negative with attention_chunk.
    * 0 (default): -1 is no limit, and no other negative number is taken. */
   int64_t window_signed;
+
+  /* Backward alone. */
+  int32_t grad_dtype; /* strobe_dtype of dq, dk and dv: STROBE_SAME_DTYPE (default), dtype, or
+                         STROBE_FLOAT32, which gets the float32 sums as they are. dout has dtype */
+  int32_t accumulate; /* 1: the gradients are added to what dq, dk and dv hold, in float32, and the
+                         sum is rounded once where they are narrower; a row whose gradient is 0 by
+                         rule (not in use, or past the last sequence) stays as it is. 0 (default):
+                         dq, dk and dv are written, whatever they hold */
+  int64_t has_delta;  /* 1: the arguments carry delta, and out is not read. Not with has_dlse */
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -302,11 +311,12 @@ typedef struct strobe_forward_args {
 typedef struct strobe_backward_args {
   size_t struct_size;
   const void *q, *k, *v; /* as in forward */
-  const void* out;       /* what forward gave */
+  const void* out;       /* what forward gave. NULL where the problem has_delta */
   const float* lse;      /* what forward gave */
   const void* dout;      /* gradient of out, its shape */
   const float* dlse;     /* gradient of lse, its shape, contiguous, when the problem has_dlse */
-  void* dq;              /* [batch, seqlen_q, heads, head_dim], or [total_q, ...] */
+  /* Outputs, of grad_dtype; with accumulate inputs too. */
+  void* dq; /* [batch, seqlen_q, heads, head_dim], or [total_q, ...] */
   void* dk; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...]: summed over the group */
   void* dv; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
   const int32_t* cu_seqlens_q; /* as in forward */
@@ -322,6 +332,11 @@ typedef struct strobe_backward_args {
   const int32_t* seqused_k;
   const int32_t* q_position;
   const int32_t* prefix;
+  /* The sum over head_dim_v of dout * out, minus the gradient of lse where there is one: lse's
+   * shape, contiguous, when the problem has_delta. For callers that have computed it already, as
+   * those have that give one launch after another the keys of one attention (the parts of a ring).
+   */
+  const float* delta;
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */

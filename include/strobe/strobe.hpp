@@ -50,7 +50,7 @@ enum class DType : int32_t {
   kFloat16 = STROBE_FLOAT16,
   kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
   kFloat8E5M2 = STROBE_FLOAT8_E5M2,
-  kSame = STROBE_SAME_DTYPE,  // for kv_dtype and out_dtype: the problem's dtype
+  kSame = STROBE_SAME_DTYPE,  // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
 };
 enum class Device : int32_t { kCpu = STROBE_CPU, kCuda = STROBE_CUDA };
 enum class Cache : int32_t {
@@ -160,6 +160,11 @@ struct Problem {
 
   bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
 
+  // Backward.
+  DType grad_dtype = DType::kSame;  // of dq, dk and dv; or kFloat32
+  bool accumulate = false;          // the gradients are added to what dq, dk and dv hold
+  bool has_delta = false;  // the arguments carry delta, and out is not read; not with has_dlse
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -170,11 +175,13 @@ struct Problem {
     return problem;
   }
 
-  // The forward pass of this problem, all else being equal but has_dlse, which forward has not.
+  // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
+  // grad_dtype, accumulate and has_delta.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = false;
+    problem.has_dlse = problem.accumulate = problem.has_delta = false;
+    problem.grad_dtype = DType::kSame;
     return problem;
   }
 
@@ -240,6 +247,9 @@ struct Problem {
     p.has_cache_batch_idx = has_cache_batch_idx;
     p.has_leftpad = has_leftpad;
     p.has_rotary_position = has_rotary_position;
+    p.grad_dtype = static_cast<int32_t>(grad_dtype);
+    p.accumulate = accumulate;
+    p.has_delta = has_delta;
     return p;
   }
 };
@@ -329,7 +339,7 @@ struct BackwardArgs {
   const void* q = nullptr;  // as in forward
   const void* k = nullptr;
   const void* v = nullptr;
-  const void* out = nullptr;    // what forward gave
+  const void* out = nullptr;    // what forward gave; not read where the problem has_delta
   const float* lse = nullptr;   // what forward gave
   const void* dout = nullptr;   // gradient of out, its shape
   const float* dlse = nullptr;  // gradient of lse, its shape, when the problem has_dlse
@@ -349,6 +359,7 @@ struct BackwardArgs {
   const int32_t* seqused_k = nullptr;
   const int32_t* q_position = nullptr;
   const int32_t* prefix = nullptr;
+  const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
 
   [[nodiscard]] strobe_backward_args c() const noexcept {
     auto a = internal::c_args<strobe_backward_args>(*this);
@@ -357,6 +368,7 @@ struct BackwardArgs {
     a.dq = dq;
     a.dk = dk;
     a.dv = dv;
+    a.delta = delta;
     return a;
   }
 };

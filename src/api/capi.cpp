@@ -123,9 +123,10 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   // As older headers had it: what came since is then not there.
   Args grown;
   constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
-  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q),
-                               forward ? offsetof(ForwardArgs, block_table) : 0}) {
-    if (shorter == 0 || args->struct_size != shorter) continue;
+  constexpr size_t latest =
+      forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), latest}) {
+    if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
     grown.struct_size = sizeof grown;
@@ -200,7 +201,7 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     STROBE_RETURN_IF_ERROR(check_size("struct_size", struct_size, sizeof *problem));
     *problem = {};
     problem->struct_size = struct_size;
-    problem->kv_dtype = problem->out_dtype = STROBE_SAME_DTYPE;
+    problem->kv_dtype = problem->out_dtype = problem->grad_dtype = STROBE_SAME_DTYPE;
     for_each_option(*problem, [](const Option& option, auto& field) {
       field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
     });

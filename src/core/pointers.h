@@ -39,18 +39,23 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, dim, s, size);
   };
   const int64_t d = p.head_dim, dv = p.head_dim_v, size_out = element_size(p.out_dtype);
+  const bool reads_out = kForward || !p.has_delta;  // or writes it
   const Extents lse = array(rows_q(p) * p.heads);
   visit(LaunchPointer{"q", a.q, true, some_q, align, of_q(p.q, d, align), false});
   visit(LaunchPointer{"k", a.k, true, some_k, align_kv, of_k(p.k, d, align_kv), appends});
   visit(LaunchPointer{"v", a.v, true, some_k, align_kv, of_k(p.v, dv, align_kv), appends});
-  visit(LaunchPointer{"out", a.out, true, some_q, size_out, of_q(p.out, dv, size_out), kForward});
+  visit(LaunchPointer{"out", a.out, reads_out, some_q && reads_out, size_out,
+                      of_q(p.out, dv, size_out), kForward});
   visit(LaunchPointer{"lse", a.lse, true, some_q && !kForward, 4, lse, kForward});
   if constexpr (!kForward) {
     visit(LaunchPointer{"dout", a.dout, true, some_q, align, of_q(p.dout, dv, align), false});
     visit(LaunchPointer{"dlse", a.dlse, p.has_dlse != 0, some_q && p.has_dlse, 4, lse, false});
-    visit(LaunchPointer{"dq", a.dq, true, some_q, align, of_q(p.dq, d, align), true});
-    visit(LaunchPointer{"dk", a.dk, true, some_k, align, of_k(p.dk, d, align), true});
-    visit(LaunchPointer{"dv", a.dv, true, some_k, align, of_k(p.dv, dv, align), true});
+    const bool has_delta = p.has_delta != 0;
+    visit(LaunchPointer{"delta", a.delta, has_delta, some_q && has_delta, 4, lse, false});
+    const int64_t size = element_size(p.grad_dtype);
+    visit(LaunchPointer{"dq", a.dq, true, some_q, size, of_q(p.dq, d, size), true});
+    visit(LaunchPointer{"dk", a.dk, true, some_k, size, of_k(p.dk, d, size), true});
+    visit(LaunchPointer{"dv", a.dv, true, some_k, size, of_k(p.dv, dv, size), true});
   }
   const auto visit_array = [&](const char* name, const void* pointer, bool used, bool needed,
                                const Extents& extents) {

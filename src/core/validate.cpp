@@ -47,11 +47,16 @@ Status check_dtypes(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
   STROBE_RETURN_IF_ERROR(
       check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_FLOAT8_E5M2));
-  const bool same = p.out_dtype == STROBE_SAME_DTYPE || p.out_dtype == p.dtype;
-  if (same || (p.out_dtype == STROBE_FLOAT32 && p.direction == STROBE_FORWARD)) return {};
-  return invalid(format("out_dtype = %d (%s), expected -1 (that of q)%s", p.out_dtype,
-                        dtype_name(p.out_dtype),
-                        p.direction == STROBE_FORWARD ? " or 0 (fp32)" : ""));
+  // float32 is for what the direction writes.
+  const auto check_output = [&](const char* name, int32_t got, bool written) -> Status {
+    const bool same = got == STROBE_SAME_DTYPE || got == p.dtype;
+    if (same || (got == STROBE_FLOAT32 && written)) return {};
+    return invalid(format("%s = %d (%s), expected -1 (that of q)%s", name, got, dtype_name(got),
+                          written ? " or 0 (fp32)" : ""));
+  };
+  const bool forward = p.direction == STROBE_FORWARD;
+  STROBE_RETURN_IF_ERROR(check_output("out_dtype", p.out_dtype, forward));
+  return check_output("grad_dtype", p.grad_dtype, !forward);
 }
 
 // In words: a signed window's limit, or none.
@@ -95,8 +100,19 @@ Status check_options(const AttentionProblem& p) {
     if (first.ok()) first = check_option(option, got);
   });
   STROBE_RETURN_IF_ERROR(first);
-  if (p.has_dlse && p.direction == STROBE_FORWARD) {
-    return invalid("has_dlse = 1 with direction forward, expected direction backward");
+  if (p.direction == STROBE_FORWARD) {
+    const char* const found = p.has_dlse     ? "has_dlse"
+                              : p.has_delta  ? "has_delta"
+                              : p.accumulate ? "accumulate"
+                                             : nullptr;
+    if (found) {
+      return invalid(format("%s = 1 with direction forward, expected direction backward", found));
+    }
+  }
+  if (p.has_dlse && p.has_delta) {
+    return invalid(
+        "has_dlse = 1 with has_delta = 1, expected 0: a delta that is given has the "
+        "gradient of lse in it");
   }
   STROBE_RETURN_IF_ERROR(check_window(p));
   // What a query sees is one interval of keys.
@@ -173,6 +189,7 @@ void resolve_defaults(AttentionProblem& p) {
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
   if (p.kv_dtype == STROBE_SAME_DTYPE) p.kv_dtype = p.dtype;
   if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = p.dtype;
+  if (p.grad_dtype == STROBE_SAME_DTYPE) p.grad_dtype = p.dtype;
   if (p.cache == STROBE_CACHE_CONTIGUOUS) p.cache_batch = kv_entries(p);
   if (p.block_table_stride == 0) p.block_table_stride = p.pages_per_sequence;
   // No sequence is longer than all of them together, and a bound far above them would cost time
@@ -305,6 +322,9 @@ std::string to_string(const AttentionProblem& p) {
   if (p.out_dtype != STROBE_SAME_DTYPE && p.out_dtype != p.dtype) {
     s += format(", out %s", dtype_name(p.out_dtype));
   }
+  if (p.grad_dtype != STROBE_SAME_DTYPE && p.grad_dtype != p.dtype) {
+    s += format(", gradients %s", dtype_name(p.grad_dtype));
+  }
   s += cache_text(p);
   s += std::isnan(p.scale) ? ", scale 1/sqrt(head_dim)" : format(", scale %g", p.scale);
   for_each_option(p, [&](const Option& option, auto got) {
@@ -330,6 +350,16 @@ std::string declines_without_cache(const AttentionProblem& p) {
     return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
                   dtype_name(p.dtype));
   }
+  return declines_gradients(p);
+}
+
+std::string declines_gradients(const AttentionProblem& p) {
+  if (p.grad_dtype != p.dtype) {
+    return format("grad_dtype = %s, expected that of q, which is %s", dtype_name(p.grad_dtype),
+                  dtype_name(p.dtype));
+  }
+  if (p.accumulate) return "accumulate = 1, expected 0: this kernel overwrites dq, dk and dv";
+  if (p.has_delta) return "has_delta = 1, expected 0: this kernel makes delta from out";
   return {};
 }
 

@@ -135,7 +135,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("total_q", "total_k", "q", "k", "v", "out", "dout", "dq", "dk", "dv"),
         *("kv_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
         *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
-        *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved"),
+        *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved", "grad_dtype"),
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
     rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}

@@ -63,7 +63,10 @@ TEST(Wrapper, EveryFieldArrives) {
                                            .dout = s,
                                            .dq = s,
                                            .dk = s,
-                                           .dv = s}
+                                           .dv = s,
+                                           .grad_dtype = strobe::DType::kFloat32,
+                                           .accumulate = true,
+                                           .has_delta = true}
                                .c();
   EXPECT_EQ(p.direction, STROBE_BACKWARD);
   EXPECT_EQ(p.dtype, STROBE_FLOAT16);
@@ -78,7 +81,8 @@ TEST(Wrapper, EveryFieldArrives) {
   EXPECT_EQ(p.dropout_p, 0.5F);
   EXPECT_EQ(p.alibi, STROBE_ALIBI_PER_BATCH_HEAD);
   EXPECT_EQ(p.threads, 15);
-  EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse, 4);
+  EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse + p.accumulate + p.has_delta, 6);
+  EXPECT_EQ(p.grad_dtype, STROBE_FLOAT32);
   for (const strobe::Strides& t : {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv}) {
     EXPECT_EQ(std::memcmp(&t, &s, sizeof s), 0);
   }
@@ -134,6 +138,16 @@ TEST(Wrapper, OneProblemHasBothDirections) {
   // A layer whose loss uses lse: forward has no gradient of it, and refuses to be told of one.
   problem.has_dlse = true;
   EXPECT_FALSE(problem.forward().has_dlse);
+  for (const auto tell : {+[](strobe::Problem& p) { p.has_dlse = false, p.has_delta = true; },
+                          +[](strobe::Problem& p) { p.accumulate = true; },
+                          +[](strobe::Problem& p) {
+                            p.dtype = strobe::DType::kBFloat16;
+                            p.grad_dtype = strobe::DType::kFloat32;
+                          }}) {
+    strobe::Problem told = problem;
+    tell(told);
+    EXPECT_EQ(strobe::Plan(told.forward()).c().problem.direction, STROBE_FORWARD);
+  }
   EXPECT_TRUE(problem.backward().has_dlse);
   EXPECT_EQ(strobe::Plan(problem.forward()).c().problem.direction, STROBE_FORWARD);
   EXPECT_EQ(strobe::Plan(problem.backward()).c().problem.direction, STROBE_BACKWARD);
@@ -184,7 +198,8 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                       .workspace = bytes,
                                                       .stream = y + 2,
                                                       .interrupt = interrupt,
-                                                      .interrupt_data = y + 3}
+                                                      .interrupt_data = y + 3,
+                                                      .delta = x + 10}
                                      .c();
   const auto shared = [&](const auto& a) {
     EXPECT_EQ(a.struct_size, sizeof a);
@@ -204,9 +219,9 @@ TEST(Wrapper, EveryArgumentArrives) {
   shared(b);
   const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
                              f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
-                             b.dq,          b.dk,         b.dv};
+                             b.dq,          b.dk,         b.dv,    b.delta};
   const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3, x + 6, x + 7,
-                                x + 8, x + 9, y + 4, y + 5, y + 6};
+                                x + 8, x + 9, y + 4, y + 5, y + 6, x + 10};
   for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
 }
 
