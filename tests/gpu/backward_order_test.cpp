@@ -17,7 +17,6 @@
 #include "cuda/backward/steps.h"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/query_steps.h"
-#include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda {
 namespace {
@@ -128,8 +127,8 @@ TEST(BackwardOrder, AGapTakesFewDraws) {
 }
 
 // The counters of dQ, as the kernels keep them in a deterministic launch: whatever the mask, every
-// item that visits a query tile finds the counter at its own number, whoever begins the sum knows
-// it, and the kernel after knows which tiles nobody visits.
+// item that visits a query tile finds the counter at its own rank, and the kernel after knows which
+// tiles nobody visits.
 TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
   std::mt19937 random(3);
   const auto below = [&](uint32_t n) { return static_cast<int64_t>(random() % n); };
@@ -154,13 +153,13 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     const int64_t tile_q = 32 << random() % 2, tile_k = 32 << random() % 3;
     for (int64_t tile = 0; tile * tile_q < seqlen_q; ++tile) {
       const Range queries{tile * tile_q, min64((tile + 1) * tile_q, seqlen_q)};
-      int64_t counter = key_walk(mask, queries, tile_k).begin;
+      const IntervalWalk<int64_t> walk = key_walk(mask, queries, tile_k);
+      int64_t counter = walk.begin;
       bool started = false;
       for (int64_t key = 0; key * tile_k < seqlen_k; ++key) {
         const Range keys{key * tile_k, min64((key + 1) * tile_k, seqlen_k)};
         if (!query_walk(mask, keys, tile_q).visits(tile)) continue;
-        ASSERT_EQ(counter, key) << "round " << round;
-        ASSERT_EQ(tile >= sm80::first_tile_started(mask, keys.begin, tile_q), !started);
+        ASSERT_EQ(counter, walk.rank(key)) << "round " << round;
         started = true, ++counter, ++additions;
       }
       ASSERT_EQ(started, !mask.kv_range(queries).empty()) << "round " << round;
@@ -210,7 +209,7 @@ TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
     sizes.seqlen_k = seqlen_k, sizes.total_k = 2 * seqlen_k;
     Arena arena(memory);
     const int64_t flags = words_of_item < 0 ? -1 : backward_items(sizes, 128) * words_of_item;
-    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, nullptr, flags);
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, flags);
     EXPECT_LE(arena.used(), sizeof memory);
     return scratch;
   };
@@ -222,21 +221,18 @@ TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
   EXPECT_EQ(carve(300, -1).dq_nonfinite, nullptr);
 }
 
-// Where a main kernel writes dQ itself, there is no sum of it, and nothing else lies in dQ.
-TEST(BackwardScratch, LeavesDqAloneWithoutASum) {
-  alignas(64) static std::byte memory[1 << 22], dq[1 << 20];
+// Where a main kernel writes dQ itself, there is no sum of it.
+TEST(BackwardScratch, HasASumOfDqWhereItIsWanted) {
+  alignas(64) static std::byte memory[1 << 22];
   BackwardSizes sizes{};
   sizes.batch = sizes.heads = sizes.heads_kv = 2, sizes.seqlen_q = sizes.seqlen_k = 100;
-  sizes.dq_bytes = sizeof dq;
   size_t used[2];
   for (const bool sums : {false, true}) {
     Arena arena(memory), count;
-    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, dq, 16, sums);
-    carve_backward(count, sizes, 64, 128, 128, 0, nullptr, 16, sums);
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, 16, sums);
+    carve_backward(count, sizes, 64, 128, 128, 0, 16, sums);
     EXPECT_EQ(count.used(), arena.used());
     used[sums] = arena.used();
-    const auto* const lse = reinterpret_cast<const std::byte*>(scratch.lse);
-    EXPECT_EQ(lse >= dq && lse < dq + sizeof dq, sums);
     EXPECT_EQ(scratch.dq != nullptr, sums);
   }
   EXPECT_LT(used[0], used[1]);

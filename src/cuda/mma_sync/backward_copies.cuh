@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_v(const Thread& t, int i) {
 /// A step's Q and lse, or dO and delta. rows_at: of the record's q or dout; values: lse or delta;
 /// at, values_at: their first stages in shared memory.
 template <typename Thread>
-__device__ __forceinline__ void load_queries(const Thread& t, int i, const BackwardStep& step,
+__device__ __forceinline__ void load_queries(const Thread& t, int i, const HeadStep& step,
                                              const Tensor& tensor, int32_t dim, size_t rows_at,
                                              int at, const float* values, int values_at, int stage,
                                              uint32_t full) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const Backw
   constexpr int kRowsAtOnce = Shape::kHalfThreads / QTile::kChunks;
   const int thread = t.fresh_place().thread;
   const int chunk = thread % QTile::kChunks, first = thread / QTile::kChunks;
-  const int32_t row = step.tile * kTileQ;
+  const int32_t row = t.q_begin(i, step);
   const int32_t seqlen = t.record_int(i, offsetof(ItemRecord, mask) + offsetof(Mask, seqlen_q));
   const char* const head = ptx::load_shared_wide<const char*>(t.record_at(i, rows_at)) +
                            2 * step.head * tensor.head_stride;
@@ -112,17 +112,16 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const Backw
         tile, {const_cast<char*>(head), 2 * tensor.row_stride, seqlen, dim}, row, false, thread);
   }
   if (thread < kTileQ / 4) {
-    const uint32_t first_tile = ptx::load_shared(t.record_at(i, offsetof(ItemRecord, scratch)));
     ptx::cp_async_16_if(
         t.shared + static_cast<uint32_t>(values_at + 4 * stage * kTileQ + 16 * thread),
-        values + int64_t{t.scratch_tile(first_tile, step)} * kTileQ + 4 * thread, true);
+        values + int64_t{t.scratch_tile(i, step)} * kTileQ + 4 * thread, true);
   }
   arrive_when_landed(full, copies > kCopyValues);
 }
 
 /// Q and dO of item i's `step`, the n-th of all steps.
 template <typename Thread>
-__device__ __forceinline__ void load_step(const Thread& t, int i, const BackwardStep& step, int n) {
+__device__ __forceinline__ void load_step(const Thread& t, int i, const HeadStep& step, int n) {
   using Shape = typename Thread::Shape;
   constexpr int kStages = Shape::kStages;
   const int stage = n % kStages;
