@@ -26,8 +26,9 @@ if command -v nvcc >/dev/null; then
   stage "all machine code of the CUDA kernels" scripts/build.sh cuda -DSTROBE_WERROR=ON -- strobe_cuda_objects strobe_cli
   stage "the kernels' registers, spills and access widths" scripts/check_kernels.py build/cuda --require
 fi
-stage "the emulated Hopper kernels and the paper's steps under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_ALL=ON -- \
-  emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test emulator_paper_test
+stage "the emulated Hopper kernels, the backward through mma.sync and the paper's steps under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_ALL=ON -- \
+  emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test \
+  emulator_mma_sync_backward_test emulator_paper_test
 stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do
@@ -46,6 +47,10 @@ stage "the Hopper backward in the emulator, all rows" cmake --build build/cpu --
 stage "1000 problems of the emulated Hopper backward from seed $seed" \
   env STROBE_EMULATOR_CASES=1000 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_hopper_backward_test_all \
   --gtest_brief=1
+stage "the backward through mma.sync in the emulator, all rows" cmake --build build/cpu --target emulator_mma_sync_backward_test_all
+stage "500 problems of the emulated backward through mma.sync from seed $seed" \
+  env STROBE_EMULATOR_CASES=500 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_mma_sync_backward_test_all \
+  --gtest_brief=1 --gtest_filter='*Random*'
 accuracy=build/cpu/tests/kernel_accuracy_test
 if [ -x build/cpu/tests/random_test_amx ]; then  # where the AMX kernels can be emulated
   stage "$cases random problems from seed $seed, amx emulated" \

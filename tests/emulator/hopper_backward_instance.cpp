@@ -2,6 +2,7 @@
 // CMake writes into a file for each.
 #include "cuda/host/instance.h"
 #include "emulated_device.h"
+#include "enlist_stages.h"
 #if STROBE_EMULATED_WIDTH > 128
 #include "cuda/hopper/backward_sm90_wide_launch.h"
 #else
@@ -14,16 +15,6 @@ namespace {
 
 constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 
-template <BackwardConfig kConfig, typename Stages>
-void enlist_stages() {
-  using T = typename Stages::T;
-  using StageTraits = typename Stages::StageTraits;
-  emulator::enlist(&backward_pre_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
-  emulator::enlist(&backward_post_kernel<T, Stages::kTileQ, Stages::kWidth, StageTraits>);
-  emulator::enlist(&backward_pairwise_kernel<T, Stages::kTileQ, Stages::kWidth, Stages::kTileK>);
-  emulator::enlist(&backward_parts_kernel<T, Stages::kWidth>);
-}
-
 #if STROBE_EMULATED_WIDTH > 128
 
 namespace hopper = sm90_wide;
@@ -31,8 +22,8 @@ namespace hopper = sm90_wide;
 template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::TraitsOf<kConfig>;
-  enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
-                                        Tr::kWidth, typename Tr::StageTraits>>();
+  enlist_stages<BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys, Tr::kWidth,
+                               typename Tr::StageTraits>>();
   constexpr int kWidth = kConfig.width;
   emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
   emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
@@ -51,8 +42,8 @@ namespace hopper = sm90;
 template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::BackwardTraitsOf<kConfig>;
-  enlist_stages<kConfig, BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
-                                        typename Tr::StageTraits>>();
+  enlist_stages<BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
+                               typename Tr::StageTraits>>();
   emulator::enlist(&hopper::backward_kernel<Tr>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true>>);

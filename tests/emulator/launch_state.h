@@ -80,9 +80,10 @@ struct Mbarrier {
   char order[2];
 };
 
-/// A copy under way: start_copy.
+/// A copy under way: start_copy, arrive_after_copies.
 struct AsyncCopy {
   uint32_t to, bytes;  // an offset
+  uint32_t arrivals;   // that it makes when it has landed
   Mbarrier* mbarrier;
   std::function<void(char*)> land;
   std::unique_ptr<char> order;

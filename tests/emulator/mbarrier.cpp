@@ -119,8 +119,29 @@ void start_copy(uint32_t to, uint32_t bytes, uint32_t mbarrier, std::function<vo
   if (&place_of(mbarrier, 8).block != &place.block)
     fail("a copy that counts towards another thread block's mbarrier");
   const Quiet quiet;
-  place.block.copies.push_back({place.at, bytes, &m, std::move(land), std::make_unique<char>()});
+  place.block.copies.push_back({place.at, bytes, 0, &m, std::move(land), std::make_unique<char>()});
   STROBE_TSAN(__tsan_release(place.block.copies.back().order.get()));
+  ++launch->copies;
+}
+
+void arrive_after_copies(uint32_t mbarrier) {
+  Mbarrier& m = mbarrier_at(mbarrier);
+  Thread& t = *launch->now;
+  const Quiet quiet;
+  const auto land = [copies = std::exchange(t.copies, {})](char* shared_memory) {
+    for (const Copy& copy : copies) {
+      char* const to = shared_memory + (copy.to - kSharedBase);
+      note_write(to, 16);
+      if (copy.there) {
+        note_read(copy.from, 16);
+        std::memcpy(to, copy.from, 16);
+      } else {
+        std::memset(to, 0, 16);
+      }
+    }
+  };
+  t.block->copies.push_back({0, 0, 1, &m, land, std::make_unique<char>()});
+  STROBE_TSAN(__tsan_release(t.block->copies.back().order.get()));
   ++launch->copies;
 }
 
@@ -152,6 +173,8 @@ void land_some_copy() {
 #endif
   std::fill_n(b.unfenced.begin() + copy.to / 16, (copy.bytes + 15) / 16, uint16_t{0});
   copy.mbarrier->bytes -= copy.bytes;
+  if (copy.mbarrier->pending < copy.arrivals) launch->failure = "copies arrive once too often";
+  copy.mbarrier->pending -= copy.arrivals;
   end_phase_if_over(b, *copy.mbarrier);
 }
 

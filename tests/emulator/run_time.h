@@ -93,6 +93,9 @@ class Quiet {
 void copy_async(uint32_t to, const void* from, bool there);
 void commit_copies();
 void wait_for_copies(int pending);
+/// Arrives once at `mbarrier` when all copies that this thread has begun have landed, some time
+/// later; the thread goes on. (It cannot wait for them by their groups any more.)
+void arrive_after_copies(uint32_t mbarrier);
 
 /// A thread has written to shared memory by an ordinary instruction. What is read there by TMA or
 /// wgmma (the asynchronous proxy) has to be fenced by whoever wrote it.

@@ -14,9 +14,9 @@
 #include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/backward/steps.h"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/query_steps.h"
-#include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda {
 namespace {
@@ -127,8 +127,8 @@ TEST(BackwardOrder, AGapTakesFewDraws) {
 }
 
 // The counters of dQ, as the kernels keep them in a deterministic launch: whatever the mask, every
-// item that visits a query tile finds the counter at its own number, whoever begins the sum knows
-// it, and the kernel after knows which tiles nobody visits.
+// item that visits a query tile finds the counter at its own rank, and the kernel after knows which
+// tiles nobody visits.
 TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
   std::mt19937 random(3);
   const auto below = [&](uint32_t n) { return static_cast<int64_t>(random() % n); };
@@ -153,19 +153,50 @@ TEST(AdditionsToDq, FollowOnEachOtherUnderEveryMask) {
     const int64_t tile_q = 32 << random() % 2, tile_k = 32 << random() % 3;
     for (int64_t tile = 0; tile * tile_q < seqlen_q; ++tile) {
       const Range queries{tile * tile_q, min64((tile + 1) * tile_q, seqlen_q)};
-      int64_t counter = key_walk(mask, queries, tile_k).begin;
+      const IntervalWalk<int64_t> walk = key_walk(mask, queries, tile_k);
+      int64_t counter = walk.begin;
       bool started = false;
       for (int64_t key = 0; key * tile_k < seqlen_k; ++key) {
         const Range keys{key * tile_k, min64((key + 1) * tile_k, seqlen_k)};
         if (!query_walk(mask, keys, tile_q).visits(tile)) continue;
-        ASSERT_EQ(counter, key) << "round " << round;
-        ASSERT_EQ(tile >= sm80::first_tile_started(mask, keys.begin, tile_q), !started);
+        ASSERT_EQ(counter, walk.rank(key)) << "round " << round;
         started = true, ++counter, ++additions;
       }
       ASSERT_EQ(started, !mask.kv_range(queries).empty()) << "round " << round;
     }
   }
   EXPECT_GT(additions, 100000);
+}
+
+// Every place of every head once, head by head, in the direction that is asked for.
+TEST(HeadStep, GoesThroughAllPlacesOfOneHeadAfterTheOther) {
+  for (const int32_t direction : {1, -1}) {
+    for (const int32_t places : {1, 2, 5}) {
+      for (const int32_t heads : {1, 3}) {
+        const IntervalWalk<int32_t> walk{7, 7 + places, 7, 7};
+        const int32_t head_end = 4 + heads;
+        HeadStep step = HeadStep::first(walk, 4, direction);
+        for (int32_t i = 0; i < heads * places; ++i, step.advance(walk, direction)) {
+          ASSERT_FALSE(step.done(head_end));
+          EXPECT_EQ(step.head, 4 + i / places);
+          EXPECT_EQ(step.place, direction > 0 ? 7 + i % places : 6 + places - i % places);
+          EXPECT_EQ(step.is_last(walk, head_end, direction), i == heads * places - 1);
+        }
+        EXPECT_TRUE(step.done(head_end));
+      }
+    }
+  }
+}
+
+TEST(ItemWalk, HasNoFullTileWhereKeysArePastTheEnd) {
+  const Mask mask = Mask::make(MaskRule{}, 256, 200);
+  const auto whole = item_walk(mask, {0, 128}, 64, 128),
+             part = item_walk(mask, {128, 200}, 64, 128);
+  for (int32_t place = 0; place < 4; ++place) {
+    EXPECT_TRUE(whole.visits(place) && whole.is_full(place));
+    EXPECT_TRUE(part.visits(place) && !part.is_full(place));
+  }
+  EXPECT_EQ(whole.count() + part.count(), 8);
 }
 
 // A kernel that does not ask beforehand for what is not finite has a flag for each tile of dQ,
@@ -178,7 +209,7 @@ TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
     sizes.seqlen_k = seqlen_k, sizes.total_k = 2 * seqlen_k;
     Arena arena(memory);
     const int64_t flags = words_of_item < 0 ? -1 : backward_items(sizes, 128) * words_of_item;
-    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, nullptr, flags);
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, flags);
     EXPECT_LE(arena.used(), sizeof memory);
     return scratch;
   };
@@ -190,21 +221,18 @@ TEST(BackwardScratch, HasFlagsOfDqWithoutKeys) {
   EXPECT_EQ(carve(300, -1).dq_nonfinite, nullptr);
 }
 
-// Where a main kernel writes dQ itself, there is no sum of it, and nothing else lies in dQ.
-TEST(BackwardScratch, LeavesDqAloneWithoutASum) {
-  alignas(64) static std::byte memory[1 << 22], dq[1 << 20];
+// Where a main kernel writes dQ itself, there is no sum of it.
+TEST(BackwardScratch, HasASumOfDqWhereItIsWanted) {
+  alignas(64) static std::byte memory[1 << 22];
   BackwardSizes sizes{};
   sizes.batch = sizes.heads = sizes.heads_kv = 2, sizes.seqlen_q = sizes.seqlen_k = 100;
-  sizes.dq_bytes = sizeof dq;
   size_t used[2];
   for (const bool sums : {false, true}) {
     Arena arena(memory), count;
-    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, dq, 16, sums);
-    carve_backward(count, sizes, 64, 128, 128, 0, nullptr, 16, sums);
+    const BackwardScratch scratch = carve_backward(arena, sizes, 64, 128, 128, 0, 16, sums);
+    carve_backward(count, sizes, 64, 128, 128, 0, 16, sums);
     EXPECT_EQ(count.used(), arena.used());
     used[sums] = arena.used();
-    const auto* const lse = reinterpret_cast<const std::byte*>(scratch.lse);
-    EXPECT_EQ(lse >= dq && lse < dq + sizeof dq, sums);
     EXPECT_EQ(scratch.dq != nullptr, sums);
   }
   EXPECT_LT(used[0], used[1]);

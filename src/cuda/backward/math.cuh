@@ -207,7 +207,8 @@ __device__ __forceinline__ void store_keys(const BackwardParams& p, const KeysOf
 /// fragment_offset).
 template <typename Tile>
 __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, int lane,
-                                            uint32_t lane_base, const uint32_t (&r)[4]) {
+                                            [[maybe_unused]] uint32_t lane_base,
+                                            const uint32_t (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
   ptx::stmatrix(block_address<Tile>(lane_base, row, column), r);
 #else

@@ -7,7 +7,6 @@
 #include "cuda/backward/math.cuh"
 #include "cuda/backward/pairwise.cuh"
 #include "cuda/backward/pre.cuh"
-#include "cuda/common/rows_past_end.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/next_kernel.h"
 
@@ -47,11 +46,6 @@ __global__ void __launch_bounds__(kPostThreads)
     ptx::wait_for_kernel_before();
   }
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-  if (p.cu_q) {
-    constexpr int kWarps = kPostThreads / 32;
-    clear_past_end_of_dq(p, {index * kWarps + static_cast<int>(threadIdx.x) / 32,
-                             int64_t{gridDim.x} * gridDim.y * kWarps});
-  }
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
@@ -59,9 +53,10 @@ __global__ void __launch_bounds__(kPostThreads)
   if (tile.begin >= seqlen) return;
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
   const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
-  // A tile that sees no key was visited by no key block, and its sum holds nothing.
-  const bool visited =
-      !sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)}).empty();
+  // A tile that sees no key was visited by no key block, and its sum need not hold anything. (There
+  // is no block of keys past the problem's bound.)
+  const Range keys = sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)});
+  const bool visited = !keys.empty() && keys.begin < p.seqlen_k;
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -63,9 +63,6 @@ struct MmaSyncStageTraits {
   static constexpr float kShift = kWeightShift, kScale = kWeightScale;
   /// pre stores lse and delta in quad_order.
   static constexpr bool kQuadOrder = false;
-  /// pre sets the sums of dQ to zero. Without, the first key block that visits a query tile stores
-  /// its dQ where the others add theirs.
-  static constexpr bool kZeroSum = false;
   /// pre marks the query tiles that may hold an infinity or a NaN, and the main kernel looks at the
   /// marks. Without, dK, dV and dQ that are not finite are marked afterwards, and
   /// backward_pairwise_kernel computes their rows again.
@@ -108,9 +105,7 @@ __global__ void __launch_bounds__(kPreThreads)
   const WarpOfLaunch own{index * kWarps + static_cast<int>(threadIdx.x / 32),
                          int64_t{gridDim.x} * gridDim.y * kWarps};
   if (p.cu_k) clear_past_end_of_keys(p, own);
-  // Where there is a sum of dQ, the kernel after the main one clears them, since dQ's memory may
-  // hold lse until then.
-  if (p.cu_q && !scratch.dq) clear_past_end_of_dq(p, own);
+  if (p.cu_q) clear_past_end_of_dq(p, own);
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch);
@@ -142,7 +137,7 @@ __global__ void __launch_bounds__(kPreThreads)
     scratch.additions[at * counters + thread] = first;
   }
 
-  if (StageTraits::kZeroSum && sums_dq && !scratch.items_zero) {
+  if (sums_dq && !scratch.items_zero && !scratch.stores_sum) {
     // As far as there are rows and columns, in the blocks of 16 x 8 that a sum is made of
     // (backward/math.cuh).
     auto* const sum = reinterpret_cast<float4*>(scratch.dq + at * (kTileQ * kWidth));

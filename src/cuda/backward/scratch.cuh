@@ -39,21 +39,7 @@ struct BackwardSizes {
   bool varlen;
   int64_t total_q, total_k;              // varlen: of all sequences; total_k only decides sizes
   bool batch_invariant, lengths_differ;  // of keys
-  int64_t dq_bytes;                      // of dQ, where it is one piece of memory; else 0
 };
-
-/// Bytes of a tensor of 16-bit values that is one piece of memory, rows or heads first; else 0.
-STROBE_INLINE constexpr int64_t packed_bytes(int64_t batch, int64_t rows, int64_t heads,
-                                             int64_t dim, int64_t batch_stride, int64_t row_stride,
-                                             int64_t head_stride) {
-  const auto at = [](int64_t length, int64_t stride, int64_t packed) {
-    return length <= 1 || stride == packed;
-  };
-  const bool rows_first = at(rows, row_stride, heads * dim) && at(heads, head_stride, dim);
-  const bool heads_first = at(heads, head_stride, rows * dim) && at(rows, row_stride, dim);
-  const bool packed = (rows_first || heads_first) && at(batch, batch_stride, rows * heads * dim);
-  return packed ? 2 * batch * rows * heads * dim : 0;
-}
 
 STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
   return {p.batch,
@@ -65,9 +51,7 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
           p.total_q,
           p.cu_k ? p.total_k : p.batch * p.total_k,
           p.batch_invariant != 0,
-          p.cu_k || p.used_k,
-          packed_bytes(p.cu_q ? 1 : p.batch, p.total_q, p.heads, p.head_dim, p.dq.batch_stride,
-                       p.dq.row_stride, p.dq.head_stride)};
+          p.cu_k || p.used_k};
 }
 
 /// Query tiles of one head in the scratch, all sequences together.
@@ -126,9 +110,9 @@ struct BackwardScratch {
                             // items that do not exist never are
   uint32_t* dq_nonfinite;   // without, [heads, tiles]: some of the tile's dQ is not finite
   uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
-                            // unless deterministic, whether the first one has stored there,
-                            // or whether dq is zero there (items_zero)
+                            // unless deterministic, whether dq is zero there (items_zero)
   uint32_t items_zero;    // whether the main kernel's items set dq to zero, and not the pre kernel
+  uint32_t stores_sum;    // whether they store to dq, and nobody sets it to zero (adds_once)
   uint32_t descending;    // key heads (OrderedItems) whose key tiles add the last one first
   uint32_t* ticket;       // the next work item
   uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
@@ -149,28 +133,18 @@ STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const Bac
   return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);
 }
 
-/// dq: dQ itself, or null while the arena counts. Where there is a sum of dQ, the post kernel
-/// writes dQ last of all; until then lse and delta are kept in its memory, where there is room.
 /// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
 /// negative with kMarksNonfinite. sums_dq: whether there is a sum of dQ, because the main kernel
 /// does not write dQ itself.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
-                                             void* dq, int64_t key_flags = -1,
-                                             bool sums_dq = true) {
+                                             int64_t key_flags = -1, bool sums_dq = true) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
-  constexpr uintptr_t kAlignment = kWorkspaceAlignment;
-  if (sums_dq && s.dq_bytes >= 2 * all * tile_q * int64_t{sizeof(float)} + int64_t{kAlignment}) {
-    const uintptr_t at = (reinterpret_cast<uintptr_t>(dq) + kAlignment - 1) & ~(kAlignment - 1);
-    c.lse = dq ? reinterpret_cast<float*>(at) : nullptr;
-    c.delta = dq ? c.lse + all * tile_q : nullptr;
-  } else {
-    c.lse = arena.take<float>(all * tile_q);
-    c.delta = arena.take<float>(all * tile_q);
-  }
+  c.lse = arena.take<float>(all * tile_q);
+  c.delta = arena.take<float>(all * tile_q);
   if (sums_dq) c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
   if (key_flags >= 0) c.dq_nonfinite = arena.take<uint32_t>(all);

@@ -26,9 +26,7 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
           p.total_q,
           rows_k(p),
           p.batch_invariant != 0,
-          p.varlen || p.has_seqused_k,
-          packed_bytes(p.varlen ? 1 : p.batch, p.varlen ? p.total_q : p.seqlen_q, p.heads,
-                       p.head_dim, p.dq.batch, p.dq.seqlen, p.dq.head)};
+          p.varlen || p.has_seqused_k};
 }
 
 /// What pre and post share of a main kernel: its type, tiles and StageTraits (backward/pre.cuh).

@@ -69,10 +69,10 @@ int32_t counters_of(const Problem& p) {
 }
 
 template <BackwardConfig kConfig>
-BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters, void* dq) {
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters) {
   using Tr = BackwardTraitsOf<kConfig>;
   BackwardScratch scratch = carve_backward(
-      arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
+      arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
       backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !adds_once(sizes, kConfig.tile_k));
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
@@ -82,7 +82,7 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), counters_of<kConfig>(problem), nullptr);
+  carve<kConfig>(count, sizes_of(problem), counters_of<kConfig>(problem));
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -127,7 +127,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   BackwardParams p = params;
   Arena arena(p.workspace);
   const int32_t counters = counters_of<kConfig>(p);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters, p.dq.data);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // in whose order the flags of rows that are not finite lie
   // Key blocks of a head follow one another, since here none waits for another: side by side they

@@ -153,8 +153,7 @@ struct BackwardTraits {
   /// weights are held times 2^12 (backward/scratch.cuh).
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,
-                          kPreparesKeys = true;
+    static constexpr bool kQuadOrder = true, kMarksNonfinite = false, kPreparesKeys = true;
     static constexpr bool kMayStoreDq = true;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,

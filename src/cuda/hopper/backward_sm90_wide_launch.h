@@ -30,15 +30,15 @@ constexpr LaunchShape backward_shape() {
 }
 
 template <BackwardConfig kConfig>
-BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
-  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0, dq,
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes) {
+  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, 0,
                         backward_items(sizes, kConfig.tile_k) * kFlagWords);
 }
 
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), nullptr);
+  carve<kConfig>(count, sizes_of(problem));
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -72,7 +72,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   if (params.deterministic) return cudaErrorNotSupported;  // the plan never asks for it
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
+  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p));
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.

@@ -74,8 +74,7 @@ struct WideTraits {
   /// weights are held times 2^12 (backward/scratch.cuh).
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
-    static constexpr bool kQuadOrder = true, kZeroSum = true, kMarksNonfinite = false,
-                          kPreparesKeys = false;
+    static constexpr bool kQuadOrder = true, kMarksNonfinite = false, kPreparesKeys = false;
     static constexpr bool kMayStoreDq = false;
   };
 

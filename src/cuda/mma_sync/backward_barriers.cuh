@@ -10,8 +10,9 @@
 //   exchange     weights half        gradients half     a step, a pair for each pair of warps
 //   ds           gradients half      gradients half     a step, from warp to warp
 //   weights      weights half        weights half       a step; full is the named barrier
-//   added        gradients half      weights half       a step whose additions to dQ are issued;
-//                                                       never empty: the exchange comes between
+//   added        gradients half      weights half       a step whose additions to dQ are issued, in
+//                                                       a deterministic launch; never empty: the
+//                                                       exchange comes between
 //
 // Of each warp one thread arrives; where cp.async copies fill something, every thread does.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_

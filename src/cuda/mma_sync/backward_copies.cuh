@@ -68,17 +68,17 @@ __device__ __forceinline__ void load_v(const Thread& t, int i) {
 /// A step's Q and lse, or dO and delta. rows_at: of the record's q or dout; values: lse or delta;
 /// at, values_at: their first stages in shared memory.
 template <typename Thread>
-__device__ __forceinline__ void load_queries(const Thread& t, int i, const BackwardStep& step,
+__device__ __forceinline__ void load_queries(const Thread& t, int i, const HeadStep& step,
                                              const Tensor& tensor, int32_t dim, size_t rows_at,
                                              int at, const float* values, int values_at, int stage,
                                              uint32_t full) {
   using Shape = typename Thread::Shape;
   using QTile = typename Thread::QTile;
-  constexpr BackwardConfig kC = Thread::kConfig;
+  constexpr int kTileQ = Thread::kConfig.tile_q, kWidth = Thread::kConfig.width;
   constexpr int kRowsAtOnce = Shape::kHalfThreads / QTile::kChunks;
   const int thread = t.fresh_place().thread;
   const int chunk = thread % QTile::kChunks, first = thread / QTile::kChunks;
-  const int32_t row = step.tile * kC.tile_q;
+  const int32_t row = t.q_begin(i, step);
   const int32_t seqlen = t.record_int(i, offsetof(ItemRecord, mask) + offsetof(Mask, seqlen_q));
   const char* const head = ptx::load_shared_wide<const char*>(t.record_at(i, rows_at)) +
                            2 * step.head * tensor.head_stride;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const Backw
     const uint32_t to = tile + static_cast<uint32_t>(QTile::offset(first, 8 * chunk));
     const char* source = head + 2 * (row + first) * tensor.row_stride + 16 * chunk;
 #pragma unroll
-    for (int r = 0; r < kC.tile_q; r += kRowsAtOnce) {
+    for (int r = 0; r < kTileQ; r += kRowsAtOnce) {
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         const uint32_t address =
@@ -103,26 +103,25 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const Backw
       source += 2 * kRowsAtOnce * tensor.row_stride;
     }
   };
-  if (copies == kCopyWholeTiles && row + kC.tile_q <= seqlen) {
+  if (copies == kCopyWholeTiles && row + kTileQ <= seqlen) {
     copy(std::true_type());
   } else if (copies > kCopyValues) {
     copy(std::false_type());
   } else {
-    load_tile<kC.tile_q, kC.width, Shape::kHalfThreads>(
+    load_tile<kTileQ, kWidth, Shape::kHalfThreads>(
         tile, {const_cast<char*>(head), 2 * tensor.row_stride, seqlen, dim}, row, false, thread);
   }
-  if (thread < kC.tile_q / 4) {
-    const uint32_t first_tile = ptx::load_shared(t.record_at(i, offsetof(ItemRecord, scratch)));
+  if (thread < kTileQ / 4) {
     ptx::cp_async_16_if(
-        t.shared + static_cast<uint32_t>(values_at + 4 * stage * kC.tile_q + 16 * thread),
-        values + int64_t{t.scratch_tile(first_tile, step)} * kC.tile_q + 4 * thread, true);
+        t.shared + static_cast<uint32_t>(values_at + 4 * stage * kTileQ + 16 * thread),
+        values + int64_t{t.scratch_tile(i, step)} * kTileQ + 4 * thread, true);
   }
   arrive_when_landed(full, copies > kCopyValues);
 }
 
 /// Q and dO of item i's `step`, the n-th of all steps.
 template <typename Thread>
-__device__ __forceinline__ void load_step(const Thread& t, int i, const BackwardStep& step, int n) {
+__device__ __forceinline__ void load_step(const Thread& t, int i, const HeadStep& step, int n) {
   using Shape = typename Thread::Shape;
   constexpr int kStages = Shape::kStages;
   const int stage = n % kStages;

@@ -24,13 +24,12 @@ namespace strobe::cuda::sm80 {
 /// through the exchange. delta: the first pairs of delta, the others are read from delta_at.
 template <bool kMasked, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void differentiate(const Thread& t, const typename Thread::Place& me,
-                                              const BackwardStep& step, const float (&x)[kM][kN][4],
+                                              const HeadStep& step, const float (&x)[kM][kN][4],
                                               float2 (&delta)[kHave], uint32_t delta_at,
                                               float dp_scale, uint32_t (&ds)[kM][kN / 2][4]) {
   const int lane = me.lane();
   const uint32_t exchange = t.exchange(me);
-  SeenQueries<kMasked ? 2 * kM : 0> seen(t.seen_limits(me, 0),
-                                         step.tile * Thread::kConfig.tile_q + me.query());
+  SeenQueries<kMasked ? 2 * kM : 0> seen(t.seen_limits(me, 0), t.q_begin(step) + me.query());
 #pragma unroll
   for (int pair = 0; pair < kN / 2; ++pair) {
     if (kHave == 2 && pair > 0) {
@@ -79,9 +78,10 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
   // Reports the additions of the step before. They were issued a while ago, so the report need not
   // wait until they have arrived in L2.
   const auto report = [&] {
+    if (!t.deterministic()) return;
     __syncwarp();  // the additions of all lanes come before the report
     if (t.place().lane() != 0) return;
-    const uint32_t slot = report_slot(t, t.place(), t.deterministic() ? t.n_step() - 1 : 0);
+    const uint32_t slot = report_slot(t, t.place(), t.n_step() - 1);
     if (report_addition(t, slot, t.place().warp())) ptx::store_shared(slot + 4, 0);
   };
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
     barriers.wait_full(barriers.record_full(t.item()), t.item(), 2);
     const int steps = t.record_int(offsetof(ItemRecord, steps));
     if (steps < 0) return;
-    BackwardStep step = t.first_step(t.item());
+    HeadStep step = t.first_step(t.item());
     float dk[kM][Shape::kSumN][4] = {};
     barriers.wait_full(barriers.k_full(), t.item(), 1);
     if (keys_nonfinite(t))
@@ -100,7 +100,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
 #pragma unroll 1
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
-      const bool masked = t.masked(step, t.visits());
+      const bool masked = t.masked(step);
       const bool seen_only = masked && t.queries_nonfinite(step);
 
       barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
       });
       const bool is_last = t.is_last(step);
       if (is_last) t.arrive_warp(barriers.v_empty());
-      if (is_last || !t.deterministic()) report();
+      if (is_last) report();
 
       uint32_t ds[kM][kN / 2][4];
       barriers.wait_full(barriers.exchange_full(t.place().warp()), t.n_step(), 1);
@@ -131,20 +131,19 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
       barriers.wait_empty(barriers.ds_empty(), t.n_step(), 1);
       store_scores(t, Shape::kDsAt, ds);
       t.arrive_warp(barriers.ds_full());
-      uint32_t tile =
-          t.scratch_tile(static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, scratch))), step);
+      uint32_t tile = t.scratch_tile(t.item(), step);
 
       // The counter is read early, since nothing waits for its value before dQ is there. Its
       // address is not kept until then, but computed again where the counter has to be read again.
-      uint32_t added = ptx::load_relaxed(additions(t, tile, t.place().warp()));
+      uint32_t turn = 0;
+      if (t.deterministic()) turn = ptx::load_relaxed(additions(t, tile, t.place().warp()));
       ptx::make_opaque(tile);
 
       // For dK a warp needs its own dS alone, unless warps share the queries; for dQ it needs that
       // of all warps, and waits for them.
       if constexpr (Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
       barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
-      accumulate(t, dk, ds, Shape::kDsAt, t.q_tile(Shape::kQAt, stage), seen_only,
-                 step.tile * kC.tile_q);
+      accumulate(t, dk, ds, Shape::kDsAt, t.q_tile(Shape::kQAt, stage), seen_only, t.q_begin(step));
       t.arrive_warp(barriers.q_empty(stage));
       if constexpr (!Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
 
@@ -152,32 +151,35 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
 #pragma unroll 1
       for (int pass = 0; pass < Shape::kDqColumns; pass += Shape::kPass) {
         float dq[2][Shape::kPass / 8][4] = {};
-        multiply_dq(t, dq, pass, dq_seen_only, step.tile * kC.tile_q);
+        multiply_dq(t, dq, pass, dq_seen_only, t.q_begin(step));
         if (pass + Shape::kPass == Shape::kDqColumns) {
           t.arrive_warp(barriers.ds_empty());
           if (t.is_last(step)) t.arrive_warp(barriers.k_empty());
         }
         // Everything else that has to be read from memory is read now: after the additions it would
         // wait behind them in the queue to memory.
-        const bool first = adds_first(t, step);
-        const uint32_t awaited = awaited_additions(t, first);
+        const uint32_t own = t.deterministic() ? rank(t) : 0;
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
         if (last_pass) {
           more = !t.is_last(step);
-          step = t.after(step, t.visits());
+          step = t.after(step);
         }
-        // No acquire is needed: the additions that follow are done in L2, where those of the other
-        // thread blocks have arrived by now.
-        while (added < awaited) added = ptx::load_relaxed(additions(t, tile, t.place().warp()));
-        __syncwarp();
+        if (t.deterministic()) {
+          // No acquire is needed: the additions that follow are done in L2, where those of the
+          // other thread blocks have arrived by now.
+          while (turn < own) turn = ptx::load_relaxed(additions(t, tile, t.place().warp()));
+          __syncwarp();
+        }
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
-        add_dq(t, dq, pass, sum, first);
-        if (last_pass && (first || t.deterministic()) && t.place().lane() == 0) {
-          const uint32_t slot = report_slot(t, t.place(), t.deterministic() ? t.n_step() : 0);
-          ptx::store_shared(slot, tile);
-          ptx::store_shared(slot + 4, awaited + 1);
+        add_dq(t, dq, pass, sum);
+        if (last_pass && t.deterministic()) {
+          if (t.place().lane() == 0) {
+            const uint32_t slot = report_slot(t, t.place(), t.n_step());
+            ptx::store_shared(slot, tile);
+            ptx::store_shared(slot + 4, own + 1);
+          }
+          t.arrive_warp(barriers.added(t.n_step()));
         }
-        if (last_pass && t.deterministic()) t.arrive_warp(barriers.added(t.n_step()));
       }
     }
 

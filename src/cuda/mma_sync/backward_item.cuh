@@ -8,28 +8,16 @@
 
 #include "core/walk.h"
 #include "cuda/backward/order.cuh"
+#include "cuda/backward/steps.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
-#include "cuda/mma_sync/addition_order.h"
 
 namespace strobe::cuda::sm80 {
 
-/// A step of an item: one query tile of one head.
-struct BackwardStep {
-  int32_t head, tile;
-};
-
-/// Visits of query tiles, in 32 bits. (With the full ones as numbers of tiles too, not of queries,
-/// ptxas spills at head_dim 128.)
-struct TileVisits {
-  int32_t begin, end;            // tiles that see some key of the item
-  int32_t full_begin, full_end;  // queries of those that have no masked pair, and none past the end
-
-  STROBE_INLINE static constexpr TileVisits of(const IntervalWalk<int64_t>& v, int32_t tile_q) {
-    return {static_cast<int32_t>(v.begin), static_cast<int32_t>(v.end),
-            static_cast<int32_t>(v.full_begin) * tile_q, static_cast<int32_t>(v.full_end) * tile_q};
-  }
-};
+/// An item's tiles of queries descend: all items of a head that are under way then begin at the
+/// same tile, also under a causal mask, and in a deterministic launch none waits long for the one
+/// that adds to dQ before it.
+inline constexpr int32_t kDirection = -1;
 
 /// How the threads copy rows of q and dout.
 enum RowCopies : int32_t {
@@ -41,16 +29,15 @@ enum RowCopies : int32_t {
 /// What the threads have to know of an item. It is kept in shared memory, since it is the same for
 /// all threads and the kernel is short of registers.
 struct alignas(16) ItemRecord {
-  TileVisits visits;     // first, so that it is aligned and read in one piece
-  int32_t first_query;   // from this tile's first query on this item is the first to add to dQ
-  uint32_t scratch;      // first scratch tile of the sequence
-  const char *q, *dout;  // row 0 of the sequence, head 0
-  Mask mask;             // of the sequence
-  int64_t k_row;         // of its first key
+  IntervalWalk<int32_t> walk;  // first, so that it is aligned and read in one piece
+  const char *q, *dout;        // row 0 of the sequence, head 0
+  Mask mask;                   // of the sequence
+  int64_t k_row;               // of its first key
   int32_t batch, head_kv, part, key_begin;
   int32_t position;              // of query 0 among the keys
   int32_t head_begin, head_end;  // of the query heads
   int32_t steps;                 // -1: there is no item
+  uint32_t scratch;              // first scratch tile of the sequence
   RowCopies copies;
   int32_t keys_nonfinite;
 
@@ -67,12 +54,9 @@ struct alignas(16) ItemRecord {
     position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    visits = TileVisits::of(query_walk(mask, keys, tile_q), tile_q);
-    // Keys past the end are no part of the visits: where the item has some, every step is masked.
-    if (keys.size() < tile_k) visits.full_end = visits.full_begin;
-    first_query = first_tile_started(mask, key_begin, tile_q) * tile_q;
+    walk = item_walk(mask, keys, tile_q, tile_k);
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
-    steps = (head_end - head_begin) * (visits.end - visits.begin);
+    steps = (head_end - head_begin) * walk.count();
     scratch = scratch_begin(p, tile_q, batch);
     const RowsView q_rows = rows_view(p.q, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim);
     const RowsView dout_rows =

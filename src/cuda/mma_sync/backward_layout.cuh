@@ -46,6 +46,8 @@ struct BackwardShape {
   using ScoreTile = SharedTile<kC.tile_k, kC.tile_q>;  // [key][query]
 
   static constexpr int kStages = kC.stages;  // of Q and dO; K and V have one
+  /// Whether dQ is stored where each tile gets one addition, instead of added to zeros.
+  static constexpr bool kStoresSum = true;
 
   /// Whether the weights half holds one step at a time: once it has asked for the tiles of the next
   /// step, it holds that one in place of the present one. Else it holds both to the end, which

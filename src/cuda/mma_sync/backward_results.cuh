@@ -1,17 +1,20 @@
 // How the sums of the backward pass through mma.sync leave registers: dQ, to which several items
-// add, in an order; dK and dV, which are one item's.
+// add; dK and dV, which are one item's.
 //
-// Several items add to one warp's part of a query tile's dQ. The first of them, that of the first
-// keys that the tile sees, stores its dQ, and the others wait for that before they add. In a
-// deterministic launch each of them waits for the one before it, so that the order of additions is
-// fixed. Items are handed out with keys ascending, so an item that is waited for is always under
-// way. Each part has a counter, which says what has been added to it.
+// The sum of a tile's dQ is 0 when the items begin (backward/pre.cuh), and each item that visits
+// the tile adds to it: whoever comes first, unless the launch is deterministic. Where no tile gets
+// a second addition it is stored, and nobody has written zeros (BackwardScratch::stores_sum).
+//
+// In a deterministic launch additions to a tile follow on each other by the ranks of their items,
+// which are the places of the items' keys in the tile's walk (core/walk.h), and each of a warp's
+// parts of a tile has a counter: the rank that is to add next. An item waits until it is its own.
+// Items are handed out with ranks ascending, so an item that is waited for is always under way.
 //
 // To report an addition is to raise the counter. That is a release, which waits until L2 has
-// acknowledged the addition. In a deterministic launch, where every step reports, the weights half
-// does it two steps later for all warps of the gradients half, its warps by turns. The last two
-// steps of an item are reported by the gradients half itself. The weights half would wait for the
-// next item first, and that item may wait for others that wait for these reports: a deadlock.
+// acknowledged the addition. The weights half does it two steps later for all warps of the
+// gradients half, its warps by turns. The last two steps of an item are reported by the gradients
+// half itself. The weights half would wait for the next item first, and that item may wait for
+// others that wait for these reports: a deadlock.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_RESULTS_CUH_
 
@@ -25,24 +28,13 @@
 
 namespace strobe::cuda::sm80 {
 
-/// The item's place among the tiles of its sequence's keys.
+/// The item's rank among those that add to a tile of dQ, the same for all tiles that it visits:
+/// the counter has it when it is the item's turn, and one more when the item has added.
 template <typename Thread>
-__device__ __forceinline__ uint32_t key_tile(const Thread& t) {
+__device__ __forceinline__ uint32_t rank(const Thread& t) {
+  // IntervalWalk::rank of the block of keys.
   return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
                                Thread::kConfig.tile_k);
-}
-/// Whether this item is the first to add to a step's dQ: it stores.
-template <typename Thread>
-__device__ __forceinline__ bool adds_first(const Thread& t, const BackwardStep& step) {
-  return step.tile * Thread::kConfig.tile_q >= t.record_int(offsetof(ItemRecord, first_query));
-}
-/// What the counter of a step's dQ must have reached before this item adds; the addition then makes
-/// it one more. In a deterministic launch a counter holds the key tile that is to add next, and
-/// backward/pre.cuh lets it begin at the first; else it says whether the first has added, and the
-/// others report nothing.
-template <typename Thread>
-__device__ __forceinline__ uint32_t awaited_additions(const Thread& t, bool first) {
-  return t.deterministic() ? key_tile(t) : first ? 0 : 1;
 }
 /// The counter of a warp's part of a scratch tile.
 template <typename Thread>
@@ -51,8 +43,7 @@ __device__ __forceinline__ uint32_t* additions(const Thread& t, uint32_t tile, i
 }
 
 /// Where step n's addition waits to be reported: a scratch tile, and the counter's new value, which
-/// is not 0. Of a launch that is not deterministic only an item's first additions are reported, and
-/// n is 0.
+/// is not 0.
 template <typename Thread>
 __device__ __forceinline__ uint32_t report_slot(const Thread& t, const typename Thread::Place& me,
                                                 int n) {
@@ -74,10 +65,10 @@ __device__ __forceinline__ bool report_addition(const Thread& t, uint32_t slot, 
   return true;
 }
 
-/// Adds a pass of the warp's dq to the tile's sum, or starts it.
+/// Adds a pass of the warp's dq to the tile's sum, or makes it the sum.
 template <typename Thread, int kPassN>
 __device__ __forceinline__ void add_dq(const Thread& t, const float (&dq)[2][kPassN][4], int pass,
-                                       float* sum, bool start) {
+                                       float* sum) {
   constexpr int kWidth = Thread::kConfig.width;
   const int32_t head_dim = t.p.head_dim;
   const typename Thread::Place me = t.place();
@@ -100,7 +91,7 @@ __device__ __forceinline__ void add_dq(const Thread& t, const float (&dq)[2][kPa
       }
     }
   };
-  if (start) {
+  if (Thread::Shape::kStoresSum && t.scratch.stores_sum) {
     each([](float* to, const float(&x)[4]) { sum_store(to, x); });
   } else {
     each([](float* to, const float(&x)[4]) { sum_add(to, x); });

@@ -22,16 +22,28 @@ constexpr LaunchShape backward_shape() {
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-template <BackwardConfig kConfig>
-BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
-  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k,
-                        BackwardShape<kConfig>::kHalfWarps, dq);
+/// Whether additions to dQ have an order, of a problem or of a launch's params: where it matters,
+/// and there is a second one.
+template <BackwardConfig kConfig, typename Problem>
+bool has_order(const Problem& p) {
+  return p.deterministic && !adds_once(sizes_of(p), kConfig.tile_k);
+}
+/// Counters of a query tile.
+template <BackwardConfig kConfig, typename Problem>
+int32_t counters_of(const Problem& p) {
+  return has_order<kConfig>(p) ? BackwardShape<kConfig>::kHalfWarps : 0;
+}
+
+template <BackwardConfig kConfig, typename Problem>
+BackwardScratch carve(Arena& arena, const Problem& p) {
+  return carve_backward(arena, sizes_of(p), kConfig.width, kConfig.tile_q, kConfig.tile_k,
+                        counters_of<kConfig>(p));
 }
 
 template <BackwardConfig kConfig>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), nullptr);
+  carve<kConfig>(count, problem);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -54,14 +66,17 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   using T = typename Shape::T;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
+  BackwardScratch scratch = carve<kConfig>(arena, p);
+  scratch.stores_sum = Shape::kStoresSum && adds_once(sizes_of(p), kConfig.tile_k);
+  const int32_t counters = counters_of<kConfig>(p);
+  p.deterministic = has_order<kConfig>(p);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
   using Stages =
       BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, MmaSyncStageTraits>;
-  STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
+  STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, counters, target));
 
   if (order.items > 0) {
     const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();

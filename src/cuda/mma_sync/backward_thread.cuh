@@ -162,41 +162,44 @@ struct BackwardThread {
     if constexpr (!kAddFour || (Shape::kFresh && Shape::kSplit)) ptx::make_opaque(count);
   }
 
-  __device__ __forceinline__ TileVisits visits() const {
+  using Walk = IntervalWalk<int32_t>;
+  /// Of item i; what nobody asks of it is not read.
+  __device__ __forceinline__ Walk walk(int i) const {
     uint32_t x[4];
-    ptx::load_shared_words(record_at(item(), 0), x);
+    ptx::load_shared_words(record_at(i, offsetof(ItemRecord, walk)), x);
     return {static_cast<int32_t>(x[0]), static_cast<int32_t>(x[1]), static_cast<int32_t>(x[2]),
             static_cast<int32_t>(x[3])};
   }
-  __device__ __forceinline__ BackwardStep first_step(int i) const {
-    return {record_int(i, offsetof(ItemRecord, head_begin)),
-            record_int(i, offsetof(ItemRecord, visits) + offsetof(TileVisits, end)) - 1};
+  __device__ __forceinline__ Walk walk() const { return walk(item()); }
+  __device__ __forceinline__ HeadStep first_step(int i) const {
+    return HeadStep::first(walk(i), record_int(i, offsetof(ItemRecord, head_begin)), kDirection);
   }
-  /// Tiles descend: all items of a head that are under way then begin at the same tile, also under
-  /// a causal mask, and none waits long for the first to add to dQ.
-  __device__ __forceinline__ static BackwardStep after(const BackwardStep& step,
-                                                       const TileVisits& visits) {
-    const bool more = step.tile > visits.begin;
-    return {more ? step.head : step.head + 1, more ? step.tile - 1 : visits.end - 1};
+  __device__ __forceinline__ HeadStep after(HeadStep step) const {
+    step.advance(walk(), kDirection);
+    return step;
   }
-  __device__ __forceinline__ bool is_last(const BackwardStep& step) const {
-    return step.tile == record_int(offsetof(ItemRecord, visits) + offsetof(TileVisits, begin)) &&
-           step.head + 1 == record_int(offsetof(ItemRecord, head_end));
+  __device__ __forceinline__ bool is_last(const HeadStep& step) const {
+    return step.is_last(walk(), record_int(offsetof(ItemRecord, head_end)), kDirection);
   }
-  __device__ __forceinline__ static bool masked(const BackwardStep& step,
-                                                const TileVisits& visits) {
-    const int32_t q = step.tile * kC.tile_q;
-    return q < visits.full_begin || q + kC.tile_q > visits.full_end;
+  __device__ __forceinline__ bool masked(const HeadStep& step) const {
+    return !walk().is_full(step.place);
   }
-  /// Scratch tile of a step, given the sequence's first.
-  __device__ __forceinline__ uint32_t scratch_tile(uint32_t first, const BackwardStep& step) const {
-    return static_cast<uint32_t>(step.head) * scratch.tiles + first +
-           static_cast<uint32_t>(step.tile);
+  /// The first query of a step of item i.
+  __device__ __forceinline__ int32_t q_begin(int i, const HeadStep& step) const {
+    return walk(i).block(step.place) * kC.tile_q;
+  }
+  __device__ __forceinline__ int32_t q_begin(const HeadStep& step) const {
+    return q_begin(item(), step);
+  }
+  /// Scratch tile of a step of item i.
+  __device__ __forceinline__ uint32_t scratch_tile(int i, const HeadStep& step) const {
+    return static_cast<uint32_t>(step.head) * scratch.tiles +
+           static_cast<uint32_t>(record_int(i, offsetof(ItemRecord, scratch))) +
+           static_cast<uint32_t>(walk(i).block(step.place));
   }
   /// Whether some query, or row of dO, of a step may hold an infinity or a NaN.
-  __device__ __forceinline__ bool queries_nonfinite(const BackwardStep& step) const {
-    return scratch.nonfinite[scratch_tile(
-               static_cast<uint32_t>(record_int(offsetof(ItemRecord, scratch))), step)] != 0;
+  __device__ __forceinline__ bool queries_nonfinite(const HeadStep& step) const {
+    return scratch.nonfinite[scratch_tile(item(), step)] != 0;
   }
 };
 

@@ -36,7 +36,7 @@ inline constexpr int kLsePairs =
 /// read from lse_at. kPrecise: of any_value_and_derivative.
 template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
-                                      const BackwardStep& step, Score& score, float (&x)[kM][kN][4],
+                                      const HeadStep& step, Score& score, float (&x)[kM][kN][4],
                                       float2 (&lse)[kHave], uint32_t lse_at,
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
   static_assert(kHave == 1 || kHave == kBlock || kHave == kN);
   const BackwardParams& p = t.p;
   const int lane = me.lane();
-  const int32_t q_begin = step.tile * Thread::kConfig.tile_q + me.query();
+  const int32_t q_begin = t.q_begin(step) + me.query();
   const uint32_t exchange = t.exchange(me);
   int32_t key = 0;
   uint32_t batch_head = 0;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
     barriers.wait_full(barriers.record_full(t.item()), t.item(), 2);
     const int steps = t.record_int(offsetof(ItemRecord, steps));
     if (steps < 0) return;
-    BackwardStep step = t.first_step(t.item());
+    HeadStep step = t.first_step(t.item());
     float dv[kM][Shape::kSumN][4] = {};
     barriers.wait_full(barriers.k_full(), t.item(), 1);
     if (steps == 0) begin_item(t.item() + 1, t.n_step());
@@ -162,7 +162,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
 #pragma unroll 1
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
-      const bool masked = t.masked(step, t.visits());
+      const bool masked = t.masked(step);
       const bool seen_only = masked && t.queries_nonfinite(step);
 
       // Waits here, where registers are free, for the additions of two steps ago. It has to come
@@ -206,13 +206,13 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
         barriers.sync_weights_half();
       }
 
-      const int32_t q_begin = step.tile * Thread::kConfig.tile_q;
-      BackwardStep after;
-      if constexpr (!Shape::kOneStep) after = t.after(step, t.visits());
+      const int32_t q_begin = t.q_begin(step);
+      HeadStep after;
+      if constexpr (!Shape::kOneStep) after = t.after(step);
       const auto copy_ahead = [&] {
         if constexpr (Shape::kOneStep) {
           more = !t.is_last(step);
-          step = after = t.after(step, t.visits());
+          step = after = t.after(step);
         }
         if (Shape::kOneStep ? more : !t.is_last(step)) {
           load_step(t, t.item(), after, t.n_step() + 1);

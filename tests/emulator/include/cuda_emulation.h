@@ -101,6 +101,13 @@ inline unsigned atomicAdd(unsigned* p, unsigned x) {
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
   return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
 }
+inline unsigned atomicMax(unsigned* p, unsigned x) {
+  unsigned before = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (before < x &&
+         !__atomic_compare_exchange_n(p, &before, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return before;
+}
 template <typename T>
 T atomicExch(T* p, T x) {
   return __atomic_exchange_n(p, x, __ATOMIC_RELAXED);
@@ -118,6 +125,7 @@ inline float __log2f(float x) { return std::log2(x); }
 inline float __fdividef(float x, float y) {
   return std::fabs(y) > 0x1p126f && std::fabs(y) < INFINITY ? std::copysign(0.f, x) : x / y;
 }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }

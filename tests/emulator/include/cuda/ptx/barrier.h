@@ -21,6 +21,9 @@ inline void barrier_arrive_warp(uint32_t barrier, int lane) {
   emulator::exchange("__syncwarp", {}, true);
   if (arrives(lane)) barrier_arrive(barrier);
 }
+inline void barrier_arrive_after_copies(uint32_t barrier) {
+  emulator::arrive_after_copies(barrier);
+}
 inline bool barrier_test(uint32_t barrier, uint32_t parity) {
   return emulator::mbarrier_test(barrier, parity);
 }

@@ -9,8 +9,11 @@
 
 namespace strobe::cuda::ptx {
 
-inline uint32_t load_relaxed(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-// Kernels call it until it gives what they wait for.
+// Kernels call these until they give what they wait for.
+inline uint32_t load_relaxed(const uint32_t* p) {
+  emulator::poll();
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
 inline uint32_t load_acquire(const uint32_t* p) {
   emulator::poll();
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);

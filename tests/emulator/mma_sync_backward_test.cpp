@@ -1,0 +1,230 @@
+// The backward kernels through mma.sync on the CPU (run_time.h), planned by the CUDA back end for
+// devices that are not there, against float64.
+//
+//   STROBE_EMULATOR_CASES  how many random problems (default 40; 8 under a sanitizer)
+//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/host/instance_choice.h"
+#include "cuda/host/instance_table.h"
+#include "emulated_launch.h"
+#include "environment.h"
+#include "fixture.h"
+#include "hopper_case.h"
+#include "run_time.h"
+#include "runner.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+using oracle::Rng;
+
+constexpr int kMostFailuresShown = 5;
+constexpr uint64_t kCases = kUnderSanitizer ? 8 : 40;
+
+std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances() {
+  return strobe::cuda::instance_table<strobe::cuda::BackwardInstance>();
+}
+
+/// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
+Case DrawCase(uint64_t seed) {
+  for (uint64_t again = 0;; ++again) {
+    Case c = GenerateCase(seed + (again << 32));
+    Rng rng(seed ^ again << 40 ^ 0x80B4u);
+    const auto& config = Instances()[static_cast<size_t>(rng.Integer(
+                                         0, static_cast<int64_t>(Instances().size()) - 1))]
+                             .instance->config;
+    c.dtype = config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+    // A dimension of an instance's own more often than the generator draws one.
+    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);
+    if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
+    c.deterministic = rng.Chance(0.4);
+    c.batch_invariant = rng.Chance(0.15);
+    if (kUnderTsan) c.special = Special::kNone;  // flags of NaN are set by several threads alike
+    const int64_t widest = Instances().back().instance->config.width;
+    if (std::max(c.head_dim, c.head_dim_v) <= widest && Steps(c) <= 40) return c;  // a second
+  }
+}
+
+/// Draws a device, an order of threads, and an instance now and then.
+void DrawMachine(uint64_t seed, bool may_force = false) {
+  DrawHopper(seed);
+  Rng rng(seed ^ 0x80E111u);
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  const int64_t shared[] = {99 << 10, 163 << 10};
+  machine.devices[0].shared_bytes = rng.Pick(shared);
+  machine.forced_instance.clear();
+  if (may_force && rng.Chance(0.4)) {
+    machine.forced_instance = Instances()[static_cast<size_t>(rng.Integer(
+                                              0, static_cast<int64_t>(Instances().size()) - 1))]
+                                  .name;
+  }
+}
+
+Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
+  return [holds](const strobe_problem& p, const strobe_backward_args& args) {
+    return LaunchInTheEmulator(80, p, args, holds);
+  };
+}
+
+/// "" or what is wrong with the case.
+std::string RunBackward(const Case& c, WorkspaceHolds holds = WorkspaceHolds::kNumbers,
+                        const std::function<void(Fixture&)>& edit = {}) {
+  Fixture f(c);
+  if (edit) edit(f);
+  std::string wrong = f.Forward();
+  if (wrong.empty()) wrong = f.Backward(InTheEmulator(holds));
+  return wrong.empty() ? CompareBackward(f) : wrong;
+}
+
+TEST(EmulatedMmaSyncBackward, RandomProblemsAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const Case c = DrawCase(seed);
+    DrawMachine(seed, true);
+    const std::string wrong = RunBackward(c, HoldsOf(seed));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+Case MakeCase(int64_t q, int64_t k, int64_t dim) {
+  Case c;
+  c.seed = 3;
+  c.dtype =
+      Instances()[0].instance->config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+  c.heads = 4;
+  c.heads_kv = 2;
+  c.seqlens_q = {q};
+  c.seqlens_k = {k};
+  c.head_dim = c.head_dim_v = dim;
+  c.scale = std::nanf("");
+  return c;
+}
+
+/// The bits of dq, dk and dv, or of dk and dv alone.
+std::string Bits(const Fixture& f, bool with_dq) {
+  return (with_dq ? Fixture::Bits(f.dq) : "") + Fixture::Bits(f.dk) + Fixture::Bits(f.dv);
+}
+
+// With an order of additions no bit of dQ depends on when who comes by, and without one none of dK
+// and dV does. With a causal mask, packed sequences, and what only the general kernel has.
+TEST(EmulatedMmaSyncBackward, OrderChangesNoBit) {
+  for (const bool deterministic : {true, false}) {
+    for (const int64_t dim : {64, 128}) {
+      for (const bool general : {false, true}) {
+        Case c = MakeCase(130, 300, dim);
+        c.heads = c.heads_kv = 1 + (dim == 64);
+        c.deterministic = deterministic;
+        c.causal = general == (dim == 64);
+        if (general) c.dropout_p = 0.2f, c.softcap = 20.f;
+        if (deterministic == general) {
+          c.varlen = true;
+          c.seqlens_q = {70, 0, 100};
+          c.seqlens_k = {150, 30, 200};
+        }
+        Fixture f(c);
+        ASSERT_EQ(f.Forward(), "");
+        std::string first;
+        for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 3); ++seed) {
+          DrawMachine(seed);
+          f.Poison(STROBE_BACKWARD);
+          ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
+          if (seed == 0) first = Bits(f, deterministic);
+          EXPECT_TRUE(Bits(f, deterministic) == first) << ToString(c) << ", seed " << seed;
+        }
+        EXPECT_EQ(CompareBackward(f), "") << ToString(c);
+      }
+    }
+  }
+}
+
+// What is not finite reaches those alone who see it.
+TEST(EmulatedMmaSyncBackward, MaskedInfinitiesReachNobody) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  for (const int64_t dim : {64, 128}) {
+    for (const double x : {HUGE_VAL, std::nan("")}) {
+      Case c = MakeCase(90, 140, dim);
+      c.heads = 2;
+      c.causal = true;
+      if (std::isnan(x) == (dim == 64)) c.softcap = 20.f, c.dropout_p = 0.3f;
+      DrawMachine(static_cast<uint64_t>(dim));
+      EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNaN,
+                            [&](Fixture& f) {
+                              f.v.Set(f.v.Index(0, 120, 0, 3), x);
+                              f.k.Set(f.k.Index(0, 131, 1, 5), x);
+                            }),
+                "")
+          << ToString(c);
+    }
+  }
+}
+
+TEST(EmulatedMmaSyncBackward, SequencesOfNoneAndOne) {
+  for (const int64_t q : {0, 1}) {
+    for (const int64_t k : {0, 1}) {
+      Case c = MakeCase(q, k, 40);
+      DrawMachine(static_cast<uint64_t>(2 * q + k));
+      EXPECT_EQ(RunBackward(c), "") << ToString(c);
+    }
+  }
+}
+
+// Each wait at an mbarrier guards something: where it is left out, some order of threads and copies
+// gives other bits, or the launch fails.
+TEST(EmulatedMmaSyncBackward, EachWaitThatIsLeftOutShows) {
+  if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
+  // The mbarriers by their numbers, as BackwardBarriers::init initialises them, with two stages of
+  // a step. Long items, or short ones: then the next item's keys come early. (Without record_full a
+  // thread follows pointers that are none. v_empty never shows: whoever loads V has loaded K, for
+  // which it waited longer.)
+  const struct {
+    const char* name;
+    int64_t queries;
+    int mbarrier;
+  } waits[] = {{"v_full", 200, 0},         {"ds_full", 200, 2},        {"ds_empty", 200, 3},
+               {"k_full", 200, 9},         {"k_empty", 60, 10},        {"q_full", 200, 11},
+               {"q_empty", 200, 12},       {"dout_full", 200, 13},     {"dout_empty", 200, 14},
+               {"exchange_full", 200, 21}, {"exchange_empty", 200, 25}};
+  for (const auto& wait : waits) {
+    Case c = MakeCase(wait.queries, 520, 64);
+    c.heads = c.heads_kv = 1;
+    c.deterministic = true;
+    Fixture f(c);
+    ASSERT_EQ(f.Forward(), "");
+    const auto run = [&](uint64_t seed, int skipped) {
+      DrawMachine(seed);
+      // It has one item after the other.
+      strobe::emulator::machine().devices[0].multiprocessors = 1;
+      strobe::emulator::machine().devices[0].shared_bytes = 163 << 10;
+      strobe::emulator::settings().skipped_mbarrier = skipped;
+      strobe::emulator::settings().unwritten = kNumberByte;
+      f.Poison(STROBE_BACKWARD);
+      const std::string wrong = f.Backward(InTheEmulator());
+      return wrong.empty() ? Bits(f, true) : wrong;
+    };
+    const std::string right = run(0, -1);
+    bool seen = false;
+    for (uint64_t seed = 0; seed < 80 && !seen; ++seed) seen = run(seed, wait.mbarrier) != right;
+    EXPECT_TRUE(seen) << wait.name;
+  }
+  strobe::emulator::settings() = {};
+}
+
+}  // namespace
+}  // namespace strobe_test
