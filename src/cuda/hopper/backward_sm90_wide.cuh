@@ -84,7 +84,7 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
-                    const __grid_constant__ BackwardOrder order,
+                    const __grid_constant__ typename Tr::Order order,
                     const __grid_constant__ BackwardMaps maps) {
   constexpr uint32_t kOfWarpgroup = 4 * ptx::kWarpArrivals;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
     shared.dout_ring.init(1, 2 * kOfWarpgroup);
     shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
     shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
+    if constexpr (Tr::kOrdered) shared.added_ring.init(kOfWarpgroup, 1);
     ptx::fence_barrier_init();
   }
   ptx::let_next_kernel_begin();
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     if (warp == 2) {
-      Scheduler<Tr>(shared, p, scratch, order).run();
+      Scheduler<Tr>(shared, p, scratch, order, maps).run();
     } else if (threadIdx.x % 32 == 0) {
       if (warp == 0) {
         load_queries<Tr, typename Tr::QTile, true>(shared, shared.q_ring, shared.q, maps.q,
@@ -129,8 +130,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
         load_queries<Tr, typename Tr::DoutTile, false>(shared, shared.dout_ring, shared.dout,
                                                        maps.dout, shared.delta, scratch.delta,
                                                        scratch.tiles);
+      } else if constexpr (Tr::kOrdered) {
+        report_additions<Tr>(shared, scratch, rank);
       } else {
-        load_keys<Tr>(shared, maps, rank);
+        KeyLoader<Tr> keys(shared, maps);
+        for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) { keys.load(block, rank); });
       }
     }
   } else if (warp < 8) {
