@@ -267,12 +267,14 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
   // each: then the next item's keys come early. V has one stage at width 128, and in the general
-  // kernel, which takes dropout.
+  // kernel, which takes dropout. Of the kernel for wide heads those that keep the order of additions,
+  // with two pairs of thread blocks.
   const struct {
     const char* name;
     int64_t dim, queries;
     int mbarrier;
     float dropout_p = 0;
+    int multiprocessors = 1;
   } waits[] = {{"k.full", 64, 520, 4},
                {"k.empty", 64, 100, 5},
                {"v.full", 64, 520, 8},
@@ -292,8 +294,11 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
                {"general dout.full", 64, 520, 14, 0.2f},
                {"general dout.empty", 64, 520, 15, 0.2f},
                {"general ds.full", 64, 520, 18, 0.2f},
-               {"general ds.empty", 64, 520, 19, 0.2f}};
+               {"general ds.empty", 64, 520, 19, 0.2f},
+               {"wide added.full", 192, 260, 33, 0, 4},
+               {"wide added.empty", 192, 260, 34, 0, 4}};
   for (const auto& wait : waits) {
+    if (!HasInstance((wait.dim + 63) / 64 * 64)) continue;
     Case c = MakeCase(wait.queries, 520, wait.dim);
     c.heads = c.heads_kv = 1;
     c.deterministic = true;
@@ -303,7 +308,9 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
     const auto run = [&](uint64_t seed, int skipped) {
       DrawHopper(seed);
       // It has one item after the other.
-      strobe::emulator::machine().devices[0].multiprocessors = 1;
+      strobe::emulator::machine().devices[0].multiprocessors = wait.multiprocessors;
+      if (wait.multiprocessors > 1)
+        strobe::emulator::settings().blocks_at_once = wait.multiprocessors;
       strobe::emulator::settings().skipped_mbarrier = skipped;
       strobe::emulator::settings().unwritten = kNumberByte;
       f.Poison(STROBE_BACKWARD);

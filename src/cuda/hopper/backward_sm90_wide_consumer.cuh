@@ -454,12 +454,23 @@ struct DqWarpgroup : Warpgroup<Tr> {
         },
         [&](int32_t tile, bool, bool) {
           float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
-          add_share(sum, dq_share<Tr::KTile::kPanels>(rank, at_.count), rank, [] {});
+          const DqShare share = dq_share<Tr::KTile::kPanels>(rank, at_.count);
+          const int past = share.first + share.count;
+          shared.ds_ring.full[at_.stage()].wait(at_.phase());
+#pragma unroll 1
+          for (int panel = share.first; panel < past;) {
+            if (Tr::kEvenShares || panel + 2 <= past) {
+              add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
+              panel += 2;
+            } else {
+              add_panels<1>(sum, at_.stage(), panel, true, rank);
+              ++panel;
+            }
+          }
           ++at_.count;
         });
   }
-  /// Where additions have an order: waits for this block's turn before it adds, while the product
-  /// is under way, and says afterwards that it has added.
+  /// The same where additions have an order: this block's panels are added when it is its turn.
   __device__ __forceinline__ void ordered_steps(const OrderedKeyBlock& block, uint32_t rank) {
     const uint32_t turn = block.rank;
     int32_t head = 0;
@@ -468,56 +479,49 @@ struct DqWarpgroup : Warpgroup<Tr> {
         [&](int32_t tile, bool, bool) {
           const uint32_t at = static_cast<uint32_t>(head) * Base::scratch.tiles + block.scratch +
                               static_cast<uint32_t>(tile);
-          // Of three panels the middle one is a block's or the other's; whose must not change from
-          // one item to the next, nor with the batch.
+          // Of three panels the middle one is one block's or the other's: whose must not change
+          // from one item to the next, nor with the batch.
           const DqShare share =
               dq_share<Tr::KTile::kPanels>(rank, static_cast<uint32_t>(head + tile));
-          add_share(Base::scratch.dq + int64_t{at} * (kQueries * Tr::kWidth), share, rank, [&] {
-            const uint32_t* const counter = additions_of(Base::scratch, at, rank);
-            while (ptx::load_acquire(counter) != turn) {
-            }
-            __syncwarp();
-          });
+          shared.ds_ring.full[at_.stage()].wait(at_.phase());
+          if (Tr::kEvenShares || share.count == 2) {
+            add_in_turn<2>(at, share.first, turn, rank);
+          } else {
+            add_in_turn<1>(at, share.first, turn, rank);
+          }
           shared.added_ring.empty[at_.stage()].wait(at_.free());
           Base::arrive(shared.added_ring.full[at_.stage()]);
           ++at_.count;
         });
   }
-  /// Computes this block's panels of a step's dQ and adds them to their tile's sum.
-  template <typename AwaitTurn>
-  __device__ __forceinline__ void add_share(float* sum, DqShare share, uint32_t rank,
-                                            const AwaitTurn& await_turn) {
-    const int past = share.first + share.count;
-    shared.ds_ring.full[at_.stage()].wait(at_.phase());
-#pragma unroll 1
-    for (int panel = share.first; panel < past;) {
-      if (Tr::kEvenShares || panel + 2 <= past) {
-        add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank, await_turn);
-        panel += 2;
-      } else {
-        add_panels<1>(sum, at_.stage(), panel, true, rank, await_turn);
-        ++panel;
-      }
-    }
-  }
-  /// Computes kPanels panels of dQ and adds them to their tile's sum in global memory, when
-  /// await_turn() has come back. No thread here waits until the additions are done.
-  template <int kPanels, typename AwaitTurn>
-  __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
-                                             uint32_t rank, const AwaitTurn& await_turn) {
+  /// Computes kPanels panels of dQ, all that this block has of a tile, frees dS, and adds them to
+  /// the tile's sum when its counter says `turn`.
+  template <int kPanels>
+  __device__ __forceinline__ void add_in_turn(uint32_t tile, int panel, uint32_t turn,
+                                              uint32_t rank) {
     float dq[kPanels][32];
-    ptx::wgmma_fence();
-    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+    issue_panels<kPanels>(dq, at_.stage(), panel, rank);
+    // The answer comes from L2 while the products are under way.
+    const uint32_t* const counter = additions_of(Base::scratch, tile, rank);
+    bool is_turn = ptx::load_acquire(counter) == turn;
+    ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-      issue_dq(dq[i], shared.ds[stage][0], shared.k + (panel + i) * Tr::KTile::kPanelBytes, 0);
-      issue_dq(dq[i], shared.ds[stage][1],
-               shared.peer_k + (panel + i - first) * Tr::KTile::kPanelBytes, 1);
-      ptx::wgmma_commit();
-    }
-    float* const to =
-        sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
-    await_turn();
+    for (int i = 0; i < kPanels; ++i) ptx::pin(dq[i]);
+    free_ds(at_.stage(), rank);
+    while (!is_turn) is_turn = ptx::load_acquire(counter) == turn;
+    __syncwarp();
+    float* const to = panel_of(Base::scratch.dq + int64_t{tile} * (kQueries * Tr::kWidth), panel);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) add(to + i * 1024, dq[i]);
+  }
+  /// Computes kPanels panels of dQ and adds them to their tile's sum in global memory. No thread
+  /// here waits until the additions are done.
+  template <int kPanels>
+  __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
+                                             uint32_t rank) {
+    float dq[kPanels][32];
+    issue_panels<kPanels>(dq, stage, panel, rank);
+    float* const to = panel_of(sum, panel);
     if constexpr (kPanels == 2) {
       ptx::wgmma_wait<1>();
       ptx::pin(dq[0]);
@@ -527,6 +531,23 @@ struct DqWarpgroup : Warpgroup<Tr> {
     ptx::pin(dq[kPanels - 1]);
     if (last) free_ds(stage, rank);
     add(to + (kPanels - 1) * 1024, dq[kPanels - 1]);
+  }
+  template <int kPanels>
+  __device__ __forceinline__ void issue_panels(float (&dq)[kPanels][32], int stage, int panel,
+                                               uint32_t rank) {
+    ptx::wgmma_fence();
+    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      issue_dq(dq[i], shared.ds[stage][0], shared.k + (panel + i) * Tr::KTile::kPanelBytes, 0);
+      issue_dq(dq[i], shared.ds[stage][1],
+               shared.peer_k + (panel + i - first) * Tr::KTile::kPanelBytes, 1);
+      ptx::wgmma_commit();
+    }
+  }
+  /// The thread's part of a panel of a tile's sum.
+  __device__ __forceinline__ static float* panel_of(float* sum, int panel) {
+    return sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
   }
   __device__ __forceinline__ static void add(float* to, const float (&dq)[32]) {
 #pragma unroll
