@@ -21,7 +21,9 @@
 namespace strobe::cuda::sm90 {
 
 /// What the kernel needs to know of a block of kTileK keys of a sequence. The kernel before the
-/// main one works it out (prepare), since the producer has too few registers for it.
+/// main one works it out (prepare), since the producer has too few registers for it. One record
+/// serves all heads, since a mask is the same for all of them: only `walk` and `limits` depend on
+/// it. (The kernel for wide heads works out its KeyBlock for each item, which is of one key head.)
 template <int kTileK>
 struct alignas(16) KeyRecord {
   IntervalWalk<int32_t> walk;  // tiles of queries that see some of the keys
