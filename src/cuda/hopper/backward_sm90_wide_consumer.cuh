@@ -24,14 +24,14 @@ namespace strobe::cuda::sm90_wide {
 
 /// Calls run(tile, full, last) for each step of an item (HeadStep), and next_head(head) before each
 /// head. What the loop needs of the item is read once and kept in registers, since a load from
-/// shared memory would wait behind those of wgmma's operands: hence two loops, which need less.
+/// shared memory would wait behind those of wgmma's operands: hence two loops, which keep less, and
+/// read a head's first place anew.
 template <typename Block, typename NextHead, typename Run>
 __device__ __forceinline__ void for_each_step(const Block& block, const NextHead& next_head,
                                               const Run& run) {
   const int32_t direction = block.direction;
   const int32_t end = HeadStep::last_place(block.walk, direction);
-  IntervalWalk<int32_t> walk{};
-  walk.full_begin = block.walk.full_begin, walk.full_end = block.walk.full_end;
+  const IntervalWalk<int32_t> walk = block.walk;
 #pragma unroll 1
   for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
     next_head(head);
