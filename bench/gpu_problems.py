@@ -106,7 +106,7 @@ def problems(section: str) -> list[Problem]:
             plain._replace(label="dropout 0.1", dropout_p=0.1),
         ]
     if section == "deterministic":
-        return [Problem(f"deterministic {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, deterministic=True) for d in (64, 128)]
+        return [Problem(f"deterministic {d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d, deterministic=True) for d in (64, 128, 192, 256)]
     if section == "batch_invariant":
         # Where the flag may choose another row or order: many tiles, few, and a group that is split.
         shapes = [Problem(f"{d}", d, heads=HIDDEN // d, heads_kv=HIDDEN // d) for d in (64, 128, 256)]

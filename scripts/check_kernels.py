@@ -103,8 +103,9 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if "BackwardTraits" in symbol:  # ordered, general, stores dQ
             names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general", "stores dQ"), strict=True) if bit == "1"]
             variant = "+".join(names) or "plain"
-        elif "WideTraits" in symbol:
-            variant = "general" if "Lb1E" in main[2] else "plain"
+        elif "WideTraits" in symbol:  # general, ordered
+            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("general", "ordered"), strict=True) if bit == "1"]
+            variant = "+".join(sorted(names, reverse=True)) or "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
         dtype = TYPES[int(re.search(r"(?:ILi|Li[89]0ELi)([12])ELi", symbol)[1]) - 1]

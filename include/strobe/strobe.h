@@ -120,10 +120,10 @@ typedef struct strobe_problem {
   size_t
       struct_size; /* sizeof(strobe_problem) of the caller's header: set by strobe_problem_init */
 
-  int32_t direction; /* strobe_direction */
-  int32_t dtype;     /* strobe_dtype of q, k, v, out and their gradients (kv_dtype, out_dtype and
-                        grad_dtype say where another is meant); sums are float32 */
-  int32_t device;    /* strobe_device */
+  int32_t direction;    /* strobe_direction */
+  int32_t dtype;        /* strobe_dtype of q, k, v, out and their gradients (kv_dtype, out_dtype and
+                           grad_dtype say where another is meant); sums are float32 */
+  int32_t device;       /* strobe_device */
   int32_t device_index; /* CUDA: which GPU, as cudaSetDevice counts them. CPU: 0 */
 
   int64_t batch;      /* >= 1 */

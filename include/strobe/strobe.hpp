@@ -44,21 +44,10 @@ enum class Status : int {
   kInternalError = STROBE_INTERNAL_ERROR,  // a fault in Strobe: please report it
   kInterrupted = STROBE_INTERRUPTED,       // stopped by args.interrupt: the outputs are incomplete
 };
-<<<<<<< HEAD
 // Which pass.
 enum class Direction : int32_t {
   kForward = STROBE_FORWARD,   // out and lse from q, k and v
   kBackward = STROBE_BACKWARD  // dq, dk and dv from these, out, lse and dout
-=======
-enum class Direction : int32_t { kForward = STROBE_FORWARD, kBackward = STROBE_BACKWARD };
-enum class DType : int32_t {
-  kFloat32 = STROBE_FLOAT32,
-  kBFloat16 = STROBE_BFLOAT16,
-  kFloat16 = STROBE_FLOAT16,
-  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes these two: kUnsupported
-  kFloat8E5M2 = STROBE_FLOAT8_E5M2,
-  kSame = STROBE_SAME_DTYPE,  // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
->>>>>>> w-cpu
 };
 // What the elements of tensors are.
 enum class DType : int32_t {
@@ -67,7 +56,7 @@ enum class DType : int32_t {
   kFloat16 = STROBE_FLOAT16,         // IEEE binary16
   kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes it: kUnsupported
   kFloat8E5M2 = STROBE_FLOAT8_E5M2,  // no kernel takes it: kUnsupported
-  kSame = STROBE_SAME_DTYPE,         // for kv_dtype and out_dtype: the problem's dtype
+  kSame = STROBE_SAME_DTYPE,         // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
 };
 // Where the tensors are and the work is done.
 enum class Device : int32_t {
@@ -360,24 +349,14 @@ struct ForwardArgs {
 
 // Tensors of a backward launch.
 struct BackwardArgs {
-<<<<<<< HEAD
   const void *q = nullptr, *k = nullptr, *v = nullptr;  // as in forward
-  const void* out = nullptr;                            // what forward gave
-  const float* lse = nullptr;                           // what forward gave
-  const void* dout = nullptr;                           // gradient of out, its shape
-=======
-  const void* q = nullptr;  // as in forward
-  const void* k = nullptr;
-  const void* v = nullptr;
   const void* out = nullptr;    // what forward gave; not read where the problem has_delta
   const float* lse = nullptr;   // what forward gave
   const void* dout = nullptr;   // gradient of out, its shape
->>>>>>> w-cpu
   const float* dlse = nullptr;  // gradient of lse, its shape, when the problem has_dlse
   void* dq = nullptr;           // [batch, seqlen_q, heads, head_dim]
   void* dk = nullptr;  // [batch, seqlen_k, heads_kv, head_dim], summed over the group of heads
   void* dv = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
-<<<<<<< HEAD
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // as in forward
   const float* alibi_slopes = nullptr;                             // as in forward
   uint64_t dropout_seed = 0, dropout_offset = 0;                   // those of the forward launch
@@ -387,22 +366,7 @@ struct BackwardArgs {
   void* interrupt_data = nullptr;                                  // as in forward
   const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
   const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
-=======
-  const int32_t* cu_seqlens_q = nullptr;  // as in forward
-  const int32_t* cu_seqlens_k = nullptr;
-  const float* alibi_slopes = nullptr;
-  uint64_t dropout_seed = 0;  // those of the forward launch
-  uint64_t dropout_offset = 0;
-  std::span<std::byte> workspace = {};
-  void* stream = nullptr;
-  int32_t (*interrupt)(void* interrupt_data) = nullptr;  // as in forward
-  void* interrupt_data = nullptr;
-  const int32_t* seqused_q = nullptr;
-  const int32_t* seqused_k = nullptr;
-  const int32_t* q_position = nullptr;
-  const int32_t* prefix = nullptr;
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
->>>>>>> w-cpu
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {

@@ -19,20 +19,23 @@ constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 
 namespace hopper = sm90_wide;
 
+template <BackwardConfig kConfig, int kWidthV>
+void enlist_widths() {
+  const auto enlist_kernel = [](auto* kernel) { emulator::enlist(kernel, hopper::kBlocks); };
+  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, false, false>>);
+  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, false, true>>);
+  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, true, false>>);
+  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, true, true>>);
+}
+
 template <BackwardConfig kConfig>
 void enlist() {
   using Tr = hopper::TraitsOf<kConfig>;
   enlist_stages<BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys, Tr::kWidth,
                                typename Tr::StageTraits>>();
   constexpr int kWidth = kConfig.width;
-  emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
-  emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
-                   hopper::kBlocks);
-  if constexpr (kWidth == 192) {
-    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128>>, hopper::kBlocks);
-    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128, true>>,
-                     hopper::kBlocks);
-  }
+  enlist_widths<kConfig, kWidth>();
+  if constexpr (kWidth == 192) enlist_widths<kConfig, 128>();
 }
 
 #else

@@ -16,7 +16,6 @@
 #include "cuda/backward/scratch.cuh"
 #include "cuda/backward/steps.h"
 #include "cuda/hopper/item_order.h"
-#include "cuda/hopper/query_steps.h"
 
 namespace strobe::cuda {
 namespace {
@@ -322,6 +321,10 @@ struct OrderedProblem {
   int32_t batch = 1, heads_kv = 1, group = 1, parts = 1;
   int32_t tile_q = 64, tile_k = 128;
   bool batch_invariant = false;
+  // Whether a head of packed sequences has as many records for each of them as the longest needs,
+  // as in the kernel for wide heads, which takes an item by two thread blocks; else as many as
+  // there are (key_block_begin).
+  bool padded = false;
   std::vector<Mask> masks;             // of each sequence
   int64_t seqlen_q = 0, seqlen_k = 0;  // of the longest; keys of packed ones may be more
   std::vector<int32_t> cu_q, cu_k;     // packed, else empty
@@ -343,43 +346,50 @@ struct OrderedProblem {
     BackwardSizes sizes{};
     sizes.batch = batch, sizes.varlen = p.cu_k != nullptr, sizes.seqlen_k = seqlen_k;
     sizes.total_k = p.cu_k ? cu_k.back() : batch * seqlen_k;
-    const auto blocks = static_cast<uint32_t>(key_blocks(sizes, tile_k));
+    const int64_t of_sequence = ceil_div(seqlen_k, tile_k);
+    const auto blocks =
+        static_cast<uint32_t>(padded ? batch * of_sequence : key_blocks(sizes, tile_k));
     o.tracks = static_cast<uint32_t>(heads_kv * parts);
     o.parts = static_cast<uint32_t>(parts);
     o.heads_per_part = static_cast<int32_t>(ceil_div(group, parts));
-    o.records = p.cu_k ? blocks : static_cast<uint32_t>(ceil_div(seqlen_k, tile_k));
+    o.records = p.cu_k ? blocks : static_cast<uint32_t>(of_sequence);
     o.items = blocks * o.tracks;
-    return sm90::OrderedItems::make(o, tiles_of_item, rule.later_see_more(), batch_invariant);
+    return sm90::OrderedItems::make(o, tiles_of_item, rule.later_see_more(), batch_invariant,
+                                    padded ? 2 : 1);
   }
 };
 
 // What the kernel knows of an item: OrderedKeyBlock.
 struct OrderedBlock {
-  sm90::QueryVisits visits{};
-  int32_t head_begin = 0, head_end = 0, tile_step = -1;
+  IntervalWalk<int32_t> walk{};
+  int32_t head_begin = 0, head_end = 0, direction = -1;
   int32_t batch = 0, number = 0;  // of the key block in its sequence
+  uint32_t rank = 0;
   int64_t scratch = 0;
-
-  bool has_steps() const { return visits.begin < visits.end; }
 };
 
 OrderedBlock ordered_block(const OrderedProblem& problem, const CommonParams& p,
                            const sm90::OrderedItems& items, uint32_t index) {
   const auto item = items.item(index);
   OrderedBlock block;
-  const auto begin = [&](int32_t b) { return key_block_begin(p, problem.tile_k, b); };
+  const auto of_sequence = static_cast<uint32_t>(ceil_div(problem.seqlen_k, problem.tile_k));
+  const auto begin = [&](int32_t b) {
+    return problem.padded ? static_cast<uint32_t>(b) * of_sequence
+                          : key_block_begin(p, problem.tile_k, b);
+  };
   block.batch = sequence_at(item.record, p.batch, begin);
   block.number = static_cast<int32_t>(item.record - begin(block.batch));
   block.head_begin = item.head_kv * p.group + item.part * items.order.heads_per_part;
   block.head_end =
       std::min(block.head_begin + items.order.heads_per_part, (item.head_kv + 1) * p.group);
-  block.tile_step = item.descends ? 1 : -1;
+  block.direction = item.descends ? 1 : -1;
+  block.rank = addition_rank(static_cast<uint32_t>(block.number), of_sequence, item.descends);
   block.scratch = scratch_begin(p, problem.tile_q, block.batch);
   const Mask& mask = problem.masks[static_cast<size_t>(block.batch)];
   const Range keys{int64_t{block.number} * problem.tile_k,
                    min64(int64_t{block.number + 1} * problem.tile_k, problem.keys(block.batch))};
   if (keys.begin < problem.keys(block.batch))
-    block.visits = sm90::QueryVisits::make(mask, keys, problem.tile_q, problem.tile_k);
+    block.walk = item_walk(mask, keys, problem.tile_q, problem.tile_k);
   return block;
 }
 
@@ -397,6 +407,7 @@ OrderedProblem random_ordered(std::mt19937& random) {
   problem.parts = static_cast<int32_t>(ceil_div(problem.group, ceil_div(problem.group, parts)));
   problem.tile_q = random() % 2 ? 64 : 128;
   problem.batch_invariant = random() % 4 == 0;
+  problem.padded = random() % 3 == 0;
   const bool packed = random() % 2, same = random() % 2;
   const auto length = [&] { return random() % 8 == 0 ? 0 : 1 + below(random() % 2 ? 1500 : 90); };
   const int64_t longest_q = length(), longest_k = length();
@@ -426,6 +437,7 @@ std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const Com
                                         uint32_t descending, int64_t tiles) {
   BackwardScratch scratch{};
   scratch.descending = descending, scratch.tile_k = problem.tile_k;
+  scratch.key_tiles = static_cast<uint32_t>(ceil_div(problem.seqlen_k, problem.tile_k));
   std::map<int64_t, uint32_t> turns;
   for (int32_t b = 0; b < p.batch; ++b) {
     const Mask& mask = problem.masks[static_cast<size_t>(b)];
@@ -434,7 +446,7 @@ std::map<int64_t, uint32_t> first_turns(const OrderedProblem& problem, const Com
         const Range queries{begin, min64(begin + problem.tile_q, mask.seqlen_q)};
         const int64_t at =
             head * tiles + scratch_begin(p, problem.tile_q, b) + begin / problem.tile_q;
-        turns[at] = first_addition(p, scratch, b, head, key_walk(mask, queries, problem.tile_k));
+        turns[at] = first_rank(p, scratch, b, head, key_walk(mask, queries, problem.tile_k));
       }
     }
   }
@@ -476,7 +488,7 @@ TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
 
     struct ThreadBlock {
       OrderedBlock block;
-      sm90::QueryStep now{};
+      HeadStep now{};
       uint32_t item = 0;
       bool has_item = false, ended = false;
       int64_t made = -1, reports = -1;  // tiles: of the step before; added, but not reported
@@ -485,7 +497,7 @@ TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
     std::vector<ThreadBlock> blocks(1 + random() % (random() % 2 ? 4 : 40));
     uint32_t ticket = 0;
     const auto tile_of = [&](const ThreadBlock& t) {
-      return t.now.head * tiles + t.block.scratch + t.now.tile;
+      return t.now.head * tiles + t.block.scratch + t.block.walk.block(t.now.place);
     };
     for (size_t ended = 0, idle = 0; ended < blocks.size();) {
       ASSERT_LT(idle, 3000u) << "round " << round << ": all wait";
@@ -500,13 +512,13 @@ TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
         }
         t.item = ticket++;
         t.block = ordered_block(problem, p, items, t.item);
-        if (t.block.visits.begin >= t.block.visits.end) continue;
-        t.now = sm90::QueryStep::first(t.block);
+        if (t.block.walk.empty()) continue;
+        t.now = HeadStep::first(t.block.walk, t.block.head_begin, t.block.direction);
         t.has_item = true;
       }
       // One step: what was added in it is reported at its end, of the step before.
       const int64_t tile = tile_of(t);
-      if (turn.at(tile) != static_cast<uint32_t>(t.block.number)) {
+      if (turn.at(tile) != t.block.rank) {
         // At the end of the step that waits, the addition before it is told of all the same.
         if (t.made >= 0) turn[t.made] = t.next, t.made = -1, idle = 0;
         ++waits;
@@ -515,11 +527,11 @@ TEST(OrderedItems, NobodyWaitsForEverAndTheOrderIsThatOfTheItems) {
       ASSERT_LE(last[tile], t.item) << "round " << round;
       last[tile] = t.item + 1;
       if (t.made >= 0) turn[t.made] = t.next;
-      t.made = tile, t.next = static_cast<uint32_t>(t.block.number - t.block.tile_step);
+      t.made = tile, t.next = t.block.rank + 1;
       ++additions, idle = 0;
-      descending += t.block.tile_step > 0;
-      t.now.advance(t.block);
-      if (t.now.done(t.block)) t.has_item = false;
+      descending += t.block.direction > 0;
+      t.now.advance(t.block.walk, t.block.direction);
+      if (t.now.done(t.block.head_end)) t.has_item = false;
     }
   }
   EXPECT_GT(additions, 100000);

@@ -393,30 +393,25 @@ TEST(CudaPlan, HoppersBackwardTakesPlainProblems) {
   }
 }
 
-// And why: the problem's own option, not a tensor's address or another accident.
-TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
-  const std::string ordered =
-      "deterministic, expected false for the backward pass above head_dim 128";
-  const struct {
-    void (*change)(AttentionProblem&);
-    std::string reason, reason_of_wide;
-  } kinds[] = {
-      {[](AttentionProblem&) {}, "", ""},
-      {[](AttentionProblem& p) { p.softcap = 20.f; }, "", ""},
-      {[](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_HEAD; }, "", ""},
-      {[](AttentionProblem& p) { p.dropout_p = 0.1f; }, "", ""},
-      {[](AttentionProblem& p) { p.deterministic = 1; }, "", ordered},
+// And all others: no option is left to mma.sync.
+TEST(CudaPlan, HoppersBackwardTakesEveryOption) {
+  void (*const changes[])(AttentionProblem&) = {
+      [](AttentionProblem&) {},
+      [](AttentionProblem& p) { p.softcap = 20.f; },
+      [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_HEAD; },
+      [](AttentionProblem& p) { p.dropout_p = 0.1f; },
+      [](AttentionProblem& p) { p.deterministic = 1; },
+      [](AttentionProblem& p) { p.deterministic = 1, p.softcap = 20.f, p.dropout_p = 0.1f; },
   };
   for (const int64_t dim : {64, 96, 128, 136, 192, 256}) {
-    for (const auto& kind : kinds) {
+    for (const auto& change : changes) {
       AttentionProblem p = problem(STROBE_BFLOAT16, dim, STROBE_BACKWARD);
-      kind.change(p);
+      change(p);
       Plan plan;
       const Status s = plan_for(p, device(90), plan);
       ASSERT_TRUE(s.ok()) << s.text();
-      const std::string& wanted = dim > 128 ? kind.reason_of_wide : kind.reason;
-      EXPECT_STREQ(plan.kernel, wanted.empty() ? "cuda_sm90" : "cuda_sm80") << dim;
-      EXPECT_EQ(declines_on(90, plan.problem, device(90)), wanted) << dim;
+      EXPECT_STREQ(plan.kernel, "cuda_sm90") << dim;
+      EXPECT_EQ(declines_on(90, plan.problem, device(90)), "") << dim;
       EXPECT_EQ(declines_on(80, plan.problem, device(90)), "") << dim;
     }
   }

@@ -143,9 +143,9 @@ def many_items(row: Row) -> list[Case]:
         Case(**base, **packed, alibi=1),
         Case(**base, **{**dense, "heads_kv": 4}, softcap=20.0),
     ]
-    if row.width <= 128:  # no row for wider heads is deterministic
-        cases += [Case(**base, **dense, deterministic=True), Case(**base, **packed, deterministic=True)]
-        cases.append(Case(**base, **dense, softcap=100.0, dropout_p=0.2, deterministic=True))
+    # And by those that keep an order.
+    cases += [Case(**base, **dense, deterministic=True), Case(**base, **packed, deterministic=True)]
+    cases.append(Case(**base, **dense, softcap=100.0, dropout_p=0.2, deterministic=True))
     return cases
 
 
@@ -153,11 +153,10 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
     """What reaches every part of a kernel instance: (case, pad and shift by one)."""
     dtype = torch.bfloat16 if row.dtype == "bf16" else torch.float16
     dim = row.width
-    ordered = row.arch == 80 or dim <= 128  # else it has no deterministic backward
     cases = [
         (Case(seqlen_q=140, seqlen_k=200, heads=2, heads_kv=1, head_dim=dim, causal=True, dtype=dtype), False),
         (Case(batch=2, seqlen_q=row.tile_q * 2, seqlen_k=row.tile_k * 4, heads=1, head_dim=dim, dtype=dtype), False),
-        (Case(seqlen_q=300, seqlen_k=300, heads=1, head_dim=dim, window=(40, 20), dtype=dtype, deterministic=ordered), False),
+        (Case(seqlen_q=300, seqlen_k=300, heads=1, head_dim=dim, window=(40, 20), dtype=dtype, deterministic=True), False),
         (Case(seqlen_q=200, seqlen_k=70, heads=2, head_dim=dim - 8, causal=True, dtype=dtype, has_dlse=True), False),
         (Case(lengths_q=[65, 0, 1], lengths_k=[3, 70, 130], heads=2, heads_kv=1, head_dim=dim, dtype=dtype), False),
     ]
@@ -332,8 +331,6 @@ def test_persistent(_: argparse.Namespace) -> str:
         dims, dtypes = (64,), (torch.bfloat16,)
     done = 0
     for dim, dtype, shape, causal, ordered in itertools.product(dims, dtypes, shapes, (False, True), (False, True)):
-        if ordered and dim > 128:  # mma.sync's, which random problems reach
-            continue
         if out_of_time():
             return f"{done} problems, out of time"
         case = Case(head_dim=dim, dtype=dtype, causal=causal, deterministic=ordered, **shape)

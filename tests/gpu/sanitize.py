@@ -172,9 +172,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     if (row.arch, row.direction) == (90, "backward"):
         # A block takes item after item, 128 keys of a key head each: more items than an H200 has multiprocessors, 132.
         run = run_of(36, 36)
-        many = [[*run, "--causal"]]
-        if row.width <= 128:  # a kernel of its own
-            many.append([*run, "--causal", "--deterministic"])
+        many = [[*run, "--causal"], [*run, "--causal", "--deterministic"]]
         # And the kernels for any score, each copy of their weights.
         many += [[*command, *flags] for command in list(many) for flags in (["--dropout", "0.2"], ["--softcap", "20"])]
         many.append([*run, "--causal", "--alibi"])
@@ -190,7 +188,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     if row.when != "plain" and (row.arch == 80 or row.direction == "backward"):
         rule += ["--dropout", "0.2"]
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
-    if row.arch == 90 and row.direction == "backward" and row.width <= 128:
+    if row.arch == 90 and row.direction == "backward":
         runs.append([*run, "--causal", "--deterministic"])
     return [*runs, packed, *many]
 

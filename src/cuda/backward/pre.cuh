@@ -126,13 +126,12 @@ __global__ void __launch_bounds__(kPreThreads)
     }
   }
   if (thread < counters) {
-    // Where additions to dQ have an order, each key tile waits until the counter has its number; it
-    // begins with the first one to add.
+    // Where additions to dQ have an order, each key tile waits until the counter says its rank.
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
-      first = first_addition(p, scratch, tile.batch, tile.head,
-                             key_walk(sequence.mask, queries, scratch.tile_k));
+      first = first_rank(p, scratch, tile.batch, tile.head,
+                         key_walk(sequence.mask, queries, scratch.tile_k));
     }
     scratch.additions[at * counters + thread] = first;
   }

@@ -109,28 +109,39 @@ struct BackwardScratch {
   uint32_t* any_nonfinite;  // without: whether one of them is set. If not, none is read; flags of
                             // items that do not exist never are
   uint32_t* dq_nonfinite;   // without, [heads, tiles]: some of the tile's dQ is not finite
-  uint32_t* additions;      // [heads, tiles, counters]: the key tile that may add to dq next;
-                            // unless deterministic, whether dq is zero there (items_zero)
+  uint32_t* additions;      // [heads, tiles, counters]: the rank of the key tile that adds to dq
+                            // next; unless deterministic, whether dq is zero there (items_zero)
   uint32_t items_zero;    // whether the main kernel's items set dq to zero, and not the pre kernel
   uint32_t stores_sum;    // whether they store to dq, and nobody sets it to zero (adds_once)
-  uint32_t descending;    // key heads (OrderedItems) whose key tiles add the last one first
+  uint32_t descending;    // key heads (OrderedItems) whose last key tile adds first
   uint32_t* ticket;       // the next work item
   uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
   float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts
   void* key_records;      // [key_blocks], where StageTraits::kPreparesKeys; at first null
   uint32_t key_blocks;
-  int32_t tile_k;  // keys of a work item
-  uint32_t tiles;  // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
+  int32_t tile_k;      // keys of a work item
+  uint32_t tiles;      // of a head (all heads' are fewer than 2^32: a tile takes 16 KB)
+  uint32_t key_tiles;  // of the longest sequence
 };
 
-/// The key tile that is the first to add to dq, of those in `tiles`, which see some of its queries.
-/// A packed sequence may have more keys than the problem's bound: no item is there for these.
-STROBE_INLINE constexpr uint32_t first_addition(const CommonParams& p, const BackwardScratch& s,
-                                                int32_t batch, int32_t head,
-                                                const IntervalWalk<int64_t>& tiles) {
+/// The rank of a key tile among those that add to the same dq. Where additions have an order it is
+/// that of the ranks, hence that in which the work items are drawn: key tiles ascend, or, in heads
+/// that descend, the last one is the first. key_tiles: BackwardScratch's.
+STROBE_INLINE constexpr uint32_t addition_rank(uint32_t key_tile, uint32_t key_tiles,
+                                               bool descends) {
+  return descends ? key_tiles - 1 - key_tile : key_tile;
+}
+
+/// The lowest rank of the key tiles that add to a tile of dq, which are those of its walk. A packed
+/// sequence may have more keys than the problem's bound: no item is there for these.
+STROBE_INLINE constexpr uint32_t first_rank(const CommonParams& p, const BackwardScratch& s,
+                                            int32_t batch, int32_t head,
+                                            const IntervalWalk<int64_t>& walk) {
   const auto of_heads = static_cast<uint32_t>((p.cu_k ? 0 : batch) * p.heads_kv + head / p.group);
-  if (of_heads >= s.descending) return static_cast<uint32_t>(tiles.begin);
-  return static_cast<uint32_t>(min64(tiles.end, ceil_div(p.seqlen_k, s.tile_k)) - 1);
+  const bool descends = of_heads < s.descending;
+  const int64_t first =
+      descends ? min64(walk.end, int64_t{s.key_tiles}) - 1 : walk.rank(walk.begin);
+  return addition_rank(static_cast<uint32_t>(first), s.key_tiles, descends);
 }
 
 /// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
@@ -141,6 +152,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
                                              int64_t key_flags = -1, bool sums_dq = true) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
+  c.key_tiles = static_cast<uint32_t>(ceil_div(s.seqlen_k, tile_k));
   c.tiles = static_cast<uint32_t>(scratch_tiles(s, tile_q));
   const int64_t all = s.heads * c.tiles;
   c.lse = arena.take<float>(all * tile_q);

@@ -45,9 +45,6 @@ struct BackwardConfig {
   int warps;
 };
 
-/// The widest of the Hopper backward's kernels whose additions to dQ may have an order.
-inline constexpr int kWidestOrdered = 128;
-
 /// What a kernel file says of a configuration to the planner.
 struct LaunchShape {
   int threads;           // of a block

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/common/config.h"
 #include "cuda/hopper/backward_sm90_layout.cuh"
@@ -16,6 +17,12 @@ namespace strobe::cuda::sm90 {
 /// Whether a score is more than a scale times q.k, or weights are dropped.
 inline bool is_general(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
+}
+
+/// Query tiles that a key block visits, at most.
+inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
+  return min64(ceil_div(p.seqlen_q, tile_q),
+               ceil_div(p.rule.most_seen(tile_k, p.seqlen_q), tile_q) + 1);
 }
 
 /// Makes the tensor maps of a launch out of those of this thread's last one: what is the same is

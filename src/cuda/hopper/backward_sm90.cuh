@@ -138,7 +138,7 @@ class BackwardProducer {
       block().head_begin = item.head_kv * p_.group + item.part * order().heads_per_part;
       block().head_end =
           min(block().head_begin + order().heads_per_part, (item.head_kv + 1) * p_.group);
-      if constexpr (Tr::kOrdered) block().tile_step = item.descends ? 1 : -1;
+      if constexpr (Tr::kOrdered) block().direction = item.descends ? 1 : -1;
       full.arrive_expect(sizeof(typename Tr::Record));
       ptx::bulk_load(&block(),
                      static_cast<const typename Tr::Record*>(scratch_.key_records) + item.record,
@@ -188,11 +188,13 @@ class BackwardProducer {
     load_keys(shared_.k_ring, shared_.k, maps_.k);
     load_keys(shared_.v_ring, shared_.v, maps_.v);
 #pragma unroll 1
-    for (QueryStep now = QueryStep::first(block); block.has_steps() && !now.done(block);
-         now.advance(block), ++at_.count) {
+    for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
+         block.has_steps() && !now.done(block.head_end);
+         now.advance(block.walk, block.direction), ++at_.count) {
+      const int32_t tile = block.walk.block(now.place);
       const int64_t scratch_row = Tr::kTileQ * (int64_t{now.head} * scratch_.tiles + block.scratch +
-                                                static_cast<uint32_t>(now.tile));
-      const int row = block.map_q + now.tile * Tr::kTileQ, stage = at_.stage();
+                                                static_cast<uint32_t>(tile));
+      const int row = block.map_q + tile * Tr::kTileQ, stage = at_.stage();
       load_queries<Tr>(shared_.q_ring, at_, shared_.q[stage], maps_.q, row, now.head,
                        block.map_batch, shared_.lse[stage], scratch_.lse + scratch_row);
       load_queries<Tr>(shared_.dout_ring, at_, shared_.dout[stage], maps_.dout, row, now.head,

@@ -102,13 +102,13 @@ class BackwardConsumer {
   /// An item's steps.
   template <StepKind kBegin>
   __device__ __forceinline__ void steps() {
-    QueryStep now = QueryStep::first(block());
+    HeadStep now = HeadStep::first(block().walk, block().head_begin, block().direction);
     step<kBegin>(now);
     for (;;) {
-      now.advance(block());
-      if (now.done(block())) break;
+      now.advance(block().walk, block().direction);
+      if (now.done(block().head_end)) break;
       if constexpr (!Tr::kGeneral) {  // which has one copy of the step, with the mask
-        if (block().visits.is_full(now.tile)) {
+        if (block().walk.is_full(now.place)) {
           step<StepKind::kFull>(now);
           continue;
         }
@@ -133,7 +133,7 @@ class BackwardConsumer {
     const int32_t key = block.key_begin + key_row() + lane / 4;
     // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
     // tiles were full, and no pair was masked.
-    const bool suspect = !block.visits.all_full() &&
+    const bool suspect = !block.walk.all_full() &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
@@ -158,6 +158,9 @@ class BackwardConsumer {
 
   __device__ __forceinline__ const typename Tr::Block& block() const {
     return shared_.blocks[item_.stage()];
+  }
+  __device__ __forceinline__ int32_t tile_of(const HeadStep& step) const {
+    return block().walk.block(step.place);
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
   /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
@@ -205,7 +208,7 @@ class BackwardConsumer {
   /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
   /// S with nothing else under way, and issues dP after P.
   template <StepKind kKind>
-  __device__ __forceinline__ void step(const QueryStep& now) {
+  __device__ __forceinline__ void step(const HeadStep& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
     constexpr bool kClears = !Tr::kPersistent && kKind == StepKind::kFirst;
     const int stage = at_.stage();
@@ -215,7 +218,7 @@ class BackwardConsumer {
 
     DroppedWeights<kTileQ> dropped;
     if constexpr (Tr::kGeneral) {
-      dropped = DroppedWeights<kTileQ>::draw(p_, block().batch, now.head, now.tile * kTileQ,
+      dropped = DroppedWeights<kTileQ>::draw(p_, block().batch, now.head, tile_of(now) * kTileQ,
                                              block().key_begin + key_row(), lane());
     }
     shared_.q_ring.full[stage].wait(at_.phase());
@@ -230,7 +233,7 @@ class BackwardConsumer {
     };
     if constexpr (!Tr::kGeneral) issue_dp();
 
-    SeenQueries<kMasked ? 2 : 0> seen(limits(), now.tile * kTileQ);
+    SeenQueries<kMasked ? 2 : 0> seen(limits(), tile_of(now) * kTileQ);
     if constexpr (Tr::kGeneral) {
       // Loaded while the product is under way.
       const Score score = Score::of(p_, block().batch, now.head);
@@ -264,7 +267,7 @@ class BackwardConsumer {
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
     __syncwarp();
-    if (ptx::arrives(lane()) && now.is_last(block())) {
+    if (ptx::arrives(lane()) && now.is_last(block().walk, block().head_end, block().direction)) {
       shared_.v_ring.empty[item_v().stage()].arrive();
     }
     take_ds<kMasked>(dp, weights, ds, stage, seen);
@@ -291,7 +294,7 @@ class BackwardConsumer {
     arrive(shared_.q_ring.empty[stage]);
     if constexpr (Tr::kStoresDq) keep_dq_rows(now);
     tile_before() = static_cast<uint32_t>(now.head) * scratch_.tiles + block().scratch +
-                    static_cast<uint32_t>(now.tile);
+                    static_cast<uint32_t>(tile_of(now));
     ++at_.count;
   }
 
@@ -390,12 +393,12 @@ class BackwardConsumer {
   /// The same with softcap, ALiBi and dropout.
   template <typename Seen>
   __device__ __forceinline__ void take_general_weights(
-      const QueryStep& now, const float (&s)[kTileQ / 2], const Score& score,
+      const HeadStep& now, const float (&s)[kTileQ / 2], const Score& score,
       const DroppedWeights<kTileQ>& dropped, uint32_t (&weights)[kTileQ / 4],
       const float4 (&lses)[kTileQ / 16], const Seen& seen) {
     const typename Tr::Block& block = this->block();
     const int lane = this->lane();
-    const int32_t distance = block.position + now.tile * kTileQ - block.key_begin - key_row();
+    const int32_t distance = block.position + tile_of(now) * kTileQ - block.key_begin - key_row();
     sm90::take_general_weights<Tr>(
         s, score, distance, p_.dropout.enabled(), dropped, [&](int j) { return lses[j]; }, lane,
         seen, weights,
@@ -459,11 +462,11 @@ class BackwardConsumer {
   __device__ __forceinline__ RowsView& dq_before() { return shared_.dq_before[key_row() / 16]; }
   /// Notes which rows of dQ this step's tile has, for store_dq: it runs in the next step, which
   /// computes their dQ.
-  __device__ __forceinline__ void keep_dq_rows(const QueryStep& now) {
+  __device__ __forceinline__ void keep_dq_rows(const HeadStep& now) {
     __syncwarp();  // all lanes have read the rows of the step before
     if (lane() == 0) {
       const typename Tr::Block& block = this->block();
-      const int32_t first = now.tile * kTileQ;
+      const int32_t first = tile_of(now) * kTileQ;
       dq_before() = rows_view(p_.dq, block.map_batch, block.map_q + first, now.head,
                               block.seqlen_q - first, p_.head_dim);
     }

@@ -21,7 +21,6 @@ namespace strobe::cuda::sm90 {
 
 template <BackwardConfig kConfig>
 constexpr LaunchShape backward_shape() {
-  static_assert(kConfig.width <= kWidestOrdered);
   // Where additions have an order, shared memory is not less than where they have none.
   using Plain = BackwardTraitsOf<kConfig, true>;
   using General = BackwardTraitsOf<kConfig, true, true>;
@@ -115,12 +114,6 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
                        : launch_kernel<Plain>(p, scratch, order, items, count, maps, target);
 }
 
-/// Query tiles that a key block visits, at most.
-inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
-  return min64(ceil_div(p.seqlen_q, tile_q),
-               ceil_div(p.rule.most_seen(tile_k, p.seqlen_q), tile_q) + 1);
-}
-
 template <BackwardConfig kConfig>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Tr = BackwardTraitsOf<kConfig>;
@@ -143,7 +136,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   item_order.items = static_cast<uint32_t>(items);
   const OrderedItems ordered =
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
-                         p.rule.later_see_more(), p.batch_invariant != 0);
+                         p.rule.later_see_more(), p.batch_invariant != 0, 1);
   const bool in_order = has_order<kConfig>(p);
   if (in_order) scratch.descending = ordered.descending;
   scratch.items_zero = items > 0 && counters > 0 && !in_order ? 1 : 0;

@@ -8,6 +8,7 @@
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/pre.cuh"
 #include "cuda/backward/seen_queries.cuh"
+#include "cuda/backward/steps.h"
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/load.cuh"
@@ -15,16 +16,17 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
-#include "cuda/hopper/query_steps.h"
 #include "cuda/ptx/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
 /// What the kernel needs to know of a block of kTileK keys of a sequence. The kernel before the
-/// main one works it out (prepare), since the producer has too few registers for it.
+/// main one works it out (prepare), since the producer has too few registers for it. One record
+/// serves all heads, since a mask is the same for all of them: only `walk` and `limits` depend on
+/// it. (The kernel for wide heads works out its KeyBlock for each item, which is of one key head.)
 template <int kTileK>
 struct alignas(16) KeyRecord {
-  QueryVisits visits;
+  IntervalWalk<int32_t> walk;  // tiles of queries that see some of the keys
   int64_t k_row;               // of the sequence's first key
   int32_t seqlen_q, seqlen_k;  // of the sequence; seqlen_k 0: there is no such block
   int32_t key_begin;           // in the sequence
@@ -46,8 +48,8 @@ struct alignas(16) KeyRecord {
     if (thread < kTileK) limits[thread] = key_limits(sequence.mask, first + thread);
     if (thread != 0) return;
     const Range keys{first, min64(first + kTileK, seqlen)};
-    visits =
-        first < seqlen ? QueryVisits::make(sequence.mask, keys, tile_q, kTileK) : QueryVisits{};
+    walk = {};
+    if (first < seqlen) walk = item_walk(sequence.mask, keys, tile_q, kTileK);
     k_row = sequence.k_row;
     seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     seqlen_k = first < seqlen ? seqlen : 0;
@@ -60,7 +62,7 @@ struct alignas(16) KeyRecord {
     position = static_cast<int32_t>(sequence.mask.position(0));
   }
   __device__ __forceinline__ bool exists() const { return seqlen_k > 0; }
-  __device__ __forceinline__ bool has_steps() const { return visits.begin < visits.end; }
+  __device__ __forceinline__ bool has_steps() const { return walk.begin < walk.end; }
 };
 
 /// A work item: a block of keys, of a key head, with all query heads that read them, or a part of
@@ -71,21 +73,19 @@ struct alignas(16) KeyBlock : KeyRecord<kTileK> {
   int32_t head_begin, head_end;  // query heads
   // Tiles descend, so that all key blocks of a head that are under way begin with the same tile,
   // also under a causal mask.
-  static constexpr int32_t tile_step = -1;
+  static constexpr int32_t direction = -1;
 };
 /// A work item where additions to dQ have an order (OrderedItems).
 template <int kTileK>
 struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
   int32_t head_kv, part;
   int32_t head_begin, head_end;
-  int32_t tile_step;  // 1 or -1: tiles ascend or descend, and key blocks the other way
+  int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
 
-  /// What the counter of a tile's additions says when this block may add, and when it has.
-  __device__ __forceinline__ uint32_t turn() const {
-    return static_cast<uint32_t>(this->key_begin) / kTileK;
-  }
-  __device__ __forceinline__ uint32_t next_turn() const {
-    return turn() - static_cast<uint32_t>(tile_step);
+  /// What the counter of a tile's additions says when this block may add; it then goes on by one.
+  /// key_tiles: BackwardScratch's.
+  __device__ __forceinline__ uint32_t rank(uint32_t key_tiles) const {
+    return addition_rank(static_cast<uint32_t>(this->key_begin) / kTileK, key_tiles, direction > 0);
   }
 };
 

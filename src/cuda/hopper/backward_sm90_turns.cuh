@@ -2,11 +2,13 @@
 // its turn to add to a tile, and tells the others that it has added. backward_sm90.cuh has the
 // whole picture.
 //
-// Each query tile of a head has a counter (BackwardScratch::additions) that says which key block
-// adds to its dQ next. Two threads of the producer's warpgroup wait for it and raise it. The
-// consumers do what they do without an order, and know nothing of counters:
+// Key blocks add to the dQ of a tile in the order of their ranks, in which they are drawn
+// (addition_rank). Each query tile of a head has a counter (BackwardScratch::additions): the rank
+// of the key block that adds next. Two threads of the producer's warpgroup wait for it and raise it
+// by one. The consumers do what they do without an order, and know nothing of counters:
 //
-//   - KeepTurns waits until it is this block's turn, and then arrives at ds.full, for which the
+//   - KeepTurns waits until the counter says this block's rank, and then arrives at ds.full, for
+//   which the
 //     consumers wait before they compute a step's dQ;
 //   - ReportAdditions waits at dout.empty, where the consumers arrive after they have added dQ of
 //     the step before, and then raises the counter. So an item's last step is reported in the first
@@ -55,8 +57,9 @@ class AdditionOrder {
       const Block& block = shared_.blocks[item_.stage()];
       if (block.head_kv < 0) return;
 #pragma unroll 1
-      for (QueryStep now = QueryStep::first(block); block.has_steps() && !now.done(block);
-           now.advance(block), ++at_.count) {
+      for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
+           block.has_steps() && !now.done(block.head_end);
+           now.advance(block.walk, block.direction), ++at_.count) {
         do_step(block, now);
       }
       if (!Tr::kPersistent) return;
@@ -65,9 +68,9 @@ class AdditionOrder {
   }
 
   /// The counter of a step's query tile and head.
-  __device__ __forceinline__ uint32_t* counter(const Block& block, const QueryStep& of) const {
+  __device__ __forceinline__ uint32_t* counter(const Block& block, const HeadStep& of) const {
     return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
-                                 static_cast<uint32_t>(of.tile));
+                                 static_cast<uint32_t>(block.walk.block(of.place)));
   }
 
   typename Tr::Shared& shared_;
@@ -84,12 +87,12 @@ class KeepTurns : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const QueryStep& now) {
+    this->for_each_step([&](const Block& block, const HeadStep& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
-      const uint32_t turn = block.turn();
+      const uint32_t rank = block.rank(this->scratch_.key_tiles);
       const uint32_t* const counter = this->counter(block, now);
-      while (ptx::load_acquire(counter) != turn) {
+      while (ptx::load_acquire(counter) != rank) {
       }
       this->shared_.ds_ring.full[stage].arrive();
     });
@@ -105,7 +108,7 @@ class ReportAdditions : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const QueryStep& now) {
+    this->for_each_step([&](const Block& block, const HeadStep& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
       // q.empty counts this arrival too. Before it the producer loads no further Q, so that
@@ -113,18 +116,18 @@ class ReportAdditions : AdditionOrder<Tr> {
       this->shared_.q_ring.empty[stage].arrive();
       report();
       counter_ = this->counter(block, now);
-      next_turn_ = block.next_turn();
+      next_rank_ = block.rank(this->scratch_.key_tiles) + 1;
     });
   }
   /// Raises the counter of the step before, whose additions are made. After run(): of the thread
   /// block's last step.
   __device__ __forceinline__ void report() {
-    if (counter_) ptx::store_release(counter_, next_turn_);
+    if (counter_) ptx::store_release(counter_, next_rank_);
   }
 
  private:
   uint32_t* counter_ = nullptr;  // of the step before
-  uint32_t next_turn_ = 0;
+  uint32_t next_rank_ = 0;
 };
 
 }  // namespace strobe::cuda::sm90

@@ -16,7 +16,8 @@
 //   0         32         producer, one thread: Q and lse, step by step; it asks for the next item
 //   1         32         producer, one thread: dO and delta
 //   2         32         scheduler: draws items, and says what they are
-//   3         32         producer, one thread: V, K, the peer's K
+//   3         32         producer, one thread: V, K, the peer's K. Where additions to dQ have an
+//                        order this is the scheduler's, and warp 3 reports additions
 //   4 to 7    192        weights:   S, P and dV
 //   8 to 11   192        gradients: dP, dS and dK
 //   12 to 15  96         dQ
@@ -37,6 +38,9 @@
 //                      the peer's dS has arrived
 //   ds.empty           dQ has been made of it, here and by the  gradients, two steps later
 //                      peer (hence the peer has got it, too)
+//   added.full         dQ has been added to its sum             warp 3, where additions have an
+//                                                               order
+//   added.empty        warp 3 has seen that                     dQ, two steps later
 //   nonfinite_full     the flags of dV are there                gradients, at an item's end
 //
 //   shared memory    panels of 64 columns, 128-byte swizzle: backward_sm90_wide_layout.cuh
@@ -59,6 +63,30 @@
 //
 // In the general kernel the weights warpgroup has branches between S and P, with nothing of its own
 // in flight, and leaves factors in place of P (backward_sm90_scores.cuh).
+//
+// Where additions to dQ have an order (`deterministic`; kOrdered), key blocks add to the dQ of a
+// tile in the order of their ranks, in which their items are drawn (OrderedItems, addition_rank).
+// Each tile of a head has two counters (BackwardScratch::additions), one for each block of a pair:
+// the rank of the item that adds next. Two, since which columns of a tile are whose is the same in
+// all items. The dQ warpgroup looks at the counter while a step's product is under way, frees dS,
+// and adds when the counter says its item's rank:
+//
+//   dQ          wait dS | dQ = dS K (and dS' K' of the peer), in two products | free dS
+//               wait for the counter | add to the sum | arrive at added.full
+//   warp 3      wait added.full | raise the counter by one
+//
+// To raise the counter is a release, which covers the warpgroup's additions, since they came before
+// its arrival, and waits until L2 has acknowledged them: warp 3 waits for that, and nobody else.
+//
+// There is no deadlock. Items are drawn one after the other by pairs that run, each of which goes
+// through its items in the order in which it drew them. Take, of all items whose additions are not
+// all reported, the one that was drawn first. Its pair has done and reported all its earlier items.
+// The dQ warpgroups of the pair wait for dS and for their counters. The counters come, since they
+// wait for items that were drawn before, all of which are reported. dS of a step comes, too: what
+// makes it waits for tiles from memory, and for dS of two steps before to be free in both blocks,
+// which it is when these blocks have made that step's dQ, before they wait for its counter. That
+// the weights and gradients warpgroups, or the scheduler, may have come to the next item does not
+// matter, since no step of this item waits for the next one's.
 //
 // The head of backward_sm90.cuh says what becomes of rows that are not finite, and which kernels
 // run before and after; that is the same here.
@@ -84,7 +112,7 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
-                    const __grid_constant__ BackwardOrder order,
+                    const __grid_constant__ typename Tr::Order order,
                     const __grid_constant__ BackwardMaps maps) {
   constexpr uint32_t kOfWarpgroup = 4 * ptx::kWarpArrivals;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -109,6 +137,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
     shared.dout_ring.init(1, 2 * kOfWarpgroup);
     shared.weights_ring.init(kOfWarpgroup, kOfWarpgroup);
     shared.ds_ring.init(kOfWarpgroup, kBlocks * kOfWarpgroup);
+    if constexpr (Tr::kOrdered) shared.added_ring.init(kOfWarpgroup, 1);
     ptx::fence_barrier_init();
   }
   ptx::let_next_kernel_begin();
@@ -120,7 +149,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
   if (warp < 4) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     if (warp == 2) {
-      Scheduler<Tr>(shared, p, scratch, order).run();
+      Scheduler<Tr>(shared, p, scratch, order, maps).run();
     } else if (threadIdx.x % 32 == 0) {
       if (warp == 0) {
         load_queries<Tr, typename Tr::QTile, true>(shared, shared.q_ring, shared.q, maps.q,
@@ -129,8 +158,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
         load_queries<Tr, typename Tr::DoutTile, false>(shared, shared.dout_ring, shared.dout,
                                                        maps.dout, shared.delta, scratch.delta,
                                                        scratch.tiles);
+      } else if constexpr (Tr::kOrdered) {
+        report_additions<Tr>(shared, scratch, rank);
       } else {
-        load_keys<Tr>(shared, maps, rank);
+        KeyLoader<Tr> keys(shared, maps);
+        for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) { keys.load(block, rank); });
       }
     }
   } else if (warp < 8) {

@@ -11,6 +11,7 @@
 #include "cuda/hopper/backward_sm90_wide_layout.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
+#include "cuda/ptx/global_access.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
@@ -21,21 +22,24 @@
 
 namespace strobe::cuda::sm90_wide {
 
-/// Calls run(tile, full, last) for each step of an item: last tile first, head after head; and
-/// next_head(head) before each head. What the loop needs of the item is read once and kept in
-/// registers, since a load from shared memory would wait behind those of wgmma's operands.
-template <typename NextHead, typename Run>
-__device__ __forceinline__ void for_each_step(const KeyBlock& block, const NextHead& next_head,
+/// Calls run(tile, full, last) for each step of an item (HeadStep), and next_head(head) before each
+/// head. What the loop needs of the item is read once and kept in registers, since a load from
+/// shared memory would wait behind those of wgmma's operands: hence two loops, which keep less, and
+/// read a head's first place anew.
+template <typename Block, typename NextHead, typename Run>
+__device__ __forceinline__ void for_each_step(const Block& block, const NextHead& next_head,
                                               const Run& run) {
-  const int32_t begin = block.visits.begin;
-  const int32_t full_begin = block.visits.full_begin, full_end = block.visits.full_end;
+  const int32_t direction = block.direction;
+  const int32_t end = HeadStep::last_place(block.walk, direction);
+  const IntervalWalk<int32_t> walk = block.walk;
 #pragma unroll 1
   for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
     next_head(head);
     --left;
 #pragma unroll 1
-    for (int32_t tile = block.visits.end - 1; tile >= begin; --tile)
-      run(tile, full_begin <= tile && tile < full_end, left == 0 && tile == begin);
+    for (int32_t place = HeadStep::first_place(block.walk, direction);
+         direction < 0 ? place >= end : place <= end; place += direction)
+      run(walk.block(place), walk.is_full(place), left == 0 && place == end);
   }
 }
 
@@ -102,7 +106,7 @@ struct Warpgroup {
 #pragma unroll 1
     for (RingPosition<2> at;; ++at.count) {
       shared.block_ring.full[at.stage()].wait(at.phase());
-      const KeyBlock& block = shared.blocks[at.stage()];
+      const typename Tr::Block& block = shared.blocks[at.stage()];
       if (block.number < 0) return;
       run(block, at);
       arrive(shared.block_ring.empty[at.stage()]);
@@ -149,7 +153,7 @@ struct Warpgroup {
       found |= sm90::not_finite(sum, half) &&
                block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
     }
-    return __any_sync(0xffffffffu, found && !block.visits.all_full());
+    return __any_sync(0xffffffffu, found && !block.walk.all_full());
   }
   /// Stores rows of dK or dV: to the caller's tensor, or, where a group has several parts, to the
   /// sums of this item's part.
@@ -174,7 +178,7 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
   using typename Base::T;
 
   __device__ __forceinline__ void run(const BackwardOrder& order) {
-    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+    Base::for_each_item([&](const typename Tr::Block& block, RingPosition<2> item) {
       const int slot = item.stage();
       float dv[Tr::kWidthV / 2];
       ptx::clear(dv);
@@ -308,7 +312,7 @@ struct GradientsWarpgroup : Warpgroup<Tr> {
   using typename Base::T;
 
   __device__ __forceinline__ void run(const BackwardOrder& order, uint32_t rank) {
-    Base::for_each_item([&](const KeyBlock& block, RingPosition<2> item) {
+    Base::for_each_item([&](const typename Tr::Block& block, RingPosition<2> item) {
       const int slot = item.stage();
       float dk[Tr::kWidth / 2];
       ptx::clear(dk);
@@ -424,34 +428,15 @@ struct DqWarpgroup : Warpgroup<Tr> {
   using typename Base::T;
 
   __device__ __forceinline__ void run(uint32_t rank) {
-    Base::for_each_item([&](const KeyBlock& block, RingPosition<2>) {
+    Base::for_each_item([&](const typename Tr::Block& block, RingPosition<2>) {
       if (!has_steps(block)) return;
       shared.k_ring.full[0].wait(k_at_.phase());
       shared.peer_k_ring.full[0].wait(k_at_.phase());
-      float* of_head = nullptr;  // the sum of the head's tile 0
-      for_each_step(
-          block,
-          [&](int32_t head) {
-            of_head = Base::scratch.dq + (int64_t{head} * Base::scratch.tiles + block.scratch) *
-                                             (kQueries * Tr::kWidth);
-          },
-          [&](int32_t tile, bool, bool) {
-            float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
-            const DqShare share = dq_share<Tr::KTile::kPanels>(rank, at_.count);
-            const int past = share.first + share.count;
-            shared.ds_ring.full[at_.stage()].wait(at_.phase());
-#pragma unroll 1
-            for (int panel = share.first; panel < past;) {
-              if (Tr::kEvenShares || panel + 2 <= past) {
-                add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
-                panel += 2;
-              } else {
-                add_panels<1>(sum, at_.stage(), panel, true, rank);
-                ++panel;
-              }
-            }
-            ++at_.count;
-          });
+      if constexpr (Tr::kOrdered) {
+        ordered_steps(block, rank);
+      } else {
+        steps(block, rank);
+      }
       Base::arrive(shared.k_ring.empty[0]);
       Base::arrive(shared.peer_k_ring.empty[0]);
       ++k_at_.count;
@@ -459,23 +444,84 @@ struct DqWarpgroup : Warpgroup<Tr> {
   }
 
  private:
+  __device__ __forceinline__ void steps(const KeyBlock& block, uint32_t rank) {
+    float* of_head = nullptr;  // the sum of the head's tile 0
+    for_each_step(
+        block,
+        [&](int32_t head) {
+          of_head = Base::scratch.dq +
+                    (int64_t{head} * Base::scratch.tiles + block.scratch) * (kQueries * Tr::kWidth);
+        },
+        [&](int32_t tile, bool, bool) {
+          float* const sum = of_head + int64_t{tile} * (kQueries * Tr::kWidth);
+          const DqShare share = dq_share<Tr::KTile::kPanels>(rank, at_.count);
+          const int past = share.first + share.count;
+          shared.ds_ring.full[at_.stage()].wait(at_.phase());
+#pragma unroll 1
+          for (int panel = share.first; panel < past;) {
+            if (Tr::kEvenShares || panel + 2 <= past) {
+              add_panels<2>(sum, at_.stage(), panel, panel + 2 == past, rank);
+              panel += 2;
+            } else {
+              add_panels<1>(sum, at_.stage(), panel, true, rank);
+              ++panel;
+            }
+          }
+          ++at_.count;
+        });
+  }
+  /// The same where additions have an order: this block's panels are added when it is its turn.
+  __device__ __forceinline__ void ordered_steps(const OrderedKeyBlock& block, uint32_t rank) {
+    const uint32_t turn = block.rank;
+    int32_t head = 0;
+    for_each_step(
+        block, [&](int32_t next) { head = next; },
+        [&](int32_t tile, bool, bool) {
+          const uint32_t at = static_cast<uint32_t>(head) * Base::scratch.tiles + block.scratch +
+                              static_cast<uint32_t>(tile);
+          // Of three panels the middle one is one block's or the other's: whose must not change
+          // from one item to the next, nor with the batch.
+          const DqShare share =
+              dq_share<Tr::KTile::kPanels>(rank, static_cast<uint32_t>(head + tile));
+          shared.ds_ring.full[at_.stage()].wait(at_.phase());
+          if (Tr::kEvenShares || share.count == 2) {
+            add_in_turn<2>(at, share.first, turn, rank);
+          } else {
+            add_in_turn<1>(at, share.first, turn, rank);
+          }
+          shared.added_ring.empty[at_.stage()].wait(at_.free());
+          Base::arrive(shared.added_ring.full[at_.stage()]);
+          ++at_.count;
+        });
+  }
+  /// Computes kPanels panels of dQ, all that this block has of a tile, frees dS, and adds them to
+  /// the tile's sum when its counter says `turn`.
+  template <int kPanels>
+  __device__ __forceinline__ void add_in_turn(uint32_t tile, int panel, uint32_t turn,
+                                              uint32_t rank) {
+    float dq[kPanels][32];
+    issue_panels<kPanels>(dq, at_.stage(), panel, rank);
+    // The answer comes from L2 while the products are under way.
+    const uint32_t* const counter = additions_of(Base::scratch, tile, rank);
+    bool is_turn = ptx::load_acquire(counter) == turn;
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) ptx::pin(dq[i]);
+    free_ds(at_.stage(), rank);
+    while (!is_turn) is_turn = ptx::load_acquire(counter) == turn;
+    __syncwarp();
+    float* const to = panel_of(Base::scratch.dq + int64_t{tile} * (kQueries * Tr::kWidth), panel);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) add(to + i * 1024, dq[i]);
+  }
   /// Computes kPanels panels of dQ and adds them to their tile's sum in global memory. No thread
   /// here waits until the additions are done.
   template <int kPanels>
   __device__ __forceinline__ void add_panels(float* sum, int stage, int panel, bool last,
                                              uint32_t rank) {
     float dq[kPanels][32];
-    ptx::wgmma_fence();
-    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-      issue_dq(dq[i], shared.ds[stage][0], shared.k + (panel + i) * Tr::KTile::kPanelBytes, 0);
-      issue_dq(dq[i], shared.ds[stage][1],
-               shared.peer_k + (panel + i - first) * Tr::KTile::kPanelBytes, 1);
-      ptx::wgmma_commit();
-    }
-    float* const to =
-        sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
+    issue_panels<kPanels>(dq, stage, panel, rank);
+    float* const to = panel_of(sum, panel);
     if constexpr (kPanels == 2) {
       ptx::wgmma_wait<1>();
       ptx::pin(dq[0]);
@@ -485,6 +531,23 @@ struct DqWarpgroup : Warpgroup<Tr> {
     ptx::pin(dq[kPanels - 1]);
     if (last) free_ds(stage, rank);
     add(to + (kPanels - 1) * 1024, dq[kPanels - 1]);
+  }
+  template <int kPanels>
+  __device__ __forceinline__ void issue_panels(float (&dq)[kPanels][32], int stage, int panel,
+                                               uint32_t rank) {
+    ptx::wgmma_fence();
+    const int first = peer_panels<Tr::KTile::kPanels>(rank).first;
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      issue_dq(dq[i], shared.ds[stage][0], shared.k + (panel + i) * Tr::KTile::kPanelBytes, 0);
+      issue_dq(dq[i], shared.ds[stage][1],
+               shared.peer_k + (panel + i - first) * Tr::KTile::kPanelBytes, 1);
+      ptx::wgmma_commit();
+    }
+  }
+  /// The thread's part of a panel of a tile's sum.
+  __device__ __forceinline__ static float* panel_of(float* sum, int panel) {
+    return sum + sum_block<Tr::kWidth>(Base::warp(), 8 * panel) + sum_offset(Base::lane());
   }
   __device__ __forceinline__ static void add(float* to, const float (&dq)[32]) {
 #pragma unroll

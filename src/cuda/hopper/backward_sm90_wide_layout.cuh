@@ -5,49 +5,71 @@
 
 #include <type_traits>
 
+#include "cuda/backward/order.cuh"
+#include "cuda/backward/steps.h"
 #include "cuda/common/config.h"
 #include "cuda/common/element.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_wide_maps.cuh"
+#include "cuda/hopper/item_order.h"
 #include "cuda/hopper/pipeline.cuh"
 
 namespace strobe::cuda::sm90_wide {
 
 using sm90::BackwardMaps;
-using sm90::QueryStep;
-using sm90::QueryVisits;
+using sm90::OrderedItems;
 
 /// A block's half of a work item: 64 keys of a key head, with all query heads that read them, or a
 /// part of these.
 struct alignas(16) KeyBlock {
-  QueryVisits visits;  // of both halves: they go through the same steps
+  IntervalWalk<int32_t> walk;  // of both halves: they go through the same steps
   BackwardItem item;
-  int64_t number;  // of the item; negative: there is none, and the thread block ends
+  int64_t number;  // of the item in BackwardOrder; negative: none, and the thread block ends
   int64_t k_row;   // of the sequence's first key
   int32_t seqlen_k;
   int32_t head_begin, head_end;  // query heads
   uint32_t scratch;              // the sequence's first scratch tile of head 0
   int32_t key_begin;
   int32_t map_batch, map_q, map_k;  // of query 0 and of the first key in the tensor maps
-  static constexpr int32_t tile_step = -1;
+  static constexpr int32_t direction = -1;
+};
+/// The same where additions to dQ have an order (OrderedItems).
+struct alignas(16) OrderedKeyBlock : KeyBlock {
+  int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
+  uint32_t rank;      // addition_rank
+};
+/// The work items of a launch whose additions to dQ have an order: which item is drawn when.
+struct OrderedBackwardOrder : BackwardOrder {
+  OrderedItems items_in_order;
 };
 
+/// The counter of the additions that block `rank` of a pair makes to a tile of the scratch. Each
+/// block has its own, since the two add to different columns: which columns of a tile are whose is
+/// the same in all items.
+__device__ __forceinline__ uint32_t* additions_of(const BackwardScratch& scratch, uint32_t tile,
+                                                  uint32_t rank) {
+  return scratch.additions + (int64_t{tile} * kBlocks + rank);
+}
 /// Whether any query sees any of an item's keys.
 __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
-  return block.visits.begin < block.visits.end;
+  return block.walk.begin < block.walk.end;
 }
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.
-/// kGeneral: of the kernel that knows softcap, ALiBi and dropout.
-template <int kDtype, int kWidth_, int kWidthV_, bool kGeneral_>
+/// kGeneral: of the kernel that knows softcap, ALiBi and dropout. kOrdered: of the kernel whose
+/// additions to dQ have an order.
+template <int kDtype, int kWidth_, int kWidthV_, bool kGeneral_, bool kOrdered_>
 struct WideTraits {
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kGeneral_, kOrdered = kOrdered_;
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kWidthV = kWidthV_;
   static constexpr int kThreads = 512;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 192, kDqRegisters = 96;
+
+  using Block = std::conditional_t<kOrdered, OrderedKeyBlock, KeyBlock>;
+  using Order = std::conditional_t<kOrdered, OrderedBackwardOrder, BackwardOrder>;
 
   using KTile = SharedTile<kKeys, kWidth>;
   using VTile = SharedTile<kKeys, kWidthV>;
@@ -86,7 +108,7 @@ struct WideTraits {
     uint8_t peer_k[kPeerBytes];
     alignas(16) float lse[2][kQueries], delta[kDoutStages][kQueries];
     // Of this item, and of the next.
-    KeyBlock blocks[2];
+    Block blocks[2];
     int2 limits[2][kKeys];     // queries [x, y) that see the key
     uint32_t nonfinite[2][4];  // whether dV's rows of a warp are
     uint32_t drawn[2];         // numbers that the other block has drawn for both
@@ -95,6 +117,7 @@ struct WideTraits {
     Ring<1> k_ring, v_ring, peer_k_ring;
     Ring<2> q_ring, weights_ring, ds_ring;
     Ring<kDoutStages> dout_ring;
+    Ring<2> added_ring;  // where additions to dQ have an order
   };
   static_assert(sizeof(Shared) <= kMostBytes);
 };

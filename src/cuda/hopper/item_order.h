@@ -43,7 +43,8 @@ struct ItemOrder {
 /// then the longest items come last, so the last heads of all ascend.
 struct OrderedItems {
   ItemOrder order;
-  uint32_t group, groups;  // tracks side by side; the last group has those that are left too
+  uint32_t group, groups;  // tracks side by side
+  uint32_t last_group;     // of which the last group has those that are left too
   uint32_t descending;     // key heads, of all batch entries, whose key blocks descend; then those
                            // that ascend
 
@@ -54,15 +55,17 @@ struct OrderedItems {
     uint32_t g = index / (group * order.records);
     if (g >= groups) g = groups - 1;
     const uint32_t first = g * group, rest = index - first * order.records;
-    const uint32_t here = g == groups - 1 ? order.items / order.records - first : group;
+    const uint32_t here = g == groups - 1 ? last_group : group;
     const uint32_t track = first + rest % here, block = rest / here;
     const bool descends = track / order.parts < descending;
     return {order.item_of(track, descends ? order.records - 1 - block : block), descends};
   }
 
   /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
+  /// blocks_of_item: thread blocks that take an item together.
   STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,
-                                                   bool later_see_more, bool batch_invariant) {
+                                                   bool later_see_more, bool batch_invariant,
+                                                   int64_t blocks_of_item) {
     // Two key blocks that follow each other in a track begin so many steps apart that the first has
     // added to a tile, and reported it, by the time the second wants to add there. Under a causal
     // mask they need fewer, since they begin at different tiles. These are constants and not the
@@ -70,13 +73,15 @@ struct OrderedItems {
     constexpr int64_t kMultiprocessors = 132;
     const int64_t lead = later_see_more ? 3 : 5;
     const int64_t all = order.records > 0 ? order.items / order.records : 0;
-    OrderedItems o{order, 1, 1, 0};
+    OrderedItems o{order, 1, 1, 1, 0};
     if (all == 0) return o;
-    const int64_t wanted =
-        min64(ceil_div(lead * kMultiprocessors, max64(1, tiles * order.heads_per_part)), all);
+    const int64_t wanted = min64(ceil_div(lead * (kMultiprocessors / blocks_of_item),
+                                          max64(1, tiles * order.heads_per_part)),
+                                 all);
     const int64_t groups = all / wanted;
     o.groups = static_cast<uint32_t>(groups);
     o.group = static_cast<uint32_t>(all / groups);
+    o.last_group = static_cast<uint32_t>(all - (groups - 1) * (all / groups));
     if (later_see_more) {
       const int64_t heads = all / order.parts;
       // Which heads are the last of all depends on the batch; with batch_invariant none ascends.

@@ -47,11 +47,6 @@ bool is_forced(std::string_view instance) {
   return !forced.empty() && instance.find(forced) != std::string_view::npos;
 }
 
-// Whether an instance of this width cannot give the same bits again, which the problem asks for.
-bool is_unordered(int arch, int64_t width, const AttentionProblem& p) {
-  return arch == 90 && p.direction == STROBE_BACKWARD && p.deterministic && width > kWidestOrdered;
-}
-
 }  // namespace
 
 template <typename Instance>
@@ -63,7 +58,6 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p,
   for (const Entry<Instance>& entry : instance_table<Instance>()) {
     const auto& c = entry.instance->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
-    if (is_unordered(arch, c.width, p)) continue;
     widest = max64(widest, c.width);
     if (c.width < dim) continue;
     const int64_t shared = entry.instance->shape.shared_bytes;
@@ -234,10 +228,6 @@ std::string tma_declines(const AttentionProblem& p) {
   const bool forward = p.direction == STROBE_FORWARD;
   if (forward && p.dropout_p > 0) {
     return "dropout_p > 0, expected 0 for the forward pass (it draws no random numbers)";
-  }
-  if (is_unordered(90, max64(p.head_dim, p.head_dim_v), p)) {
-    return format("deterministic, expected false for the backward pass above head_dim %d",
-                  kWidestOrdered);
   }
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
   // its group each, in 32 bits.
