@@ -17,13 +17,14 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/mask.h"
 
 namespace strobe {
 
 /// The blocks of an interval, without a word on which are full: what a warp needs that only loads
-/// them. Blocks are numbered: block n of size s holds the rows [n s, (n + 1) s) of a sequence, as far
-/// as the sequence goes. Int: what their numbers fit into.
+/// them. Blocks are numbered: block n of size s holds the rows [n s, (n + 1) s) of a sequence, as
+/// far as the sequence goes. Int: what their numbers fit into.
 template <typename Int>
 struct BlockInterval {
   Int begin, end;  // places; those blocks that are outside hold no pair of the mask
@@ -60,7 +61,9 @@ struct IntervalWalk : BlockInterval<Int> {
   /// partial.
   STROBE_INLINE constexpr Int full_run_begin(Int /*place*/) const { return full_begin; }
   /// The same walk, of which nothing is full.
-  STROBE_INLINE constexpr IntervalWalk all_partial() const { return make(begin, end, begin, begin); }
+  STROBE_INLINE constexpr IntervalWalk all_partial() const {
+    return make(begin, end, begin, begin);
+  }
   /// The same walk, of which the full ones before this place count as partial.
   STROBE_INLINE constexpr IntervalWalk partial_before(Int place) const {
     const Int from = full_begin < place ? place : full_begin;
@@ -97,9 +100,11 @@ struct IntervalWalk : BlockInterval<Int> {
   STROBE_INLINE static constexpr IntervalWalk of(Range some, Range all, Size block_size) {
     if (some.empty()) return {};
     const Int most = rest_of(block_size);
-    const auto below = [block_size](int64_t x) { return quotient(static_cast<Int>(x), block_size); };
-    IntervalWalk w = make(below(some.begin), below(some.end + most), below(all.begin + most),
-                          below(all.end));
+    const auto below = [block_size](int64_t x) {
+      return quotient(static_cast<Int>(x), block_size);
+    };
+    IntervalWalk w =
+        make(below(some.begin), below(some.end + most), below(all.begin + most), below(all.end));
     if (w.full_begin < w.begin) w.full_begin = w.begin;
     if (w.full_end > w.end) w.full_end = w.end;
     if (w.full_end <= w.full_begin) w.full_begin = w.full_end = w.begin;
@@ -136,6 +141,16 @@ template <typename Int, typename Size>
 STROBE_INLINE constexpr IntervalWalk<Int> query_walk(const BasicMask<Int>& mask, Range keys,
                                                      Size size) {
   return IntervalWalk<Int>::of(mask.q_range(keys), mask.full_q_range(keys), size);
+}
+
+/// The most blocks of `size` that a tile of `run` rows visits, of a sequence that has `length` rows
+/// on the other side: a bound that is known before there are sequences, and that a longer sequence
+/// has no less of.
+STROBE_INLINE constexpr int64_t most_visits(const MaskRule& rule, int64_t run, int64_t length,
+                                            int64_t size) {
+  const int64_t all = ceil_div(length, size);
+  const int64_t most = ceil_div(rule.most_seen(run, length), size) + 1;  // may begin inside a block
+  return most < all ? most : all;
 }
 
 /// Walk of one query through the single keys that it sees, and of one key through the queries that

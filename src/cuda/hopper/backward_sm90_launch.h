@@ -7,6 +7,7 @@
 
 #include "core/arithmetic.h"
 #include "core/problem.h"
+#include "core/walk.h"
 #include "core/workspace.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/stages_launch.h"
@@ -117,8 +118,7 @@ cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrd
 
 /// Query tiles that a key block visits, at most.
 inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
-  return min64(ceil_div(p.seqlen_q, tile_q),
-               ceil_div(p.rule.most_seen(tile_k, p.seqlen_q), tile_q) + 1);
+  return most_visits(p.rule, tile_k, p.seqlen_q, tile_q);
 }
 
 template <BackwardConfig kConfig>

@@ -81,9 +81,9 @@ class Consumer {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
-  /// All places of a tile's walk. exists: false where the scheduler has no more tiles, and only what the
-  /// tile before has left pending is done. When it returns, all tiles before are finished, and this
-  /// one's last product may still be pending.
+  /// All places of a tile's walk. exists: false where the scheduler has no more tiles, and only
+  /// what the tile before has left pending is done. When it returns, all tiles before are finished,
+  /// and this one's last product may still be pending.
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
     const PartWalk walk = tile.part[warpgroup_];
     const int last = tile.walk.begin, loaded = tile.loaded;

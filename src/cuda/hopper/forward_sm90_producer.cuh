@@ -134,9 +134,9 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
   }
 }
 
-/// The place of a tile's walk at which the warp that loads asks for the next tile: four steps before
-/// the end. This warp is up to two steps ahead of the consumers; the other two are the time that the
-/// scheduler has to find the tile.
+/// The place of a tile's walk at which the warp that loads asks for the next tile: four steps
+/// before the end. This warp is up to two steps ahead of the consumers; the other two are the time
+/// that the scheduler has to find the tile.
 __device__ __forceinline__ int request_place(const BlockInterval<int32_t>& walk) {
   return max(walk.begin, min(walk.begin + 3, walk.end - 1));
 }

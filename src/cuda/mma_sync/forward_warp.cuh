@@ -63,9 +63,9 @@ struct alignas(16) TileInfo {
   float* lse;  // of the tile's first row; null: not wanted
   int32_t batch, head, begin;
   BlockInterval<int32_t> walk;  // the tile's, through blocks of kTileK keys
-  int32_t position;     // of row `begin` among the keys
-  float slope_log2;     // ALiBi
-  int32_t v_nonfinite;  // V has infs or NaNs, which the second attempt has left out
+  int32_t position;             // of row `begin` among the keys
+  float slope_log2;             // ALiBi
+  int32_t v_nonfinite;          // V has infs or NaNs, which the second attempt has left out
 };
 static_assert(sizeof(TileInfo) == 112);
 
