@@ -17,26 +17,46 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/mask.h"
 
 namespace strobe {
 
-/// The blocks of an interval. Blocks are numbered: block n of size s holds the rows [n s, (n + 1)
-/// s) of a sequence, as far as the sequence goes. Int: what their numbers fit into.
+/// The blocks of an interval, without a word on which are full: what a warp needs that only loads
+/// them. Blocks are numbered: block n of size s holds the rows [n s, (n + 1) s) of a sequence, as
+/// far as the sequence goes. Int: what their numbers fit into.
 template <typename Int>
-struct IntervalWalk {
-  Int begin, end;            // places; those blocks that are outside hold no pair of the mask
-  Int full_begin, full_end;  // of those, the full ones; where there are none, both are `begin`
+struct BlockInterval {
+  Int begin, end;  // places; those blocks that are outside hold no pair of the mask
 
   STROBE_INLINE constexpr bool empty() const { return end <= begin; }
   STROBE_INLINE constexpr Int count() const { return empty() ? 0 : end - begin; }
   /// The block at a place of the walk.
   STROBE_INLINE constexpr Int block(Int place) const { return place; }
+  /// Whether the walk has this place.
+  STROBE_INLINE constexpr bool has(Int place) const { return begin <= place && place < end; }
+  STROBE_INLINE constexpr bool visits(Int block) const { return has(block); }
+  /// The place of a block that is visited; of the first one it is `begin`.
+  STROBE_INLINE constexpr Int rank(Int block) const { return block; }
+};
+
+/// A block's size that is a power of two, where only its logarithm is known: no division is
+/// compiled.
+struct PowerOfTwo {
+  int32_t log2;
+};
+
+/// The blocks of an interval, and which of them are full.
+template <typename Int>
+struct IntervalWalk : BlockInterval<Int> {
+  Int full_begin, full_end;  // places of the full ones; where there are none, both are `begin`
+
+  using BlockInterval<Int>::begin, BlockInterval<Int>::end, BlockInterval<Int>::empty;
+
   STROBE_INLINE constexpr bool is_full(Int place) const {
     return full_begin <= place && place < full_end;
   }
   STROBE_INLINE constexpr bool all_full() const { return full_begin <= begin && end <= full_end; }
-  STROBE_INLINE constexpr bool visits(Int block) const { return begin <= block && block < end; }
   /// The part of the walk whose blocks lie in [first, last).
   STROBE_INLINE constexpr IntervalWalk within(Int first, Int last) const {
     IntervalWalk w = *this;
@@ -49,10 +69,22 @@ struct IntervalWalk {
   STROBE_INLINE constexpr bool meets(Range rows, int64_t) const { return !rows.empty(); }
   /// Whether a row of a tile that lies between two others meets the walk where these do.
   static constexpr bool kConvex = true;
-  /// The place of a block that is visited; of the first one it is `begin`.
-  STROBE_INLINE constexpr Int rank(Int block) const { return block; }
+  /// The first place of the run of full ones that a full place is in: down to there no place is
+  /// partial.
+  STROBE_INLINE constexpr Int full_run_begin(Int /*place*/) const { return full_begin; }
   /// The same walk, of which nothing is full.
-  STROBE_INLINE constexpr IntervalWalk all_partial() const { return {begin, end, begin, begin}; }
+  STROBE_INLINE constexpr IntervalWalk all_partial() const {
+    return make(begin, end, begin, begin);
+  }
+  /// The same walk, of which the full ones before this place count as partial.
+  STROBE_INLINE constexpr IntervalWalk partial_before(Int place) const {
+    const Int from = full_begin < place ? place : full_begin;
+    return make(begin, end, from, full_end < from ? from : full_end);
+  }
+  /// The same walk in rows: a block's place, and its number, become that of its first row.
+  STROBE_INLINE constexpr IntervalWalk in_rows(Int size) const {
+    return make(begin * size, end * size, full_begin * size, full_end * size);
+  }
 
   STROBE_INLINE friend constexpr bool operator==(const IntervalWalk& a, const IntervalWalk& b) {
     return a.begin == b.begin && a.end == b.end && a.full_begin == b.full_begin &&
@@ -60,28 +92,55 @@ struct IntervalWalk {
   }
   template <typename Other>
   STROBE_INLINE constexpr explicit operator IntervalWalk<Other>() const {
-    return {static_cast<Other>(begin), static_cast<Other>(end), static_cast<Other>(full_begin),
-            static_cast<Other>(full_end)};
+    return IntervalWalk<Other>::make(static_cast<Other>(begin), static_cast<Other>(end),
+                                     static_cast<Other>(full_begin), static_cast<Other>(full_end));
+  }
+  STROBE_INLINE static constexpr IntervalWalk make(Int begin, Int end, Int full_begin,
+                                                   Int full_end) {
+    return {{begin, end}, full_begin, full_end};
   }
 
-  /// The blocks that hold some row of `some`; full where they lie inside `all`.
-  STROBE_INLINE static constexpr IntervalWalk of(Range some, Range all, int64_t block_size) {
+  /// Blocks of one row each, all of which are full.
+  STROBE_INLINE static constexpr IntervalWalk all_of(Range rows) {
+    const auto begin = static_cast<Int>(rows.begin), end = static_cast<Int>(rows.end);
+    return make(begin, end, begin, end);
+  }
+
+  /// The blocks that hold some row of `some`; full where they lie inside `all`. Size: int64_t, or
+  /// PowerOfTwo.
+  template <typename Size>
+  STROBE_INLINE static constexpr IntervalWalk of(Range some, Range all, Size block_size) {
     if (some.empty()) return {};
-    const auto size = static_cast<Int>(block_size);
-    const auto below = [size](int64_t x) { return static_cast<Int>(static_cast<Int>(x) / size); };
-    IntervalWalk w{below(some.begin), below(some.end + size - 1), below(all.begin + size - 1),
-                   below(all.end)};
+    const Int most = rest_of(block_size);
+    const auto below = [block_size](int64_t x) {
+      return quotient(static_cast<Int>(x), block_size);
+    };
+    IntervalWalk w =
+        make(below(some.begin), below(some.end + most), below(all.begin + most), below(all.end));
     if (w.full_begin < w.begin) w.full_begin = w.begin;
     if (w.full_end > w.end) w.full_end = w.end;
     if (w.full_end <= w.full_begin) w.full_begin = w.full_end = w.begin;
     return w;
   }
+
+ private:
+  STROBE_INLINE static constexpr Int quotient(Int x, int64_t size) {
+    return static_cast<Int>(x / static_cast<Int>(size));
+  }
+  STROBE_INLINE static constexpr Int quotient(Int x, PowerOfTwo size) {
+    return static_cast<Int>(x >> size.log2);
+  }
+  /// The size less 1.
+  STROBE_INLINE static constexpr Int rest_of(int64_t size) { return static_cast<Int>(size - 1); }
+  STROBE_INLINE static constexpr Int rest_of(PowerOfTwo size) {
+    return static_cast<Int>((Int{1} << size.log2) - 1);
+  }
 };
 
 /// Walk of a tile of queries: blocks of `size` keys that some of the queries see.
-template <typename Int>
+template <typename Int, typename Size>
 STROBE_INLINE constexpr IntervalWalk<Int> key_walk(const BasicMask<Int>& mask, Range queries,
-                                                   int64_t size) {
+                                                   Size size) {
   if (queries.empty()) return {};
   // kv_range and full_range, both from two rows.
   const Range first = mask.row(static_cast<Int>(queries.begin));
@@ -90,10 +149,31 @@ STROBE_INLINE constexpr IntervalWalk<Int> key_walk(const BasicMask<Int>& mask, R
 }
 
 /// Walk of a tile of keys: blocks of `size` queries that see some of the keys.
-template <typename Int>
+template <typename Int, typename Size>
 STROBE_INLINE constexpr IntervalWalk<Int> query_walk(const BasicMask<Int>& mask, Range keys,
-                                                     int64_t size) {
+                                                     Size size) {
   return IntervalWalk<Int>::of(mask.q_range(keys), mask.full_q_range(keys), size);
+}
+
+/// The most blocks of `size` that a tile of `run` rows visits, of a sequence that has `length` rows
+/// on the other side: a bound that is known before there are sequences, and that a longer sequence
+/// has no less of.
+STROBE_INLINE constexpr int64_t most_visits(const MaskRule& rule, int64_t run, int64_t length,
+                                            int64_t size) {
+  const int64_t all = ceil_div(length, size);
+  const int64_t most = ceil_div(rule.most_seen(run, length), size) + 1;  // may begin inside a block
+  return most < all ? most : all;
+}
+
+/// Walk of one query through the single keys that it sees, and of one key through the queries that
+/// see it: what computes a row again from its pairs goes through these.
+template <typename Int>
+STROBE_INLINE constexpr IntervalWalk<Int> single_keys(const BasicMask<Int>& mask, int64_t query) {
+  return IntervalWalk<Int>::all_of(mask.row(static_cast<Int>(query)));
+}
+template <typename Int>
+STROBE_INLINE constexpr IntervalWalk<Int> single_queries(const BasicMask<Int>& mask, int64_t key) {
+  return IntervalWalk<Int>::all_of(mask.q_range({key, key + 1}));
 }
 
 }  // namespace strobe

@@ -86,7 +86,7 @@ TEST(Decode, ChunksFollowFromTheUnitsOfASpanAlone) {
   for (int32_t most : {1, 2, 16, 128}) {
     for (int32_t units = 1; units < 700; ++units) {
       SequenceUnits s{};
-      s.units = units;
+      s.walk = {3, 3 + units};
       s.chunk = (units + most - 1) / most;
       ASSERT_LE(s.chunks(), most);
       int32_t at = 0, chunks = 0;
@@ -111,13 +111,13 @@ TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
             const SequenceUnits s = cut.of(mask, 3);
             ASSERT_EQ(s.tiles, (seqlen_q * span + 15) / 16);
             ASSERT_EQ(s.spans, 3 * s.tiles);
-            ASSERT_GE(s.units, 1);
-            ASSERT_EQ(s.chunk, s.units);
+            ASSERT_GE(s.units(), 1);
+            ASSERT_EQ(s.chunk, s.units());
             for (int64_t i = 0; i < seqlen_q; ++i) {
               const Range keys = mask.row(i);
               if (keys.empty()) continue;
-              ASSERT_GE(keys.begin, s.first * 64);
-              ASSERT_LE(keys.end, (s.first + s.units) * 64);
+              ASSERT_GE(keys.begin, s.walk.begin * 64);
+              ASSERT_LE(keys.end, s.walk.end * 64);
             }
           }
         }

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/dropout.cuh"
@@ -97,10 +98,11 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
                                             int32_t query) {
   const Sequence sequence = p.sequence(batch);
   const SeenPairs<T> pairs{p, sequence, batch, head};
-  const Range keys = sequence.mask.row(query);
+  const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
 #pragma unroll 1
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
+  for (int64_t place = keys.begin; place < keys.end; ++place) {
+    const int64_t key = keys.block(place);
     const auto pair = pairs.pair(query, key);
     pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
     if (isnan(pair.ds)) break;  // all columns are NaN, and stay so
@@ -115,7 +117,7 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
   const Sequence sequence = p.sequence(item.batch);
-  const Range queries = sequence.mask.q_range({key, key + 1});
+  const IntervalWalk<int64_t> queries = single_queries(sequence.mask, key);
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
   float dk[SeenPairs<T>::kShare] = {}, dv[SeenPairs<T>::kShare] = {};
@@ -124,7 +126,8 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
   for (int32_t head = begin; head < end && !all_nan; ++head) {
     const SeenPairs<T> pairs{p, sequence, item.batch, head};
 #pragma unroll 1
-    for (int64_t query = queries.begin; query < queries.end && !all_nan; ++query) {
+    for (int64_t place = queries.begin; place < queries.end && !all_nan; ++place) {
+      const int64_t query = queries.block(place);
       const auto pair = pairs.pair(query, key);
       pairs.add(dv, pair.weight, pairs.query_row(p.dout, query), p.head_dim_v);
       pairs.add(dk, pair.ds, pairs.query_row(p.q, query), p.head_dim);

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -45,11 +46,12 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
-  const Range keys = sequence.mask.row(query);
+  const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
+  for (int64_t place = keys.begin; place < keys.end; ++place) {
+    const int64_t key = keys.block(place);
     const auto k = key_at(key);
     const auto v = value_at(key);
     float dot = 0.f;

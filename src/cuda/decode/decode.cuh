@@ -240,9 +240,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       // memory.
       constexpr bool kStay = kRule && Shape::kWidth > 128;
       const int32_t begin = now.begin, end = now.end;
-      int32_t key = now.key + team * Shape::kKeys;
 #pragma unroll 1
-      for (int32_t i = now.units; i > 0; --i, key += Shape::kUnit) {
+      for (int32_t place = now.walk.begin; place < now.walk.end; ++place) {
+        const int32_t key = now.walk.block(place) * Shape::kUnit + team * Shape::kKeys;
         if (key >= (kStay ? now.end : end)) continue;
         if (key + Shape::kKeys <= (kStay ? now.begin : begin)) continue;
         copies.wait(done);

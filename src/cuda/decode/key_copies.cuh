@@ -21,8 +21,8 @@ class KeyCopies {
       : p_(p),
         pieces_(pieces),
         ring_(ring),
-        key_(pieces[0].key + team() * Shape::kKeys),
-        units_(pieces[0].units) {}
+        place_(pieces[0].walk.begin),
+        key_(key_at(pieces[0], place_)) {}
 
   /// Copies tiles until kStages - 1 are on their way that are not `done`, as far as there are so
   /// many. known: pieces that are known, from the first.
@@ -58,18 +58,27 @@ class KeyCopies {
     return static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
   }
 
+  // This team's first key of the block at a place of a piece's walk.
+  __device__ __forceinline__ static int32_t key_at(const Piece& x, int32_t place) {
+    return x.walk.block(place) * Shape::kUnit + team() * Shape::kKeys;
+  }
+  __device__ __forceinline__ void step(const Piece& x) {
+    ++place_;
+    key_ = key_at(x, place_);
+  }
+
   // The next unit in which this team has keys.
   __device__ __forceinline__ bool find_tile(int32_t known) {
     for (;;) {
       const Piece& x = pieces_[piece_ % kPiecesKept];
-      for (; units_ > 0; --units_, key_ += Shape::kUnit) {
+      for (; place_ < x.walk.end; step(x)) {
         if (key_ < x.end && key_ + Shape::kKeys > x.begin) return true;
       }
       if (!x.more || piece_ + 1 >= known) return false;
       ++piece_;
       const Piece& next = pieces_[piece_ % kPiecesKept];
-      key_ = next.key + team() * Shape::kKeys;
-      units_ = next.units;
+      place_ = next.walk.begin;
+      key_ = key_at(next, place_);
       ahead_ = -1;
     }
   }
@@ -91,8 +100,7 @@ class KeyCopies {
     }
     ptx::cp_async_commit();
     ++issued_;
-    --units_;
-    key_ += Shape::kUnit;
+    step(x);
   }
 
   // Where the next tile goes.
@@ -136,9 +144,9 @@ class KeyCopies {
       const int32_t own = key_ + lane / kRowsOfWarp * kRowsAtOnce + thread() / 32 * kRowsOfWarp +
                           lane % kRowsOfWarp;
       const int32_t page = !kElements && ahead_ == key_ ? page_ : look_up(x, own);
-      if (!kElements && units_ > 1) {
-        ahead_ = key_ + Shape::kUnit;
-        page_ = look_up(x, own + Shape::kUnit);
+      if (!kElements && place_ + 1 < x.walk.end) {
+        ahead_ = key_at(x, place_ + 1);
+        page_ = look_up(x, own + (ahead_ - key_));
       }
       const auto of_cache = static_cast<int32_t>(x.rows.first) + own;
       const int32_t of_page = of_cache - x.rows.page_size.quotient(of_cache) *
@@ -220,7 +228,7 @@ class KeyCopies {
   const Params& p_;
   const Piece* const pieces_;
   const uint32_t ring_;
-  int32_t key_, units_;  // of the piece, from here on: this team's first key, units
+  int32_t place_, key_;  // of the piece's walk; the team's first key of the block there
   int32_t piece_ = 0, issued_ = 0;
   int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same piece, and its rows' pages
 };

@@ -25,16 +25,16 @@ struct Piece {
   KeyRows rows;       // where the keys are
   BasicMask<int32_t> mask;  // of the tile's queries, the first of which is `first_query`
   int32_t first_query;
-  int32_t q_row;         // the sequence's first row in q and out
-  int32_t rotary_start;  // of the sequence
-  int32_t in_range;      // whether the sequence's numbers are; else its rows are NaN
-  int32_t key, units;    // the first unit's first key; units of this piece
-  int32_t begin, end;    // keys that some row of the tile sees
-  int32_t counter;       // of the span
-  int32_t slot;          // of this piece in the workspace
-  SpanPieces pieces;     // of the span, with slots of the workspace
-  int32_t more;          // whether the share goes on
-  NewKeys fresh;         // where there are any
+  int32_t q_row;                // the sequence's first row in q and out
+  int32_t rotary_start;         // of the sequence
+  int32_t in_range;             // whether the sequence's numbers are; else its rows are NaN
+  BlockInterval<int32_t> walk;  // the span's, as far as this piece goes: a unit is a block
+  int32_t begin, end;           // keys that some row of the tile sees
+  int32_t counter;              // of the span
+  int32_t slot;                 // of this piece in the workspace
+  SpanPieces pieces;            // of the span, with slots of the workspace
+  int32_t more;                 // whether the share goes on
+  NewKeys fresh;                // where there are any
 };
 
 /// The most pieces that are known ahead of the one that is computed: copies may run so far ahead.
@@ -108,7 +108,7 @@ class ShareWalk {
   /// Whether there is another piece.
   __device__ bool more() const { return left_ > 0; }
   /// Whether the next piece is of the span that the walk is in.
-  __device__ bool in_span() const { return place_.unit < place_.s.units; }
+  __device__ bool in_span() const { return place_.unit < place_.s.units(); }
   /// To the span of the next piece, which there is. Returns its sequence.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
@@ -121,8 +121,9 @@ class ShareWalk {
                                        const CachedSequence& sequence, Piece& x) {
     const SequenceUnits& s = place_.s;
     const bool chunked = d.cut.most_chunks > 0;
-    const int32_t rest = chunked ? min(s.units - place_.unit, s.chunk) : s.units - place_.unit;
-    x.units = min(rest, left_);
+    const int32_t rest = chunked ? min(s.units() - place_.unit, s.chunk) : s.units() - place_.unit;
+    const int32_t units = min(rest, left_), from = s.walk.begin + place_.unit;
+    x.walk = {from, from + units};
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = track_ * d.heads_per_track + head;
@@ -142,18 +143,17 @@ class ShareWalk {
     x.first_query = query_of(first);
     const int32_t queries = query_of(first + count - 1) + 1 - x.first_query;
     x.mask = sequence.mask.tile(x.first_query, queries);
-    const Range keys = x.mask.kv_range({0, queries});
-    x.begin = static_cast<int32_t>(keys.begin);
-    x.end = static_cast<int32_t>(keys.end);
-    x.key = (s.first + place_.unit) << d.cut.unit_shift;
+    const IntervalWalk<int32_t> keys = key_walk(x.mask, {0, queries}, 1);
+    x.begin = keys.begin;
+    x.end = keys.end;
     x.rows = sequence.keys;
     x.k = static_cast<const char*>(p.k.data) + 2 * p.k.element(0, 0, head_kv);
     x.v = static_cast<const char*>(p.v.data) + 2 * p.v.element(0, 0, head_kv);
     if constexpr (kUpdates<Params>) x.fresh = new_keys_of(p, sequence, head_kv);
-    left_ -= x.units;
+    left_ -= units;
     x.more = left_ > 0;
     ++pieces_;
-    place_.unit += x.units;
+    place_.unit += units;
   }
   /// Completes the piece that next() wrote last, with what is needed only once the piece has been
   /// computed.
@@ -163,7 +163,7 @@ class ShareWalk {
             (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);
     const int32_t batch_size = p.cache.batch;
     const SequenceUnits& s = place_.s;
-    const int32_t unit = place_.unit - x.units;
+    const int32_t units = x.walk.end - x.walk.begin, unit = place_.unit - units;
     const int32_t span = place_.batch * d.most_spans() + place_.span;
     x.counter = track_ * batch_size * d.most_spans() + span;
     const int32_t slots = track_ * d.slots_of_track(batch_size);
@@ -171,10 +171,10 @@ class ShareWalk {
       const int32_t first_slot = slots + span * d.cut.most_chunks;
       x.pieces = {first_slot, first_slot + 1, 1, s.chunks()};
       x.slot = first_slot + unit / s.chunk;
-    } else if (x.units == s.units) {
+    } else if (units == s.units()) {
       x.pieces = {0, 0, 0, 1};
     } else {
-      x.pieces = SpanPieces::of_shares(shares_, end_ - left_ - x.units - unit, s.units);
+      x.pieces = SpanPieces::of_shares(shares_, end_ - left_ - units - unit, s.units());
       x.pieces.first_slot += slots;
       x.pieces.second_slot += slots;
       x.slot = slots + 2 * block_ + (pieces_ == 1 ? 0 : 1);

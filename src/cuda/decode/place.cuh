@@ -89,8 +89,8 @@ struct Place {
 
   /// The unit `u` of the line, which is of the sequence looked at.
   __device__ __forceinline__ static Place of(const Look& look, int32_t u) {
-    const int32_t own = u - look.begin, span = own / look.s.units;
-    return {look.s, look.batch, span, own - span * look.s.units};
+    const int32_t own = u - look.begin, span = own / look.s.units();
+    return {look.s, look.batch, span, own - span * look.s.units()};
   }
 
   /// To the first unit of the next span, which is there, if this span has no further unit. Returns
@@ -100,7 +100,7 @@ struct Place {
   __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
                                                        int32_t heads) {
     bool other = false;
-    if (unit == s.units) {
+    if (unit == s.units()) {
       unit = 0;
       other = ++span == s.spans;
     }

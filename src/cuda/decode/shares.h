@@ -27,24 +27,29 @@
 #include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/sequence.h"
+#include "core/walk.h"
 #include "cuda/common/static_order.cuh"
 
 namespace strobe::cuda {
 
-/// How one sequence is cut in one track; its spans are alike.
+/// How one sequence is cut in one track; its spans are alike. (Its heads share a mask:
+/// Sequences::masks_differ_by_head.)
 struct SequenceUnits {
   int32_t tiles;
   int32_t spans;  // tiles * heads of the track
-  int32_t first;  // the first unit that some query sees
-  int32_t units;  // of a span, at least 1: where no key is seen, there still are rows to write
+  // A span's walk through blocks of a unit's keys, from the first place on: those that some query
+  // sees. Where no key is seen, it is one place, for there still are rows to write.
+  BlockInterval<int32_t> walk;
   int32_t chunk;  // units of a chunk: all, where spans are not cut
 
-  STROBE_INLINE constexpr int32_t all() const { return spans * units; }
-  STROBE_INLINE constexpr int32_t chunks() const { return (units + chunk - 1) / chunk; }
+  /// Units of a span, at least 1.
+  STROBE_INLINE constexpr int32_t units() const { return walk.end - walk.begin; }
+  STROBE_INLINE constexpr int32_t all() const { return spans * units(); }
+  STROBE_INLINE constexpr int32_t chunks() const { return (units() + chunk - 1) / chunk; }
   /// The unit at which the next chunk of a span begins: `unit` itself, where one does.
   STROBE_INLINE constexpr int32_t next_chunk(int32_t unit) const {
     const int32_t next = (unit + chunk - 1) / chunk * chunk;
-    return next < units ? next : units;
+    return next < units() ? next : units();
   }
 };
 
@@ -59,13 +64,10 @@ struct KeyCut {
     SequenceUnits s{};
     s.tiles = static_cast<int32_t>(ceil_shift(mask.seqlen_q * group, tile_shift));
     s.spans = s.tiles * heads;
-    const Range keys = mask.kv_range({0, mask.seqlen_q});
-    s.units = 1;
-    if (!keys.empty()) {
-      s.first = static_cast<int32_t>(keys.begin >> unit_shift);
-      s.units = static_cast<int32_t>(ceil_shift(keys.end, unit_shift)) - s.first;
-    }
-    s.chunk = most_chunks > 0 ? (s.units + most_chunks - 1) / most_chunks : s.units;
+    const auto walk = static_cast<IntervalWalk<int32_t>>(
+        key_walk(mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
+    s.walk = {walk.begin, walk.empty() ? walk.begin + 1 : walk.end};
+    s.chunk = most_chunks > 0 ? (s.units() + most_chunks - 1) / most_chunks : s.units();
     return s;
   }
 

@@ -21,8 +21,7 @@ inline bool is_general(const BackwardParams& p) {
 
 /// Query tiles that a key block visits, at most.
 inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t tile_k) {
-  return min64(ceil_div(p.seqlen_q, tile_q),
-               ceil_div(p.rule.most_seen(tile_k, p.seqlen_q), tile_q) + 1);
+  return most_visits(p.rule, tile_k, p.seqlen_q, tile_q);
 }
 
 /// Makes the tensor maps of a launch out of those of this thread's last one: what is the same is

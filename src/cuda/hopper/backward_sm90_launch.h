@@ -7,6 +7,7 @@
 
 #include "core/arithmetic.h"
 #include "core/problem.h"
+#include "core/walk.h"
 #include "core/workspace.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/stages_launch.h"

@@ -81,12 +81,12 @@ class Consumer {
     const int next = warpgroup_ + 1 == Tr::kWarpgroups ? 0 : warpgroup_ + 1;
     ptx::named_barrier_arrive<2 * kWarpgroupThreads>(1 + next);
   }
-  /// All blocks of a tile. exists: false where the scheduler has no more tiles, and only what the
-  /// tile before has left pending is done. When it returns, all tiles before are finished, and this
-  /// one's last product may still be pending.
+  /// All places of a tile's walk. exists: false where the scheduler has no more tiles, and only
+  /// what the tile before has left pending is done. When it returns, all tiles before are finished,
+  /// and this one's last product may still be pending.
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
-    const Blocks blocks = tile.part[warpgroup_];
-    const int last = tile.block_begin, loaded = tile.loaded;
+    const PartWalk walk = tile.part[warpgroup_];
+    const int last = tile.walk.begin, loaded = tile.loaded;
     if (exists) {
       shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
       if (!kAllRowsUsed && p_.used_q)
@@ -94,19 +94,18 @@ class Consumer {
                                            tile.rows - warpgroup_ * kWarpgroupRows);
     }
     first_ = true;
-    for (int n = tile.block_end - 1; n >= last; --n) {
+    for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
-      if (n >= blocks.end || n < blocks.begin) {
+      if (!walk.has(place)) {
         skip(loaded);
-      } else if (kGeneral || first_ || n < blocks.keep_begin || n >= blocks.keep_end) {
+      } else if (kGeneral || first_ || !walk.is_full(place)) {
         if (first_) begin_tile(tile);
-        step<Kind::kTakeMaximum>(n, n == blocks.begin,
-                                 n < blocks.keep_begin || n >= blocks.keep_end);
+        step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
         first_ = false;
       } else {
-        for (;; --n) {
-          step<Kind::kKeepReference>(n, n == blocks.begin, false);
-          if (n == blocks.keep_begin) break;
+        for (const int end = walk.full_run_begin(place);; --place) {
+          step<Kind::kKeepReference>(walk.block(place), place == walk.begin, false);
+          if (place == end) break;
         }
       }
       if (done_) finish_tile();

@@ -92,26 +92,13 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     const int part = kWarpgroupRows >> pack;  // queries of a warpgroup
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
-    Blocks blocks{};
-    const IntervalWalk<int32_t> walk = key_walk(mask, {begin, end}, kTileK);
-    if (!walk.empty()) {
-      blocks = {walk.begin, walk.end, walk.full_begin, walk.full_end};
-      // Where Q has one stage, the last block to be computed takes its maximum too (that is the one
-      // at `begin`, for blocks descend). Such a block never needs `redo`, which reads Q again. So Q
-      // is free as soon as S is there, and the next tile's Q arrives while the softmax is computed.
-      if (Tr::kQStages == 1 && blocks.keep_begin == blocks.begin) ++blocks.keep_begin;
-      // Rows past a sequence's end hold the next sequence's queries, or anything. In a block that
-      // keeps its reference they can send their warp to `redo`, which changes the bits of the rows
-      // beside them. With batch_invariant no block of such a warpgroup keeps its reference.
-      if (p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0) {
-        blocks.keep_begin = blocks.keep_end = blocks.end;
-      }
-    }
-    if (lane < kWarpgroups) tile.part[lane] = blocks;
+    const PartWalk walk = part_walk(
+        key_walk(mask, {begin, end}, kTileK), Tr::kQStages == 1,
+        p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0);
+    if (lane < kWarpgroups) tile.part[lane] = walk;
     if (lane == kWarpgroups) {
-      tile.loaded = blocks.end > 0;
-      tile.block_begin = blocks.begin;
-      tile.block_end = tile.loaded ? blocks.end : 1;
+      tile.loaded = !walk.empty();
+      tile.walk = {walk.begin, walk.empty() ? 1 : walk.end};
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
@@ -124,10 +111,10 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
   shared.tile_ring.empty[at.stage()].wait(at.free());
   if (lane == 0) {
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    for (Blocks& part : tile.part) part = {};
+    for (PartWalk& part : tile.part) part = {};
     tile.batch = -1;
-    tile.block_begin = tile.loaded = 0;
-    tile.block_end = 1;
+    tile.walk = {0, 1};
+    tile.loaded = 0;
   }
   if constexpr (ptx::kWarpArrivals > 1) __syncwarp();
   if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
@@ -145,6 +132,20 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
     if (ptx::arrives(static_cast<int>(threadIdx.x % 32)))
       shared.tile_ring.empty[at.stage()].arrive();
   }
+}
+
+/// The place of a tile's walk at which the warp that loads asks for the next tile: four steps
+/// before the end. This warp is up to two steps ahead of the consumers; the other two are the time
+/// that the scheduler has to find the tile.
+__device__ __forceinline__ int request_place(const BlockInterval<int32_t>& walk) {
+  return max(walk.begin, min(walk.begin + 3, walk.end - 1));
+}
+/// Consumer warps that do not need the block at this place of the tile's walk.
+template <int kWarpgroups>
+__device__ __forceinline__ uint32_t idle_warps(const Tile<kWarpgroups>& tile, int place) {
+  uint32_t idle = 0;
+  for (const PartWalk& part : tile.part) idle += part.has(place) ? 0 : 4;
+  return idle;
 }
 
 /// Loads K and V, by one thread. K is loaded one block ahead of V, also from one tile to the next,
@@ -178,21 +179,17 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   };
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     Place place{0, tile.head_kv, tile.map_batch, 0};
-    // The next tile is asked for four steps before the end of this one. This warp is up to two
-    // steps ahead of the consumers; the other two are the time that the scheduler has to find the
-    // tile.
-    const int request = max(tile.block_begin, min(tile.block_begin + 3, tile.block_end - 1));
-    for (int n = tile.block_end - 1; n >= tile.block_begin; --n) {
-      if (n == request) shared.request.arrive();
+    const int request = request_place(tile.walk);
+    for (int at = tile.walk.end - 1; at >= tile.walk.begin; --at) {
+      if (at == request) shared.request.arrive();
       // This tile has no keys, and consumers use its one turn to finish the tile before. They wait
       // for that tile's last V first, so it has to be loaded now.
       if (!tile.loaded) {
         load_v();
         break;
       }
-      place.row = tile.map_k + n * Tr::kTileK;
-      place.idle = 0;
-      for (const Blocks& part : tile.part) place.idle += n < part.begin || n >= part.end ? 4 : 0;
+      place.row = tile.map_k + tile.walk.block(at) * Tr::kTileK;
+      place.idle = idle_warps(tile, at);
       load(shared.k_ring, k_at, shared.k, maps.k, place);
       load_v();
       before = place;
@@ -260,21 +257,20 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
       __syncwarp();
     }
     const KeyRows keys = p.cache.rows_at(tile.batch, tile.entry, tile.map_k);
-    const int32_t begin = tile.block_begin, end = tile.mask.seqlen_k;
-    const auto find = [&](int n) {
-      return LaneBox::find(maps.boxes, keys, n * Tr::kTileK, Tr::kTileK, end);
+    const int32_t begin = tile.walk.begin, end = tile.mask.seqlen_k;
+    const auto find = [&](int place) {
+      return LaneBox::find(maps.boxes, keys, tile.walk.block(place) * Tr::kTileK, Tr::kTileK, end);
     };
-    // As in load_kv. This warp runs ahead of the consumers by as many blocks as there are stages.
-    const int request = max(begin, min(begin + 3, tile.block_end - 1));
+    // This warp runs ahead of the consumers by as many blocks as there are stages.
+    const int request = request_place(tile.walk);
     LaneBox next{};
-    if (tile.loaded) next = find(tile.block_end - 1);
-    for (int n = tile.block_end - 1; n >= begin; --n) {
-      if (kIsK && n == request && lane() == 0) shared.request.arrive();
+    if (tile.loaded) next = find(tile.walk.end - 1);
+    for (int place = tile.walk.end - 1; place >= begin; --place) {
+      if (kIsK && place == request && lane() == 0) shared.request.arrive();
       if (!tile.loaded) break;
       const LaneBox box = next;
-      if (n > begin) next = find(n - 1);
-      uint32_t idle = 0;
-      for (const Blocks& part : tile.part) idle += n < part.begin || n >= part.end ? 4 : 0;
+      if (place > begin) next = find(place - 1);
+      const uint32_t idle = idle_warps(tile, place);
       load_boxes<KTile>(kIsK ? shared.k[at.stage()] : shared.v[at.stage()], map,
                         ring.full[at.stage()], maps.boxes, keys, box, tile.head_kv, kLost,
                         [&] { ring.empty[at.stage()].wait(at.free()); });
@@ -336,7 +332,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
     if constexpr (kRounds == 1) {
 #pragma unroll 1
       for (int w = 0; w < Tr::kWarpgroups; ++w) {
-        if (tile.part[w].begin == tile.part[w].end) continue;
+        if (tile.part[w].empty()) continue;
         shared.o_ring[w].full[0].wait(phases >> w & 1);
         store(w, 0);
       }
@@ -349,7 +345,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       constexpr int kBits = 8;
       uint32_t left = 0;  // rounds of each warpgroup
       for (int w = 0; w < Tr::kWarpgroups; ++w)
-        left |= (tile.part[w].begin == tile.part[w].end ? 0u : kRounds) << kBits * w;
+        left |= (tile.part[w].empty() ? 0u : kRounds) << kBits * w;
 #pragma unroll 1
       for (int w = 0; left != 0; w = w + 1 == Tr::kWarpgroups ? 0 : w + 1) {
         const int rounds = static_cast<int>(left >> kBits * w & 0xff);

@@ -12,7 +12,7 @@
 //   shared memory  ring of two stages x (K tile, V tile), 16-bit, swizzled (tile.cuh)
 //                  Q tile: in the ring's last stage until it is in registers, else of its own
 //                  weights that two warps exchange
-//                  limits: the keys that each row sees; TileInfo, TeamKeys: what a block's steps
+//                  limits: the keys that each row sees; TileInfo, TeamWalk: what a block's steps
 //                  and the end need to know, kept here because registers are short
 //   barriers       0: one __syncthreads per key block: its data has landed for all threads, and the
 //                  stage of the block before is free for the copy of the next
@@ -85,11 +85,12 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const Mask mask = p.sequence(tile.batch).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
-  const Range keys = mask.kv_range(queries);
+  const IntervalWalk<int64_t> keys = key_walk(mask, queries, 1);
   const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
-    for (int64_t key = keys.begin; key < keys.end; ++key) {
+    for (int64_t place = keys.begin; place < keys.end; ++place) {
+      const int64_t key = keys.block(place);
       const T value = *reinterpret_cast<const T*>(v.row(key) + 2 * column);
       if (isfinite(static_cast<float>(value))) continue;
       const Range rows = intersect(mask.q_range({key, key + 1}), queries);
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const uint32_t ring = ptx::shared_address(shared);
   const int thread = threadIdx.x;
   auto* const limits = reinterpret_cast<int2*>(shared + Shape::kLimitsOffset);
-  auto* const team_keys = reinterpret_cast<TeamKeys*>(shared + Shape::kTeamKeysOffset);
+  auto* const team_walks = reinterpret_cast<TeamWalk*>(shared + Shape::kTeamWalksOffset);
   auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
@@ -223,7 +224,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       return rows.empty() ? Walk{} : Walk::of(all, all, size);
     };
     const IntervalWalk<int32_t> blocks = walk(0, kTileQ, kTileK);
-    const int32_t block = blocks.begin;
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
@@ -234,18 +234,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.batch,
                item.head,
                begin,
-               block,
-               blocks.end,
+               blocks,
                mask.position(0),
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
     };
-    if (some_block) copy_next(ring, block, k, v);
+    if (some_block) copy_next(ring, blocks.block(blocks.begin), k, v);
     write_info();
     if (thread < Shape::kTeams) {
-      const IntervalWalk<int32_t> w = walk(thread * Shape::kRows, Shape::kRows, Shape::kStep);
-      team_keys[thread] = {w.begin * Shape::kStep, w.end * Shape::kStep,
-                           w.full_begin * Shape::kStep, w.full_end * Shape::kStep};
+      const IntervalWalk<int32_t> steps = walk(thread * Shape::kRows, Shape::kRows, Shape::kStep);
+      team_walks[thread] = {steps.in_rows(Shape::kStep)};
     }
     // Rows past the end take the limits of the last row, so that no block is masked because of
     // them. Nothing of them is written.
@@ -258,12 +256,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   }
   __syncthreads();
-  int32_t block = info->block_begin;
+  int32_t place = info->walk.begin;
   if constexpr (Shape::kKept > 0) {
-    if (block < info->block_end) w.keep_q();
+    if (place < info->walk.end) w.keep_q();
   }
 
-  // --- Loop over key blocks; a second attempt where the first one overflowed ---
+  // --- Loop over the walk's places; a second attempt where the first one overflowed ---
   bool careful = false;
   // Whether the loop's next turn computes. The second attempt begins with one that does not: it
   // only has the first block copied again.
@@ -273,13 +271,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     w.clear();
     bool have_references = false;
 #pragma unroll 1
-    for (; block < info->block_end; ++block) {
+    for (; place < info->walk.end; ++place) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
       if (computes) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (block + 1 < info->block_end) copy_next(next, block + 1, info->k, info->v);
+      if (place + 1 < info->walk.end)
+        copy_next(next, info->walk.block(place + 1), info->k, info->v);
       if (!computes) {
         computes = true;
         stage = next;
@@ -299,15 +298,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #if __CUDA_ARCH__ < 900  // from the rows, which the loop needs anyhow: ptxas would spill it
       team = ptx::opaque(team * Shape::kRows) / Shape::kRows;
 #endif
-      const TeamKeys keys = team_keys[team];
+      const TeamWalk steps = team_walks[team];
       uint32_t k_rows = stage;
-      const int32_t key_end = (block + 1) * kTileK;
+      const int32_t block = info->walk.block(place), key_end = (block + 1) * kTileK;
 #pragma unroll 1
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
-        const bool all = keys.full_begin <= key && key < keys.full_end;
-        // (key < some_begin says the same, and costs ptxas the registers that there are not.)
-        if (key >= keys.some_end || key + Shape::kStep <= keys.some_begin) {
+        const bool all = steps.is_full(key);
+        // (!steps.has(key) says the same, and costs ptxas the registers that there are not.)
+        if (key >= steps.end || key + Shape::kStep <= steps.begin) {
         } else if (!have_references) {
           w.template step<StepKind::kOnline>(k_rows, v_rows, key, all);
           have_references = !careful && w.have_references();
@@ -326,7 +325,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     ptx::cp_async_wait<0>();
     if (!__syncthreads_or(!careful && !w.all_finite())) break;
     careful = true, computes = false;
-    block = info->block_begin - 1;
+    place = info->walk.begin - 1;
     stage = ring + Shape::kStageBytes;
   }
 

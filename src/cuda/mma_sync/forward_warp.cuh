@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
@@ -44,8 +45,8 @@ struct ForwardShape {
   // A warp's weights of a step, as 16-byte fragments by lane; two sets, used in turn.
   static constexpr int kWeightsBytes = kSplit == 1 ? 0 : kRows * kWarpStep * 2;
   static constexpr int kLimitsOffset = kWeightsOffset + 2 * kWarps * kWeightsBytes;
-  static constexpr int kTeamKeysOffset = kLimitsOffset + kTileQ * 8;
-  static constexpr int kInfoOffset = kTeamKeysOffset + kTeams * 16;
+  static constexpr int kTeamWalksOffset = kLimitsOffset + kTileQ * 8;
+  static constexpr int kInfoOffset = kTeamWalksOffset + kTeams * 16;
   static constexpr int kSharedBytes = kInfoOffset + 112;
   static_assert(kRows % 16 == 0 && kTileK % kStep == 0 && kWarpStep % 16 == 0);
   static_assert(kStages == 2 && (kSplit == 1 || kSplit == 2));
@@ -53,20 +54,18 @@ struct ForwardShape {
   static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
 };
 
-/// Keys of a team's rows, in whole steps: some row sees some of the keys of `some`, every row all
-/// of the keys of `full`.
-struct alignas(16) TeamKeys {
-  int32_t some_begin, some_end, full_begin, full_end;
-};
+/// The walk of a team's queries through steps of keys, in rows (IntervalWalk::in_rows). What a team
+/// adds to it, that its first steps have no reference yet, only the team knows (StepKind).
+struct alignas(16) TeamWalk : IntervalWalk<int32_t> {};
 /// Where a tile's keys, values and results are.
 struct alignas(16) TileInfo {
   RowsView k, v, out;
   float* lse;  // of the tile's first row; null: not wanted
   int32_t batch, head, begin;
-  int32_t block_begin, block_end;
-  int32_t position;     // of row `begin` among the keys
-  float slope_log2;     // ALiBi
-  int32_t v_nonfinite;  // V has infs or NaNs, which the second attempt has left out
+  BlockInterval<int32_t> walk;  // the tile's, through blocks of kTileK keys
+  int32_t position;             // of row `begin` among the keys
+  float slope_log2;             // ALiBi
+  int32_t v_nonfinite;          // V has infs or NaNs, which the second attempt has left out
 };
 static_assert(sizeof(TileInfo) == 112);
 
