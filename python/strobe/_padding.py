@@ -150,8 +150,7 @@ def layout_of(mask: Tensor, seqlen_q: int, windowed: bool, keep: bool) -> Layout
     key = (mask._version, seqlen_q, windowed)
     found = known.get(key)
     if found is None:
-        with torch.inference_mode(False):  # what is kept may meet autograd later
-            found = _layout(mask, seqlen_q, windowed, look)
+        found = _layout(mask, seqlen_q, windowed, look)
         if keep:
             mask.__dict__["strobe"] = {**known, key: found}
     return found

@@ -45,7 +45,7 @@ class OnGpu(torch.Tensor):  # type: ignore[misc]
     is_cuda = True
     is_cpu = False
     asked: ClassVar[list[str]] = []
-    _ASK: ClassVar = {
+    ASK: ClassVar = {
         "__bool__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item",
         "is_nonzero", "masked_select", "nonzero", "numpy", "tolist", "unique",
     }  # fmt: skip
@@ -55,7 +55,7 @@ class OnGpu(torch.Tensor):  # type: ignore[misc]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in cls._ASK:
+        if name in cls.ASK:
             cls.asked.append(name)
         return super().__torch_function__(function, types, args, kwargs or {})
 

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import strobe  # noqa: E402
-from strobe import _flash_cache, _masks, _padding, flash_attn, flash_attn_3  # noqa: E402
+from strobe import _core, _flash_cache, _masks, _padding, flash_attn, flash_attn_3  # noqa: E402
 
 from tensors import OnGpu, Tensor  # noqa: E402
 
@@ -123,6 +123,39 @@ def test_of_a_cache_no_number_is_looked_at(
     monkeypatch.setenv("STROBE_CHECK_VALUES", "1")
     call(*given, of)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("call", WITH_CACHE, ids=lambda call: call.__name__)
+def test_of_a_cache_the_short_way_is_taken(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain tensors, of which all say here that they are on a GPU and none says what it holds:
+    one call of the extension, and no question to CUDA.
+    """
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 4, 16, 2, 16)
+    wanted = call(q, *cache, numbers)
+    made: dict[str, Tensor] = {}
+    call(q, *cache, lambda *values: made.setdefault(str(values), numbers(*values)))
+    launched, inner = [], _core.kvcache
+
+    def launch(*arguments: Any) -> Any:
+        launched.append(arguments)
+        return inner(*arguments)
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a GPU would be waited for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        for name in OnGpu.ASK:
+            patch.setattr(torch.Tensor, name, waits)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", waits)
+        patch.setattr(_flash_cache, "_kernel", waits)
+        patch.setattr(_core, "kvcache", launch)
+        found = call(q, *cache, lambda *values: made[str(values)])
+    assert torch.equal(found, wanted)
+    assert len(launched) == 1
 
 
 def test_longest_sequences_in_tensors() -> None:
