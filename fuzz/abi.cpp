@@ -30,7 +30,9 @@ void check_text(Fill fill, size_t capacity) {
 // A cache in place of k and v's own tensors, with all that comes with it.
 void take_cache(Input& in, strobe_problem& p) {
   p.direction = STROBE_FORWARD;
-  p.has_dlse = 0;
+  p.has_dlse = p.accumulate = 0;
+  p.has_delta = 0;
+  p.grad_dtype = STROBE_SAME_DTYPE;
   p.dropout_p = 0;
   p.cache = static_cast<int32_t>(in.range(1, 2));
   p.has_seqused_k = in.take<uint8_t>() % 8 != 0;
@@ -117,6 +119,13 @@ strobe_problem small_problem(Input& in) {
   p.dq = take_strides(in, rows_q, p.heads, p.head_dim);
   p.dk = take_strides(in, rows_k, heads_kv, p.head_dim);
   p.dv = take_strides(in, rows_k, heads_kv, dim_v);
+  const int64_t gradients = in.range(0, 31);
+  if (p.direction == STROBE_BACKWARD || gradients >= 28) {
+    p.accumulate = gradients & 1;
+    p.has_delta = gradients >> 1 & 1;
+    if (gradients >> 2 & 1) p.grad_dtype = STROBE_FLOAT32;
+    if (p.has_delta && gradients >> 3 & 1) p.has_dlse = 0;
+  }
   return p;
 }
 
@@ -272,10 +281,12 @@ void launch(Input& in, const strobe_plan& plan) {
   // Forward does not look at the strides of gradients, so they may be anything.
   const int64_t back = p.direction == STROBE_BACKWARD ? batch : 0;
   Tensor dlse(back, rows_q, p.heads, 1, packed, 4, 6);
+  Tensor delta(back, rows_q, p.heads, 1, packed, 4, 11);
   Tensor dout(back, rows_q, p.heads, p.head_dim_v, p.dout, size, 7);
-  Tensor dq(back, rows_q, p.heads, p.head_dim, p.dq, size, 8);
-  Tensor dk(back, rows_k, p.heads_kv, p.head_dim, p.dk, size, 9);
-  Tensor dv(back, rows_k, p.heads_kv, p.head_dim_v, p.dv, size, 10);
+  const int64_t size_grad = p.grad_dtype == STROBE_FLOAT32 ? 4 : 2;
+  Tensor dq(back, rows_q, p.heads, p.head_dim, p.dq, size_grad, 8);
+  Tensor dk(back, rows_k, p.heads_kv, p.head_dim, p.dk, size_grad, 9);
+  Tensor dv(back, rows_k, p.heads_kv, p.head_dim_v, p.dv, size_grad, 10);
   for (const Tensor* t : {&q, &k, &v, &out, &dout, &dq, &dk, &dv}) {
     if (!t->fits()) return;
   }
@@ -329,13 +340,15 @@ void launch(Input& in, const strobe_plan& plan) {
     strobe_backward_args args = {};
     args.dout = dout.get();
     args.dlse = p.has_dlse ? dlse.as<float>() : nullptr;
+    args.delta = p.has_delta ? delta.as<float>() : nullptr;
     args.dq = dq.get();
     args.dk = dk.get();
     args.dv = dv.get();
     fill(args);
     status = strobe_backward(&plan, &args);
     REQUIRE(status == STROBE_OK || (dq.unchanged() && dk.unchanged() && dv.unchanged()));
-    REQUIRE(out.unchanged() && lse.unchanged() && dout.unchanged() && dlse.unchanged());
+    REQUIRE(out.unchanged() && lse.unchanged() && dout.unchanged());
+    REQUIRE(dlse.unchanged() && delta.unchanged());
   }
   require_documented(status);
   REQUIRE(q.unchanged());

@@ -16,7 +16,7 @@ from ._arrays import AnyArray, NDArray, SupportsDLPack
 from ._errors import InvalidArgument
 from ._merge import is_float
 from ._options import CallOptions, documented
-from ._values import constant
+from ._values import constant, flag
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -360,7 +360,7 @@ def attention_backward(
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
     float_grads = is_float("grad_dtype", grad_dtype)
-    if accumulate and grads is None:
+    if flag("accumulate", accumulate) and grads is None:
         raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
     more = (grads, deterministic, accumulate, float_grads)
     arrays = (dout, q, k, v, out, lse, dlse, delta, *more)

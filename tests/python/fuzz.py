@@ -43,6 +43,7 @@ from flash_attn import flash_attn_interface
 SCALARS = ("causal", "window", "scale", "softcap", "dropout_p", "dropout_seed", "dropout_offset")
 NOT_OF_OPERATORS = ("dropout_seed", "dropout_offset", "batch_invariant", "threads")
 OURS = (*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk")
+DESCRIBED = (*OURS, "backward", "dlse", "delta", "grad_dtype", "accumulate", "deterministic")
 FLASH = (
     "dropout_p",
     "softmax_scale",
@@ -99,9 +100,11 @@ def with_gradients(r: random.Random) -> dict[str, Any]:
     given = dense(r)
     slopes = {"alibi_slopes": given["alibi_slopes"]} if "alibi_slopes" in given else {}
     out, lse = strobe.attention(given["q"], given["k"], given["v"], return_lse=True, **slopes)
-    more = {"dlse": torch.randn_like(lse)} if r.random() < 0.3 else {}
+    name = r.choice(["dlse", "delta", "", ""])
+    more: dict[str, Any] = {name: torch.randn_like(lse)} if name else {}
     if r.random() < 0.3:
         more["grads"] = tuple(torch.empty_like(given[name]) for name in "qkv")
+        more["accumulate"] = r.random() < 0.5
     return {"dout": torch.randn_like(out), **given, "out": out, "lse": lse, **more}
 
 
@@ -287,10 +290,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     "attention_backward": (
         strobe.attention_backward,
         lambda r: one_a_sequence(r, with_gradients(r)),
-        (*OURS, "deterministic", "grads", "dlse"),
+        (*OURS, "deterministic", "grads", "dlse", "delta", "grad_dtype", "accumulate"),
     ),
-    "plan": (strobe.plan, planned, (*OURS, "backward", "dlse", "deterministic")),
-    "why": (strobe.why, planned, (*OURS, "backward", "dlse", "deterministic")),
+    "plan": (strobe.plan, planned, DESCRIBED),
+    "why": (strobe.why, planned, DESCRIBED),
     "torch.attention": (
         strobe.torch.attention,
         lambda r: one_a_sequence(r, r.choice((dense, packed))(r)),
