@@ -44,14 +44,14 @@ std::vector<oracle::Sequence> Sequences(const Case& c) {
 Fixture::Fixture(const Case& c) : case_(c) {
   const int64_t rows_q = c.varlen ? c.rows_q() : c.seqlens_q[0],
                 rows_k = c.varlen ? c.rows_k() : c.seqlens_k[0];
-  q = Place(case_.q, rows_q, c.heads, c.head_dim);
-  k = Place(case_.k, rows_k, c.heads_kv, c.head_dim);
-  v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v);
-  out = Place(case_.out, rows_q, c.heads, c.head_dim_v);
-  dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v);
-  dq = Place(case_.dq, rows_q, c.heads, c.head_dim);
-  dk = Place(case_.dk, rows_k, c.heads_kv, c.head_dim);
-  dv = Place(case_.dv, rows_k, c.heads_kv, c.head_dim_v);
+  q = Place(case_.q, rows_q, c.heads, c.head_dim, c.dtype);
+  k = Place(case_.k, rows_k, c.heads_kv, c.head_dim, c.dtype);
+  v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v, c.dtype);
+  out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.dtype);
+  dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v, c.dtype);
+  dq = Place(case_.dq, rows_q, c.heads, c.head_dim, c.grad_dtype());
+  dk = Place(case_.dk, rows_k, c.heads_kv, c.head_dim, c.grad_dtype());
+  dv = Place(case_.dv, rows_k, c.heads_kv, c.head_dim_v, c.grad_dtype());
   if (c.packing == Packing::kQkv) {
     Pack({&q, &k, &v}, c.q);
     Pack({&dq, &dk, &dv}, c.dq);
@@ -65,6 +65,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
   }
   lse_ = PlaceRows();
   dlse_ = PlaceRows();
+  delta_ = PlaceRows();
 
   oracle::Rng rng(c.seed ^ 0x5EEDF111u);
   Fill(q, c.size_qk, rng);
@@ -97,9 +98,10 @@ Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift
   return memory_.back().get();
 }
 
-Strided Fixture::Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim) {
+Strided Fixture::Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim,
+                       oracle::DType dtype) {
   Strided t;
-  t.dtype = case_.dtype;
+  t.dtype = dtype;
   t.batch = case_.varlen ? 1 : case_.batch();
   t.rows = rows;
   t.heads = heads;
@@ -128,7 +130,7 @@ void Fixture::Pack(const std::vector<Strided*>& tensors, const Layout& layout) {
   for (const Strided* t : tensors) columns += t->heads * t->dim;
   const int64_t batch = tensors[0]->batch, rows = tensors[0]->rows, row = columns + layout.pad[1];
   Guarded* const memory =
-      Allocate(batch * rows * row, oracle::ElementSize(case_.dtype), layout.shift);
+      Allocate(batch * rows * row, oracle::ElementSize(tensors[0]->dtype), layout.shift);
   int64_t at = 0;
   for (Strided* t : tensors) {
     t->memory = memory;
@@ -215,6 +217,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   }
   strobe::copy_options(c, p);
   if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = 0;
+  if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
   p.q = Given(c.q, q);
   p.k = Given(c.k, k);
   p.v = Given(c.v, v);
@@ -261,10 +264,11 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.q = f.q;
   a.k = f.k;
   a.v = f.v;
-  a.out = f.out;
+  a.out = case_.has_delta && case_.seed % 2 ? nullptr : f.out;
   a.lse = f.lse;
   a.dout = pointer(dout);
   a.dlse = case_.has_dlse ? static_cast<float*>(pointer(dlse_)) : nullptr;
+  a.delta = case_.has_delta ? static_cast<float*>(pointer(delta_)) : nullptr;
   a.dq = pointer(dq);
   a.dk = pointer(dk);
   a.dv = pointer(dv);
@@ -332,12 +336,14 @@ std::string Fixture::Backward() {
 }
 
 std::string Fixture::Backward(const BackwardLaunch& launch) {
+  if (case_.has_delta) FillDelta();
+  if (case_.accumulate) FillGradients();
   Seal();
   dq.AllowWrite();
   dk.AllowWrite();
   dv.AllowWrite();
   const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
-  return error.empty() ? CheckMemory("backward") : error;
+  return error.empty() ? CheckMemory("backward", !case_.accumulate) : error;
 }
 
 void Fixture::Poison(strobe_direction direction) {
@@ -361,18 +367,44 @@ void Fixture::Seal() {
   for (const auto& m : memory_) m->Seal();
 }
 
-std::string Fixture::CheckMemory(const char* call) {
+// From out, as the library would make it. NaN where rows are not in use.
+void Fixture::FillDelta() {
+  const oracle::Tensor o = out.Read(), g = dout.Read(), dlse = ReadDlse(), lse = ReadLse();
+  delta_.ForEach([&](int64_t i, int64_t head, int64_t, int64_t e) {
+    // The rows of lse are counted as those of q are, batch by batch.
+    double sum = 0;
+    for (int64_t d = 0; d < o.dim; ++d) sum += o.at(i, head)[d] * g.at(i, head)[d];
+    if (case_.delta_has_dlse) sum -= *dlse.at(i, head);
+    delta_.Set(e, sum);
+  });
+  std::vector<bool> used(static_cast<size_t>(o.rows), false);
+  for (const oracle::Sequence& s : Sequences(case_)) {
+    std::fill_n(used.begin() + s.q_begin, s.q_length, true);
+  }
+  delta_.ForEach([&](int64_t i, int64_t, int64_t, int64_t e) {
+    if (!used[static_cast<size_t>(i)]) delta_.Set(e, std::nan(""));
+  });
+}
+
+// What a launch adds to: the same numbers each time.
+void Fixture::FillGradients() {
+  oracle::Rng rng(case_.seed ^ 0xADDEDu);
+  for (const Strided* t : {&dq, &dk, &dv}) Fill(*t, case_.size_dout, rng);
+  before_ = {dq.Read(), dk.Read(), dv.Read()};
+}
+
+std::string Fixture::CheckMemory(const char* call, bool every) {
   const auto name = [&](const Guarded* m) -> std::string {
     const std::pair<const char*, const Strided*> all[] = {
-        {"q", &q},   {"k", &k},   {"v", &v},   {"out", &out},  {"dout", &dout},
-        {"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"lse", &lse_}, {"dlse", &dlse_}};
+        {"q", &q},   {"k", &k},   {"v", &v},      {"out", &out},    {"dout", &dout},   {"dq", &dq},
+        {"dk", &dk}, {"dv", &dv}, {"lse", &lse_}, {"dlse", &dlse_}, {"delta", &delta_}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;
     }
     return std::string(call) + ": unused memory";
   };
   for (const auto& m : memory_) {
-    const std::string error = m->Check(name(m.get()));
+    const std::string error = m->Check(name(m.get()), every);
     if (!error.empty()) return error;
     m->ForbidWrites();
   }

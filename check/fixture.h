@@ -52,6 +52,14 @@ class Fixture {
   /// lse and dlse as [rows, heads, 1], whatever the library's order.
   oracle::Tensor ReadLse() const { return ReadRows(lse_); }
   oracle::Tensor ReadDlse() const { return ReadRows(dlse_); }
+  oracle::Tensor ReadDelta() const { return ReadRows(delta_); }
+  /// Whether there is a gradient of lse, as an argument or in delta.
+  bool HasDlse() const { return case_.has_dlse || case_.delta_has_dlse; }
+  /// What dq, dk and dv hold before Backward() adds to them.
+  struct Gradients {
+    oracle::Tensor dq, dk, dv;
+  };
+  const Gradients& Before() const { return before_; }
   void SetDlse(int64_t row, int64_t head, float x) { dlse_.Set(dlse_.Index(0, row, head, 0), x); }
 
   /// The elements of an output as they stand in memory, for comparing bits.
@@ -69,19 +77,24 @@ class Fixture {
 
  private:
   Guarded* Allocate(int64_t elements, int64_t element_size, int64_t shift);
-  Strided Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim);
+  Strided Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim,
+                oracle::DType dtype);
   void Pack(const std::vector<Strided*>& tensors, const Layout& layout);
   Strided PlaceRows();
   void Fill(const Strided& t, double size, oracle::Rng& rng) const;
   void PutSpecials(oracle::Rng& rng) const;
   void PoisonUnused() const;
+  void FillDelta();
+  void FillGradients();
   oracle::Tensor ReadRows(const Strided& t) const;
   void Seal();
-  std::string CheckMemory(const char* call);
+  /// every: each element that may be written has to change.
+  std::string CheckMemory(const char* call, bool every = true);
 
   Case case_;
   std::vector<std::unique_ptr<Guarded>> memory_;
-  Strided lse_, dlse_;
+  Strided lse_, dlse_, delta_;
+  Gradients before_;
   std::vector<float> slopes_;
   std::vector<int32_t> cu_q_, cu_k_;
 };

@@ -270,6 +270,13 @@ int64_t Case::Work() const {
   return scores * heads * (head_dim + head_dim_v) / 2;
 }
 
+Case Case::WithPlainGradients() const {
+  Case c = *this;
+  c.has_dlse |= c.delta_has_dlse;
+  c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
+  return c;
+}
+
 Case GenerateCase(uint64_t seed) {
   Rng rng(seed);
   Case c;
@@ -302,6 +309,10 @@ Case GenerateCase(uint64_t seed) {
   if (c.varlen && rng.Chance(0.2)) c.past_k = rng.Integer(1, 70);
   if (same_rows) c.past_k = c.past_q;
   PickSignedWindow(rng, c);
+  c.grad_float32 = c.dtype != oracle::DType::kFloat32 && rng.Chance(0.2);
+  c.accumulate = rng.Chance(0.2);
+  c.has_delta = rng.Chance(0.15);
+  if (c.has_delta) c.delta_has_dlse = std::exchange(c.has_dlse, false);
   return c;
 }
 
@@ -321,6 +332,8 @@ std::string ToString(const Case& c) {
   strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
+  if (c.grad_float32) text << ", gradients fp32";
+  if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "
        << c.size_qk << " v " << c.size_v << " dout " << c.size_dout
        << (c.constant_keys ? ", constant keys" : "");

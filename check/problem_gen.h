@@ -45,6 +45,9 @@ struct Case : strobe::Options {
 
   int64_t past_q = 0, past_k = 0;  // varlen: rows past the end of the last sequence
 
+  bool grad_float32 = false;    // dq, dk and dv are float32, whatever dtype is
+  bool delta_has_dlse = false;  // with has_delta: a gradient of lse is in it
+
   uint64_t dropout_seed = 0, dropout_offset = 0;
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
   /// must not matter: NaN, where the memory is no other row's too.
@@ -59,6 +62,9 @@ struct Case : strobe::Options {
   bool constant_keys = false;                     // all keys alike: all weights of a row are equal
   Special special = Special::kNone;
 
+  oracle::DType grad_dtype() const { return grad_float32 ? oracle::DType::kFloat32 : dtype; }
+  /// Without what few kernels do: dq, dk and dv are float32 or added to, delta is given.
+  Case WithPlainGradients() const;
   int64_t batch() const { return static_cast<int64_t>(seqlens_q.size()); }
   int64_t longest_q() const;
   int64_t longest_k() const;

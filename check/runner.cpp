@@ -34,32 +34,57 @@ class Judge {
         backward_(backward),
         yardstick_(
             [this](uint64_t noise_seed) {
-              return oracle::PlainAttention(problem_, f_.c().dtype, q_, k_, v_,
-                                            backward_ ? &dout_ : nullptr,
-                                            backward_ ? dlse() : nullptr, noise_seed);
+              oracle::Plain plain = oracle::PlainAttention(
+                  problem_, f_.c().dtype, q_, k_, v_, backward_ ? &dout_ : nullptr,
+                  backward_ ? dlse() : nullptr, noise_seed);
+              if (backward_ && f_.c().accumulate) {
+                Add(f_.Before().dq, plain.dq);
+                Add(f_.Before().dk, plain.dk);
+                Add(f_.Before().dv, plain.dv);
+              }
+              return plain;
             },
             MostDraws(f.c()), spare) {}
 
   void Forward(oracle::Verdict& verdict) {
     const oracle::ForwardResult wanted = oracle::Forward(problem_, q_, k_, v_);
-    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, oracle::kOutFactor, verdict);
+    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, f_.c().dtype, oracle::kOutFactor,
+          verdict);
     verdict.Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size));
   }
 
   void Backward(oracle::Verdict& verdict) {
-    const oracle::BackwardResult wanted = oracle::Backward(problem_, q_, k_, v_, dout_, dlse());
+    oracle::BackwardResult wanted = oracle::Backward(problem_, q_, k_, v_, dout_, dlse());
+    if (f_.c().accumulate) {
+      const auto add = [](const oracle::Tensor& before, oracle::Tensor& to) {
+        for (size_t i = 0; i < to.data.size(); ++i) to.data[i] += before.data[i];
+      };
+      add(f_.Before().dq, wanted.dq);
+      add(f_.Before().dk, wanted.dk);
+      add(f_.Before().dv, wanted.dv);
+    }
+    const oracle::DType dtype = f_.c().grad_dtype();
     const double factor = f_.c().alibi ? oracle::kAlibiGradientFactor : oracle::kGradientFactor;
-    Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, factor, verdict);
-    Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, factor, verdict);
-    Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, factor, verdict);
+    Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, dtype, factor, verdict);
+    Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, dtype, factor, verdict);
+    Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, dtype, factor, verdict);
   }
 
  private:
-  const oracle::Tensor* dlse() const { return f_.c().has_dlse ? &dlse_ : nullptr; }
+  const oracle::Tensor* dlse() const { return f_.HasDlse() ? &dlse_ : nullptr; }
+
+  // A framework adds a stored gradient to what was there, and rounds the sum.
+  void Add(const oracle::Tensor& before, oracle::Tensor& plain) const {
+    for (size_t i = 0; i < plain.data.size(); ++i) {
+      const double sum = plain.data[i] + before.data[i];
+      plain.data[i] = oracle::Round(f_.c().grad_dtype(), static_cast<float>(sum));
+    }
+  }
 
   void Check(const char* name, const oracle::Tensor& got, const oracle::Tensor& wanted,
-             oracle::Tensor oracle::Plain::*which, double factor, oracle::Verdict& verdict) {
-    verdict.Add(yardstick_.Check(name, got, wanted, which, f_.c().dtype, factor));
+             oracle::Tensor oracle::Plain::*which, oracle::DType dtype, double factor,
+             oracle::Verdict& verdict) {
+    verdict.Add(yardstick_.Check(name, got, wanted, which, dtype, factor));
   }
 
   const Fixture& f_;

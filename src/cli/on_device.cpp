@@ -70,7 +70,8 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
     array(args.rotary_position, batch);
     array(args.cu_seqlens_k_new, batch + 1);
   } else {
-    tensor(args.dout), tensor(args.dlse), tensor(args.dq), tensor(args.dk), tensor(args.dv);
+    tensor(args.dout), tensor(args.dlse), tensor(args.delta);
+    tensor(args.dq), tensor(args.dk), tensor(args.dv);
   }
   args.workspace = mirror.Counterpart(workspace.bytes());
   args.workspace_bytes = plan.workspace_bytes;

@@ -37,6 +37,18 @@ struct IntervalWalk {
   }
   STROBE_INLINE constexpr bool all_full() const { return full_begin <= begin && end <= full_end; }
   STROBE_INLINE constexpr bool visits(Int block) const { return begin <= block && block < end; }
+  /// The part of the walk whose blocks lie in [first, last).
+  STROBE_INLINE constexpr IntervalWalk within(Int first, Int last) const {
+    IntervalWalk w = *this;
+    if (w.begin < first) w.begin = first;
+    if (w.end > last) w.end = last;
+    return w;
+  }
+  /// Whether some of these rows lie in blocks of the walk, which has blocks of `size` rows. rows: a
+  /// part of those that the mask leaves to some row of the walk's tile.
+  STROBE_INLINE constexpr bool meets(Range rows, int64_t) const { return !rows.empty(); }
+  /// Whether a row of a tile that lies between two others meets the walk where these do.
+  static constexpr bool kConvex = true;
   /// The place of a block that is visited; of the first one it is `begin`.
   STROBE_INLINE constexpr Int rank(Int block) const { return block; }
   /// The same walk, of which nothing is full.

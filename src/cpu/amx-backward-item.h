@@ -62,6 +62,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
 
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   find_row_sums(c, item, scratch);
+  if (!c.made_delta) return;
   const AttentionProblem& p = c.problem;
   const Sequence sequence = c.sequence(item.batch);
   const int64_t at = c.lse_index(sequence, item.head);
@@ -79,7 +80,7 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
                             as_float(_mm512_and_si512(y, high)), sum);
     }
     const int64_t row = at + item.q_begin + r;
-    c.delta[row] = _mm512_reduce_add_ps(sum) - (c.dlse ? c.dlse[row] : 0);
+    c.made_delta[row] = _mm512_reduce_add_ps(sum) - (c.dlse ? c.dlse[row] : 0);
   }
 }
 
@@ -158,10 +159,10 @@ static void write_dq(const Backward& b, const QueryTile& t, const float* dq) {
       transpose(x);
       transpose(y);
       for (int64_t r = 0; r < min64(kTile, t.queries.size() - q); ++r) {
-        auto* const to = reinterpret_cast<Bf16*>(rows.row(t.queries.begin + q + r));
         __m512 first, second;
         pair_columns(as_float(x[r]), as_float(y[r]), first, second);
-        write_block(first, second, scale, p.head_dim - e * kPair, to + e * kPair);
+        write_gradient(p, first, second, scale, p.head_dim, rows.row(t.queries.begin + q + r),
+                       e * kPair);
       }
     }
   }
@@ -174,8 +175,13 @@ static void write_rows(const Backward& b, const Tensor& tensor, const float* sum
   for (int64_t r = 0; r < b.keys().size(); ++r) {
     const float* const at = sum + r / kStrip * kStrip * blocks * kPair +
                             r % kStrip / kTile * 2 * kTileFloat + r % kTile * kTile;
-    auto* const to = reinterpret_cast<Bf16*>(rows.row(b.item.k_begin + r));
-    write_tile_row(at, set(factor), dim, to);
+    for (int64_t e = 0; e < blocks; ++e) {
+      __m512 first, second;
+      pair_columns(load(at + e * 4 * kTileFloat), load(at + (e * 4 + 1) * kTileFloat), first,
+                   second);
+      write_gradient(b.c.problem, first, second, set(factor), dim, rows.row(b.item.k_begin + r),
+                     e * kPair);
+    }
   }
 }
 
@@ -200,7 +206,8 @@ static void add_ragged(const Backward& b, const QueryTile& t, float* sum, float*
 }
 
 template <int kSteps>
-static void backward_tile(const Backward& b, const QueryTile& t, Visit visit, bool k_nonfinite) {
+static void backward_tile(const Backward& b, const QueryTile& t, Addition addition,
+                          bool k_nonfinite) {
   const bool q_nonfinite = start_query_tile(b, t);
   BackwardTile<kSteps> tile(b, t, k_nonfinite, q_nonfinite);
   tile.run_strips();
@@ -209,20 +216,20 @@ static void backward_tile(const Backward& b, const QueryTile& t, Visit visit, bo
   float* const sum =
       b.c.dq_sum + (b.c.lse_index(b.sequence, t.head) + t.queries.begin) * b.c.dq_stride;
   if (t.queries.size() == kBackwardTileQ) {
-    if (!visit.first) wait_turn(turn, visit.order);
-    tile.run_dq(visit.first ? nullptr : sum, visit.last ? b.s.dq : sum);
+    if (!addition.first) wait_turn(turn, addition.order);
+    tile.run_dq(addition.first ? nullptr : sum, addition.last ? b.s.dq : sum);
   } else {
     tile.run_dq(nullptr, b.s.dq);
-    if (!visit.first) {
-      wait_turn(turn, visit.order);
+    if (!addition.first) {
+      wait_turn(turn, addition.order);
       add_ragged<false>(b, t, sum, b.s.dq);
     }
-    if (!visit.last) add_ragged<true>(b, t, sum, b.s.dq);
+    if (!addition.last) add_ragged<true>(b, t, sum, b.s.dq);
   }
-  if (visit.last) {
+  if (addition.last) {
     write_dq(b, t, b.s.dq);
   } else {
-    pass_turn(turn, visit.order);
+    pass_turn(turn, addition.order);
   }
 }
 
@@ -233,24 +240,26 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const Backward b{c, c.sequence(item.batch), item, carve_backward(arena, c)};
   const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
-  const IntervalWalk<int64_t> tiles = query_walk(mask, b.keys(), kBackwardTileQ);
+  const int64_t item_block = item.k_begin / c.block_k;
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     QueryTile t{head, {0, 0}, Scorer(score_options(c, item.batch, head)), false, 0};
+    const BlockWalk tiles = queries_of(b.sequence, head, b.keys(), kBackwardTileQ);
     for (int64_t n = tiles.begin; n < tiles.end; ++n) {
-      t.queries = block_at({0, mask.seqlen_q}, n * kBackwardTileQ, kBackwardTileQ);
-      const Visit visit = visit_of(c, mask, t.queries, item.k_begin);
-      if (visit.none) continue;
+      t.queries = block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
+      const BlockWalk blocks = keys_of(b.sequence, head, t.queries, c.block_k);
+      if (!blocks.visits(item_block)) continue;
+      const Addition addition = addition_at(blocks, blocks.rank(item_block));
       t.starts_at_lse = may_start_at_lse(b, t);
       t.few = 0;
       for (int64_t i = 0; i < t.sub_tiles(); ++i) {
         t.few |= static_cast<uint32_t>(mask.kv_range(t.sub_tile(i)).size() <= kFewKeys) << i;
       }
       if (b.d_blocks + b.dv_blocks <= 3) {
-        backward_tile<2>(b, t, visit, k_nonfinite);
+        backward_tile<2>(b, t, addition, k_nonfinite);
       } else {
-        backward_tile<1>(b, t, visit, k_nonfinite);
+        backward_tile<1>(b, t, addition, k_nonfinite);
       }
     }
   }

@@ -3,9 +3,9 @@
 #ifndef STROBE_CPU_AMX_BACKWARD_UNIT_H_
 #define STROBE_CPU_AMX_BACKWARD_UNIT_H_
 
-#include "core/walk.h"
 #include "cpu/amx-pack.h"
 #include "cpu/amx-score.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
 
@@ -127,10 +127,13 @@ struct QueryTile {
 };
 
 static void plan_strips(const Backward& b, const QueryTile& t) {
-  const int64_t first = t.queries.begin / kSubTile;
-  for (int64_t n = 0; n < b.strips(); ++n) {
+  const int64_t first = t.queries.begin / kSubTile, first_strip = b.item.k_begin / kStrip;
+  for (int64_t n = 0; n < b.strips(); ++n) b.s.plan[n] = {};
+  const BlockWalk strips =
+      keys_of(b.sequence, t.head, t.queries, kStrip).within(first_strip, first_strip + b.strips());
+  for (int64_t place = strips.begin; place < strips.end; ++place) {
+    const int64_t n = strips.block(place) - first_strip;
     StripPlan& plan = b.s.plan[n];
-    plan = {};
     const Range keys = b.strip(n);
     const IntervalWalk<int64_t> walk = query_walk(b.sequence.mask, keys, kSubTile);
     const Range seen = intersect({walk.begin, walk.end}, {first, first + t.sub_tiles()});

@@ -121,39 +121,46 @@ class BackwardTile {
   STROBE_INLINE void run_dq(const float* from, float* to) {
     Idle idle;
     for (int64_t n = 0; n < t_.sub_tiles(); ++n) {
-      const Range strips = strips_of(n);
+      const Range some = strips_of(n, 0);
       for (int64_t e = 0; e < b_.d_blocks; ++e) {
         const int64_t at = (e * 2 * (kBackwardTileQ / kTile) + n * 2) * kTileFloat;
         const int64_t down = kBackwardTileQ / kTile * kTileFloat;
-        const Quad<const float> in = {from ? from + at : nullptr, kTileFloat, down};
+        Quad<const float> in = {from ? from + at : nullptr, kTileFloat, down};
         const Quad<float> out = {to + at, kTileFloat, down};
-        if (strips.empty()) {
+        if (some.empty()) {
           for (int i = 0; i < 4; ++i) copy_tile(from ? in.at(i) : nullptr, out.at(i));
           continue;
         }
-        const Bf16* const kt = b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles;
-        Product m = {{kt, b_.d_blocks * kUnitTiles, kTileBf16},
-                     {b_.ds_pairs(strips.begin, n), kSubTiles * kUnitTiles, kTileBf16},
-                     in,
-                     out,
-                     strips.size()};
-        const Bf16* const low = b_.s.ds_pairs_low + b_.ds_pairs_at(strips.begin, n);
-        const bool split = t_.few_keys(n), one_strip = strips.size() == 1;
-        if (split && one_strip) {
-          m.a.step = 0;
-          m.b.step = low - m.b.tile;
-          m.steps = 2;
+        for (Range strips = some; !strips.empty(); strips = strips_of(n, strips.end)) {
+          const Bf16* const kt = b_.s.kt + (strips.begin * b_.d_blocks + e) * kUnitTiles;
+          Product m = {{kt, b_.d_blocks * kUnitTiles, kTileBf16},
+                       {b_.ds_pairs(strips.begin, n), kSubTiles * kUnitTiles, kTileBf16},
+                       in,
+                       out,
+                       strips.size()};
+          const Bf16* const low = b_.s.ds_pairs_low + b_.ds_pairs_at(strips.begin, n);
+          const bool split = t_.few_keys(n), one_strip = strips.size() == 1;
+          if (split && one_strip) {
+            m.a.step = 0;
+            m.b.step = low - m.b.tile;
+            m.steps = 2;
+          }
+          products_.multiply<true>(m, idle, {});
+          in = {out.tile, out.right, out.down};
+          if (!split || one_strip) continue;
+          m.b.tile = low;
+          m.in = in;
+          products_.multiply<true>(m, idle, {});
         }
-        products_.multiply<true>(m, idle, {});
-        if (!split || one_strip) continue;
-        m.b.tile = low;
-        m.in = {out.tile, out.right, out.down};
-        products_.multiply<true>(m, idle, {});
       }
     }
     products_.flush();
     if (k_nonfinite_) {
-      for (int64_t n = 0; n < t_.sub_tiles(); ++n) add_nonfinite_keys(b_, t_, n, strips_of(n), to);
+      for (int64_t n = 0; n < t_.sub_tiles(); ++n) {
+        for (Range strips = strips_of(n, 0); !strips.empty(); strips = strips_of(n, strips.end)) {
+          add_nonfinite_keys(b_, t_, n, strips, to);
+        }
+      }
     }
   }
 
@@ -174,14 +181,12 @@ class BackwardTile {
     if (u.sub_tile + 1 < b_.s.plan[u.strip].seen.end) return {u.strip, u.sub_tile + 1};
     return first_unit(u.strip + 1);
   }
-  /// The strips that a sub-tile sees; consecutive.
-  STROBE_INLINE Range strips_of(int64_t sub_tile) const {
-    Range strips{0, 0};
-    for (int64_t n = 0; n < b_.strips(); ++n) {
-      if (!b_.s.plan[n].seen.contains(sub_tile)) continue;
-      if (strips.empty()) strips.begin = n;
-      strips.end = n + 1;
-    }
+  /// The next strips, from `strip` on, that a sub-tile sees and that follow each other. Of a mask's
+  /// interval they are all.
+  STROBE_INLINE Range strips_of(int64_t sub_tile, int64_t strip) const {
+    while (strip < b_.strips() && !b_.s.plan[strip].seen.contains(sub_tile)) ++strip;
+    Range strips{strip, strip};
+    while (strips.end < b_.strips() && b_.s.plan[strips.end].seen.contains(sub_tile)) ++strips.end;
     return strips;
   }
 

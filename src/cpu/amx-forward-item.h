@@ -52,7 +52,8 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   alignas(64) float reference[kForwardTileQ] = {};
   // The tile alone decides which of the two, and not what its item has packed of K: otherwise bits
   // would depend on the cut into items.
-  if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0) {
+  const BlockWalk walk = f.groups(tile);
+  if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0 && walk.visits(0)) {
     const int64_t n = f.d_blocks;
     const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
     const Bf16* const k = f.s.k;
@@ -79,8 +80,10 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
-      const Range seen = f.sequence.mask.row(tile.begin + r);
-      if (seen.empty()) continue;
+      Range seen = f.sequence.mask.row(tile.begin + r);
+      if (!walk.meets(seen, kGroup)) continue;
+      // The first key of the row that lies in a group of the walk.
+      seen.begin = max64(seen.begin, walk.block(walk.rank(seen.begin / kGroup)) * kGroup);
       const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
       const Rows k = f.k_rows({seen.begin, seen.begin + 1});
       __m512 sum = _mm512_setzero_ps();
@@ -121,9 +124,10 @@ STROBE_AMX __m512 sum_rows(const float* rows) {
 /// Writes the rows of a tile that the pipeline could compute. Returns the others, one bit for each.
 static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const Range tile = f.tile(t);
-  const Mask& mask = f.sequence.mask;
-  // Rows that see nothing are the first or the last of a sequence.
-  const bool some_empty = mask.row(tile.begin).empty() || mask.row(tile.end - 1).empty();
+  const BlockWalk walk = f.groups(tile);
+  // In an interval's walk, rows that see nothing are the first or the last of a sequence.
+  const bool some_empty =
+      !BlockWalk::kConvex || f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1);
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
@@ -135,7 +139,7 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
 
     __mmask16 empty = 0;
     for (int64_t r = 0; some_empty && r < n; ++r) {
-      if (mask.row(tile.begin + half + r).empty()) empty |= static_cast<__mmask16>(1u << r);
+      if (f.sees_none(walk, tile.begin + half + r)) empty |= static_cast<__mmask16>(1u << r);
     }
     // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
     // room before it overflows. A reference that is too large has left its rounding errors in all
@@ -162,11 +166,12 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
 /// weights are finite and O is not.
 static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lower, float* lse) {
   const Range tile = f.tile(t);
+  const BlockWalk walk = f.groups(tile);
   uint32_t failed = 0;
   for (int64_t r = 0; r < tile.size(); ++r) {
     if (!(rows >> r & 1)) continue;
     const int64_t at = (t * kForwardTileQ + r) * kTile;
-    const bool empty = f.sequence.mask.row(tile.begin + r).empty();
+    const bool empty = f.sees_none(walk, tile.begin + r);
     const float sum = f.s.sum[at];
     // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
     const float nan = __builtin_nanf("");

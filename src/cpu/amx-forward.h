@@ -29,8 +29,8 @@
 #ifndef STROBE_CPU_AMX_FORWARD_H_
 #define STROBE_CPU_AMX_FORWARD_H_
 
-#include "core/walk.h"
 #include "cpu/amx-product.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
 
@@ -88,6 +88,14 @@ struct Forward {
     const int64_t begin = item.q_begin + t * kForwardTileQ;
     return {begin, min64(begin + kForwardTileQ, item.q_end)};
   }
+  /// The groups that a tile visits.
+  STROBE_INLINE BlockWalk groups(Range queries) const {
+    return keys_of(sequence, item.head, queries, kGroup);
+  }
+  /// Whether a row of a tile sees no key. walk: the tile's.
+  STROBE_INLINE bool sees_none(const BlockWalk& walk, int64_t query) const {
+    return !walk.meets(sequence.mask.row(query), kGroup);
+  }
   /// Whether the tile's weights are split (kFewKeys).
   STROBE_INLINE bool few_keys(int64_t t) const {
     return sequence.mask.kv_range(tile(t)).size() <= kFewKeys;
@@ -125,32 +133,36 @@ class Units {
   }
   /// False when there are no more.
   STROBE_INLINE bool next(Unit& unit) {
-    while (key_ >= keys_.end) {
+    while (place_ >= walk_.end) {
       if (++tile_ >= tile_end_) return false;
       start_tile();
     }
-    const int64_t groups = min64(kUnitGroups, ceil_div(keys_.end - key_, kGroup));
-    unit = {tile_, key_, key_ - block_.begin, static_cast<int>(groups), key_ <= first_key_};
-    key_ += groups * kGroup;
+    // Groups that follow each other in memory too.
+    const int64_t first = walk_.block(place_), place = place_;
+    int64_t groups = 1;
+    while (++place_ < walk_.end && groups < kUnitGroups && walk_.block(place_) == first + groups) {
+      ++groups;
+    }
+    const int64_t key = first * kGroup;
+    unit = {tile_, key, key - block_.begin, static_cast<int>(groups), place == first_place_};
     return true;
   }
 
  private:
   STROBE_INLINE void start_tile() {
-    keys_ = {0, 0};
-    key_ = 0;
+    place_ = walk_.end = 0;
     if (tile_ >= tile_end_) return;
-    const Range seen = f_.sequence.mask.kv_range(f_.tile(tile_));
-    keys_ = intersect(seen, block_);
-    first_key_ = seen.begin;
+    const BlockWalk groups = f_.groups(f_.tile(tile_));
+    first_place_ = groups.begin;
     // Super-blocks begin at multiples of 32 keys.
-    key_ = keys_.begin / kGroup * kGroup;
+    walk_ = groups.within(block_.begin / kGroup, ceil_div(block_.end, kGroup));
+    place_ = walk_.begin;
   }
 
   const Forward& f_;
   const Range block_;
-  int64_t tile_, tile_end_, key_ = 0, first_key_ = 0;
-  Range keys_;
+  int64_t tile_, tile_end_, place_ = 0, first_place_ = 0;
+  BlockWalk walk_{};  // of the tile in the super-block
 };
 
 /// Adds weight * V for the rows of V that pack_pairs left out, pair by pair.
@@ -256,9 +268,10 @@ class ForwardPipeline {
     weights_ = weights(weights_unit_);
     sum_ = f_.s.sum + u.tile * kForwardTileQ * kTile;
     masked_ = 0;
-    const IntervalWalk<int64_t> walk = key_walk(f_.sequence.mask, f_.tile(u.tile), kGroup);
+    const BlockWalk walk = f_.groups(f_.tile(u.tile));
+    const int64_t place = walk.rank(u.key / kGroup);
     for (int64_t g = 0; g < u.groups; ++g) {
-      masked_ |= static_cast<uint32_t>(!walk.is_full(u.key / kGroup + g)) << g;
+      masked_ |= static_cast<uint32_t>(!walk.is_full(place + g)) << g;
     }
   }
 

@@ -159,6 +159,31 @@ STROBE_AMX void write_block(__m512 first, __m512 second, __m512 factor, int64_t 
   _mm512_mask_storeu_epi16(to, lanes(0, count), x);
 }
 
+/// 32 values of a gradient's row, from its element `at` on, of which `dim` are the row's: first and
+/// second times factor, added to what is there where the problem says so.
+STROBE_AMX void write_gradient(const AttentionProblem& p, __m512 first, __m512 second,
+                               __m512 factor, int64_t dim, std::byte* row, int64_t at) {
+  const uint32_t lane = lanes(0, dim - at);
+  if (p.grad_dtype == STROBE_FLOAT32) {
+    float* const to = reinterpret_cast<float*>(row) + at;
+    const auto low = static_cast<__mmask16>(lane), high = static_cast<__mmask16>(lane >> 16);
+    __m512 a = _mm512_setzero_ps(), b = a;
+    if (p.accumulate) {
+      a = _mm512_maskz_loadu_ps(low, to);
+      b = _mm512_maskz_loadu_ps(high, to + kTile);
+    }
+    _mm512_mask_storeu_ps(to, low, _mm512_fmadd_ps(first, factor, a));
+    _mm512_mask_storeu_ps(to + kTile, high, _mm512_fmadd_ps(second, factor, b));
+    return;
+  }
+  auto* const to = reinterpret_cast<Bf16*>(row) + at;
+  if (!p.accumulate) return write_block(first, second, factor, dim - at, to);
+  const __m512i old = _mm512_maskz_loadu_epi16(lane, to);
+  first = _mm512_fmadd_ps(first, factor, from_bf16(_mm512_castsi512_si256(old)));
+  second = _mm512_fmadd_ps(second, factor, from_bf16(_mm512_extracti64x4_epi64(old, 1)));
+  write_block(first, second, set(1), dim - at, to);
+}
+
 /// A row of blocks of 2 x 2 tiles with columns in pair order, times `factor`, as `dim` bf16 values.
 /// Returns whether all of the row is finite.
 STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to) {

@@ -16,7 +16,6 @@
 #ifndef STROBE_CPU_BACKWARD_INL_H_
 #define STROBE_CPU_BACKWARD_INL_H_
 
-#include "core/walk.h"
 #include "cpu/decode-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/large-lse-inl.h"
@@ -82,6 +81,7 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const RowView out_rows = c.query_rows(c.out, sequence, item.head);
   const RowView dout_rows = c.query_rows(c.dout, sequence, item.head);
   find_row_sums(c, item, scratch);
+  if (!c.made_delta) return;
   const hn::ScalableTag<double> f64;
   const hn::Rebind<float, decltype(f64)> half;
   const auto kHalf = static_cast<int64_t>(hn::Lanes(f64));
@@ -106,7 +106,7 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
           }
           if (i < width) even = product(i, even);
           const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
-          c.delta[at + q] =
+          c.made_delta[at + q] =
               static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
         }
       });
@@ -213,20 +213,22 @@ static void decoded_scores(const float* q, const float* k, int64_t dim, int64_t 
   }
 }
 
-/// One tile of queries against one group of keys of the block: the step of the algorithm.
+/// One tile of queries against one group of keys of the block: the step of the algorithm. full:
+/// there are as many keys as a group may have, and all of the tile's queries see them.
 static void backward_step(const BackwardContext& c, const ScoreOptions& options,
-                          const Sequence& sequence, int64_t head, Range tile, Range keys,
+                          const Sequence& sequence, int64_t head, Range tile, Range keys, bool full,
                           int64_t k_begin, bool nonfinite, const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
-  const Range queries = intersect(mask.q_range(keys), tile);
+  const Range queries = full ? tile : intersect(mask.q_range(keys), tile);
   if (queries.empty()) return;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK);
   const int64_t n = queries.size(), r0 = queries.begin - tile.begin,
                 key_offset = keys.begin - k_begin;
   // Lanes past the last key count as masked.
-  const bool masked = !mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK;
+  const bool masked =
+      !full && (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK);
 
   const float* const q = s.q + r0 * d;
   const float* const dout = s.dout + r0 * dv;
@@ -266,29 +268,42 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
                   keys.size());
 }
 
+/// Writes a row of a gradient: from[0, dim) * factor, added to what is there where the problem says
+/// so. rows: of the tensor.
+STROBE_SIMD void write_gradient(const AttentionProblem& p, const RowView& rows, int64_t row,
+                                int64_t dim, const float* from, float factor) {
+  if (!p.accumulate) return store_row(rows, p.grad_dtype, row, dim, from, factor);
+  HWY_ALIGN float sum[256 + kLanes];
+  load_rows(rows, p.grad_dtype, {row, row + 1}, dim, sum, 0);
+  for (int64_t e = 0; e < dim; e += kLanes) {
+    store(hn::MulAdd(load(from + e), set(factor), load(sum + e)), sum + e);
+  }
+  store_row(rows, p.grad_dtype, row, dim, sum, 1);
+}
+
 /// Adds the tile's dQ to the sum over key blocks; the last block to add writes the result.
 STROBE_SIMD void hand_over_dq(const BackwardContext& c, const Sequence& sequence, int64_t head,
-                              Range tile, Visit visit, float* dq) {
+                              Range tile, Addition addition, float* dq) {
   const AttentionProblem& p = c.problem;
   const int64_t d = c.dq_stride;
   float* const sum = c.dq_sum + (c.lse_index(sequence, head) + tile.begin) * d;
   const int64_t n = tile.size() * d;
   uint32_t* const turn = turn_of(c, sequence.batch, head, tile.begin);
-  if (!visit.first) {
-    wait_turn(turn, visit.order);
+  if (!addition.first) {
+    wait_turn(turn, addition.order);
 #if !STROBE_BREAK_KERNEL_DQ
     for (int64_t i = 0; i < n; i += kLanes) store(hn::Add(load(sum + i), load(dq + i)), dq + i);
 #endif
   }
-  if (visit.last) {
+  if (addition.last) {
     const RowView rows = c.query_rows(c.dq, sequence, head);
     for (int64_t r = 0; r < tile.size(); ++r) {
-      store_row(rows, p.dtype, tile.begin + r, p.head_dim, dq + r * d, p.scale);
+      write_gradient(p, rows, tile.begin + r, p.head_dim, dq + r * d, p.scale);
     }
     return;
   }
   for (int64_t i = 0; i < n; i += kLanes) store(load(dq + i), sum + i);
-  pass_turn(turn, visit.order);
+  pass_turn(turn, addition.order);
 }
 
 static void backward_block(const BackwardContext& c, const BackwardItem& item, std::byte* scratch) {
@@ -316,40 +331,46 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
 
   const Mask& mask = sequence.mask;
-  const IntervalWalk<int64_t> tiles = query_walk(mask, item_keys, kBackwardTileQ);
+  const int64_t item_block = item.k_begin / c.block_k;
   // Where there are no queries, there may be billions of heads.
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     const ScoreOptions options = score_options(c, item.batch, head);
     const RowView q_rows = c.query_rows(c.q, sequence, head);
     const RowView dout_rows = c.query_rows(c.dout, sequence, head);
-    for (int64_t t = tiles.begin; t < tiles.end; ++t) {
-      const Range tile = block_at({0, mask.seqlen_q}, t * kBackwardTileQ, kBackwardTileQ);
-      const Visit visit = visit_of(c, mask, tile, item.k_begin);
-      if (visit.none) continue;
-      const int64_t n = tile.size();
+    const BlockWalk tiles = queries_of(sequence, head, item_keys, kBackwardTileQ);
+    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+      const Range tile =
+          block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
+      const BlockWalk blocks = keys_of(sequence, head, tile, c.block_k);
+      if (!blocks.visits(item_block)) continue;
+      const int64_t rows = tile.size();
       load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
       load_rows(dout_rows, p.dtype, tile, p.head_dim_v, s.dout, dv);
       const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
-      for (int64_t r = 0; r < n; ++r) {
+      for (int64_t r = 0; r < rows; ++r) {
         const float factor = row_softmax(c, options, lse_at + r).dout_factor;
         if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
       }
       const bool nonfinite =
-          k_nonfinite || any_nonfinite(s.q, n, d, d) || any_nonfinite(s.dout, n, dv, dv);
-      __builtin_memset(s.dq, 0, static_cast<size_t>(n * d) * sizeof(float));
-      for (int64_t k = item.k_begin; k < item.k_end; k += kBackwardTileK) {
+          k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv);
+      __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
+      const BlockWalk groups =
+          keys_of(sequence, head, tile, kBackwardTileK)
+              .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
+      for (int64_t g = groups.begin; g < groups.end; ++g) {
+        const int64_t k = groups.block(g) * kBackwardTileK;
         backward_step(c, options, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
-                      item.k_begin, nonfinite, s);
+                      groups.is_full(g), item.k_begin, nonfinite, s);
       }
-      hand_over_dq(c, sequence, head, tile, visit, s.dq);
+      hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }
   }
   const RowView dk_rows = c.key_rows(c.dk, sequence, item.head_kv);
   const RowView dv_rows = c.key_rows(c.dv, sequence, item.head_kv);
   for (int64_t r = 0; r < keys; ++r) {
-    store_row(dk_rows, p.dtype, item.k_begin + r, p.head_dim, s.dk + r * d, p.scale);
-    store_row(dv_rows, p.dtype, item.k_begin + r, p.head_dim_v, s.dv + r * dv, 1);
+    write_gradient(p, dk_rows, item.k_begin + r, p.head_dim, s.dk + r * d, p.scale);
+    write_gradient(p, dv_rows, item.k_begin + r, p.head_dim_v, s.dv + r * dv, 1);
   }
 }
 

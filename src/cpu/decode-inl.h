@@ -6,6 +6,7 @@
 #include "cpu/cache-inl.h"
 #include "cpu/decode-products-inl.h"
 #include "cpu/score-inl.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
@@ -252,9 +253,13 @@ struct Decode {
     sum_out = sum_lanes(sum);
   }
 
-  STROBE_INLINE Range seen_of_block(int64_t row, Range keys) const {
+  /// h: the key head's place in the item; row: among its rows there.
+  STROBE_INLINE Range seen_of_block(int64_t h, int64_t row, Range keys) const {
     const Range seen = intersect(s.seen[row], keys);
-    if (seen.empty()) return {0, 0};
+    const int64_t at = item.rows.begin + row;
+    if (seen.empty() || leaves_out(sequence, head(item.heads.begin + h, at), query(at), keys)) {
+      return {0, 0};
+    }
     return {seen.begin - keys.begin, seen.end - keys.begin};
   }
 
@@ -267,7 +272,7 @@ struct Decode {
         const ScoreOptions options = score_options(c, item.batch, head(item.heads.begin + h, at));
         const int64_t position = sequence.mask.position(query(at));
         float* const row = s.weights + n * kDecodeKeys;
-        const Range seen = seen_of_block(r, keys);
+        const Range seen = seen_of_block(h, r, keys);
         ahead.fetch(lines);
         if (options.linear) {
           weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
@@ -300,9 +305,10 @@ struct Decode {
       for (int64_t r = 0; r < rows;) {
         // Rows that see the same keys of the block share the values. No row touches others: they
         // might hold NaN.
-        const Range seen = seen_of_block(r, keys);
+        const Range seen = seen_of_block(h, r, keys);
         int64_t some = 1;
-        while (some < kDecodeMicroRows && r + some < rows && seen_of_block(r + some, keys) == seen)
+        while (some < kDecodeMicroRows && r + some < rows &&
+               seen_of_block(h, r + some, keys) == seen)
           ++some;
         const int64_t at = h * rows + r;
         for_rows(
@@ -419,7 +425,9 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
   const Sequence sequence = c.sequence(item.batch);
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const auto [query, head] = decoded_row(c, item, n);
-    const bool empty = sequence.mask.row(query).empty();
+    const Range seen = sequence.mask.row(query);
+    const BlockWalk walk = keys_of(sequence, head, {query, query + 1}, kDecodeKeys);
+    const bool empty = !walk.meets(seen, kDecodeKeys);
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
               s.row, row_factor(result.sum[n], empty));

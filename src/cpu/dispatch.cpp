@@ -95,7 +95,6 @@ std::string declines(const AttentionProblem& problem) {
   if (!kRows[kRow].isa->append) {
     if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
   }
-  if (std::string reason = declines_gradients(problem); !reason.empty()) return reason;
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }

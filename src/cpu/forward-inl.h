@@ -19,6 +19,7 @@
 #include "cpu/cache-inl.h"
 #include "cpu/gemm-inl.h"
 #include "cpu/score-inl.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
@@ -41,6 +42,7 @@ struct ForwardTile {
   int32_t *before, *end;  // each query sees the keys j with before < j < end
   Range queries;
   Range keys, full_keys;
+  BlockWalk walk;   // blocks of kForwardTileK keys
   int64_t vectors;  // that hold queries
 };
 
@@ -87,6 +89,7 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};
   tile.keys = sequence.mask.kv_range(tile.queries);
   tile.full_keys = sequence.mask.full_range(tile.queries);
+  tile.walk = keys_of(sequence, item.head, tile.queries, kForwardTileK);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
   const float factor = q_factor(score_options(c, item.batch, item.head));
@@ -220,14 +223,26 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
   }
 }
 
+/// The part that `keys` has of a block of kForwardTileK keys. Blocks begin at multiples of their
+/// size, so that what is summed together does not depend on the item.
+STROBE_SIMD Range forward_keys(int64_t block, Range keys) {
+  return intersect({block * kForwardTileK, (block + 1) * kForwardTileK}, keys);
+}
+
+/// Whether the mask hides some of the keys, which are a block's at a place of the tile's walk, from
+/// some of the tile's queries. A block is cut to the keys that there are: all of them may be seen
+/// where the block is not full.
+STROBE_SIMD bool is_masked(const ForwardTile& tile, int64_t place, Range keys) {
+  return !tile.walk.is_full(place) && !tile.full_keys.contains(keys);
+}
+
 /// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
-                            const ForwardTile& tile, Range block, Range keys,
+                            const ForwardTile& tile, Range block, Range keys, bool masked,
                             const ForwardScratch& s) {
   const int64_t d = round_up(c.problem.head_dim, kLanes);
-  const bool masked = !tile.full_keys.contains(keys);
   gemm<Old::kDrop>(
       {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
       keys.size(), tile.vectors, c.problem.head_dim);
@@ -236,18 +251,18 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
   return run(options, tile, sequence, keys, s.pt, s.alpha);
 }
 
-/// One tile of queries against one block of keys, whose rows are in s.k and s.v: the step of the
-/// algorithm.
+/// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
+/// block: its keys whose rows are in s.k and s.v.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
-                              const Sequence& sequence, const ForwardTile& tile, Range block,
-                              bool v_nonfinite, const ForwardScratch& s) {
+                              const Sequence& sequence, const ForwardTile& tile, int64_t place,
+                              Range block, bool v_nonfinite, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = intersect(block, tile.keys);
-  if (keys.empty()) return;
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const float* const v = s.v + (keys.begin - block.begin) * dv;
-  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, s);
-  if (v_nonfinite && !tile.full_keys.contains(keys)) {
+  const bool masked = is_masked(tile, place, keys);
+  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, masked, s);
+  if (v_nonfinite && masked) {
     accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
     return;
   }
@@ -257,7 +272,7 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& optio
 #else
   constexpr bool kRescale = true;
 #endif
-  if (keys.begin == tile.keys.begin) {
+  if (place == tile.walk.begin) {
     gemm<Old::kDrop>(product, p.head_dim_v, tile.vectors, keys.size());
   } else if (kRescale && rescale) {
     gemm<Old::kScale>(product, p.head_dim_v, tile.vectors, keys.size());
@@ -266,26 +281,34 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& optio
   }
 }
 
-/// Some tiles of an item against all keys that they see. V is multiplied by v_factor first.
+/// Some tiles of an item against all keys that they see. walk, keys: of all these tiles together. V
+/// is multiplied by v_factor first.
 static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& options,
                                const Sequence& sequence, const ForwardItem& item,
-                               const ForwardTile* tiles, int64_t count, Range keys, float v_factor,
-                               const ForwardScratch& s) {
+                               const ForwardTile* tiles, int64_t count, const BlockWalk& walk,
+                               Range keys, float v_factor, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
   const RowView v = c.key_rows(c.v, sequence, c.head_kv(item.head));
-  // Blocks begin at multiples of their size, so that what is summed together does not depend on the
-  // item.
-  for (Range block = block_at(keys, keys.begin, kForwardTileK); !block.empty();
-       block = block_at(keys, block.end, kForwardTileK)) {
+  for (int64_t place = walk.begin; place < walk.end; ++place) {
+    const Range block = forward_keys(walk.block(place), keys);
     load_rows(k, p.dtype, block, p.head_dim, s.k, d);
     load_rows(v, p.dtype, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
-    for (int64_t t = 0; t < count; ++t)
-      forward_step(c, options, sequence, tiles[t], block, v_nonfinite, s);
+    for (int64_t t = 0; t < count; ++t) {
+      const BlockWalk& own = tiles[t].walk;
+      if (!own.visits(walk.block(place))) continue;
+      forward_step(c, options, sequence, tiles[t], own.rank(walk.block(place)), block, v_nonfinite,
+                   s);
+    }
   }
+}
+
+/// Whether row r of the tile sees no key.
+STROBE_SIMD bool sees_none(const ForwardTile& tile, int64_t r) {
+  return !tile.walk.meets({int64_t{tile.before[r]} + 1, tile.end[r]}, kForwardTileK);
 }
 
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.
@@ -299,7 +322,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
-    const bool empty = tile.end[r] <= tile.before[r] + 1;
+    const bool empty = sees_none(tile, r);
     store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
               row_factor(tile.sum[r], empty));
     if (lse) lse[r] = row_lse(tile.sum[r], empty, static_cast<double>(tile.max[r]), unit);
@@ -323,10 +346,10 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
   float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
   while (power < 2 * largest * c.dropout.keep_scale) power *= 2;
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
-  forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.keys, 1 / power, s);
+  forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.walk, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
-    if (tile.end[r] <= tile.before[r] + 1) continue;
+    if (sees_none(tile, r)) continue;
     float* const row = s.rows + r % 4 * dv;
     scale_row(row, dv, power / tile.sum[r]);
     mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);
@@ -343,8 +366,10 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   for (int64_t t = 0; t < tiles; ++t) {
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
-  const Range keys = sequence.mask.kv_range({item.q_begin, item.q_end});
-  forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, keys, 1, s);
+  const Range queries{item.q_begin, item.q_end};
+  const BlockWalk walk = keys_of(sequence, item.head, queries, kForwardTileK);
+  const Range keys = sequence.mask.kv_range(queries);
+  forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, walk, keys, 1, s);
   for (int64_t t = 0; t < tiles; ++t) {
     finish_tile(c, sequence, item, s.tiles[t], s.rows);
     if (any_nonfinite(s.tiles[t].ot, c.problem.head_dim_v, kForwardTileQ, kForwardTileQ))

@@ -114,10 +114,11 @@ struct ForwardItem {
 struct BackwardContext : Context {
   Tensor out, dout, dq, dk, dv;
   const float* lse;
-  const float* dlse;  // null: none
-  float* delta;  // one value a query: rowsum(dout * out) - dlse; backward_delta makes it before any
-                 // backward_block runs
-  float* dq_sum;             // float32 [query][dq_stride], queries in lse's order: dQ so far
+  const float* dlse;   // null: none
+  const float* delta;  // one value a query: rowsum(dout * out) - dlse
+  float* made_delta;   // where backward_delta writes it before any backward_block runs; null: the
+                       // caller gives it
+  float* dq_sum;       // float32 [query][dq_stride], queries in lse's order: dQ so far
   float *row_max, *row_sum;  // one value a query, of the queries whose lse is large (kLargeLse);
                              // backward_delta makes them
   int64_t dq_stride;         // head_dim rounded up to a whole vector
@@ -195,11 +196,12 @@ struct InstructionSet {
 
   /// Writes out and lse of the item's queries.
   void (*forward_block)(const ForwardContext& context, const ForwardItem& item, std::byte* scratch);
-  /// Writes delta of the item's queries.
+  /// Writes delta of the item's queries, and what else the blocks need of them.
   void (*backward_delta)(const BackwardContext& context, const ForwardItem& item,
                          std::byte* scratch);
   /// Writes dk and dv of the item's keys and adds to the dQ of the queries that see them. The item
-  /// that adds last to a query tile writes the tile's dq.
+  /// that adds last to a query tile writes the tile's dq. All in the problem's grad_dtype, added to
+  /// what is there where the problem says so.
   void (*backward_block)(const BackwardContext& context, const BackwardItem& item,
                          std::byte* scratch);
 

@@ -16,6 +16,7 @@
 #include "cpu/decode_items.h"
 #include "cpu/score.h"
 #include "cpu/turnstile.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu {
 
@@ -161,11 +162,12 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   fill_context(plan, args, c);
   c.out = tensor(args.out, p.out, p.varlen, p.dtype);
   c.dout = tensor(args.dout, p.dout, p.varlen, p.dtype);
-  c.dq = tensor(args.dq, p.dq, p.varlen, p.dtype);
-  c.dk = tensor(args.dk, p.dk, p.varlen, p.dtype);
-  c.dv = tensor(args.dv, p.dv, p.varlen, p.dtype);
+  c.dq = tensor(args.dq, p.dq, p.varlen, p.grad_dtype);
+  c.dk = tensor(args.dk, p.dk, p.varlen, p.grad_dtype);
+  c.dv = tensor(args.dv, p.dv, p.varlen, p.grad_dtype);
   c.lse = args.lse;
   c.dlse = p.has_dlse ? args.dlse : nullptr;
+  c.delta = p.has_delta ? args.delta : nullptr;
   c.dq_stride = round_up(p.head_dim, lanes);
   c.turn_tiles =
       p.varlen ? p.total_q / plan.tile_q + p.batch : p.batch * ceil_div(p.seqlen_q, plan.tile_q);
@@ -176,7 +178,7 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
 void carve(Arena& arena, BackwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t rows = rows_q(p) * p.heads;
-  c.delta = arena.take<float>(rows);
+  if (!p.has_delta) c.delta = c.made_delta = arena.take<float>(rows);
   c.row_max = arena.take<float>(rows);
   c.row_sum = arena.take<float>(rows);
   c.dq_sum = arena.take<float>(rows * c.dq_stride);
@@ -201,11 +203,14 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
   }
 }
 
-// dq of queries that are not in use or see no key; dk and dv of keys that are not in use.
+// dq of queries that are not in use or see no key; dk and dv of keys that are not in use. Their
+// gradients are 0, and what is added up stays as it is.
 void clear_dq(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
+  if (c.problem.accumulate) return;
   fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
 }
 void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_kv, Range keys) {
+  if (c.problem.accumulate) return;
   fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
 }
@@ -447,7 +452,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
       *turn_of(context, batch, head, q) = 0;
       const Range tile{q, min64(q + plan.tile_q, queries.used.end)};
-      if (s.mask.kv_range(tile).empty()) clear_dq(context, s, head, tile);
+      if (keys_of(s, head, tile, plan.block_k).empty()) clear_dq(context, s, head, tile);
     }
     if (!queries.used.empty()) {
       isa.backward_delta(context, {batch, head, begin, queries.used.end}, scratch(thread));

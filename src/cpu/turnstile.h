@@ -1,34 +1,32 @@
-// The order in which key blocks add to a query tile's dQ.
+// The order in which key blocks add to a query tile's dQ: that of their places in the tile's walk.
 //
 // Every (batch, head, query tile) has a counter of the key blocks that have added to it, its turn.
 // A key block adds when all key blocks before it have added. The order of the additions, and with
 // it every bit of dQ, is then the same whatever the threads do. Work items are handed out with key
-// blocks ascending, so that a thread that waits, waits for an item that another thread already
-// runs: there is no deadlock.
+// blocks ascending, as the places are, so that a thread that waits, waits for an item that another
+// thread already runs: there is no deadlock.
+//
+// The first addition is stored, so that nobody has to clear the sum before: of short sequences that
+// would be a part of the time, and many have no second one. The last one is written as the result.
 #ifndef STROBE_CPU_TURNSTILE_H_
 #define STROBE_CPU_TURNSTILE_H_
 
 #include <sched.h>
 
-#include "core/walk.h"
 #include "cpu/kernels.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu {
 
-/// One key block's visit to one query tile.
-struct Visit {
-  bool none;         // the tile sees no key of the block
-  bool first, last;  // of all visits to the tile
+/// Which of the additions to a query tile's dQ a key block makes.
+struct Addition {
   uint32_t order;    // 0 for the first
+  bool first, last;  // of all
 };
 
-STROBE_INLINE Visit visit_of(const BackwardContext& context, const Mask& mask, Range q_tile,
-                             int64_t k_begin) {
-  const IntervalWalk<int64_t> blocks = key_walk(mask, q_tile, context.block_k);
-  const int64_t block = k_begin / context.block_k;
-  if (!blocks.visits(block)) return {true, false, false, 0};
-  return {false, block == blocks.begin, block == blocks.end - 1,
-          static_cast<uint32_t>(block - blocks.begin)};
+/// place: the block's, in the tile's walk of the plan's key blocks.
+STROBE_INLINE Addition addition_at(const BlockWalk& walk, int64_t place) {
+  return {static_cast<uint32_t>(place - walk.begin), place == walk.begin, place == walk.end - 1};
 }
 
 STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, int64_t head,

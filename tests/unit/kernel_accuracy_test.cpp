@@ -100,7 +100,7 @@ void RunKernel(const CpuKernel& kernel, Fixture& f, const Truth& truth,
 
 /// The n-th random problem from `seed` on: bf16, no infinities or NaN.
 Case RandomCase(uint64_t seed) {
-  Case c = GenerateCase(seed);
+  Case c = GenerateCase(seed).WithPlainGradients();
   c.dtype = oracle::DType::kBFloat16;
   c.special = Special::kNone;
   return c;

@@ -242,7 +242,8 @@ TEST(Overlap, NoOutputOfALaunchMayLieOnAnotherTensor) {
     ExpectRefused(f.MakeProblem(STROBE_BACKWARD), f.BackwardArgs(),
                   {STROBE_TENSOR(B, dq), STROBE_TENSOR(B, dk), STROBE_TENSOR(B, dv)},
                   {STROBE_TENSOR(B, q), STROBE_TENSOR(B, k), STROBE_TENSOR(B, v),
-                   STROBE_TENSOR(B, out), STROBE_TENSOR(B, dout), lse_of(offsetof(B, lse)),
+                   c.has_delta ? Of("delta", offsetof(B, delta), lse, rng) : STROBE_TENSOR(B, out),
+                   STROBE_TENSOR(B, dout), lse_of(offsetof(B, lse)),
                    Of("seqused_k", offsetof(B, seqused_k), c.batch(), rng)});
     ++launches;
     if (::testing::Test::HasFailure()) return;
