@@ -38,7 +38,6 @@ struct Feature {
   std::function<bool(const Drawn&)> in;
   bool backward = true;
   int64_t most_work = kMostWork;
-  bool cpu_only = false;  // no kernel takes it on GPUs
 };
 
 const std::vector<Feature>& Features() {
@@ -81,10 +80,9 @@ const std::vector<Feature>& Features() {
        }},
       {"scale", [](const Drawn& c) { return c.scale == c.scale; }},
       {"gradient of lse", [](const Drawn& c) { return c.has_dlse; }},
-      {"gradients in float32", [](const Drawn& c) { return c.grad_float32; }, true, kMostWork,
-       true},
-      {"accumulated gradients", [](const Drawn& c) { return c.accumulate; }, true, kMostWork, true},
-      {"delta given", [](const Drawn& c) { return c.has_delta; }, true, kMostWork, true},
+      {"gradients in fp32", [](const Drawn& c) { return c.grad_float32; }},
+      {"accumulated gradients", [](const Drawn& c) { return c.accumulate; }},
+      {"delta given", [](const Drawn& c) { return c.has_delta; }},
       {"long sequences",
        [](const Drawn& c) { return std::max(c.longest_q(), c.longest_k()) >= 500; }, true,
        std::numeric_limits<int64_t>::max()},
@@ -365,8 +363,7 @@ int Check(const CheckOptions& options) {
 
   std::vector<const Feature*> features;
   for (const Feature& feature : Features()) {
-    const bool on_gpus = !feature.cpu_only && !std::string_view(feature.name).ends_with("float32");
-    if (!cuda || on_gpus) features.push_back(&feature);
+    if (!cuda || !std::string_view(feature.name).ends_with("float32")) features.push_back(&feature);
   }
   const auto total = static_cast<double>(cases) *
                      static_cast<double>(features.size() + std::size(kCacheFeatures) + 1);

@@ -65,10 +65,6 @@ STROBE_INLINE constexpr int64_t kv_rows(const AttentionProblem& p) {
 /// empty when it need not.
 std::string declines_without_cache(const AttentionProblem& p);
 
-/// Why a kernel declines that writes the gradients in the dtype of its inputs, over whatever was
-/// there, and makes delta itself; empty when it need not.
-std::string declines_gradients(const AttentionProblem& p);
-
 /// Rows of q (or k) that the tensors hold, all sequences together.
 STROBE_INLINE constexpr int64_t rows_q(const AttentionProblem& p) {
   return p.varlen ? p.total_q : p.batch * p.seqlen_q;

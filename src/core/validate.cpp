@@ -353,14 +353,4 @@ std::string declines_without_cache(const AttentionProblem& p) {
   return {};
 }
 
-std::string declines_gradients(const AttentionProblem& p) {
-  if (p.grad_dtype != p.dtype) {
-    return format("grad_dtype = %s, expected that of q, which is %s", dtype_name(p.grad_dtype),
-                  dtype_name(p.dtype));
-  }
-  if (p.accumulate) return "accumulate = 1, expected 0: this kernel overwrites dq, dk and dv";
-  if (p.has_delta) return "has_delta = 1, expected 0: this kernel makes delta from out";
-  return {};
-}
-
 }  // namespace strobe

@@ -245,6 +245,31 @@ TEST(EmulatedHopperBackward, MaskedInfinitiesReachNobody) {
   }
 }
 
+// Float32 gradients, gradients that are added to what is there, and delta from the caller, each
+// with one block of keys and with two; where something is not finite that a masked pair touches,
+// too.
+TEST(EmulatedHopperBackward, GradientsOfEveryKind) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  for (int kind = 1; kind < 8; ++kind) {
+    for (const int64_t keys : {100, 200}) {
+      for (const double x : {0.5, HUGE_VAL}) {
+        Case c = MakeCase(90, keys, 64);
+        c.grad_float32 = kind & 1, c.accumulate = kind & 2, c.has_delta = kind & 4;
+        c.causal = true;
+        c.deterministic = kind % 3 == 0;
+        DrawHopper(static_cast<uint64_t>(kind));
+        EXPECT_EQ(RunBackward(c, HoldsOf(static_cast<uint64_t>(kind)),
+                              [&](Fixture& f) {
+                                f.v.Set(f.v.Index(0, keys - 5, 0, 3), x);
+                                f.k.Set(f.k.Index(0, keys - 9, 1, 5), x);
+                              }),
+                  "")
+            << ToString(c);
+      }
+    }
+  }
+}
+
 TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {

@@ -175,6 +175,35 @@ TEST(EmulatedMmaSyncBackward, MaskedInfinitiesReachNobody) {
   }
 }
 
+// Float32 gradients, gradients that are added to what is there, and delta from the caller, each
+// with and without several parts of a group; where nothing is finite that a masked pair touches,
+// too.
+TEST(EmulatedMmaSyncBackward, GradientsOfEveryKind) {
+  for (int kind = 1; kind < 8; ++kind) {
+    for (const int64_t keys : {100, 200}) {
+      Case c = MakeCase(90, keys, kind % 2 ? 64 : 50);
+      c.grad_float32 = kind & 1, c.accumulate = kind & 2, c.has_delta = kind & 4;
+      c.causal = true;
+      c.varlen = keys == 100;
+      if (c.varlen) c.seqlens_q = {90, 0, 33}, c.seqlens_k = {keys, 20, 0}, c.past_q = c.past_k = 5;
+      c.deterministic = kind % 3 == 0;
+      DrawMachine(static_cast<uint64_t>(kind));
+      EXPECT_EQ(RunBackward(c, HoldsOf(static_cast<uint64_t>(kind))), "") << ToString(c);
+      c.varlen = false;
+      c.seqlens_q = {90}, c.seqlens_k = {keys};
+      c.past_q = c.past_k = 0;
+      if (kUnderTsan) continue;
+      EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNaN,
+                            [&](Fixture& f) {
+                              f.v.Set(f.v.Index(0, keys - 5, 0, 3), HUGE_VAL);
+                              f.k.Set(f.k.Index(0, keys - 9, 1, 5), HUGE_VAL);
+                            }),
+                "")
+          << ToString(c);
+    }
+  }
+}
+
 TEST(EmulatedMmaSyncBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {

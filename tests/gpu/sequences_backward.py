@@ -3,6 +3,7 @@
     python tests/gpu/sequences_backward.py [--count N] [--first N] [--dims 64,128]
 
 Random problems of sequences.py, gradients against float64; every other one deterministic, and then run twice.
+Some gradients are float32, some are added to what dq, dk and dv hold, some problems are given delta in place of out.
 Rows that are not in use hold NaN, and outputs lie between red zones. The reference's own out and lse go in, so that
 no forward kernel takes part.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import random
+from dataclasses import dataclass
 
 import sequences as sq
 import strobe_torch as st
@@ -45,7 +48,21 @@ def gradients(
     return scale * (ds @ k), scale * (ds.transpose(-1, -2) @ q), near(p).transpose(-1, -2) @ dout
 
 
-def run(case: st.Case, s: sq.Sequences, seed: int) -> str:
+@dataclass
+class Gradients:
+    """What the caller wants of dq, dk and dv, and hands over."""
+
+    float32: bool
+    accumulate: bool
+    delta: bool
+
+    @staticmethod
+    def draw(seed: int) -> Gradients:
+        r = random.Random(seed ^ 0xDE17A)
+        return Gradients(*(r.random() < 0.3 for _ in range(3)))
+
+
+def run(case: st.Case, s: sq.Sequences, wanted: Gradients, seed: int) -> str:
     g = torch.Generator(device=sq.DEV).manual_seed(seed)
     draw = lambda n: torch.randn(case.shape(n), generator=g, device=sq.DEV).to(case.dtype)
     x: Tensors = {n: draw(n) for n in ("q", "k", "v", "dout")}
@@ -87,10 +104,18 @@ def run(case: st.Case, s: sq.Sequences, seed: int) -> str:
         want.append(draws[0])
         comparator.append(draws[1:])
 
-    zones = {n: sq.guarded(case.shape(n), case.dtype) for n in ("dq", "dk", "dv")}
+    dtype = torch.float32 if wanted.float32 else case.dtype
+    zones = {n: sq.guarded(case.shape(n), dtype) for n in ("dq", "dk", "dv")}
     grads = {n: t for n, (_, t) in zones.items()}
+    before = {n: draw(n).to(dtype) if wanted.accumulate else torch.zeros_like(t) for n, t in grads.items()}
+    delta = torch.full(case.lse_shape(), math.nan, device=sq.DEV)
+    if wanted.delta:
+        products = (x["dout"].float() * x["out"].float()).sum(-1)
+        delta.copy_(products.transpose(-1, -2))  # NaN where rows are not in use
     p_ = st.problem_of(case, True, **x, **grads)
     p_.attention_chunk = s.chunk
+    p_.grad_dtype = st.DTYPES[dtype]
+    p_.accumulate, p_.has_delta = int(wanted.accumulate), int(wanted.delta)
     arrays = {"seqused_q": s.used_q, "seqused_k": s.used_k, "q_position": s.q_position, "prefix": s.prefix}
     kept = {n: torch.tensor(a, dtype=torch.int32, device=sq.DEV) for n, a in arrays.items() if a}
     for n in kept:
@@ -101,22 +126,27 @@ def run(case: st.Case, s: sq.Sequences, seed: int) -> str:
     args.struct_size = ctypes.sizeof(args)
     for n, t in (*x.items(), *grads.items(), ("lse", lse), *kept.items()):
         setattr(args, n, st.pointer(t))
+    if wanted.delta:
+        args.out, args.delta = None, st.pointer(delta)
     cu_q, cu_k = (st.offsets(n, x["q"].device) if case.varlen else None for n in (case.lengths_q, case.lengths_k))
     args.cu_seqlens_q, args.cu_seqlens_k = st.pointer(cu_q), st.pointer(cu_k)
     args.workspace, args.workspace_bytes = workspace.address, workspace.size
     args.stream = st.stream_of(x["q"].device)
     bits: Tensors = {}
     for again in range(2 if case.deterministic else 1):
+        for n, t in grads.items():
+            if wanted.accumulate:
+                t.copy_(before[n])
         lib.check(lib.backward(ctypes.addressof(plan), bytes(args)))
         for n, t in grads.items():
             assert again == 0 or bool((t == bits[n]).all()), f"{n}: other bits the second time"
             bits[n] = t.clone()
     for b in range(case.batch):
         for n, t in grads.items():
-            got, in_use = rows(n, b, t), used[side[n]][b]
-            assert bool((got[in_use:] == 0).all()), f"{n} of sequence {b}: rows that are not in use, expected 0"
-            drawn = [c[n].to(case.dtype) for c in comparator[b]]
-            sq.check_close(f"{n} of sequence {b}", got[:in_use], want[b][n], drawn, 3)
+            got, was, in_use = rows(n, b, t), rows(n, b, before[n]), used[side[n]][b]
+            assert bool((got[in_use:] == was[in_use:]).all()), f"{n} of sequence {b}: rows that are not in use were changed, or are not 0"
+            drawn = [(c[n].to(dtype) + was[:in_use]).to(dtype) for c in comparator[b]]
+            sq.check_close(f"{n} of sequence {b}", got[:in_use], want[b][n] + was[:in_use].double(), drawn, 3)
     for storage, _ in zones.values():
         assert bool((storage[: sq.ZONE] == sq.POISON).all() and (storage[-sq.ZONE :] == sq.POISON).all()), "a red zone was written"
     assert not workspace.touched_outside(), "the workspace's red zone was written"
@@ -139,11 +169,12 @@ def main() -> None:
         case, s = sq.draw(seed, dims, dtypes)
         case.alibi, case.softcap, case.deterministic = 0, 0.0, seed % 2 == 1
         try:
-            kernel = run(case, s, seed)
+            wanted = Gradients.draw(seed)
+            kernel = run(case, s, wanted, seed)
         except (AssertionError, lib.Error) as e:
             failed += 1
             if failed <= 5:
-                print(f"seed {seed}: {e}\n  {case}\n  {s}")
+                print(f"seed {seed}: {e}\n  {case}\n  {s}\n  {wanted}")
             continue
         kernels[kernel] = kernels.get(kernel, 0) + 1
     print("gpu sequences, backward:", ", ".join(f"{n} by {k}" for k, n in sorted(kernels.items())), f"; {failed} failed")

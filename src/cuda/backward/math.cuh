@@ -182,14 +182,14 @@ struct KeysOfPart {
   int64_t k_row;   // of the sequence
   int32_t seqlen;
 };
-/// Writes rows of dK or dV, times scale: to the caller's tensor, or, where a group has several
-/// parts, as float32 to the part's sums. key, column: of this lane's first value.
+/// Writes rows of dK or dV, times scale: to the caller's tensor, or, where parts_sum is not null
+/// (BackwardScratch::dk), as float32 to the part's sums. key, column: of this lane's first value.
 template <typename T, int kWidth, int kM, int kN>
 __device__ __forceinline__ void store_keys(const BackwardParams& p, const KeysOfPart& of,
                                            int32_t key, int column, int lane,
                                            const float (&x)[kM][kN][4], float scale,
                                            const Tensor& tensor, int32_t dim, float* parts_sum) {
-  if (of.parts > 1) {
+  if (parts_sum) {
     const int64_t first = (p.cu_k ? of.k_row : int64_t{of.batch} * p.seqlen_k) + key;
     const int64_t stride = int64_t{p.heads_kv} * of.parts * 2 * kWidth;
     store_part_sums(parts_sum + first * stride +
@@ -236,6 +236,13 @@ inline constexpr bool kAddFour = false;
 
 /// Where the lane's value 0 of a block is.
 __device__ __forceinline__ int sum_offset(int lane) { return kAddFour ? 4 * lane : lane; }
+/// Where the sum of a tile of kWidth columns has one value.
+template <int kWidth>
+__device__ __forceinline__ int sum_at(int row, int column) {
+  const int lane = row % 8 * 4 + column % 8 / 2, value = row % 16 / 8 * 2 + column % 2;
+  return (row / 16 * (kWidth / 8) + column / 8) * 128 + sum_offset(lane) +
+         (kAddFour ? value : 32 * value);
+}
 /// p: see sum_offset. No thread waits until it is done.
 __device__ __forceinline__ void sum_store(float* p, const float (&x)[4]) {
   if constexpr (kAddFour) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/walk.h"
+#include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/dropout.cuh"
@@ -56,8 +57,13 @@ struct SeenPairs {
     const float qk = dot(query_row(p.q, query), key_row(p.k, key), p.head_dim);
     const float dp = dot(query_row(p.dout, query), key_row(p.v, key), p.head_dim_v);
     const int64_t lse_at = sequence.lse_row + head * p.lse_head_stride + query;
-    float delta = dot(query_row(p.dout, query), query_row(p.out, query), p.head_dim_v);
-    if (p.dlse) delta -= p.dlse[lse_at];
+    float delta;
+    if (p.delta) {
+      delta = p.delta[lse_at];
+    } else {
+      delta = dot(query_row(p.dout, query), query_row(p.out, query), p.head_dim_v);
+      if (p.dlse) delta -= p.dlse[lse_at];
+    }
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);
     const Score score = Score::of(p, batch, head);
     const Score::ValueAndDerivative s =
@@ -92,7 +98,8 @@ struct SeenPairs {
   }
 };
 
-/// Rewrites a row of dQ. (Not inlined: its registers are not to count where nothing is infinite.)
+/// Writes a row of dQ, or adds it to what is there. (Not inlined: its registers are not to count
+/// where nothing is infinite.)
 template <typename T>
 __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t batch, int32_t head,
                                             int32_t query) {
@@ -107,7 +114,11 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
     pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
     if (isnan(pair.ds)) break;  // all columns are NaN, and stay so
   }
-  pairs.store(pairs.query_row(p.dq, query), dq, p.scale, p.head_dim);
+  const GradientRows<T> rows =
+      gradient_rows<T>(p, p.dq, batch, sequence.q_row, head, sequence.mask.seqlen_q, p.head_dim);
+#pragma unroll
+  for (int i = 0; i < SeenPairs<T>::kShare; ++i)
+    rows.put(query, pairs.lane() + 32 * i, {dq[i] * p.scale});
 }
 
 /// Rewrites a key's row of dK and dV: of `item`'s part of the group. parts_sum: see
@@ -135,7 +146,7 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
     }
   }
   const SeenPairs<T> pairs{p, sequence, item.batch, begin};
-  if (order.parts > 1) {
+  if (parts_sum) {
     const int64_t row = (p.cu_k ? sequence.k_row : int64_t{item.batch} * p.seqlen_k) + key;
     float* const to =
         parts_sum + ((row * p.heads_kv + item.head_kv) * order.parts + item.part) * 2 * width;

@@ -1,9 +1,10 @@
-// The end of the backward pass: float32 sums to gradients in the caller's type.
+// The end of the backward pass: float32 sums to gradients as the caller wants them.
 #ifndef STROBE_CUDA_BACKWARD_POST_CUH_
 #define STROBE_CUDA_BACKWARD_POST_CUH_
 
 #include <cstdint>
 
+#include "cuda/backward/gradients.cuh"
 #include "cuda/backward/math.cuh"
 #include "cuda/backward/pairwise.cuh"
 #include "cuda/backward/pre.cuh"
@@ -52,7 +53,6 @@ __global__ void __launch_bounds__(kPostThreads)
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
   if (tile.begin >= seqlen) return;
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
-  const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
   // A tile that sees no key was visited by no key block, and its sum need not hold anything. (There
   // is no block of keys past the problem's bound.)
   const Range keys = sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)});
@@ -60,37 +60,65 @@ __global__ void __launch_bounds__(kPostThreads)
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  bool finite = true;
+  /// take(row, column, x): of accumulators whose first value is there.
+  const auto for_each_sum = [&](const auto& take) {
 #pragma unroll
-  for (int i = 0; i < kItems; i += kPostThreads / 32) {
-    const int item = i + static_cast<int>(threadIdx.x) / 32;
-    if (kItems % (kPostThreads / 32) != 0 && item >= kItems) break;
-    const int chunk = 4 * (item % (kChunks / 4)), block = item / (kChunks / 4);
-    if (8 * chunk >= p.head_dim || tile.begin + 16 * block >= seqlen) continue;
-    float x[1][4][4] = {};
+    for (int i = 0; i < kItems; i += kPostThreads / 32) {
+      const int item = i + static_cast<int>(threadIdx.x) / 32;
+      if (kItems % (kPostThreads / 32) != 0 && item >= kItems) break;
+      const int chunk = 4 * (item % (kChunks / 4)), block = item / (kChunks / 4);
+      if (8 * chunk >= p.head_dim || tile.begin + 16 * block >= seqlen) continue;
+      float x[1][4][4] = {};
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        if (visited && 8 * (chunk + d) < p.head_dim) {
+          sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
+        }
+      }
+      take(tile.begin + 16 * block + lane / 4, 8 * chunk, x);
+    }
+  };
+  const auto write = [&](int row, int column, const float(&x)[1][4][4]) {
+    if (!p.keeps_sums()) {
+      const RowsView dq =
+          rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+      store_accumulators<T>(dq, row, column, x, p.scale, lane);
+      return;
+    }
+    const GradientRows<T> dq =
+        gradient_rows<T>(p, p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
-      if (visited && 8 * (chunk + d) < p.head_dim) {
-        sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (row + 8 * h < seqlen) {
+          dq.put(row + 8 * h, column + 8 * d + 2 * (lane % 4),
+                 {x[0][d][2 * h] * p.scale, x[0][d][2 * h + 1] * p.scale});
+        }
       }
     }
-    const int row = tile.begin + 16 * block + lane / 4;
-    store_accumulators<T>(dq, row, 8 * chunk, x, p.scale, lane);
-    if constexpr (!StageTraits::kMarksNonfinite) {
+  };
+  if constexpr (StageTraits::kMarksNonfinite) {
+    for_each_sum(write);
+  } else {
+    bool finite = true;
+    const bool writes_at_once = !p.accumulates;
+    for_each_sum([&](int row, int column, const float(&x)[1][4][4]) {
+      if (writes_at_once) write(row, column, x);
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           finite &= fabsf(x[0][d][j]) < infinity() || row + j / 2 * 8 >= seqlen;
       }
-    }
-  }
-  if constexpr (!StageTraits::kMarksNonfinite) {
+    });
     const bool any = __syncthreads_or(!finite) != 0;
     if (threadIdx.x == 0) {
       scratch.dq_nonfinite[index] = any;
       if (any) *scratch.any_nonfinite = 1;
     }
+    // What is added cannot be taken back: where it is not finite the next kernel adds it.
+    if (!writes_at_once && !any) for_each_sum(write);
   }
 }
 
@@ -112,14 +140,23 @@ __global__ void __launch_bounds__(kPostThreads)
     const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
     if (tile.begin >= seqlen || scratch.dq_nonfinite[index] == 0) continue;
     const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+    const GradientRows<T> gradients =
+        gradient_rows<T>(p, p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+    const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
     for (int row = tile.begin + warp; row < min(tile.begin + kTileQ, seqlen);
          row += kPostThreads / 32) {
+      // From the sum, where dQ does not show it: it may be no sum of these pairs alone.
+      const auto value = [&](int d) {
+        return p.keeps_sums() ? sum[sum_at<kWidth>(row - tile.begin, d)]
+                              : static_cast<float>(reinterpret_cast<const T*>(dq.row(row))[d]);
+      };
       bool finite = true;
-      for (int d = lane; d < p.head_dim; d += 32) {
-        const T x = reinterpret_cast<const T*>(dq.row(row))[d];
-        finite &= fabsf(static_cast<float>(x)) < infinity();
+      for (int d = lane; d < p.head_dim; d += 32) finite &= fabsf(value(d)) < infinity();
+      if (!__all_sync(0xffffffffu, finite)) {
+        pairwise_query<T>(p, tile.batch, tile.head, row);
+      } else if (p.accumulates) {
+        for (int d = lane; d < p.head_dim; d += 32) gradients.put(row, d, {value(d) * p.scale});
       }
-      if (!__all_sync(0xffffffffu, finite)) pairwise_query<T>(p, tile.batch, tile.head, row);
     }
   }
 }
@@ -169,6 +206,11 @@ __global__ void __launch_bounds__(kPostThreads)
         const float4 y = *reinterpret_cast<const float4*>(from + i);
         x[i] += y.x, x[i + 1] += y.y, x[i + 2] += y.z, x[i + 3] += y.w;
       }
+    }
+    if (p.keeps_sums()) {
+      gradient_rows<T>(p, tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim)
+          .put(row, 8 * chunk, x);
+      return;
     }
     const RowsView to = rows_view(tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim);
     store_eight(reinterpret_cast<T*>(to.row(row)) + 8 * chunk, columns, to.aligned(), x);

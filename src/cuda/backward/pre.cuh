@@ -1,6 +1,6 @@
-// The kernel before the main kernel of the backward pass: it computes lse and delta in the form in
-// which the main kernel reads them, and sets the sum of dQ to zero, or those rows of dQ itself that
-// no other kernel writes.
+// The kernel before the main kernel of the backward pass: it computes lse and delta (or takes the
+// caller's delta) in the form in which the main kernel reads them, and sets the sum of dQ to zero,
+// or those rows of dQ itself that no other kernel writes.
 #ifndef STROBE_CUDA_BACKWARD_PRE_CUH_
 #define STROBE_CUDA_BACKWARD_PRE_CUH_
 
@@ -158,7 +158,10 @@ __global__ void __launch_bounds__(kPreThreads)
   const RowsView dout =
       rows_view(p.dout, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v);
   const RowsView q = rows_view(p.q, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
-  const bool aligned = out.aligned() && dout.aligned();
+  // Where delta is given nobody reads out. What is not finite in dO, an inf or a NaN times 0, shows
+  // in the sum of products all the same.
+  const bool given = p.delta != nullptr, reads_dout = !given || StageTraits::kMarksNonfinite;
+  const bool aligned = (given || out.aligned()) && dout.aligned();
   const int lane = thread % kLanes, column = 8 * lane, first = thread / kLanes;
   const int64_t lse_at = sequence.lse_row + tile.head * p.lse_head_stride + tile.begin;
   const auto values = [&](const RowsView& view, int r) {
@@ -177,8 +180,8 @@ __global__ void __launch_bounds__(kPreThreads)
       x[i] = y[i] = zeros;
       natural[i] = there ? p.lse[lse_at + r] : 0.f;
       if (aligned && there && column < p.head_dim_v) {
-        x[i] = __ldcs(reinterpret_cast<const uint4*>(values(out, r)));
-        y[i] = __ldg(reinterpret_cast<const uint4*>(values(dout, r)));
+        if (!given) x[i] = __ldcs(reinterpret_cast<const uint4*>(values(out, r)));
+        if (reads_dout) y[i] = __ldg(reinterpret_cast<const uint4*>(values(dout, r)));
       }
     }
     if (!aligned) {
@@ -186,8 +189,8 @@ __global__ void __launch_bounds__(kPreThreads)
       for (int i = 0; i < kAtOnce; ++i) {
         const int r = begin + i * kRows;
         if (tile.begin + r < seqlen) {
-          x[i] = load_slowly(values(out, r), p.head_dim_v - column);
-          y[i] = load_slowly(values(dout, r), p.head_dim_v - column);
+          if (!given) x[i] = load_slowly(values(out, r), p.head_dim_v - column);
+          if (reads_dout) y[i] = load_slowly(values(dout, r), p.head_dim_v - column);
         }
       }
     }
@@ -201,13 +204,15 @@ __global__ void __launch_bounds__(kPreThreads)
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       }
       if (lane == 0) {
-        const float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
+        float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
+        if (given) delta = there ? p.delta[lse_at + r] : 0.f;
         const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
         scratch.delta[place] = delta / StageTraits::kScale;
         // A row past the end gets no weight. (One that sees no key has -inf here, and every score
         // of it is masked.)
         scratch.lse[place] = there ? weight_reference(natural[i], StageTraits::kShift) : infinity();
-        nonfinite |= there && (!isfinite(delta) || isnan(natural[i]) || natural[i] == infinity());
+        nonfinite |= there && (!isfinite(delta) || !isfinite(sum) || isnan(natural[i]) ||
+                               natural[i] == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
       // nothing.

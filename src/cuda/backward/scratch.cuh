@@ -39,6 +39,7 @@ struct BackwardSizes {
   bool varlen;
   int64_t total_q, total_k;              // varlen: of all sequences; total_k only decides sizes
   bool batch_invariant, lengths_differ;  // of keys
+  bool keeps_sums;                       // BackwardParams::keeps_sums
 };
 
 STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
@@ -51,7 +52,8 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const BackwardParams& p) {
           p.total_q,
           p.cu_k ? p.total_k : p.batch * p.total_k,
           p.batch_invariant != 0,
-          p.cu_k || p.used_k};
+          p.cu_k || p.used_k,
+          p.keeps_sums()};
 }
 
 /// Query tiles of one head in the scratch, all sequences together.
@@ -92,11 +94,15 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
   return ceil_div(group, ceil_div(group, parts));
 }
 
-/// Whether no tile of dQ gets a second addition, since no sequence has a second block of keys: then
-/// there need be no sum, and a main kernel may write dQ itself. With batch_invariant the longest of
-/// other sequences does not count.
+/// Whether no tile of dQ gets a second addition, since no sequence has a second block of keys. With
+/// batch_invariant the longest of other sequences does not count.
 STROBE_INLINE constexpr bool adds_once(const BackwardSizes& s, int64_t tile_k) {
   return s.seqlen_k <= tile_k && !(s.batch_invariant && s.lengths_differ);
+}
+
+/// Whether there need be no sum of dQ, and a main kernel may write dQ itself.
+STROBE_INLINE constexpr bool may_store_dq(const BackwardSizes& s, int64_t tile_k) {
+  return adds_once(s, tile_k) && !s.keeps_sums;
 }
 
 struct BackwardScratch {
@@ -116,7 +122,8 @@ struct BackwardScratch {
   uint32_t descending;    // key heads (OrderedItems) whose last key tile adds first
   uint32_t* ticket;       // the next work item
   uint32_t first_ticket;  // the first that is drawn; those before belong to thread blocks
-  float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts
+  float *dk, *dv;         // [rows_k, heads_kv, parts, width]: where there are several parts, or
+                          // keeps_sums; else null, and the main kernel writes dK and dV
   void* key_records;      // [key_blocks], where StageTraits::kPreparesKeys; at first null
   uint32_t key_blocks;
   int32_t tile_k;      // keys of a work item
@@ -164,7 +171,7 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   c.ticket = arena.take<uint32_t>(2);
   c.any_nonfinite = c.ticket ? c.ticket + 1 : nullptr;
   const int64_t parts = group_parts(s, tile_k);
-  if (parts > 1) {
+  if (parts > 1 || s.keeps_sums) {
     // dK and dV in one piece and last of all, so that total_k decides only the size and moves
     // nothing else.
     c.dk = arena.take<float>(2 * s.total_k * s.heads_kv * parts * width);

@@ -26,7 +26,8 @@ STROBE_INLINE constexpr BackwardSizes sizes_of(const AttentionProblem& p) {
           p.total_q,
           rows_k(p),
           p.batch_invariant != 0,
-          p.varlen || p.has_seqused_k};
+          p.varlen || p.has_seqused_k,
+          p.grad_dtype == STROBE_FLOAT32 || p.accumulate};
 }
 
 /// What pre and post share of a main kernel: its type, tiles and StageTraits (backward/pre.cuh).
@@ -48,7 +49,7 @@ struct BackwardStages {
     return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
   }
 
-  /// dQ, unless the main kernel has written it; and dK and dV where they come in parts.
+  /// dQ, unless the main kernel has written it; and dK and dV where it has left their sums.
   static cudaError_t launch_post(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                                  const LaunchTarget& target) {
     int64_t items = query_tiles(p, scratch.tiles);
@@ -70,7 +71,7 @@ struct BackwardStages {
             pairwise.launch(dim3(blocks), kPostThreads, pairwise_args, target, true));
       }
     }
-    if (order.parts <= 1 || order.items <= 0) return cudaSuccess;
+    if (!scratch.dk || order.items <= 0) return cudaSuccess;
     auto parts = static_cast<int32_t>(order.parts);
     int64_t pieces = int64_t{p.batch} * p.seqlen_k * p.heads_kv * (kWidth / 8);
     const GridSize grid = grid_for(ceil_div(pieces, kPostThreads));

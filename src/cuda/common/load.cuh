@@ -37,9 +37,11 @@ struct RowsView {
   }
 };
 
+/// bytes: of an element.
 __device__ __forceinline__ RowsView rows_view(const Tensor& t, int32_t batch, int64_t row,
-                                              int32_t head, int64_t rows, int32_t dim) {
-  return {static_cast<char*>(t.data) + 2 * t.element(batch, row, head), 2 * t.row_stride,
+                                              int32_t head, int64_t rows, int32_t dim,
+                                              int bytes = 2) {
+  return {static_cast<char*>(t.data) + bytes * t.element(batch, row, head), bytes * t.row_stride,
           static_cast<int32_t>(rows), dim};
 }
 

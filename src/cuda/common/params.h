@@ -21,6 +21,10 @@ struct Tensor {
   STROBE_INLINE constexpr int64_t element(int64_t batch, int64_t row, int64_t head) const {
     return batch * batch_stride + row * row_stride + head * head_stride;
   }
+  /// The same memory with elements of a `parts`-th of the size, as zeros may be written.
+  STROBE_INLINE constexpr Tensor divided(int32_t parts) const {
+    return {data, parts * batch_stride, parts * row_stride, parts * head_stride};
+  }
 };
 
 struct CommonParams : Sequences {
@@ -85,6 +89,14 @@ struct BackwardParams : CommonParams {
   const float* dlse;  // null: none
   void* workspace;
   int32_t deterministic, batch_invariant;
+  const float* delta;  // rowsum(dout * out) - dlse, laid out as lse; null: made from out
+  int32_t float_grads, accumulates;  // dq, dk and dv are float32; are added to
+
+  /// Whether the gradients come from float32 sums, which the kernels after the main one turn into
+  /// what the caller wants; else the main kernel may write them.
+  STROBE_INLINE constexpr bool keeps_sums() const { return float_grads || accumulates; }
+  /// 16-bit words of an element of dq, dk and dv.
+  STROBE_INLINE constexpr int32_t grad_words() const { return float_grads ? 2 : 1; }
 };
 
 }  // namespace strobe::cuda

@@ -44,10 +44,7 @@ __device__ __forceinline__ void clear_rows(const Tensor& t, int32_t heads, int32
 /// out. Not inlined, since it is rare that there are such rows.
 inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, int32_t words,
                                                    WarpOfLaunch warp) {
-  Tensor out = p.out;
-  out.row_stride *= words;
-  out.head_stride *= words;
-  clear_rows(out, p.heads, words * p.head_dim_v, p.lse, p.lse_head_stride,
+  clear_rows(p.out.divided(words), p.heads, words * p.head_dim_v, p.lse, p.lse_head_stride,
              end_of_last(p.cu_q, p.batch, p.total_q), p.total_q, warp);
 }
 
@@ -58,19 +55,25 @@ STROBE_INLINE constexpr bool has_rows_past_end(const CachedParams& p) {
   return p.cache.most_q == INT32_MAX;
 }
 
-/// Clears those of dQ, where queries are packed.
+/// Clears those of dQ, where queries are packed, unless gradients are added to what is there.
 inline __device__ __noinline__ void clear_past_end_of_dq(const BackwardParams& p,
                                                          WarpOfLaunch warp) {
-  clear_rows(p.dq, p.heads, p.head_dim, nullptr, 0, end_of_last(p.cu_q, p.batch, p.total_q),
-             p.total_q, warp);
+  if (p.accumulates) return;
+  const int32_t words = p.grad_words();
+  clear_rows(p.dq.divided(words), p.heads, words * p.head_dim, nullptr, 0,
+             end_of_last(p.cu_q, p.batch, p.total_q), p.total_q, warp);
 }
 
-/// Clears those of dK and dV, where keys are packed.
+/// Clears those of dK and dV, where keys are packed, unless gradients are added to what is there.
 inline __device__ __noinline__ void clear_past_end_of_keys(const BackwardParams& p,
                                                            WarpOfLaunch warp) {
+  if (p.accumulates) return;
+  const int32_t words = p.grad_words();
   const int64_t begin = end_of_last(p.cu_k, p.batch, p.total_k);
-  clear_rows(p.dk, p.heads_kv, p.head_dim, nullptr, 0, begin, p.total_k, warp);
-  clear_rows(p.dv, p.heads_kv, p.head_dim_v, nullptr, 0, begin, p.total_k, warp);
+  clear_rows(p.dk.divided(words), p.heads_kv, words * p.head_dim, nullptr, 0, begin, p.total_k,
+             warp);
+  clear_rows(p.dv.divided(words), p.heads_kv, words * p.head_dim_v, nullptr, 0, begin, p.total_k,
+             warp);
 }
 
 }  // namespace strobe::cuda

@@ -34,7 +34,7 @@ constexpr LaunchShape backward_shape() {
 /// Whether the main kernel writes dQ itself, of a problem or of a launch's params.
 template <BackwardConfig kConfig, typename Problem>
 bool stores_dq(const Problem& p) {
-  return adds_once(sizes_of(p), kConfig.tile_k);
+  return may_store_dq(sizes_of(p), kConfig.tile_k);
 }
 /// Whether additions to dQ have an order: where there are some.
 template <BackwardConfig kConfig, typename Problem>
@@ -73,7 +73,7 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters
   using Tr = BackwardTraitsOf<kConfig>;
   BackwardScratch scratch = carve_backward(
       arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
-      backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !adds_once(sizes, kConfig.tile_k));
+      backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !may_store_dq(sizes, kConfig.tile_k));
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
   return scratch;

@@ -97,6 +97,9 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.dlse = p.has_dlse ? a.dlse : nullptr;
   b.deterministic = p.deterministic;
   b.batch_invariant = p.batch_invariant;
+  b.delta = p.has_delta ? a.delta : nullptr;
+  b.float_grads = p.grad_dtype == STROBE_FLOAT32;
+  b.accumulates = p.accumulate;
 }
 
 }  // namespace strobe::cuda

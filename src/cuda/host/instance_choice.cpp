@@ -346,7 +346,6 @@ std::string declines_on(int arch, const AttentionProblem& p, const DevicePropert
   if (other_instance && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
   if (p.cache) return arch == 90 ? cached_prompt_declines(p, device) : cache_declines(p, device);
   if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
-  if (std::string reason = declines_gradients(p); !reason.empty()) return reason;
   if (runs_as_cached(p, device)) {
     return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
   }

@@ -12,7 +12,7 @@
 namespace strobe::cuda {
 
 /// The tensors in which a launch has to fill rows that are not in use: with zeros, and lse with
-/// -inf.
+/// -inf. Elements are of 16 bits: float32 counts as two.
 struct UnusedRows {
   struct Zeros {
     Tensor tensor;
@@ -28,25 +28,23 @@ inline UnusedRows unused_rows_of(const ForwardParams& p) {
 }
 inline UnusedRows unused_rows_of(const CachedParams& p) {
   UnusedRows rows = unused_rows_of(static_cast<const ForwardParams&>(p));
-  if (p.float_out) {  // zeros of 16 bits, twice as many
-    Tensor& out = rows.queries.tensor;
-    out.batch_stride *= 2;
-    out.row_stride *= 2;
-    out.head_stride *= 2;
-    rows.queries.dim *= 2;
-  }
+  if (p.float_out) rows.queries = {p.out.divided(2), p.heads, 2 * p.head_dim_v};
   return rows;
 }
 inline UnusedRows unused_rows_of(const BackwardParams& p) {
+  const int32_t words = p.grad_words();
   return {p,
-          {p.dq, p.heads, p.head_dim},
-          {{p.dk, p.heads_kv, p.head_dim}, {p.dv, p.heads_kv, p.head_dim_v}},
+          {p.dq.divided(words), p.heads, words * p.head_dim},
+          {{p.dk.divided(words), p.heads_kv, words * p.head_dim},
+           {p.dv.divided(words), p.heads_kv, words * p.head_dim_v}},
           nullptr};
 }
 
 /// Whether a launch may have rows that are not in use, which have to be filled.
 inline bool has_unused_rows(const ForwardParams& p) { return p.used_q != nullptr; }
-inline bool has_unused_rows(const BackwardParams& p) { return p.Sequences::has_unused_rows(); }
+inline bool has_unused_rows(const BackwardParams& p) {
+  return p.Sequences::has_unused_rows() && !p.accumulates;
+}
 
 /// Fills them. It touches no row in use, so it may run before or after the kernels of the
 /// direction.

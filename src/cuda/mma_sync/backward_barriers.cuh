@@ -22,6 +22,7 @@
 
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/opaque.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -35,8 +36,8 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t ds_full() const { return at(2); }
   __device__ __forceinline__ uint32_t ds_empty() const { return at(3); }
   __device__ __forceinline__ uint32_t weights_empty() const { return at(4); }
-  __device__ __forceinline__ uint32_t record_full(int item) const { return at(5 + item % 2); }
-  __device__ __forceinline__ uint32_t record_empty(int item) const { return at(7 + item % 2); }
+  __device__ __forceinline__ uint32_t record_full(int item) const { return at(5, item % 2); }
+  __device__ __forceinline__ uint32_t record_empty(int item) const { return at(7, item % 2); }
   __device__ __forceinline__ uint32_t k_full() const { return at(9); }
   __device__ __forceinline__ uint32_t k_empty() const { return at(10); }
   /// Steps alternate between two barriers. With one, a warp that still waits for a step's phase
@@ -98,6 +99,13 @@ struct BackwardBarriers {
 
   __device__ __forceinline__ uint32_t at(int i) const {
     return shared + static_cast<uint32_t>(Shape::kBarriersAt + 8 * i);
+  }
+  /// The n-th of those that begin with the i-th. The number that is not known comes first: ptxas
+  /// otherwise keeps the address of the i-th in a register through all items, or spills it.
+  __device__ __forceinline__ uint32_t at(int i, int n) const {
+    uint32_t base = shared + static_cast<uint32_t>(8 * n);
+    ptx::make_opaque(base);
+    return base + static_cast<uint32_t>(Shape::kBarriersAt + 8 * i);
   }
   __device__ __forceinline__ uint32_t of_stage(int which, int stage) const {
     return at(11 + which * kStages + stage);

@@ -157,9 +157,9 @@ struct BackwardThread {
   __device__ __forceinline__ void next_item() { count += 0x10000u; }
   __device__ __forceinline__ void next_step() {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
-    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and in rows whose
-    // queries are split and whose registers are short.
-    if constexpr (!kAddFour || (Shape::kFresh && Shape::kSplit)) ptx::make_opaque(count);
+    // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
+    // registers are short.
+    if constexpr (!kAddFour || Shape::kFresh) ptx::make_opaque(count);
   }
 
   using Walk = IntervalWalk<int32_t>;
