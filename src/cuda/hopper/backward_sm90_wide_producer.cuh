@@ -83,7 +83,7 @@ class Scheduler {
       if (!(p_.cu_k || p_.used_k)) return true;
       __builtin_assume(order_.items <= INT32_MAX);
       const BackwardItem item = backward_item(order_, p_.heads_kv, index);
-      if (item.block * kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
+      if (item.block * kItemKeys < p_.sequence_rows(item.batch).seqlen_k) return true;
       if (rank() == 0 && lane() < kFlagWords)
         scratch_.nonfinite[int64_t{index} * kFlagWords + lane()] = 0;
     }
@@ -97,7 +97,7 @@ class Scheduler {
   __device__ __forceinline__ Found look_up(uint32_t index) const {
     __builtin_assume(order_.items <= INT32_MAX);  // the launcher saw to it
     const BackwardItem item = backward_item(order_, p_.heads_kv, index);
-    const Sequence sequence = p_.sequence(item.batch);
+    const Sequence sequence = p_.sequence_of_all_heads(item.batch);
     return {item, sequence, sequence.mask.tile(0, sequence.mask.seqlen_q)};
   }
   /// Writes the item's record, and its keys' limits. (Looked up three times, for fewer registers.)
