@@ -37,8 +37,8 @@ class PlainCache {
       : p_(problem), a_(args), all_(strobe::cached_sequences_of(problem, args)), defect_(defect) {}
 
   void Run() {
-    for (int64_t b = 0; b < p_.batch; ++b) Append(all_.sequence(b));
-    for (int64_t b = 0; b < p_.batch; ++b) Attend(all_.sequence(b));
+    for (int64_t b = 0; b < p_.batch; ++b) Append(all_.sequence_of_all_heads(b));
+    for (int64_t b = 0; b < p_.batch; ++b) Attend(all_.sequence_of_all_heads(b));
     if (!p_.varlen) return;
     strobe::CachedSequence nobody{};  // the rows past the end of the last
     nobody.q_row = nobody.lse_row = a_.cu_seqlens_q[p_.batch];

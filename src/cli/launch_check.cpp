@@ -21,7 +21,7 @@ double CachedPairs(const strobe_problem& problem, const strobe_forward_args& arg
   // Sequences without a query may be of any number where nothing tells them apart.
   if (rows_q(problem) == 0 && !problem.append) return pairs;
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const CachedSequence s = sequences.sequence(b);
+    const CachedSequence s = sequences.sequence_of_all_heads(b);
     for (int64_t i = 0; i < s.mask.seqlen_q; ++i)
       pairs += static_cast<double>(s.mask.row(i).size());
   }

@@ -103,7 +103,7 @@ template <typename Args>
   const bool alike = !sequences.sequences_differ();
   double pairs = 0;
   for (int64_t b = 0; b < (alike ? 1 : sequences.batch); ++b) {
-    const Mask mask = sequences.sequence(b).mask;
+    const Mask mask = sequences.sequence_of_all_heads(b).mask;
     const double all = static_cast<double>(mask.seqlen_q) * static_cast<double>(mask.seqlen_k);
     if (sequences.rule.hides_nothing()) {
       pairs += all;

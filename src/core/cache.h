@@ -71,17 +71,18 @@ struct KeyRows {
   }
 };
 
-/// A sequence whose keys lie in a cache. mask.seqlen_k counts the appended keys, and rows_k is the
-/// same number: no row of a cache is filled because it is not in use. `k_row` is not used.
-struct CachedSequence : Sequence {
+/// A sequence whose keys lie in a cache. seqlen_k counts the appended keys, and rows_k is the same
+/// number: no row of a cache is filled because it is not in use. `k_row` is not used.
+struct CachedRows : SequenceRows {
   KeyRows keys;
   int64_t new_entry, new_row;  // of k_new: entry, and row of its first new key
-  int64_t new_begin;           // the new keys are [new_begin, mask.seqlen_k)
+  int64_t new_begin;           // the new keys are [new_begin, seqlen_k)
   int64_t rotary_start;        // position of the first query and of the first new key
   /// False where the sequence's numbers are out of range. Nothing is then read or written for it
-  /// but its queries' out and lse, which become NaN, and its mask has no keys.
+  /// but its queries' out and lse, which become NaN, and it has no keys.
   bool in_range;
 };
+using CachedSequence = WithMask<CachedRows>;
 
 /// What tells the sequences of a launch with a cache apart. `used_k` of the base are lengths before
 /// the append, cu_k is null.
@@ -101,9 +102,9 @@ struct CachedSequences : Sequences {
   // another one's of the same launch, and have none here.
   int32_t least_q, most_q;
 
-  STROBE_INLINE constexpr CachedSequence sequence(int64_t b) const {
-    CachedSequence s{};
-    static_cast<Sequence&>(s) = queries(b);
+  STROBE_INLINE constexpr CachedRows sequence_rows(int64_t b) const {
+    CachedRows s{};
+    place_queries(s, b);
     s.new_entry = cu_new ? 0 : b;
     int64_t count = rows_new;
     if (cu_new) {
@@ -124,9 +125,17 @@ struct CachedSequences : Sequences {
       s.keys.entry = s.keys.first = s.new_begin = s.rotary_start = count = 0;
     }
     const bool own = least_q <= length_q && length_q <= most_q;
-    s.mask = mask_of(b, own ? length_q : 0, s.new_begin + count);
-    s.rows_k = s.mask.seqlen_k;
+    s.seqlen_q = own ? length_q : 0;
+    s.rows_k = s.seqlen_k = s.new_begin + count;
     return s;
+  }
+  STROBE_INLINE constexpr CachedSequence sequence(int64_t b, int64_t head) const {
+    const CachedRows s = sequence_rows(b);
+    return {s, mask_of(s, head)};
+  }
+  STROBE_INLINE constexpr CachedSequence sequence_of_all_heads(int64_t b) const {
+    static_assert(!masks_differ_by_head());
+    return sequence(b, 0);
   }
 
   /// The rows of sequence b, whose entry and first row are known.

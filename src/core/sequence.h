@@ -1,5 +1,11 @@
-// Where the sequences of a batch lie, how long each is, and which keys its queries see. One
-// definition for CPU and CUDA.
+// Where the sequences of a batch lie, how long each is, and which keys the queries of its heads
+// see. One definition for CPU and CUDA.
+//
+// Rows and lengths are a sequence's, the mask is that of one of its heads: who works for a head
+// asks `sequence(b, head)`, who asks for rows alone `sequence_rows(b)`. Who works for several heads
+// at once with one mask asks `sequence_of_all_heads(b)`, which there is as long as heads do not
+// differ
+// (`masks_differ_by_head`).
 #ifndef STROBE_CORE_SEQUENCE_H_
 #define STROBE_CORE_SEQUENCE_H_
 
@@ -11,17 +17,28 @@
 
 namespace strobe {
 
-/// One sequence of a batch. Its queries are the rows [q_row, q_row + mask.seqlen_q) of the batch
-/// entry `batch` of q, out and their gradients, its keys the rows [k_row, k_row + mask.seqlen_k) of
-/// k, v and theirs. Where a part of the rows is in use, the rows that follow up to rows_q and
+/// Where one sequence of a batch lies. Its queries are the rows [q_row, q_row + seqlen_q) of the
+/// batch entry `batch` of q, out and their gradients, its keys the rows [k_row, k_row + seqlen_k)
+/// of k, v and theirs. Where a part of the rows is in use, the rows that follow up to rows_q and
 /// rows_k are the sequence's too: they are never read, and get zeros (lse: -inf).
-struct Sequence {
+struct SequenceRows {
   int64_t batch;
-  int64_t q_row, k_row;    // packed: of the one tensor that holds all sequences; else 0
-  int64_t lse_row;         // of (batch, head 0, query 0) in lse
-  int64_t rows_q, rows_k;  // at least mask.seqlen_q, mask.seqlen_k
-  Mask mask;               // has the lengths in use
+  int64_t q_row, k_row;        // packed: of the one tensor that holds all sequences; else 0
+  int64_t lse_row;             // of (batch, head 0, query 0) in lse
+  int64_t rows_q, rows_k;      // at least seqlen_q, seqlen_k
+  int64_t seqlen_q, seqlen_k;  // in use
 };
+
+/// The same, and the mask of a head of it, which has the lengths too.
+template <typename Rows>
+struct WithMask : Rows {
+  Mask mask;
+};
+using Sequence = WithMask<SequenceRows>;
+
+/// Whether the heads of a sequence may see different keys. No rule makes them so: whoever asks, in
+/// order to serve several heads with one mask, compiles to nothing.
+STROBE_INLINE constexpr bool masks_differ_by_head() { return false; }
 
 /// Where the last of packed sequences ends, by the sequences' begins [batch + 1], of the `total`
 /// rows of the tensor. Rows from there on belong to no sequence.
@@ -45,17 +62,28 @@ struct Sequences {
   /// q_position is cut to this on both sides of 0.
   static constexpr int64_t kFurthestPosition = int64_t{1} << 30;
 
-  STROBE_INLINE constexpr Sequence sequence(int64_t b) const {
-    Sequence s = queries(b);
+  STROBE_INLINE constexpr SequenceRows sequence_rows(int64_t b) const {
+    SequenceRows s{};
+    place_queries(s, b);
     s.rows_k = static_cast<uint32_t>(seqlen_k);
     if (cu_k) {
       s.k_row = cu_k[b];
       s.rows_k = cu_k[b + 1] - s.k_row;
     }
-    const int64_t length_q = used_q_of(b, s.rows_q);
-    const int64_t length_k = used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k;
-    s.mask = mask_of(b, length_q, length_k);
+    s.seqlen_q = used_q_of(b, s.rows_q);
+    s.seqlen_k = used_k ? cut(used_k[b], 0, s.rows_k) : s.rows_k;
     return s;
+  }
+  STROBE_INLINE constexpr Sequence sequence(int64_t b, int64_t head) const {
+    const SequenceRows s = sequence_rows(b);
+    return {s, mask_of(s, head)};
+  }
+  /// The sequence with the mask that all its heads have. For whoever has one mask for several
+  /// heads: tiles of several heads, a block of keys with its limits in the backward, spans in
+  /// decoding, the division of a launch. Where heads differ, these have to ask for each.
+  STROBE_INLINE constexpr Sequence sequence_of_all_heads(int64_t b) const {
+    static_assert(!masks_differ_by_head());
+    return sequence(b, 0);
   }
 
   /// Whether all rows of all sequences are in use, and besides no sequence has a position, a prefix
@@ -88,8 +116,7 @@ struct Sequences {
 
  protected:
   /// Where the queries of sequence b are; of its keys nothing yet.
-  STROBE_INLINE constexpr Sequence queries(int64_t b) const {
-    Sequence s{};
+  STROBE_INLINE constexpr void place_queries(SequenceRows& s, int64_t b) const {
     s.batch = b;
     // Never negative: without a sign there is nothing for a kernel to extend, and to keep.
     s.rows_q = static_cast<uint32_t>(seqlen_q);
@@ -99,15 +126,16 @@ struct Sequences {
     } else {
       s.lse_row = b * static_cast<uint32_t>(heads) * s.rows_q;
     }
-    return s;
   }
   STROBE_INLINE constexpr int64_t used_q_of(int64_t b, int64_t rows_q) const {
     return used_q ? cut(used_q[b], 0, rows_q) : rows_q;
   }
-  STROBE_INLINE constexpr Mask mask_of(int64_t b, int64_t length_q, int64_t length_k) const {
-    const int64_t offset = q_position ? cut(q_position[b], -kFurthestPosition, kFurthestPosition)
-                                      : length_k - length_q;
-    return Mask::make(rule, length_q, length_k, offset, prefix ? cut(prefix[b], 0, length_k) : 0);
+  STROBE_INLINE constexpr Mask mask_of(const SequenceRows& s, int64_t /*head*/) const {
+    const int64_t offset = q_position
+                               ? cut(q_position[s.batch], -kFurthestPosition, kFurthestPosition)
+                               : s.seqlen_k - s.seqlen_q;
+    return Mask::make(rule, s.seqlen_q, s.seqlen_k, offset,
+                      prefix ? cut(prefix[s.batch], 0, s.seqlen_k) : 0);
   }
   STROBE_INLINE static constexpr int64_t cut(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;

@@ -194,7 +194,7 @@ int64_t sequences_to_check(const AttentionProblem& p) {
 Status check_positions(const AttentionProblem& p, const ForwardArgs& a) {
   const CachedSequences sequences = cached_sequences_of(p, a);
   for (int64_t b = 0; b < sequences_to_check(p); ++b) {
-    const CachedSequence s = sequences.sequence(b);
+    const CachedRows s = sequences.sequence_rows(b);
     if (s.in_range) continue;  // all other numbers are known to be
     if (p.has_rotary_position) {
       return invalid(format("rotary_position[%" PRId64 "] = %d, expected positions from 0 to "

@@ -38,7 +38,7 @@ STROBE_AMX bool any_large(const float* lse, int64_t count) {
 /// that backward will compute, bit for bit, and the sum of the weights. lse does not tell them, and
 /// decoding made it by another kernel's arithmetic, whose scores of 1e7 differ by 1 and more.
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence(item.batch, item.head);
   const int64_t at = c.lse_index(sequence, item.head);
   for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {
     const Range tile{q, min64(q + kForwardTileQ, item.q_end)};
@@ -64,7 +64,7 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   find_row_sums(c, item, scratch);
   if (!c.made_delta) return;
   const AttentionProblem& p = c.problem;
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence(item.batch, item.head);
   const int64_t at = c.lse_index(sequence, item.head);
   const Range queries{item.q_begin, item.q_end};
   const Rows out(c.query_rows(c.out, sequence, item.head), queries, p.head_dim_v);
@@ -237,7 +237,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   configure_tiles();
   Arena arena(scratch);
   const AttentionProblem& p = c.problem;
-  const Backward b{c, c.sequence(item.batch), item, carve_backward(arena, c)};
+  const Backward b{c, c.sequence_of_all_heads(item.batch), item, carve_backward(arena, c)};
   const bool k_nonfinite = start_item(b);
   const Mask& mask = b.sequence.mask;
   const int64_t item_block = item.k_begin / c.block_k;

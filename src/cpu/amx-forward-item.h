@@ -238,7 +238,7 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
 static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
   configure_tiles();
   Arena arena(scratch);
-  const Forward f{c, c.sequence(item.batch), item, carve_forward(arena, c)};
+  const Forward f{c, c.sequence(item.batch, item.head), item, carve_forward(arena, c)};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
   float* const lse = c.lse ? c.lse + c.lse_index(f.sequence, item.head) : nullptr;
   for (int64_t t = 0; t < tiles; ++t) {

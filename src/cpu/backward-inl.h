@@ -76,7 +76,7 @@ static size_t backward_scratch(const BackwardContext& context) {
 
 static void backward_delta(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence(item.batch, item.head);
   const int64_t at = c.lse_index(sequence, item.head);
   const RowView out_rows = c.query_rows(c.out, sequence, item.head);
   const RowView dout_rows = c.query_rows(c.dout, sequence, item.head);
@@ -310,7 +310,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const AttentionProblem& p = c.problem;
   Arena arena(scratch);
   const BackwardScratch s = carve_backward(arena, c);
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence_of_all_heads(item.batch);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
   const Range item_keys{item.k_begin, item.k_end};

@@ -26,12 +26,12 @@ static void rotate_row(const ForwardContext& c, int64_t position, float* row) {
 
 /// Rows of Q as float32, rotated where the problem says so: to[queries.size()][stride], padded with
 /// zeros to whole vectors.
-STROBE_SIMD void load_query_rows(const ForwardContext& c, const Sequence& sequence, int64_t head,
-                                 Range queries, float* to, int64_t stride) {
+STROBE_SIMD void load_query_rows(const ForwardContext& c, const SequenceRows& sequence,
+                                 int64_t head, Range queries, float* to, int64_t stride) {
   load_rows(c.query_rows(c.q, sequence, head), c.problem.dtype, queries, c.problem.head_dim, to,
             stride);
   if (c.problem.rotary_dim == 0) return;
-  const CachedSequence cached = c.sequences.sequence(sequence.batch);
+  const CachedRows cached = c.sequences.sequence_rows(sequence.batch);
   for (int64_t i = queries.begin; i < queries.end; ++i, to += stride) {
     rotate_row(c, c.sequences.query_rotation(cached.rotary_start, i), to);
   }
@@ -39,7 +39,7 @@ STROBE_SIMD void load_query_rows(const ForwardContext& c, const Sequence& sequen
 
 static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
   const AttentionProblem& p = c.problem;
-  const CachedSequence s = c.sequences.sequence(batch);
+  const CachedRows s = c.sequences.sequence_rows(batch);
   const int64_t dim = p.head_dim, rotated = p.rotary_dim;
   HWY_ALIGN float values[256 + kLanes];
   for (int64_t key = keys.begin; key < keys.end; ++key) {

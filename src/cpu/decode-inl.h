@@ -388,7 +388,7 @@ static void decode_tree(const ForwardContext& c, const DecodeItem& item, float f
     return;
   }
   for_dtype(c.problem.dtype, [&]<typename T>(T*) {
-    Decode<T>{c, item, shape, c.sequence(item.batch), s, root, factor}.run();
+    Decode<T>{c, item, shape, c.sequence_of_all_heads(item.batch), s, root, factor}.run();
   });
 }
 
@@ -403,7 +403,7 @@ STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float*
 /// of the rows whose sum is finite.
 static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                          const DecodeScratch& s, const DecodeShape& shape) {
-  const Sequence sequence = c.sequence(item.batch);
+  const SequenceRows sequence = c.sequence_rows(item.batch);
   float power = 2;  // sums of weights over this stay below 1/2
   for (int64_t n = 0; n < item.row_count(); ++n) {
     while (result.sum[n] < kInfinity && power < 2 * result.sum[n]) power *= 2;
@@ -422,7 +422,7 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
 
 static void finish_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                            const DecodeScratch& s, const DecodeShape& shape) {
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence_of_all_heads(item.batch);
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const auto [query, head] = decoded_row(c, item, n);
     const Range seen = sequence.mask.row(query);

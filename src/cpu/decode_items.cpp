@@ -63,7 +63,7 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
   memory_ = carve(arena, context.problem, plan_);
   const int64_t batch = context.problem.batch, sets = plan_.shape.sets();
   const auto blocks_of = [&](int64_t b, bool& decoded) {
-    const Sequence s = context.sequence(b);
+    const Sequence s = context.sequence_of_all_heads(b);
     decoded = s.rows_q > 0 && use_.decoded(isa, s.mask.seqlen_q);
     return decoded ? decode_blocks(s.mask) : Range{0, 0};
   };
@@ -91,7 +91,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   const int64_t* const first_items = memory_.first_item;
   const int64_t b =
       std::upper_bound(first_items, first_items + context_.problem.batch, n) - first_items - 1;
-  const Sequence s = context_.sequence(b);
+  const Sequence s = context_.sequence_of_all_heads(b);
   const int64_t sets = plan_.shape.sets();
   const Range blocks = decode_blocks(s.mask);
   const int64_t count = splits(blocks), place = n - first_items[b];

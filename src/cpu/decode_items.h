@@ -70,7 +70,7 @@ class DecodeItems {
 };
 
 /// out and lse of queries that are not in use: zeros, -inf.
-void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries);
+void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, Range queries);
 
 }  // namespace strobe::cpu
 

@@ -359,7 +359,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
 static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
   Arena arena(scratch);
   const ForwardScratch s = carve_forward(arena, c);
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence(item.batch, item.head);
   const ScoreOptions options = score_options(c, item.batch, item.head);
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);

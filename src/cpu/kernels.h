@@ -62,25 +62,34 @@ struct Context {
   Dropout dropout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
-  STROBE_INLINE Sequence sequence(int64_t batch) const {
-    if (problem.cache) return sequences.sequence(batch);
-    return sequences.Sequences::sequence(batch);
+  STROBE_INLINE SequenceRows sequence_rows(int64_t batch) const {
+    if (problem.cache) return sequences.sequence_rows(batch);
+    return sequences.Sequences::sequence_rows(batch);
+  }
+  STROBE_INLINE Sequence sequence(int64_t batch, int64_t head) const {
+    if (!problem.cache) return sequences.Sequences::sequence(batch, head);
+    const CachedSequence s = sequences.sequence(batch, head);
+    return {s, s.mask};
+  }
+  STROBE_INLINE Sequence sequence_of_all_heads(int64_t batch) const {
+    static_assert(!masks_differ_by_head());
+    return sequence(batch, 0);
   }
   /// Query heads that share a key head, and the key head of a query head.
   STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }
   STROBE_INLINE int64_t head_kv(int64_t head) const { return head / group(); }
 
   /// The rows of a sequence's queries in a tensor of q's shape: q, out or their gradients.
-  STROBE_INLINE RowView query_rows(const Tensor& t, const Sequence& s, int64_t head) const {
+  STROBE_INLINE RowView query_rows(const Tensor& t, const SequenceRows& s, int64_t head) const {
     return rows(t, s.batch, s.q_row, head);
   }
   /// The rows of a sequence's keys in a tensor of k's shape: k, v or their gradients.
-  STROBE_INLINE RowView key_rows(const Tensor& t, const Sequence& s, int64_t head_kv) const {
-    if (problem.cache) return cached_rows(t, sequences.sequence(s.batch).keys, head_kv);
+  STROBE_INLINE RowView key_rows(const Tensor& t, const SequenceRows& s, int64_t head_kv) const {
+    if (problem.cache) return cached_rows(t, sequences.sequence_rows(s.batch).keys, head_kv);
     return rows(t, s.batch, s.k_row, head_kv);
   }
   /// Place of a head's query 0 in lse, and in everything else with one value a query.
-  STROBE_INLINE int64_t lse_index(const Sequence& s, int64_t head) const {
+  STROBE_INLINE int64_t lse_index(const SequenceRows& s, int64_t head) const {
     return s.lse_row + head * sequences.lse_head_stride;
   }
 
@@ -210,7 +219,7 @@ struct InstructionSet {
   void (*to_float)(int32_t dtype, const void* x, float* y, int64_t n);
   void (*from_float)(int32_t dtype, const float* x, void* y, int64_t n);
 
-  /// Writes the new keys of a sequence, [new_begin, ...) as CachedSequence counts them, to the
+  /// Writes the new keys of a sequence, [new_begin, ...) as CachedRows counts them, to the
   /// cache. Null: the instruction set knows no cache.
   void (*append)(const ForwardContext& context, int64_t batch, Range keys);
 

@@ -37,7 +37,7 @@ STROBE_SIMD RowSoftmax row_softmax(const BackwardContext& c, const ScoreOptions&
 /// Fills row_max and row_sum of the item's queries, for each tile in which some row needs them.
 static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std::byte* scratch) {
   const AttentionProblem& p = c.problem;
-  const Sequence sequence = c.sequence(item.batch);
+  const Sequence sequence = c.sequence(item.batch, item.head);
   const int64_t at = c.lse_index(sequence, item.head);
   const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
   for (int64_t q = item.q_begin; q < item.q_end; q += kForwardTileQ) {

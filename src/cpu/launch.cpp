@@ -205,11 +205,12 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
 
 // dq of queries that are not in use or see no key; dk and dv of keys that are not in use. Their
 // gradients are 0, and what is added up stays as it is.
-void clear_dq(const BackwardContext& c, const Sequence& s, int64_t head, Range queries) {
+void clear_dq(const BackwardContext& c, const SequenceRows& s, int64_t head, Range queries) {
   if (c.problem.accumulate) return;
   fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
 }
-void fill_unused_keys(const BackwardContext& c, const Sequence& s, int64_t head_kv, Range keys) {
+void fill_unused_keys(const BackwardContext& c, const SequenceRows& s, int64_t head_kv,
+                      Range keys) {
   if (c.problem.accumulate) return;
   fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
@@ -263,9 +264,9 @@ void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& c
   const int64_t pieces = ceil_div(p.seqlen_new, kAppendKeys);
   const int64_t most = p.threads > 0 ? p.threads : default_threads();
   share_out(p.batch * pieces, min64(most, 1 + bytes / kAppendBytesPerThread), [&](int64_t n) {
-    const CachedSequence s = context.sequences.sequence(n / pieces);
+    const CachedRows s = context.sequences.sequence_rows(n / pieces);
     const int64_t begin = s.new_begin + n % pieces * kAppendKeys;
-    const Range keys{begin, min64(begin + kAppendKeys, s.mask.seqlen_k)};
+    const Range keys{begin, min64(begin + kAppendKeys, s.seqlen_k)};
     if (!keys.empty()) isa.append(context, s.batch, keys);
   });
 }
@@ -332,7 +333,7 @@ Status no_memory(size_t bytes) {
 
 }  // namespace
 
-void fill_unused(const ForwardContext& c, const Sequence& s, int64_t head, Range queries) {
+void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, Range queries) {
   if (queries.empty()) return;
   fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
   if (!c.lse) return;
@@ -413,9 +414,9 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
   share_out(items, plan.threads, interrupt, [&](int64_t n, int thread) {
     if (n < decode_items) return decoded->run(n, scratch(thread));
     ForwardItem item = (*tiled)[n - decode_items];
-    const Sequence s = context.sequence(item.batch);
-    if (use.decoded(isa, s.mask.seqlen_q)) return;
-    const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.mask.seqlen_q, s.rows_q);
+    const SequenceRows s = context.sequence_rows(item.batch);
+    if (use.decoded(isa, s.seqlen_q)) return;
+    const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.seqlen_q, s.rows_q);
     if (!queries.used.empty()) {
       item.q_end = queries.used.end;
       isa.forward_block(context, item, scratch(thread));
@@ -423,9 +424,9 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
     fill_unused(context, s, item.head, queries.unused);
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
-  fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
-                interrupt,
-                [&](int64_t head, Range rows) { fill_unused(context, Sequence{}, head, rows); });
+  fill_past_end(
+      past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads, interrupt,
+      [&](int64_t head, Range rows) { fill_unused(context, SequenceRows{}, head, rows); });
   return interrupt.status();
 }
 
@@ -447,7 +448,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   Interrupt interrupt(args);
   share_out(delta_blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
     const auto [batch, head, begin] = delta_blocks[i];
-    const Sequence s = context.sequence(batch);
+    const Sequence s = context.sequence(batch, head);
     const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
     for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
       *turn_of(context, batch, head, q) = 0;
@@ -466,8 +467,8 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k);
   share_out(blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
     const auto [batch, head, begin] = blocks[i];
-    const Sequence s = context.sequence(batch);
-    const BlockRows keys(begin, plan.block_k, s.mask.seqlen_k, s.rows_k);
+    const SequenceRows s = context.sequence_rows(batch);
+    const BlockRows keys(begin, plan.block_k, s.seqlen_k, s.rows_k);
     if (!keys.used.empty()) {
       isa.backward_block(context, {batch, head, begin, keys.used.end}, scratch(thread));
     }
@@ -476,10 +477,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   STROBE_RETURN_IF_ERROR(interrupt.status());
   fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
                 interrupt,
-                [&](int64_t head, Range rows) { clear_dq(context, Sequence{}, head, rows); });
+                [&](int64_t head, Range rows) { clear_dq(context, SequenceRows{}, head, rows); });
   fill_past_end(
       past_end(context.sequences.cu_k, p.batch, p.total_k), p.heads_kv, plan.threads, interrupt,
-      [&](int64_t head, Range rows) { fill_unused_keys(context, Sequence{}, head, rows); });
+      [&](int64_t head, Range rows) { fill_unused_keys(context, SequenceRows{}, head, rows); });
   return interrupt.status();
 }
 

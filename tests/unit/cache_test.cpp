@@ -156,7 +156,7 @@ TEST(Cache, NumbersLeadNowhereElse) {
     a.block_table = table.data();
     const CachedSequences all = strobe::cached_sequences_of(p, a);
     for (int64_t b = 0; b < 2; ++b) {
-      const CachedSequence s = all.sequence(b);
+      const CachedSequence s = all.sequence_of_all_heads(b);
       (s.in_range ? good : bad) += 1;
       ASSERT_EQ(s.rows_k, s.mask.seqlen_k);
       ASSERT_LE(s.keys.first + s.mask.seqlen_k, p.seqlen_k);

@@ -103,7 +103,7 @@ struct SeenPairs {
 template <typename T>
 __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t batch, int32_t head,
                                             int32_t query) {
-  const Sequence sequence = p.sequence(batch);
+  const Sequence sequence = p.sequence(batch, head);
   const SeenPairs<T> pairs{p, sequence, batch, head};
   const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
@@ -127,7 +127,7 @@ template <typename T>
 __device__ __noinline__ void pairwise_key(const BackwardParams& p, const BackwardOrder& order,
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
-  const Sequence sequence = p.sequence(item.batch);
+  const Sequence sequence = p.sequence_of_all_heads(item.batch);
   const IntervalWalk<int64_t> queries = single_queries(sequence.mask, key);
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);

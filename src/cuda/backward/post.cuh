@@ -29,7 +29,7 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
   for (; index < order.items; index += stride) {
     const BackwardItem item = backward_item(order, p.heads_kv, index);
     const int32_t first = item.block * kTileK + warp * kRows;
-    const auto seqlen = static_cast<int32_t>(p.sequence(item.batch).mask.seqlen_k);
+    const auto seqlen = static_cast<int32_t>(p.sequence_rows(item.batch).seqlen_k);
     if (item.block * kTileK >= seqlen || scratch.nonfinite[index * kWarps + warp] == 0) continue;
     for (int32_t key = first; key < min(first + kRows, seqlen); ++key)
       pairwise_key<T>(p, order, item, scratch.dk, kWidth, key);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kPostThreads)
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
-  const Sequence sequence = p.sequence(tile.batch);
+  const Sequence sequence = p.sequence(tile.batch, tile.head);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
   if (tile.begin >= seqlen) return;
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kPostThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
     const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
-    const Sequence sequence = p.sequence(tile.batch);
+    const Sequence sequence = p.sequence(tile.batch, tile.head);
     const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
     if (tile.begin >= seqlen || scratch.dq_nonfinite[index] == 0) continue;
     const RowsView dq = rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(kPostThreads)
   const int64_t row_of_batch = rest / p.heads_kv;
   const auto b = static_cast<int32_t>(row_of_batch / p.seqlen_k);
   const auto row = static_cast<int32_t>(row_of_batch % p.seqlen_k);
-  const Sequence sequence = p.sequence(b);
-  if (row >= sequence.mask.seqlen_k) return;
+  const SequenceRows sequence = p.sequence_rows(b);
+  if (row >= sequence.seqlen_k) return;
   const int64_t first = p.cu_k ? sequence.k_row : int64_t{b} * p.seqlen_k;
 
   const auto sum_of = [&](const float* from, const Tensor& tensor, int32_t dim) {
@@ -208,11 +208,11 @@ __global__ void __launch_bounds__(kPostThreads)
       }
     }
     if (p.keeps_sums()) {
-      gradient_rows<T>(p, tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim)
+      gradient_rows<T>(p, tensor, b, sequence.k_row, head, sequence.seqlen_k, dim)
           .put(row, 8 * chunk, x);
       return;
     }
-    const RowsView to = rows_view(tensor, b, sequence.k_row, head, sequence.mask.seqlen_k, dim);
+    const RowsView to = rows_view(tensor, b, sequence.k_row, head, sequence.seqlen_k, dim);
     store_eight(reinterpret_cast<T*>(to.row(row)) + 8 * chunk, columns, to.aligned(), x);
   };
   sum_of(scratch.dk, p.dk, p.head_dim);

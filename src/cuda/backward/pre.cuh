@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kPreThreads)
   if (p.cu_q) clear_past_end_of_dq(p, own);
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
-  const Sequence sequence = p.sequence(tile.batch);
+  const Sequence sequence = p.sequence(tile.batch, tile.head);
   const auto seqlen = static_cast<int32_t>(sequence.mask.seqlen_q);
   if (tile.begin >= seqlen) return;
   const int64_t at = tile.scratch;

@@ -146,7 +146,7 @@ struct RotatedRow {
 };
 
 /// Where the new keys of a sequence are, for a key head.
-__device__ __forceinline__ NewKeys new_keys_of(const CachedUpdateParams& p, const CachedSequence& s,
+__device__ __forceinline__ NewKeys new_keys_of(const CachedUpdateParams& p, const CachedRows& s,
                                                int32_t head_kv) {
   const auto row = [&](const Tensor& t) {
     return static_cast<const char*>(t.data) +
@@ -186,10 +186,10 @@ __device__ __forceinline__ void append(const CachedUpdateParams& p) {
     const int32_t b =
         c.cu_new ? sequence_of_row(c.cu_new, c.batch, row) : static_cast<int32_t>(row / c.rows_new);
     if (b < 0) continue;
-    const CachedSequence s = c.of_all().sequence(b);
+    const CachedRows s = c.of_all().sequence_rows(b);
     const int64_t own = c.cu_new ? row - s.new_row : row - int64_t{b} * c.rows_new;
     const int64_t key = s.new_begin + own;
-    if (!s.in_range || own < 0 || key >= s.mask.seqlen_k) continue;
+    if (!s.in_range || own < 0 || key >= s.seqlen_k) continue;
     const KeyRows::Place place = s.keys.place(key);
     if (!place.there) continue;
     const NewKeys fresh = new_keys_of(p, s, head);

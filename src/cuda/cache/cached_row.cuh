@@ -11,7 +11,7 @@
 namespace strobe::cuda {
 
 /// Where a query's row of out begins.
-__device__ __forceinline__ char* out_row(const CachedParams& p, const Sequence& sequence,
+__device__ __forceinline__ char* out_row(const CachedParams& p, const SequenceRows& sequence,
                                          int32_t head, int32_t query) {
   return static_cast<char*>(p.out.data) +
          (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
@@ -21,7 +21,7 @@ __device__ __forceinline__ char* out_row(const CachedParams& p, const Sequence& 
 template <typename T, typename Params>
 __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch, int32_t head,
                                                  int32_t query) {
-  const CachedSequence sequence = p.cached(batch);
+  const CachedSequence sequence = p.cached(batch, head);
   const auto at = [&](const Tensor& t, int64_t key) -> const T* {
     const KeyRows::Place place = sequence.keys.place(key);
     if (!place.there) return nullptr;
@@ -54,10 +54,11 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     };
     const RotatedRow<T> rotated{
         q, Rotation<T>::at(p, p.cache.query_rotation(sequence.rotary_start, query))};
-    pairwise_row_of<T, false>(p, sequence, head, query, rotated, key_at, value_at, write);
+    pairwise_row_of<T, false>(p, sequence, sequence.mask, head, query, rotated, key_at, value_at,
+                              write);
   } else {
     pairwise_row_of<T, false>(
-        p, sequence, head, query, q, [&](int64_t key) { return at(p.k, key); },
+        p, sequence, sequence.mask, head, query, q, [&](int64_t key) { return at(p.k, key); },
         [&](int64_t key) { return at(p.v, key); }, write);
   }
 }
@@ -66,8 +67,8 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
 template <typename T>
 __device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& tile, int warp,
                                      int warps, int rows) {
-  const CachedSequence sequence = p.cached(tile.batch);
-  const int64_t left = (sequence.mask.seqlen_q - tile.first) << p.pack;
+  const CachedRows sequence = p.cache.sequence_rows(tile.batch);
+  const int64_t left = (sequence.seqlen_q - tile.first) << p.pack;
   if (left < rows) rows = static_cast<int>(left);
   for_each_not_finite<T>(
       p, warp, warps, rows,

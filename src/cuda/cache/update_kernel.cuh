@@ -30,9 +30,9 @@ __device__ __forceinline__ void rotate_queries(const CachedUpdateParams& p, cons
     const int32_t b =
         c.cu_q ? sequence_of_row(c.cu_q, c.batch, row) : static_cast<int32_t>(row / c.seqlen_q);
     if (b < 0) continue;
-    const CachedSequence s = c.of_all().sequence(b);
+    const CachedRows s = c.of_all().sequence_rows(b);
     const int64_t query = c.cu_q ? row - s.q_row : row - int64_t{b} * c.seqlen_q;
-    if (query < 0 || query >= s.mask.seqlen_q || column >= p.head_dim) continue;
+    if (query < 0 || query >= s.seqlen_q || column >= p.head_dim) continue;
     const auto row_of = [&](const Tensor& t) {
       return static_cast<char*>(t.data) + 2 * t.element(s.batch, s.q_row + query, head);
     };

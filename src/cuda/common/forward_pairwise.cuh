@@ -39,14 +39,15 @@ struct SuspectTile {
 /// which is written only where scores were too large for the tiled kernel.
 template <typename T, bool kDropout, typename Query, typename KeyAt, typename ValueAt,
           typename Write>
-__device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Sequence& sequence,
+__device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
+                                                const SequenceRows& sequence, const Mask& mask,
                                                 int32_t head, int32_t query, const Query& q,
                                                 const KeyAt& key_at, const ValueAt& value_at,
                                                 const Write& write) {
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
-  const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
+  const IntervalWalk<int64_t> keys = single_keys(mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
@@ -64,7 +65,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
     const Score::Row row =
-        of_head.row(static_cast<int32_t>(sequence.mask.position(query)), static_cast<int32_t>(key));
+        of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
     const float score = row.any_value_and_derivative<true>(dot, 0).value;
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
@@ -96,12 +97,12 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p, const Se
 /// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it.
 template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
-  const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch);
+  const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch, head);
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.mask.seqlen_k, dim);
+    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.seqlen_k, dim);
   };
   const auto queries_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.q_row, head, sequence.mask.seqlen_q, dim);
+    return rows_view(t, batch, sequence.q_row, head, sequence.seqlen_q, dim);
   };
   const auto row_of = [](const RowsView& view, int64_t row) {
     return reinterpret_cast<T*>(view.row(row));
@@ -109,7 +110,7 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
   const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
   T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
   pairwise_row_of<T, kDropout>(
-      p, sequence, head, query, row_of(queries_of(p.q, p.head_dim), query),
+      p, sequence, sequence.mask, head, query, row_of(queries_of(p.q, p.head_dim), query),
       [&](int64_t key) { return row_of(all_k, key); },
       [&](int64_t key) { return row_of(all_v, key); },
       [&](int d, float x) { to[d] = static_cast<T>(x); });
@@ -135,10 +136,10 @@ __device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int 
 template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows) {
-  const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(tile.batch);
+  const SequenceRows sequence = p.assuming<kAllRowsUsed>().sequence_rows(tile.batch);
   const RowsView view =
-      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.mask.seqlen_q, p.head_dim_v);
-  const int64_t left = sequence.mask.seqlen_q - tile.first;
+      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.seqlen_q, p.head_dim_v);
+  const int64_t left = sequence.seqlen_q - tile.first;
   if (left < rows) rows = static_cast<int>(left);
   for_each_not_finite<T>(
       p, warp, warps, rows,

@@ -53,7 +53,12 @@ struct CachedParams : ForwardParams {
   bool float_out;  // out is float32
   bool packed_q;   // also while a plan is made, which knows no arrays
 
-  STROBE_INLINE constexpr CachedSequence cached(int64_t b) const { return cache.sequence(b); }
+  STROBE_INLINE constexpr CachedSequence cached(int64_t b, int64_t head) const {
+    return cache.sequence(b, head);
+  }
+  STROBE_INLINE constexpr CachedSequence cached_of_all_heads(int64_t b) const {
+    return cache.sequence_of_all_heads(b);
+  }
 };
 
 /// The same, and what is done to the cache besides reading it: kernels that only read take the base
@@ -66,7 +71,7 @@ struct CachedUpdateParams : CachedParams {
 };
 
 /// What a tile of queries holds: of each query `2^pack` neighbouring query heads, which share a key
-/// head, one row each. Row r is query r >> pack, head r % 2^pack of the tile's.
+/// head and a mask, one row each. Row r is query r >> pack, head r % 2^pack of the tile's.
 struct TileParams : CachedParams {
   int32_t pack;
 
@@ -78,8 +83,11 @@ struct TileParams : CachedParams {
 /// quarters as long then: a launch with cold caches reads its code from memory.
 template <typename Params>
 struct WithoutChunks : Params {
-  STROBE_INLINE constexpr CachedSequence cached(int64_t b) const {
-    return this->cache.without_chunks().sequence(b);
+  STROBE_INLINE constexpr CachedSequence cached(int64_t b, int64_t head) const {
+    return this->cache.without_chunks().sequence(b, head);
+  }
+  STROBE_INLINE constexpr CachedSequence cached_of_all_heads(int64_t b) const {
+    return this->cache.without_chunks().sequence_of_all_heads(b);
   }
 };
 

@@ -40,7 +40,7 @@ struct Stagger {
     // to hide one under.
     if (p.sequences_differ() || p.seqlen_q < tile_q || p.seqlen_k < kMinKeys) return {};
     if (!p.rule.reaches_back(kMinKeys)) return {};
-    if (p.sequence(0).mask.row(0).empty()) return {};  // tiles that see no key at all
+    if (p.sequence_of_all_heads(0).mask.row(0).empty()) return {};  // tiles that see no key at all
     if (items < kWaves * at_once) return {};
     const int64_t last = (items - 1) % at_once + 1;  // blocks of the last wave
     if (items < kManyWaves * at_once && last > at_once * 4 / 5) return {};

@@ -50,7 +50,7 @@ struct Look {
     batch = first + static_cast<int32_t>(threadIdx.x);
     int32_t all = 0;
     if (batch < p.cache.batch) {
-      sequence = p.cached(batch);
+      sequence = p.cached_of_all_heads(batch);
       s = d.cut.of(sequence.mask, heads);
       all = s.all();
     }
@@ -105,11 +105,11 @@ struct Place {
       other = ++span == s.spans;
     }
     if (other) span = 0, ++batch;
-    CachedSequence sequence = p.cached(batch);
+    CachedSequence sequence = p.cached_of_all_heads(batch);
     if (!other) return sequence;
     s = d.cut.of(sequence.mask, heads);
     while (s.spans == 0 && batch + 1 < p.cache.batch) {  // sequences without queries have no spans
-      sequence = p.cached(++batch);
+      sequence = p.cached_of_all_heads(++batch);
       s = d.cut.of(sequence.mask, heads);
     }
     return sequence;

@@ -32,8 +32,8 @@
 
 namespace strobe::cuda {
 
-/// How one sequence is cut in one track; its spans are alike. (Its heads share a mask:
-/// Sequences::masks_differ_by_head.)
+/// How one sequence is cut in one track; its spans are alike. (They share a mask:
+/// masks_differ_by_head.)
 struct SequenceUnits {
   int32_t tiles;
   int32_t spans;  // tiles * heads of the track

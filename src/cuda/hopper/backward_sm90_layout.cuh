@@ -40,7 +40,7 @@ struct alignas(16) KeyRecord {
   __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
     const auto begin = [&](int32_t i) { return key_block_begin(p, kTileK, i); };
     const int32_t b = sequence_at(index, p.batch, begin);
-    const Sequence sequence = p.sequence(b);
+    const Sequence sequence = p.sequence_of_all_heads(b);
     // At most the problem's seqlen_k: there are no more flags for rows that are not finite.
     const int32_t seqlen = min(static_cast<int32_t>(sequence.mask.seqlen_k), p.seqlen_k);
     const int32_t first = static_cast<int32_t>(index - begin(b)) * kTileK;

@@ -185,8 +185,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
       if (has_steps(block)) {
         shared.k_ring.full[0].wait(k_at_.phase());
         if constexpr (Tr::kGeneral) {
-          const auto position =
-              static_cast<int32_t>(Base::p.sequence(block.item.batch).mask.position(0));
+          const auto position = static_cast<int32_t>(
+              Base::p.sequence_of_all_heads(block.item.batch).mask.position(0));
           int32_t head = 0;
           for_each_step(
               block, [&](int32_t next) { head = next; },

@@ -130,7 +130,7 @@ class Scheduler {
       if (index >= order_.items) return false;
       if (!(p_.cu_k || p_.used_k)) return true;
       const BackwardItem item = item_of(index);
-      if (item.block * kItemKeys < p_.sequence(item.batch).mask.seqlen_k) return true;
+      if (item.block * kItemKeys < p_.sequence_rows(item.batch).seqlen_k) return true;
       if (rank() == 0 && lane() < kFlagWords)
         scratch_.nonfinite[number_of(index, item) * kFlagWords + lane()] = 0;
     }
@@ -160,7 +160,7 @@ class Scheduler {
   };
   __device__ __forceinline__ Found look_up(uint32_t index) const {
     const BackwardItem item = item_of(index);
-    const Sequence sequence = p_.sequence(item.batch);
+    const Sequence sequence = p_.sequence_of_all_heads(item.batch);
     return {item, sequence, sequence.mask.tile(0, sequence.mask.seqlen_q)};
   }
   /// Writes the item's record, and its keys' limits. (Looked up three times, for fewer registers.)

@@ -60,7 +60,9 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
-  TileParams p{update.attends(), packed_heads_log2(params.group, params.alibi_slopes != nullptr)};
+  // A tile of several heads has one mask, and no slopes.
+  const bool apart = params.alibi_slopes != nullptr || masks_differ_by_head();
+  TileParams p{update.attends(), packed_heads_log2(params.group, apart)};
   CachedParams of_few_queries = p;
   if (for_few_queries) {
     p.cache.least_q = few_queries(p.group) + 1;

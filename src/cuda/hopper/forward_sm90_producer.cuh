@@ -61,11 +61,11 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
-    const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch));
+    const int head = place.head << pack;
+    const auto sequence = sequences.sequence(static_cast<uint32_t>(place.batch), head);
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
                               .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
-    const int head = place.head << pack;
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;

@@ -121,9 +121,9 @@ class TileScheduler {
       int32_t rows = 0;
       uint32_t visits = 0;
       if (b < params_.batch) {
-        const auto sequence = params_.sequence(b);
-        rows = static_cast<int32_t>(sequence.mask.seqlen_q);
-        visits = visits_of(static_cast<int32_t>(sequence.mask.seqlen_k));
+        const SequenceRows sequence = params_.sequence_rows(b);
+        rows = static_cast<int32_t>(sequence.seqlen_q);
+        visits = visits_of(static_cast<int32_t>(sequence.seqlen_k));
       }
       const int32_t tiles = ((rows << pack_) + kTileRows - 1) / kTileRows;
       const int32_t heads = params_.heads >> pack_;

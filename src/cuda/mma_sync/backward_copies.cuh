@@ -145,7 +145,7 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
       index = atomicAdd(t.scratch.ticket, 1u);
       if (index >= order.items) break;
       const BackwardItem item = backward_item(order, t.p.heads_kv, index);
-      const Sequence sequence = t.p.sequence(item.batch);
+      const Sequence sequence = t.p.sequence_of_all_heads(item.batch);
       if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
         record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         break;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
       // between.
       const int64_t next = next_existing_item(
           order, t.p.heads_kv, index, [&](int32_t batch, int32_t block_of_sequence) {
-            return t.p.sequence(batch).mask.seqlen_k > block_of_sequence * kC.tile_k;
+            return t.p.sequence_rows(batch).seqlen_k > block_of_sequence * kC.tile_k;
           });
       if (next > index + 1) atomicMax(t.scratch.ticket, static_cast<uint32_t>(next));
     } while (true);

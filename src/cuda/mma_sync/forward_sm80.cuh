@@ -82,7 +82,7 @@ STROBE_INLINE constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
 template <typename Shape>
 __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
   using T = typename Shape::T;
-  const Mask mask = p.sequence(tile.batch).mask;
+  const Mask mask = p.sequence(tile.batch, tile.head).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
   const IntervalWalk<int64_t> keys = key_walk(mask, queries, 1);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   // --- Which queries, which keys they see; Q and the first block on their way ---
   {
     const WorkItem item = order.item(index);
-    const Sequence sequence = p.sequence(item.batch);
+    const Sequence sequence = p.sequence(item.batch, item.head);
     const auto seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     const auto seqlen_k = static_cast<int32_t>(sequence.mask.seqlen_k);
     const int32_t begin = item.tile * kTileQ;

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256, kRows = 64;  // of a thread block
 
 /// Zeros to rows [begin, end) of all heads; by a thread block, a warp to a row.
-__device__ void write_zeros(const UnusedRows::Zeros& zeros, const Sequence& sequence,
+__device__ void write_zeros(const UnusedRows::Zeros& zeros, const SequenceRows& sequence,
                             int64_t first_row, int64_t begin, int64_t end) {
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   for (int32_t head = 0; head < zeros.heads; ++head) {
@@ -30,13 +30,13 @@ __global__ void __launch_bounds__(kThreads)
     unused_rows_kernel(const __grid_constant__ UnusedRows p, uint32_t blocks) {
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= int64_t{blocks} * p.sequences.batch) return;
-  const Sequence sequence = p.sequences.sequence(index / blocks);
+  const SequenceRows sequence = p.sequences.sequence_rows(index / blocks);
   const int64_t from = index % blocks * kRows;
   // Those of the block's rows that are there and not in use.
   const auto unused = [&](int64_t used, int64_t rows) {
     return intersect({used, rows}, {from, from + kRows});
   };
-  const Range queries = unused(sequence.mask.seqlen_q, sequence.rows_q);
+  const Range queries = unused(sequence.seqlen_q, sequence.rows_q);
   write_zeros(p.queries, sequence, sequence.q_row, queries.begin, queries.end);
   if (p.lse) {
     for (int32_t head = 0; head < p.sequences.heads; ++head) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
         lse[row] = -infinity();
     }
   }
-  const Range keys = unused(sequence.mask.seqlen_k, sequence.rows_k);
+  const Range keys = unused(sequence.seqlen_k, sequence.rows_k);
   for (const UnusedRows::Zeros& zeros : p.keys)
     write_zeros(zeros, sequence, sequence.k_row, keys.begin, keys.end);
 }
