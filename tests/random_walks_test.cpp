@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/random_blocks.h"
 #include "environment.h"
 #include "gtest/gtest.h"
 #include "problem_gen.h"
@@ -77,6 +78,29 @@ TEST_F(RandomWalks, DeterministicGradientsDoNotDependOnTheThreads) {
     const std::string one = Bits(c, 1);
     EXPECT_TRUE(Bits(c, 3) == one);
     EXPECT_TRUE(Bits(c, 4) == one);
+  }
+}
+
+// Items with as many keys as they may have, of which some in the middle are left out: what an item
+// computes together has gaps then.
+TEST_F(RandomWalks, ItemsMayHaveGaps) {
+  int items = 0;
+  for (uint64_t seed = 4; items < 12; ++seed) {
+    const auto hides = [&](int64_t key_block) {
+      return strobe::hides_random_block(seed, 0, 0, 0, key_block);
+    };
+    if (hides(0) || !hides(1) || hides(2)) continue;
+    ++items;
+    Case c;
+    c.seed = c.random_blocks = seed;
+    c.dtype = items % 3 ? oracle::DType::kBFloat16 : oracle::DType::kFloat32;
+    c.seqlens_q = {150};
+    c.seqlens_k = {500};
+    c.head_dim = c.head_dim_v = 32;
+    c.causal = items % 2;
+    c.arrays.q_position = {400};
+    c.has_q_position = true;
+    EXPECT_EQ(RunWith(c, seed), "") << ToString(c);
   }
 }
 
