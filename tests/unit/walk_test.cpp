@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "cuda/hopper/part_walk.h"
 #include "gtest/gtest.h"
 
 namespace strobe {
@@ -232,6 +233,33 @@ TEST(Walk, PartsLieInTheWalkOfTheirTile) {
           for (const int64_t part : {0, 4})
             parts.push_back(key_walk(mask, {cut(begin + part), cut(begin + part + 4)}, 3));
           ASSERT_NO_FATAL_FAILURE(expect_parts(parts, key_walk(mask, {begin, cut(begin + 8)}, 3)));
+        }
+      }
+    }
+  }
+}
+
+// Which blocks keep the softmax's reference on Hopper: those that are full, but for the last one to
+// be computed where that frees Q early, and for none where rows past the end could change the
+// others.
+TEST(Walk, BlocksOfAWarpgroupThatKeepTheReference) {
+  for (int32_t begin = 0; begin < 4; ++begin) {
+    for (int32_t end = begin; end < 9; ++end) {
+      for (int32_t full_begin = begin; full_begin <= end; ++full_begin) {
+        for (int32_t full_end = full_begin; full_end <= end; ++full_end) {
+          const auto walk = IntervalWalk<int32_t>::make(begin, end, full_begin, full_end);
+          for (const bool frees_q : {false, true}) {
+            for (const bool rows_past_end : {false, true}) {
+              const auto part = cuda::sm90::part_walk(walk, frees_q, rows_past_end);
+              ASSERT_EQ(part.count(), walk.count());
+              for (int32_t place = begin; place < end; ++place) {
+                const bool keeps =
+                    walk.is_full(place) && !rows_past_end && !(frees_q && place == begin);
+                ASSERT_TRUE(part.has(place));
+                ASSERT_EQ(part.is_full(place), keeps) << "place " << place << " from " << begin;
+              }
+            }
+          }
         }
       }
     }
