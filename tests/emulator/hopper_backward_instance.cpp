@@ -1,18 +1,11 @@
-// The Hopper backward kernels of one instance of kernels.def, that of STROBE_EMULATED_CONFIG: what
-// CMake writes into a file for each.
-#include "cuda/host/instance.h"
+// The Hopper backward kernels with the tiles of STROBE_EMULATED_CONFIG: what CMake writes of them for
+// nvcc is in STROBE_EMULATED_INSTANCES.
+#include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
-#if STROBE_EMULATED_WIDTH > 128
-#include "cuda/hopper/backward_sm90_wide_launch.h"
-#else
-#include "cuda/hopper/backward_sm90_launch.h"
-#endif
 
 namespace strobe::cuda {
 
 namespace {
-
-constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 
 template <BackwardConfig kConfig, typename Stages>
 void enlist_stages() {
@@ -30,16 +23,17 @@ namespace hopper = sm90_wide;
 
 template <BackwardConfig kConfig>
 void enlist() {
-  using Tr = hopper::TraitsOf<kConfig>;
+  constexpr int kDtype = kConfig.dtype, kWidth = kConfig.width;
+  using Tr = hopper::WideTraits<kDtype, kWidth, kWidth, false>;
   enlist_stages<kConfig, BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys,
                                         Tr::kWidth, typename Tr::StageTraits>>();
-  constexpr int kWidth = kConfig.width;
   emulator::enlist(&hopper::backward_kernel<Tr>, hopper::kBlocks);
-  emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidth, true>>,
+  emulator::enlist(&hopper::backward_kernel<hopper::WideTraits<kDtype, kWidth, kWidth, true>>,
                    hopper::kBlocks);
   if constexpr (kWidth == 192) {
-    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128>>, hopper::kBlocks);
-    emulator::enlist(&hopper::backward_kernel<hopper::TraitsOf<kConfig, 128, true>>,
+    emulator::enlist(&hopper::backward_kernel<hopper::WideTraits<kDtype, kWidth, 128, false>>,
+                     hopper::kBlocks);
+    emulator::enlist(&hopper::backward_kernel<hopper::WideTraits<kDtype, kWidth, 128, true>>,
                      hopper::kBlocks);
   }
 }
@@ -63,17 +57,8 @@ void enlist() {
 
 #endif
 
+const bool enlisted = (enlist<BackwardConfig{STROBE_EMULATED_CONFIG}>(), true);
+
 }  // namespace
 
 }  // namespace strobe::cuda
-
-#define STROBE_EMULATED_INSTANCE(name, ...)                                  \
-  namespace strobe::cuda {                                                   \
-  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                         \
-  extern const BackwardInstance name;                                        \
-  const BackwardInstance name = {kConfig, hopper::backward_shape<kConfig>(), \
-                                 hopper::backward_carve<kConfig>,            \
-                                 hopper::launch_backward<kConfig>};          \
-  static const bool enlisted = (enlist<kConfig>(), true);                    \
-  }
-STROBE_EMULATED_INSTANCE(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)

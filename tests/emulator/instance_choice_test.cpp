@@ -19,7 +19,8 @@ CachedConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
   device.compute_capability = 80;
   device.multiprocessors = 20;
   device.shared_bytes = shared_bytes;
-  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, device, nullptr);
+  const Entry<CachedInstance>* const entry =
+      find_cached_instance(80, p, CachedFeatures::of(p), device, nullptr);
   EXPECT_NE(entry, nullptr);
   return entry->instance->config;
 }

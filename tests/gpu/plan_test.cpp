@@ -247,7 +247,7 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     change(p);
     EXPECT_EQ(kernel_of(p, 90), "cuda_sm80") << why;
     resolve_defaults(p);
-    const std::string reason = declines_on(90, p, device(90));
+    const std::string reason = choose_instance(90, p, device(90)).reason;
     EXPECT_NE(reason.find(why), std::string::npos) << reason;
   }
 }
@@ -416,8 +416,8 @@ TEST(CudaPlan, HoppersBackwardLeavesTheRestToMmaSync) {
       ASSERT_TRUE(s.ok()) << s.text();
       const std::string& wanted = dim > 128 ? kind.reason_of_wide : kind.reason;
       EXPECT_STREQ(plan.kernel, wanted.empty() ? "cuda_sm90" : "cuda_sm80") << dim;
-      EXPECT_EQ(declines_on(90, plan.problem, device(90)), wanted) << dim;
-      EXPECT_EQ(declines_on(80, plan.problem, device(90)), "") << dim;
+      EXPECT_EQ(choose_instance(90, plan.problem, device(90)).reason, wanted) << dim;
+      EXPECT_EQ(choose_instance(80, plan.problem, device(90)).reason, "") << dim;
     }
   }
 }
@@ -570,14 +570,14 @@ void take(Arena& arena, const AttentionProblem&, Params& params) {
 }
 
 TEST(CudaPlan, TheWorkspaceServesEitherRow) {
-  const ForwardInstance small{{}, {}, take<64, ForwardParams>, nullptr};
-  const ForwardInstance large{{}, {}, take<4096, ForwardParams>, nullptr};
+  const ForwardInstance small{{}, {}, {}, take<64, ForwardParams>, nullptr};
+  const ForwardInstance large{{}, {}, {}, take<4096, ForwardParams>, nullptr};
   const AttentionProblem p = problem(STROBE_BFLOAT16, 64);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, small, nullptr), 64u);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, small, &large), 4096u);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, large, &small), 4096u);
-  const BackwardInstance few{{}, {}, take<128, BackwardParams>, nullptr};
-  const BackwardInstance many{{}, {}, take<8192, BackwardParams>, nullptr};
+  const BackwardInstance few{{}, {}, {}, take<128, BackwardParams>, nullptr};
+  const BackwardInstance many{{}, {}, {}, take<8192, BackwardParams>, nullptr};
   EXPECT_EQ(workspace_of<BackwardInstance>(p, few, &many), 8192u);
   EXPECT_EQ(workspace_of<BackwardInstance>(p, many, &few), 8192u);
 }

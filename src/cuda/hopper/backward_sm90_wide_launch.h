@@ -18,13 +18,13 @@
 
 namespace strobe::cuda::sm90_wide {
 
-/// width_v: that of c, or less for a V that is narrower than K: 192 and 128 are a usual pair.
-template <BackwardConfig c, int width_v = c.width, bool kGeneral = false>
-using TraitsOf = WideTraits<c.dtype, c.width, width_v, kGeneral>;
+/// The width of V may be less than that of K: 192 and 128 are a usual pair.
+template <BackwardConfig c, Features kComputes>
+using TraitsOf = WideTraits<c.dtype, c.width, c.width_v, kComputes.has(features::kScores)>;
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   static_assert(kConfig.tile_q == kQueries && kConfig.tile_k == kItemKeys);
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
@@ -35,7 +35,7 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
                         backward_items(sizes, kConfig.tile_k) * kFlagWords);
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
   carve<kConfig>(count, sizes_of(problem), nullptr);
@@ -55,21 +55,11 @@ cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardO
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
 
-/// The same, for plain scores or any.
-template <BackwardConfig kConfig, int kWidthV>
-cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                        BackwardMaps& maps, const LaunchTarget& target) {
-  using Plain = TraitsOf<kConfig, kWidthV>;
-  using General = TraitsOf<kConfig, kWidthV, true>;
-  return sm90::is_general(p) ? launch_kernel<General>(p, scratch, order, maps, target)
-                             : launch_kernel<Plain>(p, scratch, order, maps, target);
-}
-
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
-  using Tr = TraitsOf<kConfig>;
-  static_assert(kConfig.width > kWidestOrdered);
-  if (params.deterministic) return cudaErrorNotSupported;  // the plan never asks for it
+  using Tr = TraitsOf<kConfig, kComputes>;
+  static_assert(!kComputes.has(features::kOrder), "its additions to dQ have no order");
+  static_assert(kComputes.has(features::kSumsDq), "it writes no dQ but sums");
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), p.dq.data);
@@ -77,16 +67,14 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.
   if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
-  using Stages =
-      BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::StageTraits>;
+  // The other stages are the same kernels, whichever is the main one.
+  using StageTraits =
+      typename WideTraits<kConfig.dtype, kConfig.width, kConfig.width, false>::StageTraits;
+  using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, StageTraits>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
       p, scratch, order, order.items, 64, 0, target, [&](BackwardMaps& maps) {
-        if constexpr (kConfig.width == 192) {
-          if (p.head_dim_v <= 128)
-            return launch_main<kConfig, 128>(p, scratch, order, maps, target);
-        }
-        return launch_main<kConfig, kConfig.width>(p, scratch, order, maps, target);
+        return launch_kernel<Tr>(p, scratch, order, maps, target);
       });
 }
 

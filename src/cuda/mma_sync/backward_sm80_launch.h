@@ -16,7 +16,7 @@
 
 namespace strobe::cuda::sm80 {
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
   using Shape = BackwardShape<kConfig>;
   return {Shape::kThreads, Shape::kSharedBytes};
@@ -28,17 +28,20 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, void* dq) {
                         BackwardShape<kConfig>::kHalfWarps, dq);
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
   carve<kConfig>(count, sizes_of(problem), nullptr);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-template <BackwardConfig kConfig, bool kGeneral, bool kOrdered>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
+  constexpr bool kGeneral = kComputes.has(features::kScores);
+  constexpr bool kOrdered = kComputes.has(features::kOrder);
+  static_assert(!kGeneral || Shape::kHasGeneral, "no registers for it: take it from kernels.def");
   static KernelHandle kernel(
       reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered>),
       Shape::kSharedBytes);
@@ -48,7 +51,7 @@ cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, Ba
   return kernel.launch(dim3(blocks), Shape::kThreads, args, target);
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
@@ -64,16 +67,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
 
   if (order.items > 0) {
-    const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    cudaError_t error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
-    if (general) {
-      if constexpr (Shape::kHasGeneral)
-        error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
-    } else if (p.deterministic) {
-      error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
-    } else {
-      error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
-    }
+    const cudaError_t error =
+        launch_backward_kernel<kConfig, kComputes>(p, scratch, order, target);
     STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   return Stages::launch_post(p, scratch, order, target);
