@@ -14,21 +14,17 @@
 
 namespace strobe::cuda::sm80 {
 
-template <ForwardConfig kC, ForwardTuning kT>
-using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
+template <ForwardConfig kC, Features kComputes>
+struct ForwardKernel {
+  static constexpr bool kGeneral = kComputes.has(features::kScores);
+  static constexpr ForwardTuning kT = kGeneral ? general_tuning(kC) : forward_tuning(kC);
+  using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
-
-/// Whether the kernel is the general one.
-template <Features kComputes>
-inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
-
-template <ForwardConfig kConfig, Features kComputes>
-using ForwardShapeOf =
-    ShapeOf<kConfig, kIsGeneral<kComputes> ? general_tuning(kConfig) : forward_tuning(kConfig)>;
+};
 
 template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Shape = ForwardShapeOf<kConfig, kComputes>;
+  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
@@ -37,9 +33,10 @@ void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target) {
-  using Shape = ForwardShapeOf<kConfig, kComputes>;
+  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
+  constexpr bool kGeneral = ForwardKernel<kConfig, kComputes>::kGeneral;
   static KernelHandle kernel(
-      reinterpret_cast<const void*>(&forward_kernel<Shape, kIsGeneral<kComputes>>),
+      reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
       Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
