@@ -236,8 +236,9 @@ typedef struct strobe_plan {
   int32_t instance_unaligned;   /* where one is not */
   int32_t instance_few_queries; /* with a cache: of the sequences that have few queries, where
                                    `instance` is of those that have many */
-  int32_t instance_few_queries_unaligned; /* where an address of k_new or v_new is no such multiple */
-  int64_t reserved[3];                    /* 0 */
+  int32_t
+      instance_few_queries_unaligned; /* where an address of k_new or v_new is no such multiple */
+  int64_t reserved[3];                /* 0 */
 } strobe_plan;
 
 /* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has

@@ -94,8 +94,7 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
     }
     ++i;
   }
-  return {STROBE_UNSUPPORTED,
-          "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
+  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
 }
 
 std::string why(const AttentionProblem& problem) {

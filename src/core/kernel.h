@@ -16,8 +16,8 @@ struct Kernel {
   strobe_device device;
   /// Null when this machine can run it, else why not. Static storage.
   const char* (*unavailable)();
-  /// Fills a plan, whose (resolved) problem is there: tiles, blocks, threads or grid, work items and
-  /// workspace. Returns "" when it takes the problem, else why not and what would help; then
+  /// Fills a plan, whose (resolved) problem is there: tiles, blocks, threads or grid, work items
+  /// and workspace. Returns "" when it takes the problem, else why not and what would help; then
   /// what is filled in is of no use.
   std::string (*plan)(Plan& plan);
   Status (*forward)(const Plan& plan, const ForwardArgs& args);

@@ -1,5 +1,5 @@
-// The Hopper forward kernels with the tiles of STROBE_EMULATED_CONFIG: what CMake writes of them for
-// nvcc is in STROBE_EMULATED_INSTANCES.
+// The Hopper forward kernels with the tiles of STROBE_EMULATED_CONFIG: what CMake writes of them
+// for nvcc is in STROBE_EMULATED_INSTANCES.
 #include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 

@@ -155,7 +155,7 @@ TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
       AttentionProblem p = Problem(1, 4, head_dim);
       p.scale = 1.f;
       for (Strides* s : {&p.q, &p.k, &p.v, &p.out, &p.k_new, &p.v_new}) {
-        *s = {4096 * head_dim, 16 * head_dim, head_dim};
+        *s = {4096 * head_dim, 16 * head_dim, head_dim, 1};
       }
       c.change(p);
       const std::string wanted = head_dim > 128 ? c.wide : c.narrow;

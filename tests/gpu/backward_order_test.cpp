@@ -14,6 +14,7 @@
 #include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/common/features.h"
 #include "cuda/hopper/item_order.h"
 #include "cuda/hopper/query_steps.h"
 #include "cuda/mma_sync/addition_order.h"

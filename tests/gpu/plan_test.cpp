@@ -593,17 +593,20 @@ TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
       {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_seqused_k = 1; }},
       {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_q_position = 1; }},
       {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_prefix = 1, p.causal = 1; }},
-      {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.attention_chunk = 64, p.causal = 1; }},
+      {"x2x8_plain", kF, 90, 128,
+       [](AttentionProblem& p) { p.attention_chunk = 64, p.causal = 1; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.softcap = 20.f; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.scale = 0.f; }},
-      {"sm80_bf16_128_128x64x2x4_general", kF, 90, 128, [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
+      {"sm80_bf16_128_128x64x2x4_general", kF, 90, 128,
+       [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
       {"backward_sm80_bf16_128_64x128x2x8_plain", kB, 80, 128, [](AttentionProblem&) {}},
       {"_64x128x2x8_ordered", kB, 80, 128, [](AttentionProblem& p) { p.deterministic = 1; }},
       // The row before has no registers for it.
       {"_64x64x2x8_general", kB, 80, 128, [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
       {"_64x128x2x8_plain", kB, 80, 128, [](AttentionProblem& p) { p.scale = -1.f; }},
       {"_64x128x2x8_plain", kB, 90, 128, [](AttentionProblem&) {}},
-      {"x8_general", kB, 90, 128, [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_BATCH_HEAD; }},
+      {"x8_general", kB, 90, 128,
+       [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_BATCH_HEAD; }},
       {"x8_ordered", kB, 90, 128, [](AttentionProblem& p) { p.deterministic = 1; }},
       {"x8_ordered_general", kB, 90, 128,
        [](AttentionProblem& p) { p.deterministic = 1, p.softcap = 1.f; }},
@@ -640,9 +643,9 @@ TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
 template <typename Instance>
 void ExpectEachVariantToBeOfUse() {
   const auto same_tiles = [](const auto& a, const auto& b) {
-    return a.arch == b.arch && a.dtype == b.dtype && a.width == b.width &&
-           a.width_v == b.width_v && a.tile_q == b.tile_q && a.tile_k == b.tile_k &&
-           a.stages == b.stages && a.warps == b.warps;
+    return a.arch == b.arch && a.dtype == b.dtype && a.width == b.width && a.width_v == b.width_v &&
+           a.tile_q == b.tile_q && a.tile_k == b.tile_k && a.stages == b.stages &&
+           a.warps == b.warps;
   };
   const std::span<const Entry<Instance>> rows = instance_table<Instance>();
   EXPECT_FALSE(rows.empty());

@@ -1,5 +1,5 @@
-// What distinguishes one CUDA kernel from another besides its features: the template argument of the
-// kernels, and the columns of kernels.def.
+// What distinguishes one CUDA kernel from another besides its features: the template argument of
+// the kernels, and the columns of kernels.def.
 #ifndef STROBE_CUDA_COMMON_CONFIG_H_
 #define STROBE_CUDA_COMMON_CONFIG_H_
 
@@ -64,12 +64,13 @@ struct LaunchShape {
 //     cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target);
 //
 // kComputes names one of the kernels with these tiles: the launcher launches that one, whatever the
-// params say, and makes no choice by them. The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
-// on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
-// synchronisation. Where it cannot launch, it launches nothing and returns an error. For each row
-// of kernels.def CMake writes a translation unit that puts them into a ForwardInstance
-// (host/instance.h) for each type and variant of the row. Kernels themselves take a type made of integers: nvcc
-// 13 writes a stub that does not compile for a __global__ template with an argument of class type.
+// params say, and makes no choice by them. The carver takes the kernel's part of the workspace and
+// sets the params' pointers to it; it runs on a counting arena when a plan is made. The launcher
+// enqueues and returns: no allocation, no synchronisation. Where it cannot launch, it launches
+// nothing and returns an error. For each row of kernels.def CMake writes a translation unit that
+// puts them into a ForwardInstance (host/instance.h) for each type and variant of the row. Kernels
+// themselves take a type made of integers: nvcc 13 writes a stub that does not compile for a
+// __global__ template with an argument of class type.
 
 }  // namespace strobe::cuda
 

@@ -92,7 +92,8 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
 template <CachedConfig kConfig, Features kComputes>
 struct DecodeKernel {
   using Shape = DecodeShapeOf<kConfig>;
-  using Params = std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>;
+  using Params =
+      std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>;
   static constexpr bool kRule = kComputes.has(features::kScores);
   static constexpr bool kElements = kComputes.has(features::kAnyRows);
   static_assert(kRule == kComputes.has(features::kChunks));

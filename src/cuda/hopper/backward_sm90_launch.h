@@ -27,9 +27,8 @@ template <Features kComputes>
 inline constexpr bool kOrderedOf = kComputes.has(features::kOrder) && !kStoresDqOf<kComputes>;
 
 template <BackwardConfig kConfig, Features kComputes>
-using TraitsOfKernel =
-    BackwardTraitsOf<kConfig, kOrderedOf<kComputes>, kComputes.has(features::kScores),
-                     kStoresDqOf<kComputes>>;
+using TraitsOfKernel = BackwardTraitsOf<kConfig, kOrderedOf<kComputes>,
+                                        kComputes.has(features::kScores), kStoresDqOf<kComputes>>;
 
 template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
@@ -66,9 +65,9 @@ int32_t counters_of(const Problem& p) {
 template <BackwardConfig kConfig, Features kComputes>
 BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters, void* dq) {
   using Tr = TraitsOfKernel<kConfig, kComputes>;
-  BackwardScratch scratch = carve_backward(
-      arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
-      backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !kStoresDqOf<kComputes>);
+  BackwardScratch scratch =
+      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters, dq,
+                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !kStoresDqOf<kComputes>);
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
   return scratch;

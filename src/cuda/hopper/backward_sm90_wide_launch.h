@@ -73,9 +73,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, StageTraits>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
-      p, scratch, order, order.items, 64, 0, target, [&](BackwardMaps& maps) {
-        return launch_kernel<Tr>(p, scratch, order, maps, target);
-      });
+      p, scratch, order, order.items, 64, 0, target,
+      [&](BackwardMaps& maps) { return launch_kernel<Tr>(p, scratch, order, maps, target); });
 }
 
 }  // namespace strobe::cuda::sm90_wide

@@ -104,15 +104,14 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   }
 
   static KernelHandle kernel(
-      reinterpret_cast<const void*>(
-          &forward_kernel<Tr, kIsGeneral<kComputes>, false, TileParams>),
+      reinterpret_cast<const void*>(&forward_kernel<Tr, kIsGeneral<kComputes>, false, TileParams>),
       kShape.shared_bytes);
   STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
   if (order.tiles.items > 0) {
     const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
     void* args[] = {&p, &maps, &order};
-    STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads,
-                                              args, target));
+    STROBE_RETURN_IF_CUDA_ERROR(
+        kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target));
   }
   return for_few_queries ? for_few_queries->attend(of_few_queries, target) : cudaSuccess;
 }

@@ -14,8 +14,8 @@ const Instance* instance_at(const Plan& plan, int32_t number, int arch) {
   if (!entry) return nullptr;
   const auto& c = entry->instance->config;
   const AttentionProblem& p = plan.problem;
-  const bool fits = c.arch == arch && c.dtype == p.dtype && c.width >= p.head_dim &&
-                    c.width_v >= p.head_dim_v;
+  const bool fits =
+      c.arch == arch && c.dtype == p.dtype && c.width >= p.head_dim && c.width_v >= p.head_dim_v;
   return fits ? entry->instance : nullptr;
 }
 

@@ -67,8 +67,8 @@ constexpr struct {
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
 
-// Why no instance computes what is asked, though there are some that are wide enough. asked(Instance)
-// are the features.
+// Why no instance computes what is asked, though there are some that are wide enough.
+// asked(Instance) are the features.
 template <typename Instance, typename Asked>
 std::string lacks_feature(int arch, const AttentionProblem& p, const Asked& asked) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
@@ -385,7 +385,8 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
   choice.grid = grid_of(*entry);
   int64_t bytes = choice.grid.workspace_bytes;
   if (bytes < 0) {
-    choice.reason = "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
+    choice.reason =
+        "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
     return choice;
   }
   choice.name = entry->name;
@@ -425,8 +426,7 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
 template <typename Instance>
 InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DeviceProperties& device) {
   InstanceChoice choice;
-  const Entry<Instance>* const entry =
-      find_instance<Instance>(arch, p, {}, device, &choice.reason);
+  const Entry<Instance>* const entry = find_instance<Instance>(arch, p, {}, device, &choice.reason);
   if (entry && arch == 90) choice.reason = tma_declines(p);
   if (!choice.reason.empty()) return choice;
   const Entry<Instance>* const unaligned =
@@ -482,16 +482,15 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
   const int cc = device.compute_capability;
   if (arch == 90 ? cc / 10 != 9 : cc < 80) {
     return declined(format("device %d has compute capability %d.%d, expected %s", p.device_index,
-                           cc / 10, cc % 10,
-                           arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer"));
+                           cc / 10, cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer"));
   }
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
-      return declined(format("%s = %" PRId64 ", expected at most %" PRId64, name, length,
-                             kLongestSequence));
+      return declined(
+          format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence));
     }
   }
   const bool other_instance =

@@ -67,8 +67,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, Shape::kHalfWarps, target));
 
   if (order.items > 0) {
-    const cudaError_t error =
-        launch_backward_kernel<kConfig, kComputes>(p, scratch, order, target);
+    const cudaError_t error = launch_backward_kernel<kConfig, kComputes>(p, scratch, order, target);
     STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   return Stages::launch_post(p, scratch, order, target);

@@ -35,9 +35,8 @@ template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target) {
   using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
   constexpr bool kGeneral = ForwardKernel<kConfig, kComputes>::kGeneral;
-  static KernelHandle kernel(
-      reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
-      Shape::kSharedBytes);
+  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
+                             Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
   Stagger stagger =
