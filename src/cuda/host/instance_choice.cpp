@@ -63,7 +63,7 @@ constexpr struct {
               {features::kAnyScale, "scale <= 0, expected more"},
               {features::kChunks, "attention_chunk > 0, expected 0"},
               {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
-              {features::kAnyRows, "rows of parts of 16 bytes, expected whole ones"},
+              {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
 

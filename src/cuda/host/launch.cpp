@@ -43,9 +43,9 @@ bool all_aligned(const ForwardInstance&, const AttentionProblem&, const ForwardA
   return aligned({a.q, a.k, a.v, a.out});
 }
 bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, const ForwardArgs& a) {
-  // Where another kernel goes before: it reads the new keys, and the queries that it rotates. (TMA
-  // reads a launch's own queries or none of it, so that its sequences with few queries go the way
-  // that they go alone.)
+  // A kernel that goes before reads the new keys, and the queries that it rotates: it takes any
+  // address. (Hopper's instances ask for q's all the same, since their sequences with few queries
+  // have to get the kernel that they get without the others.)
   const bool rotated = instance.rotates_before(p.rotary_dim) && instance.config.arch != 90;
   return aligned({rotated ? nullptr : a.q, a.k, a.v, a.out}) &&
          (instance.updates_before || new_keys_aligned(p, a));
