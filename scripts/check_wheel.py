@@ -132,8 +132,8 @@ def check_library(library: Path, *, exports: str, beside: set[str]) -> list[str]
 
 
 def kernel_names() -> list[str]:
-    """The names of the CUDA kernel instances: two of each row of kernels.def."""
-    return [row.name for row in ROWS]
+    """The names of the CUDA kernel instances: of each row of kernels.def one for each type and variant."""
+    return [name for row in ROWS for name in row.instances]
 
 
 def cpu_kernels() -> list[str]:
@@ -159,7 +159,7 @@ def check_kernels(library: Path, *, cpu: bool, part: bool) -> list[str]:
     for kernel in cpu_kernels():
         if kernel.encode() not in code and not part:
             found.append(f"lacks the CPU kernel {kernel}")
-    there = [name for name in kernel_names() if name.encode() in code]
+    there = [name for name in kernel_names() if name.encode() + b"\0" in code]
     if cpu:
         return [*found, f"has {len(there)} CUDA kernels, expected none"] if there else found
     if (absent := sorted(set(kernel_names()) - set(there))) and not part:

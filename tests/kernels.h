@@ -17,14 +17,17 @@ struct CpuKernel {
   std::string name;
 
   bool Takes(const strobe_problem& problem) const {
-    return strobe::kernel_table()[static_cast<size_t>(index)].declines(problem).empty();
+    strobe_plan plan{};
+    plan.struct_size = sizeof plan;
+    plan.problem = problem;
+    return strobe::kernel_table()[static_cast<size_t>(index)].plan(plan).empty();
   }
   /// Makes a plan run this kernel.
   void Take(strobe_plan& plan) const {
     const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(index)];
     plan.kernel = kernel.name;
     plan.kernel_index = index;
-    kernel.fill(plan);
+    kernel.plan(plan);
   }
   /// Makes the fixture's launches run this kernel.
   void RunIn(Fixture& f) const {

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
 from ._arrays import AnyArray, ArraySpec
 from ._core import OPTIONS
-from ._values import flag, integer, real, seed, window
+from ._values import NO_LIMIT, flag, integer, real, seed, window
 
 # The rows below, for type checkers. First those that are no arrays: of every call, of those without
 # a cache, of those with one.
@@ -151,6 +151,19 @@ def converted(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
         assert convert is not None  # no array
         found[name] = convert(names.get(name, name), value)
     return found
+
+
+def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Converted values, a window among them, as the fields of strobe_problem that they are."""
+    fields = dict(values)
+    limits = fields.pop("window")
+    if None in limits:  # where None says that there is no limit, -1 says something else
+        fields["window_signed"] = True
+        limits = tuple(NO_LIMIT if x is None else x for x in limits)
+    fields["window_left"], fields["window_right"] = limits
+    if fields.get("scale") is None:
+        fields.pop("scale", None)
+    return fields
 
 
 def positional(**more: Any) -> tuple[Any, ...]:

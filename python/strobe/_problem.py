@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from ._arrays import Spec, spec_of
 from ._errors import InvalidArgument, Unsupported, shown
-from ._options import ARRAYS
-from ._values import NO_LIMIT, integer
+from ._options import ARRAYS, fields_of
+from ._values import integer
 
 # strobe_dtype, but for the float8 ones, which no kernel takes
 DTYPE_CODES: Final[dict[str, int]] = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -54,18 +54,11 @@ class Problem:
         """What the options say, and q's dtype and place."""
         q = specs["q"]
         check_float(q)
-        fields = options | {
+        fields = fields_of(options) | {
             "dtype": DTYPE_CODES[q.dtype],
             "device": int(q.device == "cuda"),
             "device_index": q.device_index,
         }
-        limits = fields.pop("window")
-        if None in limits:  # where None says that there is no limit, -1 says something else
-            fields["window_signed"] = True
-            limits = tuple(NO_LIMIT if x is None else x for x in limits)
-        fields["window_left"], fields["window_right"] = limits
-        if fields["scale"] is None:
-            del fields["scale"]
         return cls(fields, packed, q)
 
     def shape(self, name: str) -> tuple[int, ...]:

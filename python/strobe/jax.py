@@ -19,7 +19,7 @@ import numpy as np
 from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
-from ._options import ARRAYS, converted
+from ._options import ARRAYS, converted, fields_of
 from ._problem import DTYPE_CODES
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer, seed
@@ -480,16 +480,12 @@ def attention(
         },
         _NAMES,
     )
-    checked["window_signed"] = checked["window_signed"] or None in checked["window"]
-    left, right = (NO_LIMIT if x is None else x for x in checked["window"])
-    checked["window"] = (left, right)
     # As fields of strobe_problem, by whose names XLA hands them on.
     options: dict[str, Any] = {
         name: int(value) if isinstance(value, bool) else value
-        for name, value in checked.items()
-        if name != "window"
+        for name, value in fields_of(checked).items()
     }
-    options |= {"window_left": left, "window_right": right}
+    left, right = options["window_left"], options["window_right"]
 
     more: dict[str, Any] = {}
     if alibi_slopes is not None:

@@ -338,9 +338,11 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
         if (kernel->device != problem->device) {
           return format("device = %d, expected %d", problem->device, kernel->device);
         }
-        AttentionProblem resolved = *problem;
-        resolve_defaults(resolved);
-        return kernel->declines(resolved);
+        Plan plan{};
+        plan.struct_size = sizeof plan;
+        plan.problem = *problem;
+        resolve_defaults(plan.problem);
+        return kernel->plan(plan);
       },
       text, capacity);
 }

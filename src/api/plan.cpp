@@ -12,12 +12,25 @@ namespace {
 // Every build has kernels for the CPU.
 std::string no_kernels() { return std::string(kNoCuda) + "\n"; }
 
-// Null when the kernel takes the problem; otherwise its reason, in `text` where it depends on the
-// problem.
-const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std::string& text) {
+Plan empty_plan(const AttentionProblem& resolved) {
+  Plan plan{};
+  plan.struct_size = sizeof plan;
+  plan.problem = resolved;
+  return plan;
+}
+
+// Null when the kernel takes the plan's problem, and has filled the plan; otherwise its reason, in
+// `text` where it depends on the problem.
+const char* refusal(const Kernel& kernel, Plan& plan, std::string& text) {
   if (const char* reason = kernel.unavailable()) return reason;
-  text = kernel.declines(resolved);
+  text = kernel.plan(plan);
   return text.empty() ? nullptr : text.c_str();
+}
+
+// The same of a problem, where no plan is wanted.
+const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std::string& text) {
+  Plan plan = empty_plan(resolved);
+  return refusal(kernel, plan, text);
 }
 
 // Why kernels decline the problem, of those before index `end`: an entry each, in which kernels
@@ -63,18 +76,16 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
     return {};
   }
   STROBE_RETURN_IF_ERROR(check_problem(problem));
-  Plan made{};
-  made.struct_size = sizeof made;
-  made.problem = problem;
-  resolve_defaults(made.problem);
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
   std::string text;
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
-    if (kernel.device == made.problem.device && !refusal(kernel, made.problem, text)) {
+    Plan made = empty_plan(resolved);
+    if (kernel.device == resolved.device && !refusal(kernel, made, text)) {
       made.kernel = kernel.name;
       made.kernel_index = i;
-      kernel.fill(made);
       plan = made;
-      if (made.problem.device == STROBE_CUDA) {
+      if (resolved.device == STROBE_CUDA) {
         last.there = true;
         std::memcpy(&last.problem, &problem, sizeof problem);  // padding too
         last.plan = made;
@@ -83,8 +94,7 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
     }
     ++i;
   }
-  return {STROBE_UNSUPPORTED,
-          "no kernel takes " + to_string(problem) + "\n" + refusals(made.problem)};
+  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
 }
 
 std::string why(const AttentionProblem& problem) {
@@ -115,6 +125,7 @@ std::string describe(const Plan& plan) {
   const AttentionProblem& p = plan.problem;
   std::string s = "problem    " + to_string(p) + "\n";
   s += format("kernel     %s\n", plan.kernel);
+  if (plan.instance_name) s += format("instance   %s\n", plan.instance_name);
   s += format("tile       %" PRId64 " queries x %" PRId64 " keys\n", plan.tile_q, plan.tile_k);
   const bool forward = p.direction == STROBE_FORWARD;
   const int64_t block = forward ? plan.block_q : plan.block_k;

@@ -16,10 +16,10 @@ struct Kernel {
   strobe_device device;
   /// Null when this machine can run it, else why not. Static storage.
   const char* (*unavailable)();
-  /// Empty when it takes the (resolved) problem, else why not and what would help.
-  std::string (*declines)(const AttentionProblem& problem);
-  /// Fills tiles, blocks, threads or grid, work items and workspace.
-  void (*fill)(Plan& plan);
+  /// Fills a plan, whose (resolved) problem is there: tiles, blocks, threads or grid, work items
+  /// and workspace. Returns "" when it takes the problem, else why not and what would help; then
+  /// what is filled in is of no use.
+  std::string (*plan)(Plan& plan);
   Status (*forward)(const Plan& plan, const ForwardArgs& args);
   Status (*backward)(const Plan& plan, const BackwardArgs& args);
 };

@@ -108,8 +108,11 @@ constexpr Kernel kernel() {
       row.kernel,
       STROBE_CPU,
       unavailable<kRow>,
-      declines<kRow>,
-      [](Plan& plan) { fill_plan(*row.isa, plan); },
+      [](Plan& plan) {
+        std::string reason = declines<kRow>(plan.problem);
+        if (reason.empty()) fill_plan(*row.isa, plan);
+        return reason;
+      },
       [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
       [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); }};
 }

@@ -1,7 +1,3 @@
+// The decode kernels in fp16.
+#define STROBE_EMULATED_INSTANCES "cached_80_fp16.inc"
 #include "cached_kernels.inc"
-
-namespace strobe::cuda {
-constexpr int kDtype = kFloat16;
-#define STROBE_KERNEL(...) STROBE_EMULATED_IN(fp16, __VA_ARGS__)
-#include "cuda/kernels.def"
-}  // namespace strobe::cuda

@@ -45,6 +45,17 @@ CacheCase DrawCase(uint64_t seed) {
   }
 }
 
+/// The widest head that decode kernels append to and rotate themselves.
+int64_t WidestUpdate() {
+  int64_t widest = 0;
+  for (const auto& entry : strobe::cuda::instance_table<strobe::cuda::CachedInstance>()) {
+    const auto& instance = *entry.instance;
+    if (instance.config.arch == 80 && !instance.updates_before)
+      widest = std::max<int64_t>(widest, instance.config.width);
+  }
+  return widest;
+}
+
 /// Draws a device, an order of threads, and mostly the planner's instance.
 void DrawMachine(uint64_t seed, const CacheCase& c) {
   Rng rng(seed ^ 0xE111u);
@@ -101,7 +112,7 @@ TEST(EmulatedDecode, UpdatesOfWideRowsAgreeWithTheOracle) {
   for (uint64_t seed = 20000; tried < kCases / 8; ++seed) {
     const CacheCase c = DrawCase(seed);
     const bool updates = c.append != STROBE_APPEND_NONE || c.rotary_dim > 0;
-    if (!updates || std::max(c.head_dim, c.head_dim_v) <= strobe::cuda::kWidestUpdate) continue;
+    if (!updates || std::max(c.head_dim, c.head_dim_v) <= WidestUpdate()) continue;
     ++tried;
     DrawMachine(seed, c);
     ASSERT_EQ(RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), "") << "seed " << seed << "\n"
@@ -301,7 +312,7 @@ TEST(EmulatedDecode, RowsThatAreComputedAgainTakeNewKeys) {
   for (uint64_t seed = 60000; narrow < 5 || wide < 2; ++seed) {
     CacheCase c = DrawCase(seed);
     const CacheSequence& s = c.sequences[0];
-    const bool is_wide = std::max(c.head_dim, c.head_dim_v) > strobe::cuda::kWidestUpdate;
+    const bool is_wide = std::max(c.head_dim, c.head_dim_v) > WidestUpdate();
     if (is_wide ? wide >= 2 : narrow >= 5) continue;
     if (!c.causal || c.chunk || c.window_left >= 0 || c.with_q_position || c.with_prefix) continue;
     if (s.used_queries < 2 || s.added < 2 || s.used_queries > 8) continue;

@@ -1,19 +1,12 @@
-// The Hopper backward kernels of one instance of kernels.def, that of STROBE_EMULATED_CONFIG: what
-// CMake writes into a file for each.
-#include "cuda/host/instance.h"
+// The Hopper backward kernels with the tiles of STROBE_EMULATED_CONFIG: what CMake writes of them
+// for nvcc is in STROBE_EMULATED_INSTANCES.
+#include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 #include "enlist_stages.h"
-#if STROBE_EMULATED_WIDTH > 128
-#include "cuda/hopper/backward_sm90_wide_launch.h"
-#else
-#include "cuda/hopper/backward_sm90_launch.h"
-#endif
 
 namespace strobe::cuda {
 
 namespace {
-
-constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 
 #if STROBE_EMULATED_WIDTH > 128
 
@@ -22,20 +15,24 @@ namespace hopper = sm90_wide;
 template <BackwardConfig kConfig, int kWidthV>
 void enlist_widths() {
   const auto enlist_kernel = [](auto* kernel) { emulator::enlist(kernel, hopper::kBlocks); };
-  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, false, false>>);
-  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, false, true>>);
-  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, true, false>>);
-  enlist_kernel(&hopper::backward_kernel<hopper::TraitsOf<kConfig, kWidthV, true, true>>);
+  enlist_kernel(&hopper::backward_kernel<
+                hopper::WideTraits<kConfig.dtype, kConfig.width, kWidthV, false, false>>);
+  enlist_kernel(&hopper::backward_kernel<
+                hopper::WideTraits<kConfig.dtype, kConfig.width, kWidthV, false, true>>);
+  enlist_kernel(&hopper::backward_kernel<
+                hopper::WideTraits<kConfig.dtype, kConfig.width, kWidthV, true, false>>);
+  enlist_kernel(&hopper::backward_kernel<
+                hopper::WideTraits<kConfig.dtype, kConfig.width, kWidthV, true, true>>);
 }
 
 template <BackwardConfig kConfig>
 void enlist() {
-  using Tr = hopper::TraitsOf<kConfig>;
+  // The stages around the main kernel are the same, whatever V's width is.
+  using Tr = hopper::WideTraits<kConfig.dtype, kConfig.width, kConfig.width, false, false>;
   enlist_stages<BackwardStages<typename Tr::T, hopper::kQueries, hopper::kItemKeys, Tr::kWidth,
                                typename Tr::StageTraits>>();
-  constexpr int kWidth = kConfig.width;
-  enlist_widths<kConfig, kWidth>();
-  if constexpr (kWidth == 192) enlist_widths<kConfig, 128>();
+  enlist_widths<kConfig, kConfig.width>();
+  if constexpr (kConfig.width == 192) enlist_widths<kConfig, 128>();
 }
 
 #else
@@ -57,17 +54,8 @@ void enlist() {
 
 #endif
 
+const bool enlisted = (enlist<BackwardConfig{STROBE_EMULATED_CONFIG}>(), true);
+
 }  // namespace
 
 }  // namespace strobe::cuda
-
-#define STROBE_EMULATED_INSTANCE(name, ...)                                  \
-  namespace strobe::cuda {                                                   \
-  constexpr BackwardConfig kConfig{90, __VA_ARGS__};                         \
-  extern const BackwardInstance name;                                        \
-  const BackwardInstance name = {kConfig, hopper::backward_shape<kConfig>(), \
-                                 hopper::backward_carve<kConfig>,            \
-                                 hopper::launch_backward<kConfig>};          \
-  static const bool enlisted = (enlist<kConfig>(), true);                    \
-  }
-STROBE_EMULATED_INSTANCE(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)

@@ -1,13 +1,11 @@
-// The Hopper forward kernels of one instance of kernels.def, that of STROBE_EMULATED_CONFIG.
-#include "cuda/hopper/forward_sm90_launch.h"
-#include "cuda/host/instance.h"
+// The Hopper forward kernels with the tiles of STROBE_EMULATED_CONFIG: what CMake writes of them
+// for nvcc is in STROBE_EMULATED_INSTANCES.
+#include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 
 namespace strobe::cuda {
 
 namespace {
-
-constexpr int bf16 = kBfloat16, fp16 = kFloat16;
 
 template <ForwardConfig kConfig>
 void enlist() {
@@ -17,16 +15,8 @@ void enlist() {
   emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
 }
 
+const bool enlisted = (enlist<ForwardConfig{STROBE_EMULATED_CONFIG}>(), true);
+
 }  // namespace
 
 }  // namespace strobe::cuda
-
-#define STROBE_EMULATED_INSTANCE(name, ...)                                                   \
-  namespace strobe::cuda {                                                                    \
-  constexpr ForwardConfig kConfig{90, __VA_ARGS__};                                           \
-  extern const ForwardInstance name;                                                          \
-  const ForwardInstance name = {kConfig, sm90::forward_shape<kConfig>(),                      \
-                                sm90::forward_carve<kConfig>, sm90::launch_forward<kConfig>}; \
-  static const bool enlisted = (enlist<kConfig>(), true);                                     \
-  }
-STROBE_EMULATED_INSTANCE(STROBE_EMULATED_NAME, STROBE_EMULATED_CONFIG)

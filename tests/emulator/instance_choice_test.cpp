@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 
+#include "cuda/host/features_of.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_device.h"
 
@@ -19,7 +21,8 @@ CachedConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
   device.compute_capability = 80;
   device.multiprocessors = 20;
   device.shared_bytes = shared_bytes;
-  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, device, nullptr);
+  const Entry<CachedInstance>* const entry =
+      find_cached_instance(80, p, CachedFeatures::of(p), device, nullptr);
   EXPECT_NE(entry, nullptr);
   return entry->instance->config;
 }
@@ -102,6 +105,97 @@ TEST(CachedInstanceChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {
   const int warps = Chosen(p, kHopper).warps;
   p.batch = 1, p.seqlen_k = 128;
   EXPECT_EQ(Chosen(p, kHopper).warps, warps);
+}
+
+/// The end of the name of the decode instance for a problem.
+std::string Variant(const AttentionProblem& p, const CachedFeatures& asked, int64_t head_dim) {
+  emulator::machine().forced_instance.clear();
+  DeviceProperties device;
+  device.compute_capability = 80;
+  device.multiprocessors = 20;
+  device.shared_bytes = kHopper;
+  std::string reason;
+  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, asked, device, &reason);
+  if (!entry) return reason;
+  EXPECT_GE(entry->instance->config.width, head_dim);
+  const std::string name = entry->name;
+  size_t at = 0;  // after the tiles, the last part that begins with a digit
+  for (size_t i = 1; i < name.size(); ++i) {
+    if (name[i - 1] == '_' && name[i] >= '0' && name[i] <= '9') at = i;
+  }
+  return name.substr(name.find('_', at) + 1);
+}
+
+TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
+  const struct {
+    const char *narrow, *wide;  // up to width 128, where the main kernel updates the cache; beyond
+    void (*change)(AttentionProblem&);
+  } cases[] = {
+      {"plain", "plain", [](AttentionProblem&) {}},
+      {"general", "general", [](AttentionProblem& p) { p.softcap = 20.f; }},
+      {"general", "general", [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_HEAD; }},
+      {"general", "general", [](AttentionProblem& p) { p.scale = -1.f; }},
+      {"general", "general", [](AttentionProblem& p) { p.attention_chunk = 64; }},
+      {"plain_new", "plain", [](AttentionProblem& p) { p.append = 1, p.seqlen_new = 1; }},
+      {"plain", "plain", [](AttentionProblem& p) { p.append = 1, p.seqlen_new = 0; }},
+      {"plain_new", "plain", [](AttentionProblem& p) { p.rotary_dim = 32; }},
+      {"general_new", "general", [](AttentionProblem& p) { p.rotary_dim = 32, p.softcap = 1.f; }},
+      {"elements_new", "elements", [](AttentionProblem& p) { p.k.seqlen += 4; }},
+      {"elements_new", "elements", [](AttentionProblem& p) { p.q.head += 4; }},
+      // Rotated queries lie in the workspace, in whole units.
+      {"elements_new", "plain", [](AttentionProblem& p) { p.q.head += 4, p.rotary_dim = 32; }},
+      // New keys are read by the kernel that appends them.
+      {"elements_new", "plain",
+       [](AttentionProblem& p) { p.append = 1, p.seqlen_new = 1, p.k_new.head += 1; }},
+      {"elements_new", "elements",
+       [](AttentionProblem& p) { p.append = 1, p.seqlen_new = 1, p.v.head += 1; }},
+  };
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const auto& c : cases) {
+      AttentionProblem p = Problem(1, 4, head_dim);
+      p.scale = 1.f;
+      for (Strides* s : {&p.q, &p.k, &p.v, &p.out, &p.k_new, &p.v_new}) {
+        *s = {4096 * head_dim, 16 * head_dim, head_dim, 1};
+      }
+      c.change(p);
+      const std::string wanted = head_dim > 128 ? c.wide : c.narrow;
+      EXPECT_EQ(Variant(p, CachedFeatures::of(p), head_dim), wanted) << head_dim;
+      // Addresses that are known to a launch alone take the place of strides.
+      EXPECT_EQ(Variant(p, CachedFeatures::of(p).unaligned(), head_dim),
+                head_dim > 128 ? "elements" : "elements_new");
+    }
+  }
+}
+
+TEST(Features, AreWhatAProblemAsksFor) {
+  using namespace features;
+  AttentionProblem p{};
+  p.direction = STROBE_BACKWARD;
+  p.scale = 1.f;
+  p.seqlen_k = 128;
+  EXPECT_EQ(features_of(p, 128), kNothing);
+  EXPECT_EQ(features_of(p, 64), kSumsDq);
+  p.batch_invariant = 1;
+  EXPECT_EQ(features_of(p, 128), kNothing);
+  p.varlen = 1;  // another one may be longer
+  EXPECT_EQ(features_of(p, 128), kSumsDq);
+  p.varlen = p.batch_invariant = 0;
+  p.deterministic = 1;
+  EXPECT_EQ(features_of(p, 128), kOrder);
+  p.softcap = 1.f, p.dropout_p = 0.5f;
+  EXPECT_EQ(features_of(p, 128), kOrder | kSoftcap | kDropout);
+  p.direction = STROBE_FORWARD;  // which adds nothing up; rows without elements have no end
+  EXPECT_EQ(features_of(p, 64), kSoftcap | kDropout);
+  p.head_dim = 20;
+  EXPECT_EQ(features_of(p, 64), kSoftcap | kDropout | kAnyRows);
+  p.head_dim = 24, p.q.batch = 4;
+  EXPECT_EQ(features_of(p, 64), kSoftcap | kDropout | kAnyRows);
+  p.varlen = 1;  // packed: its stride from sequence to sequence is not used
+  EXPECT_EQ(features_of(p, 64), kSoftcap | kDropout);
+  p.has_prefix = 1;
+  EXPECT_TRUE(features_of(p, 64).contains(kUsedRows));
+  EXPECT_FALSE(features_of(p, 64).contains(kSequences));
+  EXPECT_TRUE(features_of(p, 64).has(kSequences));
 }
 
 }  // namespace

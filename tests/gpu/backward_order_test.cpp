@@ -15,6 +15,7 @@
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/backward/steps.h"
+#include "cuda/common/features.h"
 #include "cuda/hopper/item_order.h"
 
 namespace strobe::cuda {
@@ -238,13 +239,11 @@ TEST(BackwardScratch, HasASumOfDqWhereItIsWanted) {
 }
 
 TEST(BackwardScratch, OneBlockOfKeysAddsOnce) {
-  BackwardSizes sizes{};
   for (const bool batch_invariant : {false, true}) {
     for (const bool lengths_differ : {false, true}) {
-      sizes.batch_invariant = batch_invariant, sizes.lengths_differ = lengths_differ;
       for (const int64_t keys : {0, 1, 128, 129}) {
-        sizes.seqlen_k = keys;
-        EXPECT_EQ(adds_once(sizes, 128), keys <= 128 && !(batch_invariant && lengths_differ));
+        EXPECT_EQ(adds_once(keys, 128, batch_invariant, lengths_differ),
+                  keys <= 128 && !(batch_invariant && lengths_differ));
       }
     }
   }

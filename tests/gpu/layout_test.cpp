@@ -24,12 +24,13 @@ constexpr int operand_a_column(int lane, int r, int half) {
 }
 
 // Every (row, 16-byte chunk) of a tile has a place of its own, and the places fill the tile.
-template <int kRows, int kWidth>
+template <int kRows, int kWidth, int kValueBytes = 2>
 void check_places() {
-  using Tile = SharedTile<kRows, kWidth>;
+  using Tile = SharedTile<kRows, kWidth, kValueBytes>;
+  EXPECT_EQ(Tile::kBytes, kRows * kWidth * kValueBytes);
   std::set<int> places;
   for (int row = 0; row < kRows; ++row) {
-    for (int column = 0; column < kWidth; column += 8) {
+    for (int column = 0; column < kWidth; column += 16 / kValueBytes) {
       const int at = Tile::offset(row, column);
       EXPECT_EQ(at % 16, 0);
       EXPECT_GE(at, 0);
@@ -49,11 +50,12 @@ int banks_touched(const std::array<int, 8>& offsets) {
   return static_cast<int>(banks.size());
 }
 
-template <int kRows, int kWidth>
+template <int kRows, int kWidth, int kValueBytes = 2>
 void check_fragments() {
-  using Tile = SharedTile<kRows, kWidth>;
+  using Tile = SharedTile<kRows, kWidth, kValueBytes>;
+  constexpr int kHalf = 16 / kValueBytes;  // columns of half a block
   for (int row = 0; row < kRows; row += 16) {
-    for (int column = 0; column < kWidth; column += 16) {
+    for (int column = 0; column < kWidth; column += 2 * kHalf) {
       const int k = Tile::block_k(column), block = Tile::block_offset(row, column);
       for (int phase = 0; phase < 4; ++phase) {  // ldmatrix reads eight lanes' rows at a time
         std::array<int, 8> a{}, b{};
@@ -61,8 +63,9 @@ void check_fragments() {
           const int lane = 8 * phase + i;
           a[i] = block + Tile::fragment_offset(lane, k);
           b[i] = block + Tile::fragment_offset_b(lane, k);
-          EXPECT_EQ(a[i], Tile::offset(row + lane % 16, column + lane / 16 * 8));
-          EXPECT_EQ(b[i], Tile::offset(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+          EXPECT_EQ(a[i], Tile::offset(row + lane % 16, column + lane / 16 * kHalf));
+          EXPECT_EQ(b[i],
+                    Tile::offset(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * kHalf));
           // What kernels compute: one register per lane, steps by exclusive or.
           EXPECT_EQ(a[i], (Tile::fragment_offset(lane, 0) ^ 32 * k) + block);
           EXPECT_EQ(b[i], (Tile::fragment_offset_b(lane, 0) ^ 32 * k) + block);
@@ -81,6 +84,9 @@ TEST(SharedTile, EveryChunkHasItsPlace) {
   check_places<64, 192>();
   check_places<128, 256>();
   check_places<32, 32>();
+  check_places<64, 64, 1>();
+  check_places<64, 192, 1>();
+  check_places<64, 256, 1>();
 }
 
 TEST(SharedTile, FragmentsWithoutBankConflicts) {
@@ -90,6 +96,9 @@ TEST(SharedTile, FragmentsWithoutBankConflicts) {
   check_fragments<64, 192>();
   check_fragments<64, 256>();
   check_fragments<32, 32>();
+  check_fragments<64, 64, 1>();
+  check_fragments<64, 192, 1>();
+  check_fragments<64, 256, 1>();
 }
 
 TEST(SharedTile, CopiesWithoutBankConflicts) {

@@ -13,17 +13,17 @@ namespace strobe::cuda {
 inline Status plan_for(const AttentionProblem& problem, const DeviceProperties& device,
                        Plan& plan) {
   STROBE_RETURN_IF_ERROR(check_problem(problem));
-  Plan made{};
-  made.struct_size = sizeof made;
-  made.problem = problem;
-  resolve_defaults(made.problem);
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
   std::string reasons;
   for (const int arch : {90, 80}) {
     const char* const name = kernels()[arch == 90 ? 0 : 1].name;
-    const std::string reason = declines_on(arch, made.problem, device);
+    Plan made{};
+    made.struct_size = sizeof made;
+    made.problem = resolved;
+    const std::string reason = plan_on(arch, made, device);
     if (reason.empty()) {
       made.kernel = name;
-      fill_on(arch, made, device);
       plan = made;
       return {};
     }

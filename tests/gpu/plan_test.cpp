@@ -4,6 +4,7 @@
 #include <cmath>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "cuda/host/fill_plan.h"
@@ -72,6 +73,7 @@ void ExpectSmallRowsToBeSpareOnHopper(bool tiles_matter) {
       has_other |= other.arch == config.arch && other.dtype == config.dtype &&
                    other.width == config.width && rows[j].when == When::kAny &&
                    (!tiles_matter || other.tile_q == config.tile_q) &&
+                   rows[j].instance->computes.contains(rows[i].instance->computes) &&
                    rows[j].instance->shape.shared_bytes <= device(90).shared_bytes;
     }
     EXPECT_TRUE(has_other) << rows[i].name;
@@ -247,7 +249,7 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     change(p);
     EXPECT_EQ(kernel_of(p, 90), "cuda_sm80") << why;
     resolve_defaults(p);
-    const std::string reason = declines_on(90, p, device(90));
+    const std::string reason = choose_instance(90, p, device(90)).reason;
     EXPECT_NE(reason.find(why), std::string::npos) << reason;
   }
 }
@@ -411,8 +413,8 @@ TEST(CudaPlan, HoppersBackwardTakesEveryOption) {
       const Status s = plan_for(p, device(90), plan);
       ASSERT_TRUE(s.ok()) << s.text();
       EXPECT_STREQ(plan.kernel, "cuda_sm90") << dim;
-      EXPECT_EQ(declines_on(90, plan.problem, device(90)), "") << dim;
-      EXPECT_EQ(declines_on(80, plan.problem, device(90)), "") << dim;
+      EXPECT_EQ(choose_instance(90, plan.problem, device(90)).reason, "") << dim;
+      EXPECT_EQ(choose_instance(80, plan.problem, device(90)).reason, "") << dim;
     }
   }
 }
@@ -553,10 +555,126 @@ TEST(CudaPlan, APlanForTmaHasARowForUnalignedPointers) {
       EXPECT_EQ(row->config.dtype, dtype);
       EXPECT_GE(row->config.width, dim);
       EXPECT_GE(plan.workspace_bytes, workspace_of<ForwardInstance>(plan.problem, *row, nullptr));
+      // The kernels of mma.sync have a general one for them, with the same tiles.
       ASSERT_TRUE(plan_for(problem(dtype, dim), device(80), plan).ok());
-      EXPECT_EQ(instance_for_unaligned<ForwardInstance>(plan), nullptr);
+      const ForwardInstance* const general = instance_for_unaligned<ForwardInstance>(plan);
+      ASSERT_NE(general, nullptr);
+      EXPECT_TRUE(general->computes.has(features::kAnyRows));
+      EXPECT_EQ(general->config.tile_q, plan.tile_q);
+      EXPECT_EQ(general->config.tile_k, plan.tile_k);
     }
   }
+}
+
+// A plan names the one kernel that runs.
+TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
+  struct Asks {
+    const char* instance;  // how its name ends
+    int direction, cc;
+    int64_t head_dim;
+    void (*change)(AttentionProblem&);
+  };
+  constexpr int kF = STROBE_FORWARD, kB = STROBE_BACKWARD;
+  const Asks cases[] = {
+      {"forward_sm80_bf16_128_128x64x2x4_plain", kF, 80, 128, [](AttentionProblem&) {}},
+      {"x2x4_general", kF, 80, 128, [](AttentionProblem& p) { p.softcap = 20.f; }},
+      {"x2x4_general", kF, 80, 128, [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_HEAD; }},
+      {"x2x4_general", kF, 80, 128, [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
+      {"x2x4_general", kF, 80, 128, [](AttentionProblem& p) { p.scale = -1.f; }},
+      {"x2x4_general", kF, 80, 125, [](AttentionProblem&) {}},
+      {"x2x4_plain", kF, 80, 128, [](AttentionProblem& p) { p.has_seqused_k = 1; }},
+      {"x2x8_all_rows", kF, 90, 128, [](AttentionProblem&) {}},
+      {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_seqused_q = 1; }},
+      {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_seqused_k = 1; }},
+      {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_q_position = 1; }},
+      {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_prefix = 1, p.causal = 1; }},
+      {"x2x8_plain", kF, 90, 128,
+       [](AttentionProblem& p) { p.attention_chunk = 64, p.causal = 1; }},
+      {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.softcap = 20.f; }},
+      {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.scale = 0.f; }},
+      {"sm80_bf16_128_128x64x2x4_general", kF, 90, 128,
+       [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
+      {"backward_sm80_bf16_128_64x128x2x8_plain", kB, 80, 128, [](AttentionProblem&) {}},
+      {"_64x128x2x8_ordered", kB, 80, 128, [](AttentionProblem& p) { p.deterministic = 1; }},
+      // The row before has no registers for it.
+      {"_64x64x2x8_general", kB, 80, 128, [](AttentionProblem& p) { p.dropout_p = 0.1f; }},
+      {"_64x128x2x8_plain", kB, 80, 128, [](AttentionProblem& p) { p.scale = -1.f; }},
+      {"_64x128x2x8_plain", kB, 90, 128, [](AttentionProblem&) {}},
+      {"x8_general", kB, 90, 128,
+       [](AttentionProblem& p) { p.alibi = STROBE_ALIBI_PER_BATCH_HEAD; }},
+      {"x8_ordered", kB, 90, 128, [](AttentionProblem& p) { p.deterministic = 1; }},
+      {"x8_ordered_general", kB, 90, 128,
+       [](AttentionProblem& p) { p.deterministic = 1, p.softcap = 1.f; }},
+      {"x8_stores_dq", kB, 90, 128, [](AttentionProblem& p) { p.seqlen_k = 128; }},
+      {"x8_stores_dq", kB, 90, 128,
+       [](AttentionProblem& p) { p.seqlen_k = 128, p.deterministic = 1; }},
+      {"x8_stores_dq_general", kB, 90, 64,
+       [](AttentionProblem& p) { p.seqlen_k = 128, p.dropout_p = 0.1f; }},
+      {"x8_plain", kB, 90, 128,
+       [](AttentionProblem& p) { p.seqlen_k = 128, p.has_seqused_k = p.batch_invariant = 1; }},
+      {"backward_sm90_bf16_192_64x128x2x12_plain", kB, 90, 192, [](AttentionProblem&) {}},
+      {"x2x12_v128_plain", kB, 90, 192, [](AttentionProblem& p) { p.head_dim_v = 128; }},
+      {"x2x12_plain", kB, 90, 192, [](AttentionProblem& p) { p.head_dim_v = 136; }},
+      {"x2x12_plain", kB, 90, 128, [](AttentionProblem& p) { p.head_dim_v = 192; }},
+      {"x2x12_v128_general", kB, 90, 192,
+       [](AttentionProblem& p) { p.head_dim_v = 64, p.dropout_p = 0.1f; }},
+  };
+  for (const Asks& c : cases) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, c.head_dim, c.direction);
+    c.change(p);
+    Plan plan;
+    const Status s = plan_for(p, device(c.cc), plan);
+    ASSERT_TRUE(s.ok()) << s.text();
+    EXPECT_TRUE(std::string_view(plan.instance_name).ends_with(c.instance))
+        << plan.instance_name << ", expected ..." << c.instance;
+    const auto kind = plan.problem.direction == STROBE_FORWARD
+                          ? entry_of<ForwardInstance>(plan.instance) != nullptr
+                          : entry_of<BackwardInstance>(plan.instance) != nullptr;
+    EXPECT_TRUE(kind) << plan.instance_name;
+  }
+}
+
+// Of a row, each instance computes what none before it does: else none would ever be taken.
+template <typename Instance>
+void ExpectEachVariantToBeOfUse() {
+  const auto same_tiles = [](const auto& a, const auto& b) {
+    return a.arch == b.arch && a.dtype == b.dtype && a.width == b.width && a.width_v == b.width_v &&
+           a.tile_q == b.tile_q && a.tile_k == b.tile_k && a.stages == b.stages &&
+           a.warps == b.warps;
+  };
+  const std::span<const Entry<Instance>> rows = instance_table<Instance>();
+  EXPECT_FALSE(rows.empty());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(entry_of<Instance>(number_of(&rows[i])), &rows[i]);
+    for (size_t j = 0; j < i; ++j) {
+      const Instance &one = *rows[i].instance, &before = *rows[j].instance;
+      if (!same_tiles(one.config, before.config)) continue;
+      EXPECT_FALSE(before.computes.contains(one.computes)) << rows[i].name << " " << rows[j].name;
+    }
+  }
+}
+TEST(CudaPlan, EachVariantIsOfUse) {
+  ExpectEachVariantToBeOfUse<ForwardInstance>();
+  ExpectEachVariantToBeOfUse<BackwardInstance>();
+  ExpectEachVariantToBeOfUse<CachedInstance>();
+}
+
+TEST(CudaPlan, NumbersOfInstancesSayOfWhichTable) {
+  EXPECT_EQ(entry_of<ForwardInstance>(0), nullptr);
+  EXPECT_EQ(entry_of<CachedInstance>(0), nullptr);
+  const auto last = number_of(&instance_table<ForwardInstance>().back());
+  EXPECT_EQ(entry_of<ForwardInstance>(last + 1), nullptr);
+  EXPECT_EQ(entry_of<BackwardInstance>(last + 1), &instance_table<BackwardInstance>().front());
+  EXPECT_EQ(entry_of<BackwardInstance>(last), nullptr);
+  EXPECT_EQ(entry_of<CachedInstance>(INT32_MAX), nullptr);
+  EXPECT_EQ(entry_of<CachedInstance>(INT32_MIN), nullptr);
+  // A plan of which somebody has changed the number is of no use.
+  Plan plan;
+  ASSERT_TRUE(plan_for(problem(STROBE_BFLOAT16, 64), device(80), plan).ok());
+  ASSERT_NE(instance_of<ForwardInstance>(plan, 80), nullptr);
+  EXPECT_EQ(instance_of<ForwardInstance>(plan, 90), nullptr);
+  plan.instance = last + 1;
+  EXPECT_EQ(instance_of<ForwardInstance>(plan, 80), nullptr);
 }
 
 template <int64_t kBytes, typename Params>
@@ -565,14 +683,14 @@ void take(Arena& arena, const AttentionProblem&, Params& params) {
 }
 
 TEST(CudaPlan, TheWorkspaceServesEitherRow) {
-  const ForwardInstance small{{}, {}, take<64, ForwardParams>, nullptr};
-  const ForwardInstance large{{}, {}, take<4096, ForwardParams>, nullptr};
+  const ForwardInstance small{{}, {}, {}, take<64, ForwardParams>, nullptr};
+  const ForwardInstance large{{}, {}, {}, take<4096, ForwardParams>, nullptr};
   const AttentionProblem p = problem(STROBE_BFLOAT16, 64);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, small, nullptr), 64u);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, small, &large), 4096u);
   EXPECT_EQ(workspace_of<ForwardInstance>(p, large, &small), 4096u);
-  const BackwardInstance few{{}, {}, take<128, BackwardParams>, nullptr};
-  const BackwardInstance many{{}, {}, take<8192, BackwardParams>, nullptr};
+  const BackwardInstance few{{}, {}, {}, take<128, BackwardParams>, nullptr};
+  const BackwardInstance many{{}, {}, {}, take<8192, BackwardParams>, nullptr};
   EXPECT_EQ(workspace_of<BackwardInstance>(p, few, &many), 8192u);
   EXPECT_EQ(workspace_of<BackwardInstance>(p, many, &few), 8192u);
 }

@@ -10,27 +10,39 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Row(NamedTuple):
+    """The instances with the same tiles in one type: one for each variant."""
+
     arch: int
     direction: str
     dtype: str
     width: int
+    width_v: int
     tile_q: int
     tile_k: int
     stages: int
     warps: int
     when: str
+    variants: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """As CMake names the instance, and STROBE_CUDA_ROW takes it."""
-        return f"{self.direction}_sm{self.arch}_{self.dtype}_{self.width}_{self.tile_q}x{self.tile_k}x{self.stages}x{self.warps}"
+        """What the names of the row's instances begin with: as STROBE_CUDA_ROW takes it, those that compute what is asked come first."""
+        narrow_v = "" if self.width_v == self.width else f"_v{self.width_v}"
+        tiles = f"{self.tile_q}x{self.tile_k}x{self.stages}x{self.warps}"
+        return f"{self.direction}_sm{self.arch}_{self.dtype}_{self.width}_{tiles}{narrow_v}"
+
+    @property
+    def instances(self) -> list[str]:
+        """The names of the row's instances, as CMake gives them and a plan has them."""
+        return [f"{self.name}_{variant}" for variant in self.variants]
 
 
 def read_rows(path: Path = ROOT / "src/cuda/kernels.def") -> list[Row]:
     rows = []
     for columns in re.findall(r"^STROBE_KERNEL\((.*?)\)", path.read_text(), re.MULTILINE):
-        arch, direction, *numbers, when = (c.strip() for c in columns.split(","))
-        rows += [Row(int(arch), direction, dtype, *(int(n) for n in numbers), when) for dtype in ("bf16", "fp16")]
+        arch, direction, types, *numbers, when, variants = (c.strip() for c in columns.split(","))
+        for dtype in types.split("|"):
+            rows.append(Row(int(arch), direction, dtype, *(int(n) for n in numbers), when, tuple(variants.split("|"))))
     return rows
 
 

@@ -19,6 +19,7 @@ tests/gpu/sanitize.py has compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
@@ -160,7 +161,7 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
         (Case(seqlen_q=200, seqlen_k=70, heads=2, head_dim=dim - 8, causal=True, dtype=dtype, has_dlse=True), False),
         (Case(lengths_q=[65, 0, 1], lengths_k=[3, 70, 130], heads=2, heads_kv=1, head_dim=dim, dtype=dtype), False),
     ]
-    if row.when != "plain":
+    if "general" in row.variants:
         cases += [
             (Case(seqlen_q=70, seqlen_k=90, heads=1, head_dim=dim, dtype=dtype, alibi=1, softcap=20.0), False),
             (Case(seqlen_q=70, seqlen_k=90, heads=2, head_dim=dim - 8, dtype=dtype, alibi=2, scale=-0.1), False),
@@ -174,6 +175,8 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
         cases.append((Case(lengths_q=[65, 0, 1], lengths_k=[3, 70, 130], heads=1, head_dim=dim - 3, dtype=dtype, window=(30, 3)), True))
     if (row.arch, row.direction) == (90, "backward"):
         cases += [(case, False) for case in many_items(row)]
+    if row.width_v < row.width:
+        cases = [(dataclasses.replace(case, head_dim_v=row.width_v), odd) for case, odd in cases]
     return cases
 
 
@@ -186,14 +189,17 @@ def test_row(options: argparse.Namespace) -> str:
     row = next((r for r in ROWS if r.name == os.environ.get("STROBE_CUDA_ROW")), None)
     if row is None:
         return "no row (STROBE_CUDA_ROW): see --only rows"
+    instances = set()
     for number, (case, odd) in enumerate(small_cases(row)):
         shapes = {n: torch.empty(case.shape(n), dtype=case.dtype, device=DEV) for n in ("q", "k", "v", "out")}
         plan = lib.make_plan(st.problem_of(case, row.direction == "backward", **shapes))
-        at_row = (plan.tile_q, plan.tile_k, lib.text(plan.kernel)) == (row.tile_q, row.tile_k, f"cuda_sm{row.arch}")
-        assert at_row, f"case {number} went to {lib.text(plan.kernel)} {plan.tile_q}x{plan.tile_k}"
+        instance = lib.text(plan.instance_name)
+        assert instance in row.instances, f"case {number} went to {instance}"
+        assert (plan.tile_q, plan.tile_k, lib.text(plan.kernel)) == (row.tile_q, row.tile_k, f"cuda_sm{row.arch}")
+        instances.add(instance)
         spacings = functools.partial(spacing_of, number, False) if odd else alike
         run_case(case, number, spacings, backward=row.direction == "backward")
-    return f"{row.name}: {len(small_cases(row))} problems"
+    return f"{row.name}: {len(small_cases(row))} problems by {len(instances)} of {len(row.instances)} instances"
 
 
 def test_rows(options: argparse.Namespace) -> str:

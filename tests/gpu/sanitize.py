@@ -80,8 +80,13 @@ def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: in
     unmasked and left out. Without key_tiles fewer keys than a tile."""
     seqlen_q, seqlen_k = row.tile_q + 20, key_tiles * row.tile_k + 20
     problem = Problem(row, seqlen_q)
-    for name, rows, number in (("q", seqlen_q, heads), ("k", seqlen_k, heads_kv), ("v", seqlen_k, heads_kv), ("dout", seqlen_q, heads)):
-        problem.add(name, [1, rows, number, row.width])
+    for name, rows, number, dim in (
+        ("q", seqlen_q, heads, row.width),
+        ("k", seqlen_k, heads_kv, row.width),
+        ("v", seqlen_k, heads_kv, row.width_v),
+        ("dout", seqlen_q, heads, row.width_v),
+    ):
+        problem.add(name, [1, rows, number, dim])
     return str(problem.write(path))
 
 
@@ -89,8 +94,8 @@ def write_packed_problem(path: Path, row: Row) -> str:
     """Sequences of more than a tile, of none and of a few rows, and rows past the last offset, which a launch clears."""
     lengths, past = [row.tile_q + 20, 0, 7], 13
     problem = Problem(row, row.tile_k)
-    for name, heads in (("q", 2), ("k", 1), ("v", 1), ("dout", 2)):
-        problem.add(name, [sum(lengths) + past, heads, row.width])
+    for name, heads, dim in (("q", 2, row.width), ("k", 1, row.width), ("v", 1, row.width_v), ("dout", 2, row.width_v)):
+        problem.add(name, [sum(lengths) + past, heads, dim])
     problem.integers("cu_seqlens", [sum(lengths[:b]) for b in range(len(lengths) + 1)])
     return str(problem.write(path))
 
@@ -182,10 +187,10 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
-    rule = [] if row.when == "plain" else ["--softcap", "20", "--alibi"]
+    rule = ["--softcap", "20", "--alibi"] if "general" in row.variants else []
     if row.arch == 80:
         rule += ["--deterministic"]
-    if row.when != "plain" and (row.arch == 80 or row.direction == "backward"):
+    if "general" in row.variants and (row.arch == 80 or row.direction == "backward"):
         rule += ["--dropout", "0.2"]
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward":

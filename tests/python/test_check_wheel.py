@@ -95,12 +95,13 @@ def test_kernels(script: ModuleType, tmp_path: Path) -> None:
     names = script.kernel_names()
     cpu = script.cpu_kernels()
     assert cpu == ["cpu_portable", "cpu_avx2", "cpu_avx512", "cpu_amx"]
-    assert "forward_sm80_bf16_64_128x128x2x4" in names
-    assert len(set(names)) == len(names) > 50
+    assert "forward_sm80_bf16_64_128x128x2x4_general" in names
+    assert "backward_sm90_fp16_192_64x128x2x12_v128_plain" in names
+    assert len(set(names)) == len(names) > 300
     section = '__attribute__((section(".nv_fatbin"), used)) static int code = 1;\n'
 
     def made(kernels: list[str], more: str) -> Path:
-        text = " ".join([*kernels, *cpu])
+        text = "\\0".join([*kernels, *cpu])
         return library(tmp_path, f'const char* strobe_names(void) {{ return "{text}"; }}\n{more}')
 
     assert script.check_kernels(made(names, section), cpu=False, part=False) == []

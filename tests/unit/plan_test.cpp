@@ -112,6 +112,9 @@ TEST(Plan, SaysWhatItWillDo) {
     const strobe_plan plan = MakePlan(p);
     ASSERT_NE(plan.kernel, nullptr);
     EXPECT_STREQ(plan.kernel, strobe_kernel_name(plan.kernel_index));
+    // Compiled kernels have names and numbers of their own on CUDA alone.
+    EXPECT_EQ(plan.instance_name, nullptr);
+    EXPECT_EQ(plan.instance, 0);
     EXPECT_EQ(strobe_kernel_unavailable(plan.kernel_index), nullptr);
     EXPECT_GT(plan.tile_q, 0);
     EXPECT_GT(plan.tile_k, 0);

@@ -94,17 +94,6 @@ STROBE_INLINE constexpr int64_t group_parts(const BackwardSizes& s, int64_t tile
   return ceil_div(group, ceil_div(group, parts));
 }
 
-/// Whether no tile of dQ gets a second addition, since no sequence has a second block of keys. With
-/// batch_invariant the longest of other sequences does not count.
-STROBE_INLINE constexpr bool adds_once(const BackwardSizes& s, int64_t tile_k) {
-  return s.seqlen_k <= tile_k && !(s.batch_invariant && s.lengths_differ);
-}
-
-/// Whether there need be no sum of dQ, and a main kernel may write dQ itself.
-STROBE_INLINE constexpr bool may_store_dq(const BackwardSizes& s, int64_t tile_k) {
-  return adds_once(s, tile_k) && !s.keeps_sums;
-}
-
 struct BackwardScratch {
   float* lse;    // [heads, tiles, tile_q]: weight_reference(lse), in the main kernel's order
   float* delta;  // [heads, tiles, tile_q]: rowsum(dout * out) - dlse, over the weights' scale

@@ -1,9 +1,11 @@
-// What distinguishes one CUDA kernel from another: the template argument of the kernels, and the
-// columns of kernels.def.
+// What distinguishes one CUDA kernel from another besides its features: the template argument of
+// the kernels, and the columns of kernels.def.
 #ifndef STROBE_CUDA_COMMON_CONFIG_H_
 #define STROBE_CUDA_COMMON_CONFIG_H_
 
 #include <cstdint>
+
+#include "cuda/common/features.h"
 
 namespace strobe::cuda {
 
@@ -11,8 +13,7 @@ namespace strobe::cuda {
 /// problem and the device.
 enum class When : int8_t {
   kAny,
-  kPlain,         // no softcap, ALiBi or dropout
-  kUpTo256Keys,   // a query sees so many keys on average; also problems that are not plain
+  kUpTo256Keys,   // a query sees so many keys on average; also with softcap, ALiBi or dropout
   kUpTo4096Keys,  // the same
   kFewQueries,    // no more tiles than multiprocessors, or the tiles are fuller than larger
                   // ones
@@ -20,26 +21,26 @@ enum class When : int8_t {
   kSmall  // an earlier instance of the width takes more shared memory than the device has
 };
 
-/// One forward kernel. `width` is the head dimension that its tiles hold: any head_dim up to it
-/// runs, the rest of a tile being zeros.
+/// The tiles of forward kernels. `width` is the head dimension that those of Q and K hold, width_v
+/// that of V and O: any head_dim up to it runs, the rest of a tile being zeros.
 struct ForwardConfig {
   int arch;   // 80: mma.sync, compute capability 8.0 and newer; 90: TMA and wgmma, 9.x only
-  int dtype;  // strobe_dtype
-  int width;
+  int dtype;  // strobe_dtype of q, k and v
+  int width, width_v;
   int tile_q, tile_k;  // queries and keys of a score tile
   int stages;          // K and V tiles in shared memory
   int warps;           // that compute
 };
 
-/// One kernel for keys in a cache: tile_q rows, which are queries times query heads of a key head;
+/// Kernels for keys in a cache: tile_q rows, which are queries times query heads of a key head;
 /// tile_k keys of a team's stage (decode/layout.h).
 using CachedConfig = ForwardConfig;
 
-/// One backward kernel.
+/// The tiles of backward kernels.
 struct BackwardConfig {
   int arch;
   int dtype;
-  int width;
+  int width, width_v;
   int tile_q, tile_k;
   int stages;
   int warps;
@@ -56,18 +57,20 @@ struct LaunchShape {
 // defines in namespace strobe::cuda::sm80 (and alike for backward, BackwardConfig and
 // BackwardParams, and for hopper's sm90),
 //
-//     template <ForwardConfig kConfig> constexpr LaunchShape forward_shape();
-//     template <ForwardConfig kConfig>
+//     template <ForwardConfig kConfig, Features kComputes> constexpr LaunchShape forward_shape();
+//     template <ForwardConfig kConfig, Features kComputes>
 //     void forward_carve(Arena&, const AttentionProblem&, ForwardParams&);
-//     template <ForwardConfig kConfig>
+//     template <ForwardConfig kConfig, Features kComputes>
 //     cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target);
 //
-// The carver takes the kernel's part of the workspace and sets the params' pointers to it; it runs
-// on a counting arena when a plan is made. The launcher enqueues and returns: no allocation, no
-// synchronisation. Where it cannot launch, it launches nothing and returns an error. For each row
-// of kernels.def CMake writes a translation unit that puts them into a ForwardInstance
-// (host/instance.h) of bf16 and one of fp16. Kernels themselves take a type made of integers: nvcc
-// 13 writes a stub that does not compile for a __global__ template with an argument of class type.
+// kComputes names one of the kernels with these tiles: the launcher launches that one, whatever the
+// params say, and makes no choice by them. The carver takes the kernel's part of the workspace and
+// sets the params' pointers to it; it runs on a counting arena when a plan is made. The launcher
+// enqueues and returns: no allocation, no synchronisation. Where it cannot launch, it launches
+// nothing and returns an error. For each row of kernels.def CMake writes a translation unit that
+// puts them into a ForwardInstance (host/instance.h) for each type and variant of the row. Kernels
+// themselves take a type made of integers: nvcc 13 writes a stub that does not compile for a
+// __global__ template with an argument of class type.
 
 }  // namespace strobe::cuda
 

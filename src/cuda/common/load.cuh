@@ -55,10 +55,10 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
   constexpr int kRowsAtOnce = kThreads / Tile::kChunks;
   static_assert(kRowsAtOnce % 8 == 0, "the swizzle looks at the row's low three bits");
   const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
-  to += static_cast<uint32_t>(Tile::offset(first, 8 * chunk));
+  to += static_cast<uint32_t>(Tile::offset(first, Tile::kChunk * chunk));
   RowsView::Walk source = from.from(row + first, kRowsAtOnce);
   source.row += 16 * chunk;
-  const int left = from.dim - 8 * chunk;  // columns from this chunk on
+  const int left = from.dim - Tile::kChunk * chunk;  // columns from this chunk on
   if (aligned) {
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {

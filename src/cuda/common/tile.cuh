@@ -9,32 +9,35 @@
 
 namespace strobe::cuda {
 
-/// A tile of kRows x kWidth 16-bit values in shared memory, cut into panels of 64 columns (32 where
-/// the width is no multiple of 64). A panel is [kRows][kPanel], its 16-byte chunks permuted within
-/// each row so that the eight rows an ldmatrix phase reads, and the rows a cp.async of a warp
-/// writes, lie in different banks. With 64 columns that is the layout of TMA's 128-byte swizzle
-/// (and with 32 of its 64-byte swizzle), when the tile begins at a multiple of 1024 bytes.
-template <int kRows, int kWidth>
+/// A tile of kRows x kWidth values in shared memory, kValueBytes each, cut into panels whose rows
+/// are of 128 bytes (64 where the tile's are no multiple of 128). A panel is [kRows][kPanel], its
+/// 16-byte chunks permuted within each row so that the eight rows an ldmatrix phase reads, and the
+/// rows a cp.async of a warp writes, lie in different banks. With 128 bytes that is the layout of
+/// TMA's 128-byte swizzle (and with 64 of its 64-byte swizzle), when the tile begins at a multiple
+/// of 1024 bytes.
+template <int kRows, int kWidth, int kValueBytes = 2>
 struct SharedTile {
-  static_assert(kRows % 16 == 0 && kWidth % 32 == 0);
-  static constexpr int kPanel = kWidth % 64 == 0 ? 64 : 32;
+  static_assert(kRows % 16 == 0 && kWidth * kValueBytes % 64 == 0);
+  static constexpr int kRowBytes = kWidth * kValueBytes % 128 == 0 ? 128 : 64;  // of a panel
+  static constexpr int kPanel = kRowBytes / kValueBytes;                        // columns
   static constexpr int kPanels = kWidth / kPanel;
-  static constexpr int kRowBytes = 2 * kPanel;
   static constexpr int kPanelBytes = kRows * kRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
-  static constexpr int kChunks = kPanel / 8;  // 16-byte chunks of a panel's row
+  static constexpr int kChunks = kRowBytes / 16;   // 16-byte chunks of a panel's row
+  static constexpr int kChunk = 16 / kValueBytes;  // columns of a chunk
 
   /// Bytes from the panel's row to its chunk: the permutation.
   STROBE_INLINE static constexpr int swizzle(int row, int chunk) {
-    return 16 * (kPanel == 64 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3));
+    return 16 * (kRowBytes == 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3));
   }
-  /// Bytes from the tile's begin to the chunk that holds `column`, a multiple of 8.
+  /// Bytes from the tile's begin to the chunk that holds `column`, a multiple of kChunk.
   STROBE_INLINE static constexpr int offset(int row, int column) {
-    return column / kPanel * kPanelBytes + row * kRowBytes + swizzle(row, column % kPanel / 8);
+    return column / kPanel * kPanelBytes + row * kRowBytes + swizzle(row, column % kPanel / kChunk);
   }
 
-  /// The lane's part of an ldmatrix address for a 16 x 16 block at column 16 * k of a panel: which
-  /// row of the block and which half of its columns the lane points at (ptx/ldmatrix.h). Add
+  /// The lane's part of an ldmatrix address for a block of 16 rows and 32 bytes, the k-th of its
+  /// rows' panel, which are 16 columns of 16-bit values and 32 of 8-bit ones: which row of the
+  /// block and which half of its columns the lane points at (ptx/ldmatrix.h). Add
   /// block_offset for the block's place. The permutation only looks at the row's low bits, which
   /// the block's place does not change, and flips them into the chunk: so k flips bits too, and one
   /// register serves a whole tile, as (tile + fragment_offset(lane, 0)) ^ (32 * k), tiles beginning
@@ -46,11 +49,11 @@ struct SharedTile {
   STROBE_INLINE static constexpr int fragment_offset_b(int lane, int k) {  // B with n = row
     return (lane % 8 + lane / 16 * 8) * kRowBytes + (swizzle(lane % 8, lane / 8 % 2) ^ 32 * k);
   }
-  /// row and column: of the block, multiples of 16.
+  /// row and column: of the block, multiples of 16 and of 2 kChunk.
   STROBE_INLINE static constexpr int block_offset(int row, int column) {
     return column / kPanel * kPanelBytes + row * kRowBytes;
   }
-  STROBE_INLINE static constexpr int block_k(int column) { return column % kPanel / 16; }
+  STROBE_INLINE static constexpr int block_k(int column) { return column % kPanel / (2 * kChunk); }
 };
 
 /// Row and column within a 16 x 8 mma accumulator of a lane's i-th value, i = 0 to 3.

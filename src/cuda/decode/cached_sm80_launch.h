@@ -21,7 +21,7 @@ namespace strobe::cuda::sm80 {
 template <CachedConfig kC>
 using DecodeShapeOf = DecodeShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps>;
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes>
 constexpr LaunchShape cached_shape() {
   using Shape = DecodeShapeOf<kConfig>;
   return {Shape::kThreads, Shape::kSharedBytes};
@@ -72,7 +72,7 @@ void carve(Arena& arena, const CachedParams& p, Division& d) {
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   Division d = division_of<kConfig>(p, multiprocessors, shared_bytes);
   const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
@@ -83,36 +83,26 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {d.tracks, blocks, -1};
   Arena arena;
   carve<kConfig>(arena, p, d);
-  if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
+  if (kUpdatesBefore && p.cache.rotary_dim > 0) carve_queries(arena, p);
   return {d.tracks, blocks, static_cast<int64_t>(arena.used())};
 }
 
-/// The kernels with these parameters: one for plain scores without attention chunks, one for all
-/// others.
-template <typename Shape, typename Params>
-KernelHandle& decode_handle(bool general) {
-  static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
-  static KernelHandle kernels[] = {
-      KernelHandle(
-          reinterpret_cast<const void*>(&decode_kernel<Shape, false, false, WithoutChunks<Params>>),
-          Shape::kSharedBytes),
-      KernelHandle(reinterpret_cast<const void*>(&decode_kernel<Shape, true, false, Params>),
-                   Shape::kSharedBytes)};
-  return kernels[general];
-}
-/// The one kernel of a shape for tensors of any alignment, whether it appends and rotates or not;
-/// instances that leave that to a kernel of its own take the parameters of those that only read.
-template <CachedConfig kConfig>
-using ElementsParams =
-    std::conditional_t<updates_before(kConfig), CachedParams, CachedUpdateParams>;
-template <CachedConfig kConfig>
-KernelHandle& elements_handle() {
+/// The kernel of an instance, and its parameters: those that only read, or also what is done to the
+/// cache. A kernel for plain scores has no attention chunks.
+template <CachedConfig kConfig, Features kComputes>
+struct DecodeKernel {
   using Shape = DecodeShapeOf<kConfig>;
-  static KernelHandle kernel(
-      reinterpret_cast<const void*>(&decode_kernel<Shape, true, true, ElementsParams<kConfig>>),
-      Shape::kSharedBytes);
-  return kernel;
-}
+  using Params =
+      std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>;
+  static constexpr bool kRule = kComputes.has(features::kScores);
+  static constexpr bool kElements = kComputes.has(features::kAnyRows);
+  static_assert(kRule == kComputes.has(features::kChunks));
+  using OfKernel =
+      std::conditional_t<kComputes.has(features::kChunks), Params, WithoutChunks<Params>>;
+  static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
+
+  static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel>;
+};
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
 /// workspace, and then past it.
@@ -128,46 +118,44 @@ Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarge
   return d;
 }
 
-/// Launches the kernel that takes these parameters, all that there are. new_elements: of new keys.
-template <CachedConfig kConfig, typename Params>
-cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target,
-                          bool new_elements) {
-  using Shape = DecodeShapeOf<kConfig>;
-  const bool elements = !in_units(p.q, p.head_dim) || !in_units(p.k, p.head_dim) ||
-                        !in_units(p.v, p.head_dim_v) || !in_units(p.out, p.head_dim_v);
-  const bool general =
-      p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f) || p.cache.rule.attention_chunk > 0;
+/// Launches the main kernel. Of parameters that only read, to a kernel that could do more: null
+/// pointers are what it has nothing to do for.
+template <CachedConfig kConfig, Features kComputes, typename Params>
+cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target) {
+  using Kernel = DecodeKernel<kConfig, kComputes>;
+  static KernelHandle kernel(reinterpret_cast<const void*>(Kernel::kFunction),
+                             Kernel::Shape::kSharedBytes);
   const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
-  if (elements || new_elements) {
-    ElementsParams<kConfig> own{};  // of parameters that only read, nothing new: null pointers
+  if constexpr (std::is_base_of_v<typename Kernel::Params, Params>) {
+    const typename Kernel::Params& own = p;
+    void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
+    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
+  } else {
+    typename Kernel::Params own{};
     static_cast<Params&>(own) = p;
     void* args[] = {&own, &d};
-    return elements_handle<kConfig>().launch(grid, Shape::kThreads, args, target);
+    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
   }
-  void* args[] = {const_cast<Params*>(&p), &d};
-  return decode_handle<Shape, Params>(general).launch(grid, Shape::kThreads, args, target);
 }
 
-template <CachedConfig kConfig>
-cudaError_t attend(const CachedParams& p, const LaunchTarget& target, bool elements) {
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
+cudaError_t attend(const CachedParams& p, const LaunchTarget& target) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
-  return launch_kernel<kConfig>(p, d, target, elements);
+  return launch_kernel<kConfig, kComputes>(p, d, target);
 }
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
                           const CachedInstance* /*for_few_queries*/) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig>(arena, p, target);
-  const CachedParams& reads_alone = p;
-  if (!updates(p)) return launch_kernel<kConfig>(reads_alone, d, target, false);
-  if constexpr (!updates_before(kConfig)) {
-    return launch_kernel<kConfig>(p, d, target, new_elements(p));
-  } else {
+  if constexpr (kUpdatesBefore) {
     const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);
     STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
-    return launch_kernel<kConfig>(update.attends(), d, target, false);
+    return launch_kernel<kConfig, kComputes>(update.attends(), d, target);
+  } else {
+    return launch_kernel<kConfig, kComputes>(p, d, target);
   }
 }
 

@@ -1,5 +1,5 @@
-// What the launches of the Hopper backward's kernels share: the maps of the tensors, the stages
-// around the main kernel, and which problems take the general one.
+// What the launches of the Hopper backward's kernels share: the maps of the tensors, and the stages
+// around the main kernel.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 #define STROBE_CUDA_HOPPER_BACKWARD_LAUNCH_H_
 
@@ -14,9 +14,11 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Whether a score is more than a scale times q.k, or weights are dropped.
-inline bool is_general(const BackwardParams& p) {
-  return p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
+/// The tensor maps of this thread's last launch of an instance of these tiles.
+template <BackwardConfig kConfig>
+BackwardMaps& last_maps() {
+  thread_local BackwardMaps maps;
+  return maps;
 }
 
 /// Query tiles that a key block visits, at most.
@@ -24,10 +26,11 @@ inline int64_t visited_tiles(const BackwardParams& p, int64_t tile_q, int64_t ti
   return most_visits(p.rule, tile_k, p.seqlen_q, tile_q);
 }
 
-/// Makes the tensor maps of a launch out of those of this thread's last one: what is the same is
-/// not made again. A box of K or V has key_rows rows.
+/// Makes the tensor maps of a launch out of last_maps(): what is the same is not made again. A box
+/// of K or V has key_rows rows.
 template <BackwardConfig kConfig>
-cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows, BackwardMaps& maps) {
+cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows) {
+  BackwardMaps& maps = last_maps<kConfig>();
   thread_local KeptTensorMap q, k, v, dout;
   using Rows = KeptTensorMap::Rows;
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
@@ -47,15 +50,14 @@ template <BackwardConfig kConfig, typename Stages, typename LaunchMain>
 cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                           int64_t items, uint32_t key_rows, int32_t counters,
                           const LaunchTarget& target, const LaunchMain& launch_main) {
-  thread_local BackwardMaps maps;
   // Without queries the pointers of Q and dO may be null, and there is no tensor map of a null
   // pointer. dK and dV are zeros then.
   if (items > 0 && p.total_q > 0) {
-    STROBE_RETURN_IF_CUDA_ERROR(make_maps<kConfig>(p, key_rows, maps));
+    STROBE_RETURN_IF_CUDA_ERROR(make_maps<kConfig>(p, key_rows));
   }
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, counters, target));
   if (items > 0) {
-    STROBE_RETURN_IF_CUDA_ERROR(launch_main(maps));
+    STROBE_RETURN_IF_CUDA_ERROR(launch_main(last_maps<kConfig>()));
   }
   return Stages::launch_post(p, scratch, order, target);
 }

@@ -20,26 +20,21 @@
 
 namespace strobe::cuda::sm90 {
 
-template <BackwardConfig kConfig>
-constexpr LaunchShape backward_shape() {
-  // Where additions have an order, shared memory is not less than where they have none.
-  using Plain = BackwardTraitsOf<kConfig, true>;
-  using General = BackwardTraitsOf<kConfig, true, true>;
-  using Stores = BackwardTraitsOf<kConfig, false, true, true>;
-  return {Plain::kThreads,
-          max64(sizeof(typename Stores::Shared),
-                max64(sizeof(typename Plain::Shared), sizeof(typename General::Shared)))};
-}
-
-/// Whether the main kernel writes dQ itself, of a problem or of a launch's params.
-template <BackwardConfig kConfig, typename Problem>
-bool stores_dq(const Problem& p) {
-  return may_store_dq(sizes_of(p), kConfig.tile_k);
-}
+/// Whether the main kernel writes dQ itself, in place of the one addition that each tile gets.
+template <Features kComputes>
+inline constexpr bool kStoresDqOf = !kComputes.has(features::kSumsDq);
 /// Whether additions to dQ have an order: where there are some.
-template <BackwardConfig kConfig, typename Problem>
-bool has_order(const Problem& p) {
-  return p.deterministic && !stores_dq<kConfig>(p);
+template <Features kComputes>
+inline constexpr bool kOrderedOf = kComputes.has(features::kOrder) && !kStoresDqOf<kComputes>;
+
+template <BackwardConfig kConfig, Features kComputes>
+using TraitsOfKernel = BackwardTraitsOf<kConfig, kOrderedOf<kComputes>,
+                                        kComputes.has(features::kScores), kStoresDqOf<kComputes>>;
+
+template <BackwardConfig kConfig, Features kComputes>
+constexpr LaunchShape backward_shape() {
+  using Tr = TraitsOfKernel<kConfig, kComputes>;
+  return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
 /// Whether the main kernel sets sums of dQ to zero: their bytes, all heads together and of one
@@ -52,37 +47,37 @@ constexpr bool items_zero_sums(int64_t all, int64_t head) {
 }
 
 /// The same of a problem, or of a launch's params.
-template <BackwardConfig kConfig, typename Problem>
+template <BackwardConfig kConfig, Features kComputes, typename Problem>
 bool items_zero(const Problem& p) {
   const BackwardSizes sizes = sizes_of(p);
   constexpr int64_t kRowBytes = int64_t{kConfig.width} * sizeof(float);
-  return !p.deterministic && !stores_dq<kConfig>(p) &&
+  return !kOrderedOf<kComputes> && !kStoresDqOf<kComputes> &&
          items_zero_sums(
              sizes.heads * scratch_tiles(sizes, kConfig.tile_q) * kConfig.tile_q * kRowBytes,
              ceil_div(sizes.seqlen_q, kConfig.tile_q) * kConfig.tile_q * kRowBytes);
 }
 
 /// Counters of a query tile: one, where additions to its dQ have an order, or wait for zeros.
-template <BackwardConfig kConfig, typename Problem>
+template <BackwardConfig kConfig, Features kComputes, typename Problem>
 int32_t counters_of(const Problem& p) {
-  return has_order<kConfig>(p) || items_zero<kConfig>(p) ? 1 : 0;
+  return kOrderedOf<kComputes> || items_zero<kConfig, kComputes>(p) ? 1 : 0;
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters) {
-  using Tr = BackwardTraitsOf<kConfig>;
-  BackwardScratch scratch = carve_backward(
-      arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
-      backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !may_store_dq(sizes, kConfig.tile_k));
+  using Tr = TraitsOfKernel<kConfig, kComputes>;
+  BackwardScratch scratch =
+      carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
+                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !kStoresDqOf<kComputes>);
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
   return scratch;
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), counters_of<kConfig>(problem));
+  carve<kConfig, kComputes>(count, sizes_of(problem), counters_of<kConfig, kComputes>(problem));
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -105,23 +100,13 @@ cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardO
 }
 
 /// The same, for plain scores or any.
-template <BackwardConfig kConfig, bool kOrdered, bool kStoresDq>
-cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                        typename BackwardTraitsOf<kConfig, kOrdered>::Items items, int64_t count,
-                        BackwardMaps& maps, const LaunchTarget& target) {
-  using Plain = BackwardTraitsOf<kConfig, kOrdered, false, kStoresDq>;
-  using General = BackwardTraitsOf<kConfig, kOrdered, true, kStoresDq>;
-  return is_general(p) ? launch_kernel<General>(p, scratch, order, items, count, maps, target)
-                       : launch_kernel<Plain>(p, scratch, order, items, count, maps, target);
-}
-
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
-  using Tr = BackwardTraitsOf<kConfig>;
+  using Tr = TraitsOfKernel<kConfig, kComputes>;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  const int32_t counters = counters_of<kConfig>(p);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters);
+  const int32_t counters = counters_of<kConfig, kComputes>(p);
+  BackwardScratch scratch = carve<kConfig, kComputes>(arena, sizes_of(p), counters);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // in whose order the flags of rows that are not finite lie
   // Key blocks of a head follow one another, since here none waits for another: side by side they
@@ -138,23 +123,21 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const OrderedItems ordered =
       OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
                          p.rule.later_see_more(), p.batch_invariant != 0, 1);
-  const bool in_order = has_order<kConfig>(p);
-  if (in_order) scratch.descending = ordered.descending;
-  scratch.items_zero = items > 0 && counters > 0 && !in_order ? 1 : 0;
+  if constexpr (Tr::kOrdered) scratch.descending = ordered.descending;
+  scratch.items_zero = items > 0 && counters > 0 && !Tr::kOrdered ? 1 : 0;
   // Where thread blocks wait for one another all items are drawn, else only those after the first
   // of each block.
-  if (!in_order && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
-  using Stages =
-      BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth, typename Tr::StageTraits>;
+  if (!Tr::kOrdered && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
+  // The other stages are the same kernels, whichever is the main one.
+  using Stages = BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
+                                typename BackwardTraitsOf<kConfig>::StageTraits>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
-        if (stores_dq<kConfig>(p))
-          return launch_main<kConfig, false, true>(p, scratch, order, item_order, items, maps,
-                                                   target);
-        return in_order ? launch_main<kConfig, true, false>(p, scratch, order, ordered, items, maps,
-                                                            target)
-                        : launch_main<kConfig, false, false>(p, scratch, order, item_order, items,
-                                                             maps, target);
+        if constexpr (Tr::kOrdered) {
+          return launch_kernel<Tr>(p, scratch, order, ordered, items, maps, target);
+        } else {
+          return launch_kernel<Tr>(p, scratch, order, item_order, items, maps, target);
+        }
       });
 }
 

@@ -18,34 +18,32 @@
 
 namespace strobe::cuda::sm90_wide {
 
-/// width_v: that of c, or less for a V that is narrower than K: 192 and 128 are a usual pair.
-template <BackwardConfig c, int width_v = c.width, bool kGeneral = false, bool kOrdered = false>
-using TraitsOf = WideTraits<c.dtype, c.width, width_v, kGeneral, kOrdered>;
+/// The width of V may be less than that of K: 192 and 128 are a usual pair.
+template <BackwardConfig c, Features kComputes>
+using TraitsOf = WideTraits<c.dtype, c.width, c.width_v, kComputes.has(features::kScores),
+                            kComputes.has(features::kOrder)>;
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
-  using Tr = TraitsOf<kConfig>;
-  using Ordered = TraitsOf<kConfig, kConfig.width, false, true>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   static_assert(kConfig.tile_q == kQueries && kConfig.tile_k == kItemKeys);
-  return {Tr::kThreads, max64(sizeof(typename Tr::Shared), sizeof(typename Ordered::Shared))};
+  return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
 /// Counters of a query tile: each block of a pair has its own, where additions to dQ have an order.
-template <typename Problem>
-int32_t counters_of(const Problem& p) {
-  return p.deterministic ? kBlocks : 0;
+template <Features kComputes>
+inline constexpr int32_t kCountersOf = kComputes.has(features::kOrder) ? kBlocks : 0;
+
+template <BackwardConfig kConfig, Features kComputes>
+BackwardScratch carve(Arena& arena, const BackwardSizes& sizes) {
+  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k,
+                        kCountersOf<kComputes>, backward_items(sizes, kConfig.tile_k) * kFlagWords);
 }
 
-template <BackwardConfig kConfig>
-BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters) {
-  return carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
-                        backward_items(sizes, kConfig.tile_k) * kFlagWords);
-}
-
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, sizes_of(problem), counters_of(problem));
+  carve<kConfig, kComputes>(count, sizes_of(problem));
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
@@ -62,22 +60,6 @@ cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, typename 
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
 
-/// The same, for plain scores or any, and for a V of at most 128 columns, where there are kernels
-/// for that.
-template <BackwardConfig kConfig, bool kOrdered, int kWidthV = kConfig.width>
-cudaError_t launch_main(BackwardParams& p, BackwardScratch& scratch,
-                        typename TraitsOf<kConfig, kWidthV, false, kOrdered>::Order& order,
-                        BackwardMaps& maps, const LaunchTarget& target) {
-  if constexpr (kConfig.width == 192 && kWidthV == 192) {
-    if (p.head_dim_v <= 128)
-      return launch_main<kConfig, kOrdered, 128>(p, scratch, order, maps, target);
-  }
-  using Plain = TraitsOf<kConfig, kWidthV, false, kOrdered>;
-  using General = TraitsOf<kConfig, kWidthV, true, kOrdered>;
-  return sm90::is_general(p) ? launch_kernel<General>(p, scratch, order, maps, target)
-                             : launch_kernel<Plain>(p, scratch, order, maps, target);
-}
-
 /// In which order a deterministic launch takes the items of `order`. The sequences of a packed
 /// launch count as one batch entry.
 template <BackwardConfig kConfig>
@@ -92,29 +74,34 @@ OrderedBackwardOrder in_order(const BackwardParams& p, const BackwardOrder& orde
                                     p.rule.later_see_more(), p.batch_invariant != 0, kBlocks)};
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, kComputes>;
+  static_assert(kComputes.has(features::kSumsDq), "it writes no dQ but sums");
   BackwardParams p = params;
   Arena arena(p.workspace);
-  const int32_t counters = counters_of(p);
-  BackwardScratch scratch = carve<kConfig>(arena, sizes_of(p), counters);
+  BackwardScratch scratch = carve<kConfig, kComputes>(arena, sizes_of(p));
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   order.group = 1;  // key blocks of a head side by side, as in backward_sm90_launch.h
   // Items are drawn in 32 bits, and each cluster draws one past the end.
   if (order.items > int64_t{INT32_MAX} - 65536) return cudaErrorInvalidValue;
   OrderedBackwardOrder ordered{};
-  if (p.deterministic) {
+  if constexpr (Tr::kOrdered) {
     ordered = in_order<kConfig>(p, order);
     scratch.descending = ordered.items_in_order.descending;
   }
-  using Stages =
-      BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, typename Tr::StageTraits>;
+  // The other stages are the same kernels, whichever is the main one.
+  using StageTraits =
+      typename WideTraits<kConfig.dtype, kConfig.width, kConfig.width, false, false>::StageTraits;
+  using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, StageTraits>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
-      p, scratch, order, order.items, 64, counters, target, [&](BackwardMaps& maps) {
-        return p.deterministic ? launch_main<kConfig, true>(p, scratch, ordered, maps, target)
-                               : launch_main<kConfig, false>(p, scratch, order, maps, target);
+      p, scratch, order, order.items, 64, kCountersOf<kComputes>, target, [&](BackwardMaps& maps) {
+        if constexpr (Tr::kOrdered) {
+          return launch_kernel<Tr>(p, scratch, ordered, maps, target);
+        } else {
+          return launch_kernel<Tr>(p, scratch, order, maps, target);
+        }
       });
 }
 

@@ -19,9 +19,9 @@
 
 namespace strobe::cuda::sm90 {
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes>
 constexpr LaunchShape cached_shape() {
-  return forward_shape<kConfig>();
+  return forward_shape<kConfig, kComputes>();
 }
 
 /// Tiles of one head each: those of several heads are no more.
@@ -31,12 +31,13 @@ int64_t most_tiles(const CachedParams& p) {
   return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
   Arena arena;
   const int64_t tiles = most_tiles<kConfig>(p);
   take_workspace(arena, tiles);
-  if (turns_before(kConfig, p.cache.rotary_dim)) carve_queries(arena, p);
+  static_assert(kUpdatesBefore, "these kernels neither append nor rotate");
+  if (p.cache.rotary_dim > 0) carve_queries(arena, p);
   return {min64(tiles, multiprocessors), 1, static_cast<int64_t>(arena.used())};
 }
 
@@ -49,13 +50,13 @@ struct UpdateShape {
 
 /// Null, since a launch always begins with this instance, which has to update the cache first. No
 /// other instance calls it to attend alone.
-template <CachedConfig kConfig>
-constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&, bool) = nullptr;
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
+constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&) = nullptr;
 
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
                           const CachedInstance* for_few_queries) {
-  constexpr auto kShape = cached_shape<kConfig>();
+  constexpr auto kShape = cached_shape<kConfig, kComputes>();
   using Tr = TraitsOf<kConfig>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
@@ -104,20 +105,17 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
         out.make(maps.out, p, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows, heads));
   }
 
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, TileParams>),
-                   kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, TileParams>),
-                   kShape.shared_bytes)};
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&forward_kernel<Tr, kIsGeneral<kComputes>, false, TileParams>),
+      kShape.shared_bytes);
   STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
   if (order.tiles.items > 0) {
     const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
     void* args[] = {&p, &maps, &order};
-    STROBE_RETURN_IF_CUDA_ERROR(kernels[is_general(p)].launch(dim3(static_cast<unsigned>(blocks)),
-                                                              kShape.threads, args, target));
+    STROBE_RETURN_IF_CUDA_ERROR(
+        kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target));
   }
-  return for_few_queries ? for_few_queries->attend(of_few_queries, target, new_elements(params))
-                         : cudaSuccess;
+  return for_few_queries ? for_few_queries->attend(of_few_queries, target) : cudaSuccess;
 }
 
 }  // namespace strobe::cuda::sm90

@@ -17,7 +17,7 @@
 
 namespace strobe::cuda::sm90 {
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
   using Tr = TraitsOf<kConfig>;
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
@@ -29,7 +29,7 @@ inline std::byte* take_workspace(Arena& arena, int64_t tiles) {
                                tiles * static_cast<int64_t>(sizeof(SuspectTile)));
 }
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, Features kComputes>
 void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& params) {
   const int64_t tiles = p.varlen ? p.total_q / kConfig.tile_q + p.batch
                                  : ceil_div(p.seqlen_q, kConfig.tile_q) * p.batch;
@@ -66,19 +66,17 @@ TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, in
 /// Tiles are counted in 32 bits.
 inline bool too_many(const TileOrder& order) { return order.tiles.items > INT32_MAX / 2; }
 
-/// Softcap and ALiBi change scores one by one; a scale that is not positive turns their order
-/// round.
-inline bool is_general(const ForwardParams& p) {
-  return p.softcap != 0.f || p.alibi_slopes || !(p.scale > 0.f);
-}
+/// Whether the kernel is the general one: softcap and ALiBi change scores one by one; a scale that
+/// is not positive turns their order round.
+template <Features kComputes>
+inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
-  constexpr auto kShape = forward_shape<kConfig>();
+  constexpr auto kShape = forward_shape<kConfig, kComputes>();
   using Tr = TraitsOf<kConfig>;
   TileOrder order = tile_order<kConfig>(p, target, 0);
   if (order.tiles.items == 0) return cudaSuccess;
-  if (p.dropout.enabled()) return cudaErrorNotSupported;  // the plan never sends it here
   if (too_many(order)) return cudaErrorInvalidValue;
 
   // Kept from this thread's last launch: most launches differ from it in addresses alone.
@@ -103,19 +101,14 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   // Most launches have plain scores and all rows in use. The kernel for these is a sixth shorter
   // than the one for sequences of any kind, which shows where sequences are short, since a launch
   // reads its code from memory.
-  static KernelHandle kernels[] = {
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, true, ForwardParams>),
-                   kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, false, false, ForwardParams>),
-                   kShape.shared_bytes),
-      KernelHandle(reinterpret_cast<const void*>(&forward_kernel<Tr, true, false, ForwardParams>),
-                   kShape.shared_bytes)};
+  constexpr bool kAllRowsUsed = !kComputes.has(features::kSequences);
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(
+          &forward_kernel<Tr, kIsGeneral<kComputes>, kAllRowsUsed, ForwardParams>),
+      kShape.shared_bytes);
   const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernels[is_general(p)       ? 2
-                 : p.all_rows_used() ? 0
-                                     : 1]
-      .launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+  return kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
 }
 
 }  // namespace strobe::cuda::sm90

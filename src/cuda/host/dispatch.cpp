@@ -4,7 +4,6 @@
 #include <string>
 
 #include "cuda/host/fill_plan.h"
-#include "cuda/host/instance_choice.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/machine.h"
 
@@ -23,14 +22,10 @@ const char* unavailable() {
 }
 
 template <int kArch>
-std::string declines(const AttentionProblem& p) {
-  if (const Status s = check_device(p.device_index); !s.ok()) return s.text();
-  return declines_on(kArch, p, machine().devices[static_cast<size_t>(p.device_index)]);
-}
-
-template <int kArch>
-void fill(Plan& plan) {
-  fill_on(kArch, plan, machine().devices[static_cast<size_t>(plan.problem.device_index)]);
+std::string plan(Plan& plan) {
+  const int64_t device = plan.problem.device_index;
+  if (const Status s = check_device(device); !s.ok()) return s.text();
+  return plan_on(kArch, plan, machine().devices[static_cast<size_t>(device)]);
 }
 
 template <int kArch>
@@ -38,8 +33,7 @@ constexpr Kernel kernel(const char* name) {
   return {name,
           STROBE_CUDA,
           unavailable<kArch>,
-          declines<kArch>,
-          fill<kArch>,
+          plan<kArch>,
           [](const Plan& plan, const ForwardArgs& args) { return launch(kArch, plan, args); },
           [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); }};
 }

@@ -1,6 +1,8 @@
-// The instance that a plan is for, and what the plan says of it.
+// The instances that a plan is for, and what the plan says of them.
 #ifndef STROBE_CUDA_HOST_FILL_PLAN_H_
 #define STROBE_CUDA_HOST_FILL_PLAN_H_
+
+#include <string>
 
 #include "core/kernel.h"
 #include "cuda/host/machine.h"
@@ -9,31 +11,26 @@ namespace strobe::cuda {
 
 struct CachedInstance;
 
-/// Fills a plan for the instance that find_instance finds, which must be there.
-void fill_on(int arch, Plan& plan, const DeviceProperties& device);
+/// Fills a plan, whose (resolved) problem is there, for the instances of this architecture that
+/// choose_instance chooses on such a device, and returns ""; or says why there are none.
+std::string plan_on(int arch, Plan& plan, const DeviceProperties& device);
 
-/// The instance of a plan; null where the plan is not one that fill_on made for this architecture:
-/// a plan is the caller's memory. Instance: ForwardInstance or BackwardInstance.
+/// The instance of a plan; null where the plan is not one that plan_on made for this architecture:
+/// a plan is the caller's memory. Instance: ForwardInstance, BackwardInstance or CachedInstance.
 template <typename Instance>
 const Instance* instance_of(const Plan& plan, int arch);
 
 /// Whether the instance of a forward plan is a CachedInstance.
 bool is_cached(const Plan& plan);
 
-/// Pointers are not known when a plan is made. This is the plan's instance for those that TMA, by
-/// which instance_of's reads, cannot read: one of mma.sync's. Null where there is none.
+/// The plan's instance where an address is no multiple of 16 bytes. Null where there is none.
 template <typename Instance>
 const Instance* instance_for_unaligned(const Plan& plan);
 
 /// The plan's instance for the sequences of a cache that have few queries, where another one is for
-/// those that have many. Null where there is none.
-const CachedInstance* instance_for_few_queries(const Plan& plan);
-
-/// What a launch of the (resolved) problem needs, whichever of a plan's instances it is of. other:
-/// null where there is none.
-template <typename Instance>
-size_t workspace_of(const AttentionProblem& problem, const Instance& instance,
-                    const Instance* other);
+/// those that have many. aligned: whether the addresses of new keys are multiples of 16 bytes. Null
+/// where there is none.
+const CachedInstance* instance_for_few_queries(const Plan& plan, bool aligned = true);
 
 }  // namespace strobe::cuda
 

@@ -1,5 +1,6 @@
-// A kernel instance as compiled code: a row of kernels.def in one of its two types. Each file that
-// CMake writes (instance.cu.in) defines one of each type.
+// A kernel instance as compiled code: one main kernel, which is a row of kernels.def in one of its
+// types and one of its variants, with what runs around it. The files that CMake writes
+// (instance.cu.in) define them.
 #ifndef STROBE_CUDA_HOST_INSTANCE_H_
 #define STROBE_CUDA_HOST_INSTANCE_H_
 
@@ -21,6 +22,7 @@ struct TensorInstance {
   using Args = Args_;
 
   Config config;
+  Features computes;
   LaunchShape shape;  // backward: of the main kernel
   /// Takes what the kernel needs of the workspace: counts while the arena counts.
   void (*carve)(Arena& arena, const AttentionProblem& problem, Params& params);
@@ -35,31 +37,27 @@ struct CachedGrid {
   int64_t workspace_bytes;  // negative: the problem has too many parts
 };
 
-/// The widest of the mma.sync kernels for keys in a cache that take new keys and rotary embedding
-/// themselves: beyond, O leaves them no registers.
-inline constexpr int32_t kWidestUpdate = 128;
-/// Whether a kernel of its own does that before the one that attends (update_kernel.cuh).
-constexpr bool updates_before(const CachedConfig& c) {
-  return c.arch == 90 || c.width > kWidestUpdate;
-}
-/// Whether that kernel leaves rotated queries in the workspace for the other one.
-constexpr bool turns_before(const CachedConfig& c, int64_t rotary_dim) {
-  return updates_before(c) && rotary_dim > 0;
-}
-
 /// For keys in a cache.
 struct CachedInstance {
   CachedConfig config;
+  Features computes;
+  /// Whether new keys are appended and rows rotated by a kernel of its own before the one that
+  /// attends (update_kernel.cuh): where no variant of the row has registers to do so itself.
+  bool updates_before;
   LaunchShape shape;
   CachedGrid (*carve)(const CachedParams& params, int64_t multiprocessors, int64_t shared_bytes);
   /// for_few_queries: null, or the instance that attends for sequences with up to few_queries()
   /// queries, in the same launch; this one then has the others.
   cudaError_t (*launch)(const CachedUpdateParams& params, const LaunchTarget& target,
                         const CachedInstance* for_few_queries);
-  /// What launch does where new keys lie in the cache already, and nothing is rotated. elements:
-  /// where it could not do so by whole 16-byte units, so that the same kernel does the same as
-  /// launch. Null where another instance has to go first.
-  cudaError_t (*attend)(const CachedParams& params, const LaunchTarget& target, bool elements);
+  /// What launch does where new keys lie in the cache already, and nothing is rotated. Null where
+  /// another instance has to go first.
+  cudaError_t (*attend)(const CachedParams& params, const LaunchTarget& target);
+
+  /// Whether a kernel before the one that attends leaves rotated queries in the workspace for it.
+  constexpr bool rotates_before(int64_t rotary_dim) const {
+    return updates_before && rotary_dim > 0;
+  }
 };
 
 /// log2 of the query heads that a tile of a Hopper instance holds of each query: a power of two of

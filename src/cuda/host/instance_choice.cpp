@@ -1,28 +1,28 @@
 #include "cuda/host/instance_choice.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <string_view>
 #include <utility>
 
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
+#include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
-#include "cuda/host/instance_table.h"
 
 namespace strobe::cuda {
 
 namespace {
 
-bool suits(When when, int32_t tile_q, const AttentionProblem& p, const DeviceProperties& device) {
-  const bool is_plain = p.softcap == 0 && !p.alibi && !(p.dropout_p > 0);
+bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
+           const DeviceProperties& device) {
+  const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
   // batch decide, which are its size and, where lengths vary, the longest.
   const auto keys_up_to = [&](int64_t most) {
     return !(p.batch_invariant && p.varlen) && MaskRule::of(p).keys_to_diagonal(p.seqlen_k) <= most;
   };
   switch (when) {
-    case When::kPlain:
-      return is_plain;
     case When::kUpTo256Keys:
       return keys_up_to(256) || !is_plain;
     case When::kUpTo4096Keys:
@@ -47,34 +47,84 @@ bool is_forced(std::string_view instance) {
   return !forced.empty() && instance.find(forced) != std::string_view::npos;
 }
 
+// Kernels that read by TMA are not asked about rows: tma_declines says which they take.
+Features asked_of(int arch, Features asked) {
+  return arch == 90 ? asked.without(features::kAnyRows) : asked;
+}
+
+// What a problem has that some kernels do not compute, and the value that they would take.
+constexpr struct {
+  Features feature;
+  const char* text;
+} kAsked[] = {{features::kDropout, "dropout_p > 0, expected 0"},
+              {features::kOrder, "deterministic, expected false"},
+              {features::kSoftcap, "softcap > 0, expected 0"},
+              {features::kAlibi, "alibi_slopes, expected none"},
+              {features::kAnyScale, "scale <= 0, expected more"},
+              {features::kChunks, "attention_chunk > 0, expected 0"},
+              {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
+              {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
+              {features::kUpdates, "new keys or rotary embedding, expected none"},
+              {features::kSumsDq, "more keys than a tile has, expected one tile"}};
+
+// Why no instance computes what is asked, though there are some that are wide enough.
+// asked(Instance) are the features.
+template <typename Instance, typename Asked>
+std::string lacks_feature(int arch, const AttentionProblem& p, const Asked& asked) {
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
+  for (const auto& [feature, text] : kAsked) {
+    bool is_asked = false;
+    int64_t widest = 0;
+    for (const Entry<Instance>& entry : instance_table<Instance>()) {
+      const auto& c = entry.instance->config;
+      if (c.arch != arch || c.dtype != p.dtype) continue;
+      if (c.width >= dim) is_asked |= asked(*entry.instance).contains(feature);
+      if (entry.instance->computes.contains(feature)) widest = max64(widest, c.width);
+    }
+    if (!is_asked || widest >= dim) continue;
+    const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
+    return format("%s for the %s pass%s", text, direction, here.c_str());
+  }
+  return format("this build has no %s %s kernel for all of its options together",
+                dtype_name(p.dtype), direction);
+}
+
 }  // namespace
 
 template <typename Instance>
-const Entry<Instance>* find_instance(int arch, const AttentionProblem& p,
+const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Features more,
                                      const DeviceProperties& device, std::string* reason) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  const auto asked = [&](const Instance& instance) {
+    return asked_of(arch, features_of(p, instance.config.tile_k) | more);
+  };
   const Entry<Instance>* found = nullptr;
+  bool is_wide_enough = false;
   int64_t widest = 0, least_shared = 0;
   for (const Entry<Instance>& entry : instance_table<Instance>()) {
     const auto& c = entry.instance->config;
     if (c.arch != arch || c.dtype != p.dtype) continue;
     widest = max64(widest, c.width);
-    if (c.width < dim) continue;
+    if (c.width < p.head_dim || c.width_v < p.head_dim_v) continue;
     const int64_t shared = entry.instance->shape.shared_bytes;
     if (shared > device.shared_bytes) {
       least_shared = least_shared ? min64(least_shared, shared) : shared;
       continue;
     }
-    const bool suited = suits(entry.when, c.tile_q, p, device);
-    // kPlain says what the instance can do, any other `when` where it is the faster one.
-    const bool can = suited || entry.when != When::kPlain;
-    if (can && is_forced(entry.name)) return &entry;
-    if (suited && (!found || c.width < found->instance->config.width)) found = &entry;
+    is_wide_enough = true;
+    const Features wanted = asked(*entry.instance);
+    if (!entry.instance->computes.contains(wanted)) continue;
+    if (is_forced(entry.name)) return &entry;
+    if (found && c.width >= found->instance->config.width) continue;
+    if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
   }
   if (found || !reason) return found;
   const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
   if (widest == 0) {
     *reason = format("this build has no %s %s kernel of this kind", dtype_name(p.dtype), direction);
+  } else if (is_wide_enough) {
+    *reason = lacks_feature<Instance>(arch, p, asked);
   } else if (least_shared > 0) {
     *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
                      least_shared, device.shared_bytes);
@@ -86,14 +136,18 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p,
   return nullptr;
 }
 
-template const Entry<ForwardInstance>* find_instance(int, const AttentionProblem&,
+template const Entry<ForwardInstance>* find_instance(int, const AttentionProblem&, Features,
                                                      const DeviceProperties&, std::string*);
-template const Entry<BackwardInstance>* find_instance(int, const AttentionProblem&,
+template const Entry<BackwardInstance>* find_instance(int, const AttentionProblem&, Features,
                                                       const DeviceProperties&, std::string*);
 
 const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& p,
+                                                  const CachedFeatures& features,
                                                   const DeviceProperties& device,
                                                   std::string* reason) {
+  const auto asked = [&](const CachedInstance& instance) {
+    return asked_of(arch, instance.updates_before ? features.after_update : features.whole);
+  };
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   // With batch_invariant the longest of packed sequences does not count, since instances differ in
   // their bits: whatever its length, they get the tile that 32 rows of this device get.
@@ -124,7 +178,8 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
     if (c.arch != arch || c.dtype != p.dtype) continue;
     if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
     widest = max64(widest, c.width);
-    if (c.width < dim) continue;
+    if (c.width < p.head_dim || c.width_v < p.head_dim_v) continue;
+    if (!entry.instance->computes.contains(asked(*entry.instance))) continue;
     if (is_forced(entry.name)) return &entry;
     const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
     if (entry.when == When::kRuns && !runs) continue;
@@ -138,6 +193,8 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   if (found || !reason) return found;
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
+  } else if (widest >= dim) {
+    *reason = lacks_feature<CachedInstance>(arch, p, asked);
   } else {
     *reason = format("max(head_dim, head_dim_v) = %" PRId64 ", expected at most %" PRId64
                      " for keys in a cache",
@@ -146,21 +203,16 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   return nullptr;
 }
 
-namespace {
-
-// Why the kernels that divide keys decline: a problem with a cache, or one that goes the same way.
-std::string cache_declines(const AttentionProblem& p, const DeviceProperties& device) {
-  std::string reason;
-  const Entry<CachedInstance>* const entry = find_cached_instance(80, p, device, &reason);
-  if (!entry) return reason;
-  CachedUpdateParams params{};
-  fill_params(p, ForwardArgs{}, params);
-  if (entry->instance->carve(params, device.multiprocessors, device.shared_bytes).workspace_bytes <
-      0) {
-    return "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
-  }
-  return {};
+CachedFeatures CachedFeatures::of(const AttentionProblem& p) {
+  // No feature of these depends on a tile's keys: those are the backward's.
+  return {features_of(p, 0), features_of(strobe::cuda::after_update(p), 0)};
 }
+
+CachedFeatures CachedFeatures::unaligned() const {
+  return {whole | features::kAnyRows, after_update | features::kAnyRows};
+}
+
+namespace {
 
 // Whether keys are worth dividing: a tile holds all queries that share a key head, and dividing is
 // the faster way by what an H200 took for 1 to 64 sequences of 512 to 16k keys. A thread block of
@@ -226,9 +278,6 @@ bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device)
 // values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
 std::string tma_declines(const AttentionProblem& p) {
   const bool forward = p.direction == STROBE_FORWARD;
-  if (forward && p.dropout_p > 0) {
-    return "dropout_p > 0, expected 0 for the forward pass (it draws no random numbers)";
-  }
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
   // its group each, in 32 bits.
   const int64_t most_items = int64_t{INT32_MAX} - 65536;
@@ -277,37 +326,35 @@ std::string tma_declines(const AttentionProblem& p) {
   return {};
 }
 
-}  // namespace
-
+// That kernel's problem which attends for the sequences with few queries, as far as the choice of
+// its instance goes.
 AttentionProblem few_queries_problem(const AttentionProblem& p) {
   AttentionProblem few = p;
   few.seqlen_q = few_queries(p.heads / p.heads_kv);
   return few;
 }
 
+// Whether some sequences of a problem with a cache may have more than few_queries() in use and
+// others not: these then have a kernel of their own.
 bool has_few_and_many_queries(const AttentionProblem& p) {
   return p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
          (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }
 
-namespace {
-
-// Why the kernels that read a cache by TMA decline.
-std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProperties& device) {
-  std::string reason;
-  const Entry<CachedInstance>* const entry = find_cached_instance(90, p, device, &reason);
-  if (!entry) return reason;
-  if (!is_forced(entry->name) && !has_many_queries(p, device)) {
+// Why the kernels that read a cache by TMA decline a problem that this one of them would take.
+std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const AttentionProblem& p,
+                                   const DeviceProperties& device) {
+  if (!is_forced(entry.name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
-  if (reason = tma_declines(p); !reason.empty()) return reason;
+  if (std::string reason = tma_declines(p); !reason.empty()) return reason;
   if (p.out_dtype != p.dtype) {
     return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
                   dtype_name(p.dtype));
   }
   if (p.cache != STROBE_CACHE_PAGED) return {};
   if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
-  if (KeyBoxes::make(entry->instance->config.tile_k, p.page_size).rows == 0) {
+  if (KeyBoxes::make(entry.instance->config.tile_k, p.page_size).rows == 0) {
     return format("page_size = %" PRId64
                   ", expected a multiple of 8 (TMA reads boxes of eight rows)",
                   p.page_size);
@@ -315,51 +362,156 @@ std::string cached_prompt_declines(const AttentionProblem& p, const DeviceProper
   return {};
 }
 
-}  // namespace
+// The choice among the kernels that take keys in a cache: for a problem with one, or one that goes
+// the same way.
+InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+  InstanceChoice choice;
+  const CachedFeatures features = CachedFeatures::of(p);
+  const auto find = [&](int of_arch, const AttentionProblem& problem, const CachedFeatures& asked,
+                        std::string* reason) {
+    return find_cached_instance(of_arch, problem, asked, device, reason);
+  };
+  const Entry<CachedInstance>* const entry = find(arch, p, features, &choice.reason);
+  if (!entry) return choice;
+  if (arch == 90) {
+    choice.reason = cached_prompt_declines(*entry, p, device);
+    if (!choice.reason.empty()) return choice;
+  }
+  CachedUpdateParams params{};
+  fill_params(p, ForwardArgs{}, params);
+  const auto grid_of = [&](const Entry<CachedInstance>& of) {
+    return of.instance->carve(params, device.multiprocessors, device.shared_bytes);
+  };
+  choice.grid = grid_of(*entry);
+  int64_t bytes = choice.grid.workspace_bytes;
+  if (bytes < 0) {
+    choice.reason =
+        "too many parts: batch x heads x seqlen_k, expected below 2^30 units of 64 keys";
+    return choice;
+  }
+  choice.name = entry->name;
+  choice.instance = number_of(entry);
+  // Another instance, for a part of the problem: the sequences with few queries, or pointers that
+  // are not aligned. Where there is none, this instance takes all sequences, and a launch with such
+  // pointers is refused. With the same tiles it needs what the one that is asked needs.
+  const auto number_with = [&](const Entry<CachedInstance>* other, int64_t& needed) {
+    needed = other ? grid_of(*other).workspace_bytes : -1;
+    return needed < 0 ? 0 : number_of(other);
+  };
+  int64_t unaligned = 0;
+  choice.unaligned = number_with(find(80, p, features.unaligned(), nullptr), unaligned);
+  if (arch == 90 && has_few_and_many_queries(p)) {
+    params.cache.most_q = few_queries(params.group);
+    const AttentionProblem few = few_queries_problem(p);
+    // They find the cache updated. New keys that the instance would not have read by whole 16-byte
+    // units, if it were alone, choose it all the same: it then does the same to its sequences.
+    const CachedFeatures alone = CachedFeatures::of(few);
+    const Features rows{alone.whole.bits & features::kAnyRows.bits};
+    const CachedFeatures asked{alone.after_update | rows, alone.after_update};
+    int64_t of_few = 0;
+    choice.few_queries = number_with(find(80, few, asked, nullptr), of_few);
+    if (choice.few_queries) {
+      const CachedFeatures asked_unaligned{asked.whole | features::kAnyRows, asked.after_update};
+      int64_t of_unaligned = 0;
+      choice.few_queries_unaligned =
+          number_with(find(80, few, asked_unaligned, nullptr), of_unaligned);
+      bytes += max64(of_few, of_unaligned);
+    }
+  }
+  choice.workspace_bytes = static_cast<size_t>(max64(bytes, unaligned));
+  return choice;
+}
 
-bool runs_as_cached(const AttentionProblem& p, const DeviceProperties& device) {
+// The choice among the kernels that take whole tensors.
+template <typename Instance>
+InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+  InstanceChoice choice;
+  const Entry<Instance>* const entry = find_instance<Instance>(arch, p, {}, device, &choice.reason);
+  if (entry && arch == 90) choice.reason = tma_declines(p);
+  if (!choice.reason.empty()) return choice;
+  const Entry<Instance>* const unaligned =
+      find_instance<Instance>(80, p, features::kAnyRows, device, nullptr);
+  choice.name = entry->name;
+  choice.instance = number_of(entry);
+  choice.unaligned = number_of(unaligned);
+  choice.workspace_bytes =
+      workspace_of(p, *entry->instance, unaligned ? unaligned->instance : nullptr);
+  return choice;
+}
+
+// Whether a (resolved) problem without a cache is better off among the kernels that divide keys:
+// with few queries it is the faster for it.
+bool would_run_as_cached(const AttentionProblem& p, const DeviceProperties& device) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The batch decides; and lengths in use count from the begin of a packed sequence.
   if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
   const std::string& forced = machine().forced_instance;
-  const bool asked_for = forced.find("cached_sm80_") != std::string::npos;
-  if (!asked_for && (!forced.empty() || !has_few_queries(p, device))) return false;
-  return cache_declines(p, device).empty();
+  if (forced.find("cached_sm80_") != std::string::npos) return true;
+  return forced.empty() && has_few_queries(p, device);
 }
 
-std::string declines_on(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+InstanceChoice declined(std::string reason) {
+  InstanceChoice choice;
+  choice.reason = std::move(reason);
+  return choice;
+}
+
+template <typename Instance>
+size_t workspace_of_instance(const AttentionProblem& p, const Instance& instance) {
+  typename Instance::Params params{};
+  fill_params(p, typename Instance::Args{}, params);
+  Arena arena;
+  instance.carve(arena, p, params);
+  return arena.used();
+}
+
+}  // namespace
+
+template <typename Instance>
+size_t workspace_of(const AttentionProblem& p, const Instance& instance, const Instance* other) {
+  const size_t bytes = workspace_of_instance(p, instance);
+  return other && other != &instance ? std::max(bytes, workspace_of_instance(p, *other)) : bytes;
+}
+template size_t workspace_of(const AttentionProblem&, const ForwardInstance&,
+                             const ForwardInstance*);
+template size_t workspace_of(const AttentionProblem&, const BackwardInstance&,
+                             const BackwardInstance*);
+
+InstanceChoice choose_instance(int arch, const AttentionProblem& p,
+                               const DeviceProperties& device) {
   const int cc = device.compute_capability;
   if (arch == 90 ? cc / 10 != 9 : cc < 80) {
-    return format("device %d has compute capability %d.%d, expected %s", p.device_index, cc / 10,
-                  cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer");
+    return declined(format("device %d has compute capability %d.%d, expected %s", p.device_index,
+                           cc / 10, cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer"));
   }
   if (p.dtype == STROBE_FLOAT32) {
-    return "dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)";
+    return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
-      return format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence);
+      return declined(
+          format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence));
     }
   }
   const bool other_instance =
       arch == 90 && machine().forced_instance.find("_sm80_") != std::string::npos;
-  if (other_instance && p.cache) return "STROBE_CUDA_ROW asks for another kernel";
-  if (p.cache) return arch == 90 ? cached_prompt_declines(p, device) : cache_declines(p, device);
-  if (std::string reason = declines_without_cache(p); !reason.empty()) return reason;
-  if (runs_as_cached(p, device)) {
-    return arch == 90 ? "few queries: cuda_sm80 has the kernels that divide their keys" : "";
+  const char* const asks_for_another = "STROBE_CUDA_ROW asks for another kernel";
+  if (p.cache) {
+    return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device);
   }
-  if (arch == 90) {
-    if (other_instance) return "STROBE_CUDA_ROW asks for another kernel";
-    if (std::string reason = tma_declines(p); !reason.empty()) return reason;
+  if (std::string reason = declines_without_cache(p); !reason.empty()) {
+    return declined(std::move(reason));
   }
-  std::string reason;
-  if (p.direction == STROBE_FORWARD) {
-    find_instance<ForwardInstance>(arch, p, device, &reason);
-  } else {
-    find_instance<BackwardInstance>(arch, p, device, &reason);
+  if (would_run_as_cached(p, device)) {
+    InstanceChoice choice = choose_cached(80, p, device);
+    if (choice.reason.empty()) {
+      return arch == 90 ? declined("few queries: cuda_sm80 has the kernels that divide their keys")
+                        : choice;
+    }
   }
-  return reason;
+  if (other_instance) return declined(asks_for_another);
+  return p.direction == STROBE_FORWARD ? choose_tensor<ForwardInstance>(arch, p, device)
+                                       : choose_tensor<BackwardInstance>(arch, p, device);
 }
 
 }  // namespace strobe::cuda

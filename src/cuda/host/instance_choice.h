@@ -1,42 +1,65 @@
-// Which instance of the table takes a problem, and why none does.
+// Which instances of the table a plan is for, and why there is none.
 #ifndef STROBE_CUDA_HOST_INSTANCE_CHOICE_H_
 #define STROBE_CUDA_HOST_INSTANCE_CHOICE_H_
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "core/problem.h"
+#include "cuda/common/features.h"
+#include "cuda/host/instance_table.h"
 #include "cuda/host/machine.h"
 
 namespace strobe::cuda {
 
-template <typename Instance>
-struct Entry;  // instance_table.h
-struct CachedInstance;
+/// All that a plan needs to know of its instances. Numbers are those of number_of, 0 where there is
+/// none.
+struct InstanceChoice {
+  std::string reason;  // why there is no instance; else empty
+  const char* name = nullptr;
+  int32_t instance = 0;
+  /// In its place where an address is not a multiple of 16 bytes, which only a launch knows.
+  int32_t unaligned = 0;
+  /// With a cache: of the sequences that have few queries, where `instance` is for those that have
+  /// many; and the same where an address of new keys is not a multiple of 16 bytes.
+  int32_t few_queries = 0, few_queries_unaligned = 0;
+  CachedGrid grid{};  // of a CachedInstance
+  size_t workspace_bytes = 0;
+};
+
+/// The instances of this architecture for the (resolved) problem on such a device.
+InstanceChoice choose_instance(int arch, const AttentionProblem& problem,
+                               const DeviceProperties& device);
 
 /// The entry of instance_table<Instance>() whose instance of this architecture takes the (resolved)
-/// problem on such a device; null: none, and *reason, unless null, says why.
+/// problem on such a device, and computes `more` besides what that asks for; null: none, and
+/// *reason, unless null, says why. Instance: ForwardInstance or BackwardInstance.
 template <typename Instance>
-const Entry<Instance>* find_instance(int arch, const AttentionProblem& problem,
+const Entry<Instance>* find_instance(int arch, const AttentionProblem& problem, Features more,
                                      const DeviceProperties& device, std::string* reason);
 
-/// Whether a (resolved) problem without a cache runs as one with a cache: with few queries it is
-/// the faster for it that the keys are divided among thread blocks.
-bool runs_as_cached(const AttentionProblem& problem, const DeviceProperties& device);
+/// What a problem asks of the main kernel where that appends and rotates itself, and where a kernel
+/// before it does.
+struct CachedFeatures {
+  Features whole, after_update;
+
+  static CachedFeatures of(const AttentionProblem& problem);
+  /// The same where addresses are not multiples of 16 bytes.
+  CachedFeatures unaligned() const;
+};
 
 /// The same as find_instance for keys in a cache, and for problems that go the same way.
 const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& problem,
+                                                  const CachedFeatures& features,
                                                   const DeviceProperties& device,
                                                   std::string* reason);
 
-/// Whether some sequences of a (resolved) problem with a cache may have more than few_queries() in
-/// use and others not: these then have a kernel of their own.
-bool has_few_and_many_queries(const AttentionProblem& problem);
-/// That kernel's problem, as far as the choice of its instance goes.
-AttentionProblem few_queries_problem(const AttentionProblem& problem);
-
-/// Empty when an instance of this architecture takes the (resolved) problem on such a device, else
-/// why none does.
-std::string declines_on(int arch, const AttentionProblem& problem, const DeviceProperties& device);
+/// What a launch of the (resolved) problem needs, whichever of two instances it is of. other: null
+/// where there is none.
+template <typename Instance>
+size_t workspace_of(const AttentionProblem& problem, const Instance& instance,
+                    const Instance* other);
 
 }  // namespace strobe::cuda
 

@@ -11,7 +11,7 @@ namespace strobe::cuda {
 
 namespace {
 
-constexpr When any = When::kAny, plain = When::kPlain, up_to_256_keys = When::kUpTo256Keys,
+constexpr When any = When::kAny, up_to_256_keys = When::kUpTo256Keys,
                up_to_4096_keys = When::kUpTo4096Keys, few_queries = When::kFewQueries,
                runs = When::kRuns, small = When::kSmall;
 

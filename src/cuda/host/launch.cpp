@@ -29,13 +29,30 @@ Status check_pointers(const AttentionProblem& p, const Args& a) {
   return check_device_pointer("workspace", a.workspace, p.device_index);
 }
 
-bool aligned_for_tma(std::initializer_list<const void*> pointers) {
+bool aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
   for (const void* const pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
   return bits % 16 == 0;
 }
-bool aligned_for_tma(const ForwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.out}); }
-bool aligned_for_tma(const BackwardArgs& a) { return aligned_for_tma({a.q, a.k, a.v, a.dout}); }
+bool new_keys_aligned(const AttentionProblem& p, const ForwardArgs& a) {
+  return p.append == STROBE_APPEND_NONE || p.seqlen_new == 0 || aligned({a.k_new, a.v_new});
+}
+// Whether the addresses that the main kernel of this instance reads or writes are multiples of 16
+// bytes.
+bool all_aligned(const ForwardInstance&, const AttentionProblem&, const ForwardArgs& a) {
+  return aligned({a.q, a.k, a.v, a.out});
+}
+bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, const ForwardArgs& a) {
+  // A kernel that goes before reads the new keys, and the queries that it rotates: it takes any
+  // address. (Hopper's instances ask for q's all the same, since their sequences with few queries
+  // have to get the kernel that they get without the others.)
+  const bool rotated = instance.rotates_before(p.rotary_dim) && instance.config.arch != 90;
+  return aligned({rotated ? nullptr : a.q, a.k, a.v, a.out}) &&
+         (instance.updates_before || new_keys_aligned(p, a));
+}
+bool all_aligned(const BackwardInstance&, const AttentionProblem&, const BackwardArgs& a) {
+  return aligned({a.q, a.k, a.v, a.dout});
+}
 
 template <typename Instance, typename Params, typename Args>
 Status launch_instance(int arch, const Plan& plan, const Args& args) {
@@ -45,8 +62,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Instance* instance = instance_of<Instance>(plan, arch);
   if (!instance) return invalid("plan: not made by strobe_plan_make");
-  const bool aligned = arch != 90 || aligned_for_tma(args);
-  if (!aligned) {
+  if (!all_aligned(*instance, p, args)) {
     instance = instance_for_unaligned<Instance>(plan);
     if (!instance) {
       return invalid(
@@ -64,7 +80,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
     bool several = false;  // kernels, of which one leaves something in the workspace for another
     if constexpr (std::is_same_v<Instance, CachedInstance>)
-      several = turns_before(instance->config, p.rotary_dim);
+      several = instance->rotates_before(p.rotary_dim);
     if (!workspace && plan.workspace_bytes > 0 && !several) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
@@ -85,7 +101,10 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Instance, CachedInstance>) {
-    error = instance->launch(params, target, aligned ? instance_for_few_queries(plan) : nullptr);
+    const bool has_few = instance->config.arch == 90;
+    error = instance->launch(
+        params, target,
+        has_few ? instance_for_few_queries(plan, new_keys_aligned(p, args)) : nullptr);
   } else {
     error = instance->launch(params, target);
   }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/problem.h"
 #include "cuda/common/element.h"
 #include "cuda/common/params.h"
 #include "cuda/host/driver_function.h"
@@ -15,11 +16,11 @@
 
 namespace strobe::cuda {
 
-/// What a map describes besides the address: [batch, rows, heads, dim] values of 16 bits, in boxes
-/// of box_rows x 64, 128-byte swizzle. Strides in elements, as in Tensor. box_heads: 0, or so many
-/// neighbouring heads of a row are a box's rows before those of the next row: then the map has five
-/// dimensions, [batch, heads / box_heads, rows, box_heads, dim], and a box box_rows / box_heads
-/// rows.
+/// What a map describes besides the address: [batch, rows, heads, dim] values of `dtype`, in boxes
+/// of box_rows rows of 128 bytes, 128-byte swizzle: panels of a SharedTile. Strides in elements, as
+/// in Tensor. box_heads: 0, or so many neighbouring heads of a row are a box's rows before those of
+/// the next row: then the map has five dimensions, [batch, heads / box_heads, rows, box_heads,
+/// dim], and a box box_rows / box_heads rows.
 struct TensorShape {
   int64_t dim, rows, heads, batch;
   int64_t batch_stride, row_stride, head_stride;
@@ -36,13 +37,19 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   if (!encode) return cudaErrorSymbolNotFound;
   // A dimension of length 0 (no keys at all) becomes 1: the kernel then loads nothing of it.
   const auto length = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  if (shape.dtype != kBfloat16 && shape.dtype != kFloat16) return cudaErrorInvalidValue;
+  const CUtensorMapDataType type =
+      shape.dtype == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto bytes = static_cast<cuuint32_t>(element_size(shape.dtype));
+  constexpr cuuint32_t kBoxBytes = 128;
   cuuint64_t lengths[5] = {length(shape.dim)}, strides[4] = {};
-  cuuint32_t box[5] = {64}, rank = 1;
+  cuuint32_t box[5] = {kBoxBytes / bytes}, rank = 1;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto add = [&](int64_t count, int64_t elements, uint32_t of_box) {
     lengths[rank] = length(count);
     // A dimension of length 1 may have any stride, also 0, which TMA does not take.
-    strides[rank - 1] = lengths[rank] > 1 ? static_cast<cuuint64_t>(elements) * 2 : cuuint64_t{16};
+    strides[rank - 1] =
+        lengths[rank] > 1 ? static_cast<cuuint64_t>(elements) * bytes : cuuint64_t{16};
     box[rank++] = of_box;
   };
   if (shape.box_heads > 0) add(shape.box_heads, shape.head_stride, shape.box_heads);
@@ -50,9 +57,6 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   add(shape.rows, shape.row_stride, shape.box_rows / heads);
   add(shape.heads / heads, shape.head_stride * heads, 1);
   add(shape.batch, shape.batch_stride, 1);
-  if (shape.dtype != kBfloat16 && shape.dtype != kFloat16) return cudaErrorInvalidValue;
-  const CUtensorMapDataType type =
-      shape.dtype == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto encode_now = [&] {
     return encode(&map, type, rank, data, lengths, strides, box, steps,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

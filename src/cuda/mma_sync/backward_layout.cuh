@@ -32,7 +32,8 @@ struct BackwardShape {
       kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
   // Where sums and scores take 192 of 255 registers, loads run ahead of the products by less.
   static constexpr int kAhead = 2;
-  /// Whether there are registers for softcap, ALiBi and dropout: the general kernel.
+  /// Whether there are registers for softcap, ALiBi and dropout: the general kernel. Rows of
+  /// kernels.def without them have no such variant.
   static constexpr bool kHasGeneral = 8 * (kSumN + kN) < 192;
   /// Whether addresses that every step needs are computed anew (BackwardThread::Place).
   static constexpr bool kFresh = 8 * (kSumN + kN) >= 144;

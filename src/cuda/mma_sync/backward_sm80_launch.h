@@ -16,22 +16,16 @@
 
 namespace strobe::cuda::sm80 {
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
   using Shape = BackwardShape<kConfig>;
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-/// Whether additions to dQ have an order, of a problem or of a launch's params: where it matters,
-/// and there is a second one.
-template <BackwardConfig kConfig, typename Problem>
-bool has_order(const Problem& p) {
-  return p.deterministic && !adds_once(sizes_of(p), kConfig.tile_k);
-}
-/// Counters of a query tile.
+/// Counters of a query tile, of a problem or of a launch's params.
 template <BackwardConfig kConfig, typename Problem>
 int32_t counters_of(const Problem& p) {
-  return has_order<kConfig>(p) ? BackwardShape<kConfig>::kHalfWarps : 0;
+  return p.deterministic ? BackwardShape<kConfig>::kHalfWarps : 0;
 }
 
 template <BackwardConfig kConfig, typename Problem>
@@ -40,17 +34,20 @@ BackwardScratch carve(Arena& arena, const Problem& p) {
                         counters_of<kConfig>(p));
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
   carve<kConfig>(count, problem);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
-template <BackwardConfig kConfig, bool kGeneral, bool kOrdered>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
+  constexpr bool kGeneral = kComputes.has(features::kScores);
+  constexpr bool kOrdered = kComputes.has(features::kOrder);
+  static_assert(!kGeneral || Shape::kHasGeneral, "no registers for it: take it from kernels.def");
   static KernelHandle kernel(
       reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered>),
       Shape::kSharedBytes);
@@ -60,16 +57,17 @@ cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, Ba
   return kernel.launch(dim3(blocks), Shape::kThreads, args, target);
 }
 
-template <BackwardConfig kConfig>
+template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Shape = BackwardShape<kConfig>;
   using T = typename Shape::T;
   BackwardParams p = params;
   Arena arena(p.workspace);
   BackwardScratch scratch = carve<kConfig>(arena, p);
-  scratch.stores_sum = Shape::kStoresSum && adds_once(sizes_of(p), kConfig.tile_k);
+  const BackwardSizes sizes = sizes_of(p);
+  scratch.stores_sum = Shape::kStoresSum && adds_once(sizes.seqlen_k, kConfig.tile_k,
+                                                      sizes.batch_invariant, sizes.lengths_differ);
   const int32_t counters = counters_of<kConfig>(p);
-  p.deterministic = has_order<kConfig>(p);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
@@ -79,16 +77,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, counters, target));
 
   if (order.items > 0) {
-    const bool general = p.softcap > 0 || p.alibi_slopes || p.dropout.enabled();
-    cudaError_t error = cudaErrorNotSupported;  // kernels.def says `plain`: the plan never does
-    if (general) {
-      if constexpr (Shape::kHasGeneral)
-        error = launch_backward_kernel<kConfig, true, true>(p, scratch, order, target);
-    } else if (p.deterministic) {
-      error = launch_backward_kernel<kConfig, false, true>(p, scratch, order, target);
-    } else {
-      error = launch_backward_kernel<kConfig, false, false>(p, scratch, order, target);
-    }
+    const cudaError_t error = launch_backward_kernel<kConfig, kComputes>(p, scratch, order, target);
     STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   return Stages::launch_post(p, scratch, order, target);

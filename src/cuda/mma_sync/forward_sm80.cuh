@@ -32,7 +32,7 @@
 // are not finite then, or whose scores were too large (is_coarse), are computed one by one
 // (forward_pairwise.cuh).
 //
-// Two kernels per instance: the plain one, and the general one, which knows softcap,
+// Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
 // ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units.
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_

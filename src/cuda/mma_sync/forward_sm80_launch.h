@@ -14,22 +14,27 @@
 
 namespace strobe::cuda::sm80 {
 
-template <ForwardConfig kC, ForwardTuning kT>
-using ShapeOf = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
+template <ForwardConfig kC, Features kComputes>
+struct ForwardKernel {
+  static constexpr bool kGeneral = kComputes.has(features::kScores);
+  static constexpr ForwardTuning kT = kGeneral ? general_tuning(kC) : forward_tuning(kC);
+  using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
+};
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
-  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
-  return {Plain::kThreads, max64(Plain::kSharedBytes, General::kSharedBytes)};
+  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
+  return {Shape::kThreads, Shape::kSharedBytes};
 }
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, Features kComputes>
 void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
-template <typename Shape, bool kGeneral>
-cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& target) {
+template <ForwardConfig kConfig, Features kComputes>
+cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target) {
+  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
+  constexpr bool kGeneral = ForwardKernel<kConfig, kComputes>::kGeneral;
   static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
                              Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
@@ -41,22 +46,6 @@ cudaError_t launch_kernel(const ForwardParams& params, const LaunchTarget& targe
                     2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
   void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
   return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);
-}
-
-/// Whether the rows of all heads are made of whole 16-byte units.
-inline bool in_units(const Tensor& t, int32_t dim) {
-  const auto address = reinterpret_cast<uintptr_t>(t.data);
-  return address % 16 == 0 && ((t.batch_stride | t.row_stride | t.head_stride | dim) & 7) == 0;
-}
-
-template <ForwardConfig kConfig>
-cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
-  const bool plain = p.scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.dropout.enabled() &&
-                     in_units(p.q, p.head_dim) && in_units(p.k, p.head_dim) &&
-                     in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
-  using Plain = ShapeOf<kConfig, forward_tuning(kConfig)>;
-  using General = ShapeOf<kConfig, general_tuning(kConfig)>;
-  return plain ? launch_kernel<Plain, false>(p, target) : launch_kernel<General, true>(p, target);
 }
 
 }  // namespace strobe::cuda::sm80

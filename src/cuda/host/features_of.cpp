@@ -1,0 +1,63 @@
+#include "cuda/host/features_of.h"
+
+namespace strobe::cuda {
+
+namespace {
+
+// Whether rows of `dim` elements are made of whole 16-byte units wherever the first one lies at
+// such a unit. packed: the batch stride is not used.
+bool in_units(const Strides& s, bool packed, int64_t dim) {
+  return (((packed ? 0 : s.batch) | s.seqlen | s.head | dim) & 7) == 0;
+}
+
+// Of the forward pass: the backward's kernels ask each row where it lies.
+bool rows_in_units(const AttentionProblem& p) {
+  const bool packed_k = p.varlen && !p.cache, packed_new = p.append == STROBE_APPEND_PACKED;
+  if (!in_units(p.q, p.varlen, p.head_dim) || !in_units(p.k, packed_k, p.head_dim) ||
+      !in_units(p.v, packed_k, p.head_dim_v) || !in_units(p.out, p.varlen, p.head_dim_v))
+    return false;
+  if (!p.append || p.seqlen_new == 0) return true;
+  return in_units(p.k_new, packed_new, p.head_dim) && in_units(p.v_new, packed_new, p.head_dim_v);
+}
+
+}  // namespace
+
+Features features_of(const AttentionProblem& p, int64_t tile_k) {
+  using namespace features;
+  Features asked;
+  const auto ask = [&](bool condition, Features feature) {
+    if (condition) asked = asked | feature;
+  };
+  ask(p.softcap > 0, kSoftcap);
+  ask(p.alibi != STROBE_ALIBI_NONE, kAlibi);
+  ask(!(p.scale > 0), kAnyScale);
+  ask(p.dropout_p > 0, kDropout);
+  ask(p.has_seqused_q || p.has_seqused_k || p.has_q_position || p.has_prefix || p.cache, kUsedRows);
+  ask(p.attention_chunk > 0, kChunks);
+  if (p.direction == STROBE_BACKWARD) {
+    const bool lengths_differ = p.varlen || p.has_seqused_k;
+    // Gradients in float32, and those that are added to what is there, are made from the sum.
+    const bool keeps_sums = p.grad_dtype != p.dtype || p.accumulate;
+    ask(keeps_sums || !adds_once(p.seqlen_k, tile_k, p.batch_invariant, lengths_differ), kSumsDq);
+    ask(p.deterministic != 0, kOrder);
+  } else {
+    ask(!rows_in_units(p), kAnyRows);
+    ask((p.append && p.seqlen_new > 0) || p.rotary_dim > 0, kUpdates);
+  }
+  return asked;
+}
+
+AttentionProblem after_update(const AttentionProblem& p) {
+  AttentionProblem after = p;
+  after.append = STROBE_APPEND_NONE;
+  after.seqlen_new = 0;
+  if (p.rotary_dim > 0) {
+    after.rotary_dim = 0;
+    after.q.head = round_up(p.head_dim, 8);
+    after.q.seqlen = after.q.head * p.heads;
+    after.q.batch = after.q.seqlen * p.seqlen_q;
+  }
+  return after;
+}
+
+}  // namespace strobe::cuda

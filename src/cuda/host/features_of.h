@@ -1,0 +1,20 @@
+// What a problem asks of a kernel.
+#ifndef STROBE_CUDA_HOST_FEATURES_OF_H_
+#define STROBE_CUDA_HOST_FEATURES_OF_H_
+
+#include "core/problem.h"
+#include "cuda/common/features.h"
+
+namespace strobe::cuda {
+
+/// The features that a (resolved) problem asks of a kernel whose tiles have tile_k keys. Of
+/// addresses, which a plan does not know, they are those of aligned ones.
+Features features_of(const AttentionProblem& problem, int64_t tile_k);
+
+/// A problem with a cache as the main kernel sees it where a kernel of its own has appended the new
+/// keys and left rotated queries in the workspace (cache/update_kernel.cuh).
+AttentionProblem after_update(const AttentionProblem& problem);
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_FEATURES_OF_H_
