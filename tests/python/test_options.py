@@ -286,7 +286,7 @@ def test_unknown_options_are_refused_as_python_does() -> None:
 
 
 def test_an_unknown_option_is_told_what_it_may_be() -> None:
-    """The name here, the function that has it, or the nearest name; nothing where nothing is near."""
+    """The name here, the function that has it, or the nearest name, if one is near."""
     q = np.zeros((1, 8, 2, 16), np.float32)
     lse = np.zeros((1, 2, 8), np.float32)
     attention: Any = strobe.attention
