@@ -26,7 +26,7 @@ from ._flash_attn import (
 )
 from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
 from ._options import CACHE_ROWS
-from ._plans import NoSequences, answer, no_lengths
+from ._plans import NoSequences, answer, maybe_pages, no_lengths
 from ._values import NO_LIMIT, checked_on_gpus, constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
@@ -243,7 +243,10 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
     used = zeros + (capacity if arrays.get("seqused_k") is None else arrays["seqused_k"])
     pad = zeros if arrays.get("leftpad") is None else arrays["leftpad"].long()
     suffix = " (k.shape[1]" + " * block_table.shape[1]" * (table is not None)
-    suffix += " less the sequence's new keys)" if new is not None else ")"
+    suffix += " less the sequence's new keys" if new is not None else ""
+    if table is None and arrays.get("cache_batch_idx") is None:
+        suffix += maybe_pages(entries, batch)
+    suffix += ")"
     checks = [
         ("seqused_k", used, zeros + capacity - added, suffix),
         ("leftpad", pad, used, " (the sequence's seqused_k)"),

@@ -289,7 +289,7 @@ def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
         return
     if "seqused_k" not in specs:
         raise InvalidArgument(
-            "seqused_k = None, expected an array: it says where k_new and v_new go"
+            "seqused_k is missing, expected the rows in use: k_new and v_new go behind them"
         )
     rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
     problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"))
@@ -305,7 +305,7 @@ def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
     if sizes["seqlen_new"] > fields["seqlen_k"]:
         raise InvalidArgument(
             f"k_new.shape[1] = {sizes['seqlen_new']}, expected at most {fields['seqlen_k']} "
-            f"({_plans.capacity('block_table' in specs)})"
+            f"({_plans.capacity('block_table' in specs)}{_maybe_pages(specs)})"
         )
 
 
@@ -331,6 +331,15 @@ def _take_rotary(problem: Problem, specs: dict[str, Spec], interleaved: bool) ->
 # ---------------------------------------------------------------------------------------- messages
 
 
+def _maybe_pages(specs: dict[str, Spec]) -> str:
+    """`_plans.maybe_pages` of a call in which nothing says which entries of the cache are meant."""
+    if "block_table" in specs or "cache_batch_idx" in specs:
+        return ""
+    packed = specs.get("cu_seqlens_q")
+    batch = specs["q"].shape[0] if packed is None else packed.shape[0] - 1
+    return _plans.maybe_pages(specs["k"].shape[0], batch)
+
+
 def launch_error(status: int, text: str, specs: dict[str, Spec], tensors: dict[str, Any]) -> Error:
     """As `_plans.launch_error`."""
     capacity = _plans.capacity("block_table" in specs)
@@ -339,6 +348,8 @@ def launch_error(status: int, text: str, specs: dict[str, Spec], tensors: dict[s
     text = renamed(text, names)
     if re.fullmatch(r"seqused_k\[\d+\] = -?\d+, expected 0 to \d+", text):
         text += f" ({capacity})"
+    if text.startswith("seqused_k["):
+        text = f"{text.removesuffix(')')}{_maybe_pages(specs)})"
     error = error_for_status(status, text)
     if not isinstance(error, InvalidArgument):
         return error

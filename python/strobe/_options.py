@@ -7,6 +7,7 @@ tests/python/test_options.py compares the rows with src/core/options.def.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
@@ -133,12 +134,56 @@ _BY_NAME: Final = {row.name: row for row in ROWS}
 _BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 
 
+# What the interfaces that docs/start.md compares call an argument, and its name here.
+_SYNONYMS: Final = {
+    "window_size": "window",
+    "local_window_size": "window",
+    "sliding_window": "window",
+    "window_left": "window",
+    "window_right": "window",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "is_causal": "causal",
+    "dropout": "dropout_p",
+    "logits_soft_cap": "softcap",
+    "cache_seqlens": "seqused_k",
+    "query_seq_lengths": "seqused_q",
+    "key_value_seq_lengths": "seqused_k",
+    "cache_leftpad": "leftpad",
+    "page_table": "block_table",
+    "rotary_seqlens": "rotary_position",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "return_residual": "return_lse",
+}
+# The arguments of each function whose options are documented by this table.
+_PARAMETERS: Final[dict[str, tuple[str, ...]]] = {}
+
+
 def row_of(function: str, name: str) -> Option:
     """The row of a keyword argument of `function`."""
     rows = _BY_NAME_WITH_CACHE if function == "attention_with_kvcache" else _BY_NAME
     if name not in rows:
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise TypeError(
+            f"{function}() got an unexpected keyword argument {name!r}{_meant(function, name)}"
+        )
     return rows[name]
+
+
+def _meant(function: str, name: str) -> str:
+    """What an unexpected keyword argument of `function` may stand for: the name that it has here,
+    the function that has it, or the name that it resembles. "" where nothing is known.
+    """
+    known = _PARAMETERS[function]
+    here = _SYNONYMS.get(name, name)
+    if here in known:
+        return f": it is called {here!r} here"
+    for other in ("attention", "attention_backward", "attention_with_kvcache"):
+        if here in _PARAMETERS[other]:
+            called = f", as {here!r}" if here != name else ""
+            return f": strobe.{other} has it{called}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def converted(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -185,6 +230,7 @@ def documented(
         hint = hints.__annotations__[row.name].__forward_arg__
         shown.append(inspect.Parameter(row.name, keyword, default=row.default, annotation=hint))
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    _PARAMETERS[function.__name__] = tuple(p.name for p in shown)
     return function
 
 

@@ -242,6 +242,13 @@ def capacity(paged: bool) -> str:
     return "k.shape[1] * block_table.shape[1]" if paged else "k.shape[1]"
 
 
+def maybe_pages(entries: int, batch: int) -> str:
+    """What a message adds about a length that a cache without a table has no room for: a pool of
+    pages has more entries than there are sequences.
+    """
+    return "; if k and v are pages, block_table is missing" if entries > batch else ""
+
+
 def _names(problem: Problem) -> dict[str, str]:
     """What the library calls things, as the caller knows them."""
     names = problem.found | {

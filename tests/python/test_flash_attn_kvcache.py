@@ -262,6 +262,14 @@ def table_of(*numbers: int) -> Tensor:
     [
         ({"cache_seqlens": 41}, r"^cache_seqlens\[0\] = 41, expected 0 to 40 \(k_cache.shape"),
         ({"cache_seqlens": "x"}, "^cache_seqlens = 'x', expected an integer"),
+        (
+            {
+                "k_cache": torch.zeros(9, 16, 2, 16),
+                "v_cache": torch.zeros(9, 16, 2, 16),
+                "cache_seqlens": 20,
+            },
+            r"^cache_seqlens\[0\] = 20, .*if k_cache and v_cache are pages, block_table is missing",
+        ),
         ({"cache_seqlens": torch.tensor([1, 2])}, "^cache_seqlens.dtype = int64, expected int32"),
         ({"block_table": table_of(0, 2)}, r"^block_table\[0\]\[1\] = 2, expected 0 to 1"),
         ({"block_table": table_of(-1)}, r"^block_table\[0\]\[0\] = -1, expected 0 to 1"),
@@ -269,7 +277,7 @@ def table_of(*numbers: int) -> Tensor:
         ({"cache_batch_idx": table_of(0, 2)[0]}, r"^cache_batch_idx\[1\] = 2, expected 0 to 1"),
         ({"cache_leftpad": table_of(9)[0, :1]}, r"^cache_leftpad.shape\[0\] = 1, expected 2"),
         ({"k": torch.zeros(2, 1, 2, 16)}, "^k is given, expected k and v"),
-        ({"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16)}, "^cache_seqlens = None"),
+        ({"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16)}, "^cache_seqlens is mis"),
         ({"rotary_cos": torch.zeros(9, 4)}, "^rotary_cos is given"),
         ({"window_size": 3}, r"^window_size = 3, expected a pair"),
         ({"softmax_scale": "x"}, "^softmax_scale = 'x', expected a number"),

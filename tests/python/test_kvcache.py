@@ -146,7 +146,25 @@ WRONG: list[tuple[str, str]] = [
     ("leftpad=int32(0, 9)", r"leftpad\[1\] = 9, expected 0 to 4 \(the sequence's seqused_k\)"),
     ("leftpad=int32(0, -2)", r"leftpad\[1\] = -2"),
     ("k_new=new, v_new=new, seqused_k=int32(5, 39)", r"seqused_k\[1\] = 39, expected 0 to 38"),
-    ("k_new=new, v_new=new, seqused_k=None", "seqused_k = None, expected an array"),
+    ("k_new=new, v_new=new, seqused_k=None", "seqused_k is missing, expected the rows in use"),
+    # Pages without their table look like entries of a contiguous cache.
+    (
+        "block_table=None",
+        r"expected 0 to 4 \(k.shape\[1\]; if k and v are pages, block_table is missing\)$",
+    ),
+    (
+        "block_table=None, seqused_k=int32(3, 2), k_new=new, v_new=new",
+        r"expected 0 to 2 \(k.shape\[1\] less the sequence's new keys; if k and v are pages, ",
+    ),
+    (
+        "block_table=None, k_new=np.tile(new, (3, 1, 1)), v_new=np.tile(new, (3, 1, 1))",
+        r"k_new.shape\[1\] = 6, expected at most 4 \(k.shape\[1\]; if k and v are pages, block_",
+    ),
+    (
+        "block_table=None, cache_batch_idx=int32(0, 1)",
+        r"seqused_k\[0\] = 5, expected 0 to 4 \(k.shape\[1\]\)$",
+    ),
+    ("block_table=None, k=k[:2].copy(), v=v[:2].copy()", r"expected 0 to 4 \(k.shape\[1\]\)$"),
     ("k_new=new", "k_new is given, expected k_new and v_new"),
     ("k_new=new, v_new=new[:1]", r"v_new.shape\[0\] = 1, expected 2"),
     ("k_new=new[..., :4], v_new=new", r"k_new.shape\[3\] = 4, expected 8"),
@@ -193,7 +211,7 @@ def test_what_is_wrong_is_named_and_nothing_written(change: str, message: str) -
     given = right()
     rng = np.random.default_rng(1)
     more: dict[str, Any] = {"new": normal(rng, (2, 2, 2, 8)), "table": normal(rng, (50, 4))}
-    more |= {"wide": normal(rng, (50, 8)), "int32": int32, "np": np}
+    more |= {"wide": normal(rng, (50, 8)), "int32": int32, "np": np, **given}
     given |= eval(f"dict({change})", more)
     before = given["k"].copy(), given["v"].copy()
     with pytest.raises(strobe.InvalidArgument, match=message):

@@ -285,6 +285,47 @@ def test_unknown_options_are_refused_as_python_does() -> None:
             functions[0](inputs.q, inputs.k, inputs.v, **{name: None})
 
 
+def test_an_unknown_option_is_told_what_it_may_be() -> None:
+    """The name here, the function that has it, or the nearest name, if one is near."""
+    q = np.zeros((1, 8, 2, 16), np.float32)
+    lse = np.zeros((1, 2, 8), np.float32)
+    attention: Any = strobe.attention
+    with_cache: Any = strobe.attention_with_kvcache
+    backward: Any = strobe.attention_backward
+    plan: Any = strobe.plan
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (attention, (q, q, q)),
+        (with_cache, (q, q, q)),
+        (backward, (q, q, q, q, q, lse)),
+        (plan, (q, q, q)),
+    ]
+    for function, arrays in calls:
+        for name, said in (
+            ("casual", ". Did you mean 'causal'?"),
+            ("soft_cap", ". Did you mean 'softcap'?"),
+            ("window_size", ": it is called 'window' here"),
+            ("softmax_scale", ": it is called 'scale' here"),
+            ("cache_seqlens", ": it is called 'seqused_k' here"),
+            ("colour", ""),
+        ):
+            with pytest.raises(TypeError) as caught:
+                function(*arrays, **{name: 1})
+            wanted = f"{function.__name__}() got an unexpected keyword argument {name!r}{said}"
+            assert str(caught.value) == wanted
+    elsewhere = "strobe.attention_with_kvcache has it"
+    for function, arrays, name, said in (
+        (attention, (q, q, q), "leftpad", elsewhere),
+        (attention, (q, q, q), "page_table", f"{elsewhere}, as 'block_table'"),
+        (with_cache, (q, q, q), "page_table", "it is called 'block_table' here"),
+        (with_cache, (q, q, q), "dropout_p", "strobe.attention has it"),
+        (attention, (q, q, q), "dlse", "strobe.attention_backward has it"),
+        (attention, (q, q, q), "return_softmax_lse", "it is called 'return_lse' here"),
+        (plan, (q, q, q), "return_attn_probs", "strobe.attention has it, as 'return_lse'"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}': {said}$"):
+            function(*arrays, **{name: 1})
+
+
 def test_plan_and_why_know_them() -> None:
     inputs = Case().make(np.random.default_rng(9))
     qkv = (inputs.q, inputs.k, inputs.v)

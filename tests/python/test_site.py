@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import strobe
@@ -386,6 +387,24 @@ def test_names_of_the_shim_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
             source = path.read_text()
             for word in codes(cell):
                 assert word.rstrip("_") in source, (name, word)
+
+
+def test_names_of_other_interfaces_are_told_the_name_here() -> None:
+    """Those in the table of names of docs/start.md, as keywords of Strobe's own function."""
+    q = np.zeros((1, 8, 2, 16), np.float32)
+    attention: Any = strobe.attention_with_kvcache
+    table = [row for row in rows(DOCS / "start.md") if len(row) == 5]
+    seen = 0
+    for row in table[1:]:
+        here = re.split(r"\W", codes(row[0])[0])[0]
+        for cell in row[1:3]:
+            for name in (re.split(r"\W", code)[0] for code in codes(cell)):
+                if name == here:
+                    continue
+                seen += 1
+                with pytest.raises(TypeError, match=f"{name}': it is called {here!r} here$"):
+                    attention(q, q, q, **{name: None})
+    assert seen > 6
 
 
 def members(header: str) -> set[str]:
