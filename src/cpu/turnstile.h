@@ -6,9 +6,9 @@
 // blocks ascending, as the places are, so that a thread that waits, waits for an item that another
 // thread already runs: there is no deadlock.
 //
-// The first addition is stored, so that nobody has to clear the sum before: where sequences have one
-// key block, clearing takes 3 % of the time at 64 tokens of width 64, and 1.5 % at 128. The last one
-// is written as the result.
+// The first addition is stored, so that nobody has to clear the sum before: where sequences have
+// one key block, clearing takes 3 % of the time at 64 tokens of width 64, and 1.5 % at 128. The
+// last one is written as the result.
 #ifndef STROBE_CPU_TURNSTILE_H_
 #define STROBE_CPU_TURNSTILE_H_
 
