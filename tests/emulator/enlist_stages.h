@@ -14,7 +14,8 @@ void enlist_stages() {
   using StageTraits = typename Stages::StageTraits;
   constexpr int kTileQ = Stages::kTileQ, kWidth = Stages::kWidth;
   emulator::enlist(&backward_pre_kernel<T, kTileQ, kWidth, StageTraits>);
-  emulator::enlist(&backward_post_kernel<T, kTileQ, kWidth, StageTraits>);
+  emulator::enlist(&backward_post_kernel<T, kTileQ, kWidth, StageTraits, false>);
+  emulator::enlist(&backward_post_kernel<T, kTileQ, kWidth, StageTraits, true>);
   if constexpr (!StageTraits::kMarksNonfinite)
     emulator::enlist(&backward_pairwise_kernel<T, kTileQ, kWidth, Stages::kTileK>);
   emulator::enlist(&backward_parts_kernel<T, kWidth>);

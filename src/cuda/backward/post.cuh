@@ -37,8 +37,9 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
 }
 
 /// dQ = scale * sum. One thread block per query tile; a warp takes four neighbouring 16 x 8 blocks
-/// of the sum, as an accumulator each, at a time.
-template <typename T, int kTileQ, int kWidth, typename StageTraits>
+/// of the sum, as an accumulator each, at a time. kKeepsSums: of p (a kernel of its own, since it
+/// takes more registers).
+template <typename T, int kTileQ, int kWidth, typename StageTraits, bool kKeepsSums>
 __global__ void __launch_bounds__(kPostThreads)
     backward_post_kernel(const __grid_constant__ BackwardParams p,
                          const __grid_constant__ BackwardScratch scratch, int64_t items) {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kPostThreads)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   /// take(row, column, x): of accumulators whose first value is there.
   const auto for_each_sum = [&](const auto& take) {
-#pragma unroll
+#pragma unroll(kKeepsSums ? 1 : kItems)
     for (int i = 0; i < kItems; i += kPostThreads / 32) {
       const int item = i + static_cast<int>(threadIdx.x) / 32;
       if (kItems % (kPostThreads / 32) != 0 && item >= kItems) break;
@@ -79,30 +80,30 @@ __global__ void __launch_bounds__(kPostThreads)
     }
   };
   const auto write = [&](int row, int column, const float(&x)[1][4][4]) {
-    if (!p.keeps_sums()) {
+    if constexpr (kKeepsSums) {
+      const GradientRows<T> dq =
+          gradient_rows<T>(p, p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (row + 8 * h < seqlen) {
+            dq.put(row + 8 * h, column + 8 * d + 2 * (lane % 4),
+                   {x[0][d][2 * h] * p.scale, x[0][d][2 * h + 1] * p.scale});
+          }
+        }
+      }
+    } else {
       const RowsView dq =
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
       store_accumulators<T>(dq, row, column, x, p.scale, lane);
-      return;
-    }
-    const GradientRows<T> dq =
-        gradient_rows<T>(p, p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
-#pragma unroll
-    for (int d = 0; d < 4; ++d) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (row + 8 * h < seqlen) {
-          dq.put(row + 8 * h, column + 8 * d + 2 * (lane % 4),
-                 {x[0][d][2 * h] * p.scale, x[0][d][2 * h + 1] * p.scale});
-        }
-      }
     }
   };
   if constexpr (StageTraits::kMarksNonfinite) {
     for_each_sum(write);
   } else {
     bool finite = true;
-    const bool writes_at_once = !p.accumulates;
+    const bool writes_at_once = !kKeepsSums || !p.accumulates;
     for_each_sum([&](int row, int column, const float(&x)[1][4][4]) {
       if (writes_at_once) write(row, column, x);
 #pragma unroll

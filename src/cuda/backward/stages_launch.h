@@ -49,18 +49,25 @@ struct BackwardStages {
     return kernel.launch(dim3(grid.x, grid.y), kPreThreads, args, target);
   }
 
+  template <bool kKeepsSums>
+  static cudaError_t launch_dq(BackwardParams& p, BackwardScratch& scratch, int64_t items,
+                               const LaunchTarget& target) {
+    const GridSize grid = grid_for(items);
+    void* args[] = {&p, &scratch, &items};
+    static KernelHandle kernel(reinterpret_cast<const void*>(
+        &backward_post_kernel<T, kTileQ, kWidth, StageTraits, kKeepsSums>));
+    return kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target,
+                         !StageTraits::kMarksNonfinite);
+  }
+
   /// dQ, unless the main kernel has written it; and dK and dV where it has left their sums.
   static cudaError_t launch_post(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                                  const LaunchTarget& target) {
     int64_t items = query_tiles(p, scratch.tiles);
     if (items > 0) {
       if (scratch.dq) {
-        const GridSize grid = grid_for(items);
-        void* args[] = {&p, &scratch, &items};
-        static KernelHandle kernel(
-            reinterpret_cast<const void*>(&backward_post_kernel<T, kTileQ, kWidth, StageTraits>));
-        STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(dim3(grid.x, grid.y), kPostThreads, args, target,
-                                                  !StageTraits::kMarksNonfinite));
+        STROBE_RETURN_IF_CUDA_ERROR(p.keeps_sums() ? launch_dq<true>(p, scratch, items, target)
+                                                   : launch_dq<false>(p, scratch, items, target));
       }
       if constexpr (!StageTraits::kMarksNonfinite) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
