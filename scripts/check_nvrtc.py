@@ -29,7 +29,7 @@ HEADERS = {name: STANDARD.format(name) for name in ("cmath", "cstddef", "cstdint
 KERNELS = {
     "mma_sync/forward_sm80.cuh": """
 namespace strobe::cuda::sm80 {
-constexpr ForwardConfig kC{80, kBfloat16, 64, 128, 64, 2, 4};
+constexpr ForwardConfig kC{80, kBfloat16, 64, 64, 128, 64, 2, 4};
 constexpr ForwardTuning kT = general_tuning(kC);
 using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step, kT.kept, kT.split,
                            kT.min_blocks>;
@@ -38,7 +38,7 @@ __device__ auto* const kernel = &forward_kernel<Shape, true>;
 """,
     "mma_sync/backward_sm80.cuh": """
 namespace strobe::cuda::sm80 {
-constexpr BackwardConfig kC{80, kFloat16, 64, 64, 128, 2, 8};
+constexpr BackwardConfig kC{80, kFloat16, 64, 64, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true>;
 }
 """,
@@ -55,14 +55,14 @@ __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 1
 """,
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
-constexpr ForwardConfig kC{90, kBfloat16, 64, 128, 128, 4, 8};
+constexpr ForwardConfig kC{90, kBfloat16, 64, 64, 128, 128, 4, 8};
 __device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false, ForwardParams>;
 __device__ auto* const cached = &forward_kernel<TraitsOf<kC>, true, false, TileParams>;
 }
 """,
     "hopper/backward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
-constexpr BackwardConfig kC{90, kBfloat16, 128, 64, 128, 2, 8};
+constexpr BackwardConfig kC{90, kBfloat16, 128, 128, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardTraitsOf<kC>>;
 __device__ auto* const ordered = &backward_kernel<BackwardTraitsOf<kC, true>>;
 __device__ auto* const general = &backward_kernel<BackwardTraitsOf<kC, false, true>>;

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "core/macros.h"
+
 namespace strobe::cuda {
 
 /// A set of features: a type made of integers, which may be a template argument of host code.
@@ -14,13 +16,17 @@ struct Features {
   uint32_t bits = 0;
 
   /// Whether some of those are in it.
-  constexpr bool has(Features some) const { return (bits & some.bits) != 0; }
+  STROBE_INLINE constexpr bool has(Features some) const { return (bits & some.bits) != 0; }
   /// Whether all of those are.
-  constexpr bool contains(Features all) const { return (all.bits & ~bits) == 0; }
-  constexpr Features without(Features some) const { return {bits & ~some.bits}; }
+  STROBE_INLINE constexpr bool contains(Features all) const { return (all.bits & ~bits) == 0; }
+  STROBE_INLINE constexpr Features without(Features some) const { return {bits & ~some.bits}; }
 
-  friend constexpr Features operator|(Features a, Features b) { return {a.bits | b.bits}; }
-  friend constexpr bool operator==(Features, Features) = default;
+  STROBE_INLINE friend constexpr Features operator|(Features a, Features b) {
+    return {a.bits | b.bits};
+  }
+  STROBE_INLINE friend constexpr bool operator==(Features a, Features b) {
+    return a.bits == b.bits;
+  }
 };
 
 namespace features {
@@ -54,8 +60,8 @@ inline constexpr Features kSumsDq{1u << 8}, kOrder{1u << 9};
 /// keys: then there need be no sum, and a main kernel may write dQ itself. seqlen_k: the longest
 /// sequence's. With batch_invariant, where lengths differ, the longest of other sequences does not
 /// count.
-constexpr bool adds_once(int64_t seqlen_k, int64_t tile_k, bool batch_invariant,
-                         bool lengths_differ) {
+STROBE_INLINE constexpr bool adds_once(int64_t seqlen_k, int64_t tile_k, bool batch_invariant,
+                                       bool lengths_differ) {
   return seqlen_k <= tile_k && !(batch_invariant && lengths_differ);
 }
 
