@@ -158,8 +158,8 @@ struct BackwardThread {
   __device__ __forceinline__ void next_step() {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
     // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
-    // registers are short.
-    if constexpr (!kAddFour || Shape::kFresh) ptx::make_opaque(count);
+    // registers are short (with this it does so where queries are split).
+    if constexpr (!kAddFour || (Shape::kFresh && !Shape::kSplit)) ptx::make_opaque(count);
   }
 
   using Walk = IntervalWalk<int32_t>;
