@@ -269,7 +269,7 @@ strobe_forward_args CacheFixture::Args() const {
   if (c.with_leftpad) a.leftpad = leftpad.data();
   if (c.with_entries) a.cache_batch_idx = entries.data();
   if (c.paged) a.block_table = PointerTo(table);
-  if (c.append) {
+  if (c.append == STROBE_APPEND_PACKED || c.longest_added() > 0) {
     a.k_new = pointer(k_new);
     a.v_new = pointer(v_new);
   }

@@ -240,8 +240,9 @@ struct CacheArguments {
     args.block_table = p.cache == STROBE_CACHE_PAGED ? table.data() : nullptr;
     args.cache_batch_idx = p.has_cache_batch_idx ? entries.data() : nullptr;
     args.leftpad = p.has_leftpad ? leftpad.data() : nullptr;
-    args.k_new = k_new.get();
-    args.v_new = v_new.get();
+    const bool takes_new = p.append != STROBE_APPEND_DENSE || p.seqlen_new > 0;
+    args.k_new = takes_new ? k_new.get() : nullptr;
+    args.v_new = takes_new ? v_new.get() : nullptr;
     args.cu_seqlens_k_new = p.append == STROBE_APPEND_PACKED ? starts.data() : nullptr;
     args.rotary_cos = cos.get();
     args.rotary_sin = sin.get();

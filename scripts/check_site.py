@@ -1,8 +1,9 @@
 """Whether a built documentation site is whole: `scripts/check_site.py FOLDER XML`. Exit 1 where it is not.
 
 Every link within the site leads to a file, and to an anchor that is there; and no page, style or script asks the network for
-anything, so that the site opens from its files. Links that a reader may follow to other sites are not asked. XML is the folder in which
-Doxygen left what it read in the public headers: every function, type, field, value and macro there has a text.
+anything, so that the site opens from its files. Links that a reader may follow to other sites are not asked. No page shows the marks of a
+comment or of code that was not read as such, and no text of a symbol begins with "likewise", which says nothing to whoever looks up the symbol
+alone. XML is the folder in which Doxygen left what it read in the public headers: every function, type, field, value and macro there has a text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from urllib.parse import unquote, urlsplit
 LOADED = {"src", "srcset", "poster", "data", "href"}
 STYLE = re.compile(r"""@import\s+["']?([^"';]+)|url\(\s*["']?([^"')]+)""")
 REMOTE = re.compile(r"(?:[a-z]+:)?//", re.IGNORECASE)
+# What may have any text, and marks that stand nowhere else: of code in Markdown, and of comments that Doxygen or its filter took wrongly.
+LITERAL = {"code", "pre", "script", "style", "title"}
+MARKS = re.compile(r"`|\*\*<|/\*\*|< ?namespace|[\\@]code\b")
 
 
 class Page(HTMLParser):
@@ -26,8 +30,24 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.marks: list[str] = []
+        self.literal = 0  # elements around that are in LITERAL
+        self.begins = False  # whether the next text is the first of a symbol's
+
+    def handle_endtag(self, tag: str) -> None:
+        self.literal -= tag in LITERAL
+
+    def handle_data(self, data: str) -> None:
+        text = " ".join(data.split())
+        if self.literal or not text:
+            return
+        if MARKS.search(text) or (self.begins and text.lower().startswith("likewise")):
+            self.marks.append(text[:60])
+        self.begins = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.literal += tag in LITERAL
+        self.begins = tag == "dd" or (self.begins and tag != "dt")
         for name, value in attrs:
             if value is None:
                 continue
@@ -57,6 +77,7 @@ def faults(site: Path) -> list[str]:
     found = [] if pages else [f"{site}: no page"]
     for path, page in pages.items():
         name = path.relative_to(site.resolve())
+        found += [f"{name}: shows {mark!r}" for mark in page.marks]
         for link in page.links + page.loaded:
             if REMOTE.match(link):
                 if link in page.loaded:

@@ -234,12 +234,12 @@ inline std::string Launch(const Scenario& s, const CpuKernel& kernel, Tensors& t
     a.lse = lse.data();
     a.cu_seqlens_q = s.packed ? t.cu_q.data() : nullptr;
     a.cu_seqlens_k = s.packed ? t.cu_k.data() : nullptr;
-    a.alibi_slopes = t.slopes.data();
+    a.alibi_slopes = p.alibi ? t.slopes.data() : nullptr;
     a.dropout_seed = 77;
-    a.seqused_q = t.used_q.data();
-    a.seqused_k = t.used_k.data();
-    a.q_position = t.position.data();
-    a.prefix = t.prefix.data();
+    a.seqused_q = p.has_seqused_q ? t.used_q.data() : nullptr;
+    a.seqused_k = p.has_seqused_k ? t.used_k.data() : nullptr;
+    a.q_position = p.has_q_position ? t.position.data() : nullptr;
+    a.prefix = p.has_prefix ? t.prefix.data() : nullptr;
   };
   strobe_plan plan;
   plan.struct_size = sizeof plan;

@@ -18,12 +18,12 @@ struct MergeArgs {
   DType out_dtype = DType::kFloat32;  // of out: kFloat32, kBFloat16 or kFloat16
   int32_t threads = 0;                // at most; 0: OpenMP's number
   int64_t parts = 0;                  // how many partial results there are
-  int64_t batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;  // of out
+  int64_t batch = 1, seqlen_q = 0, heads = 1, head_dim_v = 0;  // extents of out
   const float* outs = nullptr;  // [parts, batch, seqlen_q, heads, head_dim_v]
   const float* lses = nullptr;  // [parts, batch, heads, seqlen_q]; infinite: no keys in the part
   void* out = nullptr;          // [batch, seqlen_q, heads, head_dim_v]
   float* lse = nullptr;         // [batch, heads, seqlen_q]; null: not wanted
-  // of the tensor of that name; all zero: contiguous
+  // Strides of the tensor of the same name; all zero: contiguous.
   Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
   int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
   void* stream = nullptr;                // CUDA: cudaStream_t
@@ -56,12 +56,13 @@ struct MergeArgs {
   }
 };
 
-// Merges partial results exactly: out = sum of exp(lses - lse) * outs over the parts.
+// Merges partial results exactly, without throwing: out = sum of exp(lses - lse) * outs over the
+// parts.
 [[nodiscard]] inline Status try_merge(const MergeArgs& args) noexcept {
   const strobe_merge_args a = args.c();
   return static_cast<Status>(strobe_merge(&a));
 }
-// Likewise. Throws Error.
+// Merges partial results exactly, as try_merge(). Throws Error.
 inline void merge(const MergeArgs& args) { internal::throw_unless_ok(try_merge(args)); }
 
 }  // namespace v0

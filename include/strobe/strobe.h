@@ -13,11 +13,11 @@
  * the text of the calling thread's latest failure, which names the argument, what was got and what
  * was wanted.
  *  - Bad input is refused before anything is written.
- *  - Shapes are written [batch, seqlen_q, heads, head_dim]; strides are in elements, in that same
- * order.
+ *  - A pointer to what the problem does not ask for must be NULL, such as k_new without append and
+ *    seqused_k without has_seqused_k. Else the launch is refused.
+ *  - Shapes are written [batch, seqlen_q, heads, head_dim]; strides are elements, in that order.
  *  - lse is the natural logarithm of the sum of exponentials of the scores of a row, float32.
- *  - All functions are thread-safe and re-entrant. A plan is plain data: copy it, share it, keep
- * it.
+ *  - All functions are thread-safe and re-entrant. A plan is plain data: copy it, share it.
  *
  * Algorithm: T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
  * Partitioning", arXiv:2307.08691, algorithms 1 (forward) and 2 (backward).
@@ -181,8 +181,8 @@ typedef struct strobe_problem {
    *    numbered from 0 at the first of them: masks, positions and ALiBi count from there;
    *  - seqlen_k is the most rows that a sequence may reach, appended ones included: contiguous, the
    *    rows of an entry; paged, at most pages_per_sequence * page_size;
-   *  - varlen packs the queries alone: cu_seqlens_q, total_q. cu_seqlens_k and total_k are not
-   * used;
+   *  - varlen packs the queries alone: cu_seqlens_q, total_q. total_k is not used, and
+   *    cu_seqlens_k is NULL;
    *  - the strides of k and v have the cache's extents: contiguous, k.batch leads from an entry to
    *    the next; paged, from a page to the next and k.seqlen from a row of a page to the next. Any
    *    strides will do (a pool that interleaves K and V, heads before rows); all zero: contiguous.
@@ -197,8 +197,8 @@ typedef struct strobe_problem {
   int64_t pages_per_sequence; /* paged: columns of block_table */
   int64_t block_table_stride; /* paged: int32s from a row of block_table to the next, at least
                                  pages_per_sequence. 0 (default): pages_per_sequence */
-  int64_t seqlen_new; /* append: rows of each sequence; packed: of the longest (an upper bound
-                         will do) */
+  int64_t seqlen_new; /* append: rows that each sequence gets; 0: none, and k_new and v_new are
+                         NULL. Packed: of the longest (an upper bound will do) */
   int64_t total_new;  /* append packed: rows of k_new and v_new, all sequences together */
   strobe_strides k_new, v_new; /* strides of the tensor of that name; append packed: the batch
                                   stride is not used */
@@ -296,7 +296,7 @@ typedef struct strobe_forward_args {
    * lse -inf, its gradients are 0. Causal masks and windows align the last query in use with the
    * last key in use. */
   const int32_t* seqused_q; /* [batch] 0 to the rows of q that the sequence has */
-  const int32_t* seqused_k; /* [batch] 0 to the rows of k that the sequence has */
+  const int32_t* seqused_k; /* [batch] 0 to the rows of k that the sequence has, before an append */
   /* Key position of each sequence's first query, when the problem has_q_position; without it
    * seqlen_k - seqlen_q of the rows in use. -2^30 to 2^30. */
   const int32_t* q_position; /* [batch] */
@@ -327,11 +327,11 @@ typedef struct strobe_forward_args {
                                       decreasing. seqused_k plus a sequence's new rows is at most
                                       seqlen_k */
   const void* rotary_cos; /* rotary_dim > 0: [rotary_rows, rotary_dim / 2], contiguous, dtype */
-  const void* rotary_sin; /* likewise */
+  const void* rotary_sin; /* as rotary_cos */
   const int32_t* rotary_position; /* [batch]; every position in use is 0 to rotary_rows - 1 */
 } strobe_forward_args;
 
-/* Tensors of a backward launch. */
+/* Tensors of a backward launch. Outputs are dq, dk and dv; with accumulate they are inputs too. */
 typedef struct strobe_backward_args {
   size_t struct_size;    /* sizeof(strobe_backward_args) of the caller's header */
   const void *q, *k, *v; /* as in forward */
@@ -339,7 +339,7 @@ typedef struct strobe_backward_args {
   const float* lse;      /* what forward gave */
   const void* dout;      /* gradient of out, its shape */
   const float* dlse;     /* gradient of lse, its shape, contiguous, when the problem has_dlse */
-  /* Outputs, of grad_dtype; with accumulate inputs too. */
+
   void* dq; /* [batch, seqlen_q, heads, head_dim], or [total_q, ...] */
   void* dk; /* [batch, seqlen_k, heads_kv, head_dim], or [total_k, ...]: summed over the group */
   void* dv; /* [batch, seqlen_k, heads_kv, head_dim_v], or [total_k, ...] */
@@ -403,11 +403,11 @@ typedef struct strobe_merge_args {
   int64_t batch, seqlen_q, heads; /* of out; >= 0 */
   int64_t head_dim_v;             /* of out; 1 to 512 */
   const float* outs;              /* float32 [parts, batch, seqlen_q, heads, head_dim_v] */
-  /* A row without keys in a part has an infinite lse there: -inf, or +inf as flash_attn 2 has it.
-   * What its outs hold does not count. */
-  const float* lses; /* [parts, batch, heads, seqlen_q] */
-  void* out;         /* [batch, seqlen_q, heads, head_dim_v]: 0 where all parts are without keys */
-  float* lse;        /* [batch, heads, seqlen_q]: -inf there. NULL: not wanted */
+  /* [parts, batch, heads, seqlen_q]. A row without keys in a part has an infinite lse there: -inf,
+   * or +inf as flash_attn 2 has it. What its outs hold does not count. */
+  const float* lses;
+  void* out;  /* [batch, seqlen_q, heads, head_dim_v]: 0 where all parts are without keys */
+  float* lse; /* [batch, heads, seqlen_q]: -inf there. NULL: not wanted */
   /* Elements. All zero: contiguous in the order above. The dim stride of outs and out must be 1;
    * that of lses and lse is not used. */
   strobe_strides outs_strides, lses_strides, out_strides, lse_strides;
@@ -452,7 +452,7 @@ STROBE_API const char* strobe_kernel_name(int32_t index) STROBE_NOEXCEPT;
  * driver found"). */
 STROBE_API const char* strobe_kernel_unavailable(int32_t index) STROBE_NOEXCEPT;
 
-/* Why kernel `index` would not take the problem on a machine that can run the kernel; "" when it
+/* Why kernel no. index would not take the problem on a machine that can run the kernel; "" when it
  * would. Lengths as strobe_plan_text. */
 STROBE_API size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char* text,
                                          size_t capacity) STROBE_NOEXCEPT;

@@ -113,14 +113,15 @@ class Error : public std::runtime_error {
 // What the caller wants. Set what differs from the default, in this order:
 //   strobe::Problem{.dtype = strobe::DType::kBFloat16, .batch = 2, .seqlen_q = 4096, ...}
 struct Problem {
-  Direction direction = Direction::kForward;  // forward() and backward() give the other
+  Direction direction = Direction::kForward;  // which pass the plan is for
   DType dtype = DType::kFloat32;  // of q, k, v, out and their gradients; sums are float32
   Device device = Device::kCpu;   // where the tensors are
   int32_t device_index = 0;       // CUDA: which GPU
 
   int64_t batch = 1;       // sequences
   int64_t seqlen_q = 0;    // tokens; with varlen the longest query sequence
-  int64_t seqlen_k = 0;    // tokens; with varlen the longest key sequence
+  int64_t seqlen_k = 0;    // tokens; with varlen the longest key sequence; with a cache the most
+                           // rows that a sequence may reach, those of this launch included
   int64_t heads = 1;       // query heads
   int64_t heads_kv = 0;    // key and value heads, divides heads; 0: as many as heads
   int64_t head_dim = 0;    // of q and k, 1 to 256
@@ -145,11 +146,13 @@ struct Problem {
   bool has_dlse = false;         // backward: the arguments carry a gradient of lse
   int32_t threads = 0;           // at most; 0: OpenMP's number
 
-  Strides q = {}, k = {}, v = {}, out = {};      // of the tensor of that name
-  Strides dout = {}, dq = {}, dk = {}, dv = {};  // backward: of the tensor of that name
+  // Strides of the tensor of the same name; all zero: contiguous.
+  Strides q = {}, k = {}, v = {}, out = {};
+  // Backward: strides of the tensor of the same name; all zero: contiguous.
+  Strides dout = {}, dq = {}, dk = {}, dv = {};
 
   int64_t attention_chunk = 0;  // c > 0: a query sees keys of its own chunk of c positions only
-  // the arguments carry the array of that name
+  // Whether the arguments carry the array of that name. Without it they must not.
   bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
   DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
@@ -157,26 +160,28 @@ struct Problem {
 
   // Keys and values in a cache, forward only: strobe.h has the rules, examples/paged_cache.cpp and
   // examples/generate.cpp show how an engine uses it.
-  Cache cache = Cache::kNone;
-  Append append = Append::kNone;  // needs has_seqused_k
-  int64_t cache_batch = 0;        // contiguous: entries of the cache; 0: batch
-  // paged: pages of the pool, rows of a page, columns of block_table
-  int64_t pages = 0, page_size = 0, pages_per_sequence = 0;
-  int64_t block_table_stride = 0;         // paged: int32s between its rows; 0: pages_per_sequence
-  int64_t seqlen_new = 0, total_new = 0;  // append: of a sequence at most; packed: of all
-  Strides k_new = {}, v_new = {};         // of the tensor of that name
-  int64_t rotary_dim = 0;                 // elements that are rotated; even; 0: none
-  int64_t rotary_rows = 0;                // positions that rotary_cos and rotary_sin have
-  bool rotary_interleaved = false;        // pairs are neighbours, not elements of the two halves
-  // the arguments carry the array of that name
+  Cache cache = Cache::kNone;      // where k and v are
+  Append append = Append::kNone;   // whether k_new and v_new are; needs has_seqused_k
+  int64_t cache_batch = 0;         // contiguous: entries of the cache; 0: batch
+  int64_t pages = 0;               // paged: pages of the pool
+  int64_t page_size = 0;           // paged: rows of a page
+  int64_t pages_per_sequence = 0;  // paged: columns of block_table
+  int64_t block_table_stride = 0;  // paged: int32s from row to row of it; 0: pages_per_sequence
+  int64_t seqlen_new = 0;          // dense: rows that each sequence appends; packed: the longest
+  int64_t total_new = 0;           // append packed: rows of k_new and v_new
+  // Append: strides of the tensor of the same name; all zero: contiguous.
+  Strides k_new = {}, v_new = {};
+  int64_t rotary_dim = 0;           // elements that are rotated; even; 0: none
+  int64_t rotary_rows = 0;          // positions that rotary_cos and rotary_sin have
+  bool rotary_interleaved = false;  // pairs are neighbours, not elements of the two halves
+  // Whether the arguments carry the array of that name. Without it they must not.
   bool has_cache_batch_idx = false, has_leftpad = false, has_rotary_position = false;
 
   bool window_signed = false;  // the window's limits may be negative; STROBE_NO_LIMIT alone is none
 
-  // Backward.
-  DType grad_dtype = DType::kSame;  // of dq, dk and dv; or kFloat32
-  bool accumulate = false;          // the gradients are added to what dq, dk and dv hold
-  bool has_delta = false;  // the arguments carry delta, and out is not read; not with has_dlse
+  DType grad_dtype = DType::kSame;  // backward: of dq, dk and dv; or kFloat32
+  bool accumulate = false;          // backward: gradients are added to what dq, dk and dv hold
+  bool has_delta = false;  // backward: the arguments carry delta, out is not read; no has_dlse
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
@@ -302,13 +307,13 @@ template <typename C, typename Args>
 // The shapes are those without varlen; with it, [batch, seqlen] becomes [total].
 struct ForwardArgs {
   const void* q = nullptr;  // [batch, seqlen_q, heads, head_dim]
-  const void* k = nullptr;  // [batch, seqlen_k, heads_kv, head_dim]
-  const void* v = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v]
+  const void* k = nullptr;  // [batch, seqlen_k, heads_kv, head_dim], or the cache
+  const void* v = nullptr;  // [batch, seqlen_k, heads_kv, head_dim_v], or the cache
   void* out = nullptr;      // [batch, seqlen_q, heads, head_dim_v]
   float* lse = nullptr;     // [batch, heads, seqlen_q], varlen [heads, total_q]; null: not wanted
   const int32_t* cu_seqlens_q = nullptr;          // varlen: [batch + 1]
   const int32_t* cu_seqlens_k = nullptr;          // varlen: [batch + 1]
-  const float* alibi_slopes = nullptr;            // [heads] or [batch, heads]
+  const float* alibi_slopes = nullptr;            // with alibi: [heads] or [batch, heads]
   uint64_t dropout_seed = 0, dropout_offset = 0;  // of the Philox generator
   // plan.workspace_bytes(), 64-byte aligned (strobe::Workspace); empty: the library's own
   std::span<std::byte> workspace = {};
@@ -316,20 +321,23 @@ struct ForwardArgs {
   // CPU: asked about every 0.1 s; other than 0 ends the launch with kInterrupted. Must not throw.
   int32_t (*interrupt)(void* interrupt_data) = nullptr;
   void* interrupt_data = nullptr;  // what interrupt is called with
-  // [batch] each, when the problem has_ them; strobe.h says what they may hold.
-  const int32_t* seqused_q = nullptr;   // rows of q in use, the first ones of each sequence
-  const int32_t* seqused_k = nullptr;   // likewise of k and v
-  const int32_t* q_position = nullptr;  // key position of each sequence's first query
-  const int32_t* prefix = nullptr;      // keys that all queries of the sequence see
-  // With a cache k and v are the cache; with append they are written.
+  // Arrays that the problem says it has (has_seqused_q, ...): null without. strobe.h says what they
+  // may hold.
+  const int32_t* seqused_q = nullptr;   // [batch] rows of q in use, the first ones of each sequence
+  const int32_t* seqused_k = nullptr;   // [batch] rows of k and v in use, without those of k_new
+  const int32_t* q_position = nullptr;  // [batch] key position of each sequence's first query
+  const int32_t* prefix = nullptr;      // [batch] keys that all queries of the sequence see
+
+  // With a cache, k and v are the cache, and with append they are written. What the problem does
+  // not ask for is null.
   const int32_t* block_table = nullptr;       // paged: [batch, pages_per_sequence]
   const int32_t* cache_batch_idx = nullptr;   // [batch] the cache's entry of each sequence
   const int32_t* leftpad = nullptr;           // [batch] rows that a sequence skips
-  const void* k_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim]
-  const void* v_new = nullptr;                // [batch, seqlen_new, heads_kv, head_dim_v]
-  const int32_t* cu_seqlens_k_new = nullptr;  // packed: [batch + 1]
+  const void* k_new = nullptr;                // append: [batch, seqlen_new, heads_kv, head_dim]
+  const void* v_new = nullptr;                // append: [batch, seqlen_new, heads_kv, head_dim_v]
+  const int32_t* cu_seqlens_k_new = nullptr;  // append packed: [batch + 1]
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
-  const int32_t* rotary_position = nullptr;  // [batch] of the first query and new key
+  const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -409,12 +417,13 @@ class Plan {
   // An empty plan, for try_make to fill. Launching it fails with kInvalidArgument.
   Plan() noexcept : plan_() { plan_.struct_size = sizeof plan_; }
 
-  // Throws Error: kInvalidArgument names the argument, kUnsupported lists why each kernel declines.
+  // Plans the problem. Throws Error: kInvalidArgument names the argument, kUnsupported lists why
+  // each kernel declines.
   explicit Plan(const Problem& problem) : Plan() {
     internal::throw_unless_ok(try_make(problem, *this));
   }
 
-  // On failure `plan` is left as it was.
+  // Plans the problem, without throwing. On failure plan is left as it was.
   [[nodiscard]] static Status try_make(const Problem& problem, Plan& plan) noexcept {
     const strobe_problem p = problem.c();
     return static_cast<Status>(strobe_plan_make(&p, &plan.plan_));
@@ -423,7 +432,7 @@ class Plan {
   // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are
   // refused before anything is written.
   void forward(const ForwardArgs& args) const { internal::throw_unless_ok(try_forward(args)); }
-  // Likewise of a plan of the backward direction.
+  // Runs a plan of the backward direction, as forward() does one of the forward direction.
   void backward(const BackwardArgs& args) const { internal::throw_unless_ok(try_backward(args)); }
 
   // As forward(), without throwing.

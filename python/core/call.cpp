@@ -402,6 +402,12 @@ void Call::fill(Arguments& arguments) {
   if constexpr (OptionKind::kind == OptionKind::kSeed) \
     arguments.name = numbers[kScalar_##name].word;
 #include "call_options.def"
+  if constexpr (std::is_same_v<Arguments, strobe_forward_args>) {
+    // Arrays without rows may have an address; the library wants none where nothing is appended.
+    const strobe_problem& problem = launch_->plan->problem;
+    if (problem.append == STROBE_APPEND_DENSE && problem.seqlen_new == 0)
+      arguments.k_new = arguments.v_new = nullptr;
+  }
 }
 
 bool Call::launch_it() {

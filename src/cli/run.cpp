@@ -169,7 +169,7 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
   SetNumbers(
       in,
       [](const std::vector<int32_t>& values) { return values.empty() ? nullptr : values.data(); },
-      [](const void* at, size_t) { return at; }, &args);
+      [](const void* at, size_t bytes) { return bytes > 0 ? at : nullptr; }, &args);
   return args;
 }
 
@@ -267,7 +267,7 @@ int Run(const RunOptions& options) {
         return values.empty() ? nullptr : mirror.In(values.data(), values.size());
       },
       [&](const void* at, size_t bytes) {
-        return mirror.In(static_cast<const std::byte*>(at), bytes);
+        return bytes > 0 ? mirror.In(static_cast<const std::byte*>(at), bytes) : nullptr;
       },
       &forward_args);
 

@@ -33,6 +33,7 @@ struct OptionArray {
   const char* name;
   int64_t least;
   OptionMost most;
+  const char* without;  // what a problem that has it not says, in words
 };
 
 /// visit(Option, field) for each option, in the table's order. P: strobe_problem, or another struct
@@ -102,15 +103,15 @@ constexpr void map_arrays(From& from, To& to, const Map& map) {
 template <typename P, typename Args, typename Visit>
 constexpr void for_each_array(P& problem, Args& args, const Visit& visit) {
 #define STROBE_ARRAY(name, least, most) \
-  visit(OptionArray{#name, least, most}, problem.has_##name, args.name);
+  visit(OptionArray{#name, least, most, "has_" #name " = 0"}, problem.has_##name, args.name);
 #include "core/options.def"
 }
 
-/// visit(name, problem.has_<name>, args.<name>) for each array that a launch with a cache may
-/// carry.
+/// visit(name, without, problem.has_<name>, args.<name>) for each array that a launch with a cache
+/// may carry. without: as in OptionArray.
 template <typename P, typename Args, typename Visit>
 constexpr void for_each_cache_array(P& problem, Args& args, const Visit& visit) {
-#define STROBE_CACHE_ARRAY(name) visit(#name, problem.has_##name, args.name);
+#define STROBE_CACHE_ARRAY(name) visit(#name, "has_" #name " = 0", problem.has_##name, args.name);
 #include "core/options.def"
 }
 

@@ -19,6 +19,9 @@ struct LaunchPointer {
   int64_t alignment;  // in bytes: the size of an element
   Extents extents;
   bool written;  // whether a launch writes it
+  // What a problem that does not use it says, in words: then the pointer has to be null. Null: it
+  // may be given all the same.
+  const char* without = nullptr;
 };
 
 /// visit(LaunchPointer) for all but the workspace and the arrays of for_each_array. problem:
@@ -49,45 +52,64 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
   visit(LaunchPointer{"lse", a.lse, true, some_q && !kForward, 4, lse, kForward});
   if constexpr (!kForward) {
     visit(LaunchPointer{"dout", a.dout, true, some_q, align, of_q(p.dout, dv, align), false});
-    visit(LaunchPointer{"dlse", a.dlse, p.has_dlse != 0, some_q && p.has_dlse, 4, lse, false});
-    const bool has_delta = p.has_delta != 0;
-    visit(LaunchPointer{"delta", a.delta, has_delta, some_q && has_delta, 4, lse, false});
+    const bool has_dlse = p.has_dlse != 0, has_delta = p.has_delta != 0;
+    visit(
+        LaunchPointer{"dlse", a.dlse, has_dlse, some_q && has_dlse, 4, lse, false, "has_dlse = 0"});
+    visit(LaunchPointer{"delta", a.delta, has_delta, some_q && has_delta, 4, lse, false,
+                        "has_delta = 0"});
     const int64_t size = element_size(p.grad_dtype);
     visit(LaunchPointer{"dq", a.dq, true, some_q, size, of_q(p.dq, d, size), true});
     visit(LaunchPointer{"dk", a.dk, true, some_k, size, of_k(p.dk, d, size), true});
     visit(LaunchPointer{"dv", a.dv, true, some_k, size, of_k(p.dv, dv, size), true});
   }
   const auto visit_array = [&](const char* name, const void* pointer, bool used, bool needed,
-                               const Extents& extents) {
-    visit(LaunchPointer{name, pointer, used, needed, 4, extents, false});
+                               const Extents& extents, const char* without) {
+    visit(LaunchPointer{name, pointer, used, needed, 4, extents, false, without});
   };
   visit_array("alibi_slopes", a.alibi_slopes, alibi, alibi,
-              array(p.alibi == STROBE_ALIBI_PER_HEAD ? p.heads : p.batch * p.heads));
+              array(p.alibi == STROBE_ALIBI_PER_HEAD ? p.heads : p.batch * p.heads),
+              "alibi = 0 (none)");
   const Extents starts = array(p.batch + 1);
-  visit_array("cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, starts);
-  visit_array("cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, starts);
+  visit_array("cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, starts, "varlen = 0");
+  visit_array("cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, starts,
+              p.varlen ? "a cache (lengths of its keys are in seqused_k)" : "varlen = 0");
   if constexpr (kForward) {
-    if (!p.cache) return;
     const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
     const bool rotates = p.rotary_dim > 0;
     const int64_t rows_new = packed ? p.total_new : p.seqlen_new;
-    const bool some_new = appends && rows_new > 0 && p.seqlen_k > 0;
+    // Without a row of each sequence there is nothing to point to; packed, whoever appends nothing
+    // this time keeps the pointers.
+    const bool takes_new = appends && (packed || rows_new > 0);
+    const bool some_new = takes_new && rows_new > 0 && p.seqlen_k > 0;
+    const char* const without_new = appends ? "seqlen_new = 0" : "append = 0 (none)";
     const bool some_rotates = rotates && p.rotary_rows > 0;
     const auto of_new = [&](const Strides& s, int64_t dim) {
       return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align_kv);
     };
+    const auto visit_new = [&](const char* name, const void* pointer, const Strides& s,
+                               int64_t dim) {
+      visit(LaunchPointer{name, pointer, takes_new, some_new, align_kv, of_new(s, dim), false,
+                          without_new});
+    };
     const Extents angles = Extents::contiguous(p.rotary_rows * (p.rotary_dim / 2) * align);
+    const auto visit_angles = [&](const char* name, const void* pointer) {
+      visit(LaunchPointer{name, pointer, rotates, some_rotates, align, angles, false,
+                          "rotary_dim = 0 (none)"});
+    };
     visit_array(
         "block_table", a.block_table, paged, paged && p.pages_per_sequence > 0,
-        Extents::of(p.batch, 1, 1, p.pages_per_sequence, {p.block_table_stride, 0, 0, 1}, 4));
-    visit(LaunchPointer{"k_new", a.k_new, appends, some_new, align_kv, of_new(p.k_new, d), false});
-    visit(LaunchPointer{"v_new", a.v_new, appends, some_new, align_kv, of_new(p.v_new, dv), false});
-    visit_array("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, starts);
-    visit(LaunchPointer{"rotary_cos", a.rotary_cos, rotates, some_rotates, align, angles, false});
-    visit(LaunchPointer{"rotary_sin", a.rotary_sin, rotates, some_rotates, align, angles, false});
-    for_each_cache_array(p, a, [&](const char* name, int32_t wanted, const int32_t* values) {
-      visit_array(name, values, wanted != 0, wanted != 0, array(p.batch));
-    });
+        Extents::of(p.batch, 1, 1, p.pages_per_sequence, {p.block_table_stride, 0, 0, 1}, 4),
+        p.cache ? "cache = 1 (contiguous)" : "cache = 0 (none)");
+    visit_new("k_new", a.k_new, p.k_new, d);
+    visit_new("v_new", a.v_new, p.v_new, dv);
+    visit_array("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, starts,
+                appends ? "append = 1 (dense)" : "append = 0 (none)");
+    visit_angles("rotary_cos", a.rotary_cos);
+    visit_angles("rotary_sin", a.rotary_sin);
+    for_each_cache_array(
+        p, a, [&](const char* name, const char* without, int32_t wanted, const int32_t* values) {
+          visit_array(name, values, wanted != 0, wanted != 0, array(p.batch), without);
+        });
   }
 }
 
@@ -97,7 +119,7 @@ void for_each_argument(const AttentionProblem& p, const Args& a, const Visit& vi
   for_each_pointer(p, a, visit);
   for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
     visit(LaunchPointer{array.name, values, wanted != 0, wanted != 0, 4,
-                        Extents::contiguous(4 * p.batch), false});
+                        Extents::contiguous(4 * p.batch), false, array.without});
   });
 }
 

@@ -275,6 +275,9 @@ Status check_memory(const AttentionProblem& p, size_t workspace_bytes, const Arg
 template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
+    if (x.pointer && !x.used && x.without) {
+      return invalid(format("%s is given with %s, expected NULL", x.name, x.without));
+    }
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
   STROBE_RETURN_IF_ERROR(check_pointer("workspace", a.workspace, false, kWorkspaceAlignment));

@@ -78,8 +78,12 @@ Status check_append(const AttentionProblem& p) {
                "keys go)",
                p.append));
   }
-  STROBE_RETURN_IF_ERROR(
-      check_integer("seqlen_new", p.seqlen_new, 0, packed ? kMaxLength : p.seqlen_k));
+  STROBE_RETURN_IF_ERROR(check_integer("seqlen_new", p.seqlen_new, 0, kMaxLength));
+  if (!packed && p.seqlen_new > p.seqlen_k) {
+    return invalid(format("seqlen_new = %" PRId64 ", expected 0 to seqlen_k = %" PRId64
+                          " (the most rows that a sequence may reach, new ones included)",
+                          p.seqlen_new, p.seqlen_k));
+  }
   if (packed) {
     STROBE_RETURN_IF_ERROR(check_integer("total_new", p.total_new, 0, kMaxLength));
   } else {
@@ -162,8 +166,9 @@ Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b
                           b, added, p.seqlen_k));
   }
   const int64_t used = p.has_seqused_k ? a.seqused_k[b] : p.seqlen_k;
-  STROBE_RETURN_IF_ERROR(check_number("seqused_k", b, used, p.seqlen_k - added,
-                                      added > 0 ? " (seqlen_k less the sequence's new keys)" : ""));
+  STROBE_RETURN_IF_ERROR(
+      check_number("seqused_k", b, used, p.seqlen_k - added,
+                   added > 0 ? " (seqlen_k less the sequence's new keys)" : " (seqlen_k)"));
   const int64_t pad = p.has_leftpad ? a.leftpad[b] : 0;
   STROBE_RETURN_IF_ERROR(check_number("leftpad", b, pad, used, " (the sequence's seqused_k)"));
   if (p.has_cache_batch_idx) {

@@ -281,9 +281,10 @@ void for_each_number_array(const AttentionProblem& p, Args& a, const Visit& visi
   });
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     if (p.append == STROBE_APPEND_PACKED) visit(a.cu_seqlens_k_new, p.batch + 1);
-    for_each_cache_array(p, a, [&](const char*, int32_t wanted, const int32_t*& numbers) {
-      if (wanted) visit(numbers, p.batch);
-    });
+    for_each_cache_array(p, a,
+                         [&](const char*, const char*, int32_t wanted, const int32_t*& numbers) {
+                           if (wanted) visit(numbers, p.batch);
+                         });
   }
 }
 

@@ -35,10 +35,12 @@ block sh 'pkg-config --cflags' >readme/commands.sh
 diff readme/quickstart.cpp "$example/quickstart.cpp" || fail "README's C++ is not examples/consumer/quickstart.cpp"
 diff readme/CMakeLists.txt <(sed '/^$/,$d' "$example/CMakeLists.txt") || fail "nor is its CMakeLists.txt the example's first paragraph"
 (cd readme && quietly bash -eu commands.sh)
+grep -q '^CMAKE_BUILD_TYPE:.*=Release$' readme/build/CMakeCache.txt || fail "README's commands build without optimising"
 [ "$(grep -c '^out\[0\] = 0\.1$' readme/log)" = 2 ] || { cat readme/log; fail "README's commands do not run the program twice"; }
 
 # The example's training step, by CMake. The loss falls, or it says so by its exit status.
-quietly cmake -S "$example" -B example -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_CXX_FLAGS="-O2 -Wall -Wextra -Wpedantic -Werror"
+quietly cmake -S "$example" -B example -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_CXX_FLAGS="-Wall -Wextra -Wpedantic -Werror"
+grep -q -- -O3 example/CMakeFiles/train.dir/flags.make || fail "examples/consumer is built without optimising"
 quietly cmake --build example
 ./example/quickstart >/dev/null || fail "quickstart: exit status $?"
 echo "examples/consumer: $(./example/train | tail -n 1)"

@@ -88,6 +88,8 @@ class Launch:
         args = lib.ForwardArgs()
         args.struct_size = ctypes.sizeof(args)
         tables = {"rotary_cos": t.cos, "rotary_sin": t.sin} if c.rotary_dim else {}
+        if c.append and c.append != PACKED and not c.longest_new:
+            strided |= {"k_new": None, "v_new": None}  # nothing is appended, and a pointer to it would be refused
         self.keep = {**strided, **tables, **t.arrays, "lse": t.lse, "alibi_slopes": t.slopes}
         for name, tensor in self.keep.items():
             setattr(args, name, st.pointer(tensor))

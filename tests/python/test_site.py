@@ -763,6 +763,80 @@ of both */
     assert re.sub(r"^ *(?=/\*\*)", "", said, flags=re.MULTILINE) == wanted
 
 
+def test_comments_of_lines_may_have_code_in_them() -> None:
+    header = """#define A
+// As in
+//   A<int> a = {.b = 1};
+//   a.c();
+// and so on <b>.
+int a;
+"""
+    wanted = """#define A
+/** As in
+\\code{.cpp}
+A<int> a = {.b = 1};
+a.c();
+\\endcode
+and so on \\<b\\>. */
+int a;
+"""
+    assert script("doxygen_filter").filtered(header) == wanted
+
+
+def test_what_ends_a_namespace_is_no_comment_of_what_follows() -> None:
+    header = """#define A
+namespace b {
+}  // namespace b
+// Of c.
+int c;
+#endif  // A
+"""
+    wanted = """#define A
+namespace b {
+}
+/** Of c. */
+int c;
+#endif
+"""
+    assert script("doxygen_filter").filtered(header) == wanted
+
+
+def test_a_comment_of_several_fields_is_one_of_their_struct() -> None:
+    header = """#define A
+/* Some. */
+typedef struct some {
+  int first; /* 1 */
+  /* Of the
+   * next two. */
+  int second; /* 2 */
+  int third, fourth; /* 3 and 4 */
+
+  /* More of one. */
+  int fifth; /* 5 */
+} some;
+"""
+    wanted = """#define A
+/** Some.
+
+\\c second to \\c fourth: Of the
+next two. */
+typedef struct some {
+  int first; /**< 1 */
+  int second; /**< 2 */
+  int third; /**< 3 and 4 */
+  int fourth; /**< 3 and 4 */
+
+  /** More of one. */
+  int fifth; /**< 5 */
+} some;
+"""
+    assert script("doxygen_filter").filtered(header) == wanted
+    with pytest.raises(
+        ValueError, match="second to fourth have a comment, and their struct has none"
+    ):
+        script("doxygen_filter").filtered(header.replace("/* Some. */", ""))
+
+
 HEADER = """#define STROBE_A 1 /* a */
 /* Where. */
 typedef enum strobe_where {
@@ -936,6 +1010,12 @@ def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
             '<p style="background: url(http://example.org/x.png)">',
             "index.html: loads http://example.org/x.png",
         ),
+        ("<p>a `b` <code>`c`</code></p>", "index.html: shows 'a `b`'"),
+        ("<p>**&lt; namespace x** y</p>", "index.html: shows '**< namespace x** y'"),
+        ("<dd><p>\n&lt; namespace x</p></dd>", "index.html: shows '< namespace x'"),
+        ("<pre>`x` /** y</pre>", ""),
+        ("<dl><dt>f</dt><dd><p>Likewise. So.</p></dd></dl>", "index.html: shows 'Likewise. So.'"),
+        ("<dl><dt>f</dt><dd><p>That.</p><p>Likewise</p></dd></dl>", ""),
     ],
 )
 def test_a_built_site_is_whole(page: str, fault: str, tmp_path: Path) -> None:

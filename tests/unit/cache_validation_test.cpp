@@ -211,7 +211,9 @@ TEST(CacheValidation, BadArgumentsAreRefusedByName) {
       {[](L& l) { l.position[1] = 28; },
        "rotary_position[1] = 28, expected positions from 0 to rotary_rows - 1 = 29"},
       {[](L& l) { l.position[0] = -1; }, "rotary_position[0] = -1"},
-      {[](L& l) { l.p.has_rotary_position = 0, l.p.rotary_rows = 12; },
+      {[](L& l) {
+         l.p.has_rotary_position = 0, l.p.rotary_rows = 12, l.a.rotary_position = nullptr;
+       },
        "rotary_rows = 12, expected more: sequence 0 has queries or new keys past position 11"},
   };
   for (const auto& bad : all) {
@@ -220,6 +222,13 @@ TEST(CacheValidation, BadArgumentsAreRefusedByName) {
     EXPECT_EQ(l.Text().find(bad.text), 0U) << "got: " << l.Text() << "\nwanted: " << bad.text;
   }
   Launch contiguous;
+  contiguous.a = {};
+  contiguous.a.struct_size = sizeof contiguous.a;
+  contiguous.a.q = contiguous.data;
+  contiguous.a.k = contiguous.k;
+  contiguous.a.v = contiguous.v;
+  contiguous.a.out = contiguous.out;
+  contiguous.a.seqused_k = contiguous.used;
   contiguous.p = Contiguous();
   contiguous.p.has_cache_batch_idx = 1;
   contiguous.p.cache_batch = 3;
@@ -268,6 +277,67 @@ TEST(CacheValidation, TheTextSaysTheCache) {
     EXPECT_NE(text.find(words), std::string::npos) << text;
   }
   EXPECT_NE(strobe::to_string(Contiguous()).find("cache of 2 entries"), std::string::npos);
+}
+
+// A launch that half describes what it wants would compute something else: what the problem does
+// not ask for is refused, not ignored.
+TEST(CacheValidation, WhatTheProblemDoesNotAskForIsRefused) {
+  using L = Launch;
+  const struct {
+    std::function<void(Launch&)> spoil;
+    const char* text;
+  } all[] = {
+      {[](L& l) { l.p.append = STROBE_APPEND_NONE; },
+       "k_new is given with append = 0 (none), expected NULL"},
+      {[](L& l) { l.p.append = STROBE_APPEND_NONE, l.a.k_new = nullptr; },
+       "v_new is given with append = 0 (none), expected NULL"},
+      {[](L& l) { l.p.append = STROBE_APPEND_NONE, l.a.k_new = l.a.v_new = nullptr; },
+       "cu_seqlens_k_new is given with append = 0 (none), expected NULL"},
+      {[](L& l) { l.p.append = STROBE_APPEND_DENSE; },
+       "cu_seqlens_k_new is given with append = 1 (dense), expected NULL"},
+      {[](L& l) { l.p.append = STROBE_APPEND_DENSE, l.p.seqlen_new = 0; },
+       "k_new is given with seqlen_new = 0, expected NULL"},
+      {[](L& l) { l.p.append = STROBE_APPEND_DENSE, l.p.seqlen_new = 0, l.a.k_new = nullptr; },
+       "v_new is given with seqlen_new = 0, expected NULL"},
+      {[](L& l) { l.p.cache = STROBE_CACHE_CONTIGUOUS; },
+       "block_table is given with cache = 1 (contiguous), expected NULL"},
+      {[](L& l) { l.p.rotary_dim = 0; },
+       "rotary_cos is given with rotary_dim = 0 (none), expected NULL"},
+      {[](L& l) { l.p.has_rotary_position = 0; },
+       "rotary_position is given with has_rotary_position = 0, expected NULL"},
+      {[](L& l) { l.p.has_leftpad = 0; }, "leftpad is given with has_leftpad = 0, expected NULL"},
+      {[](L& l) { l.p.has_seqused_k = 0; },
+       "seqused_k is given with has_seqused_k = 0, expected NULL"},
+      {[](L& l) { l.a.cache_batch_idx = l.used; },
+       "cache_batch_idx is given with has_cache_batch_idx = 0, expected NULL"},
+      {[](L& l) { l.p.varlen = 1, l.a.cu_seqlens_q = l.starts, l.a.cu_seqlens_k = l.starts; },
+       "cu_seqlens_k is given with a cache (lengths of its keys are in seqused_k), expected NULL"},
+  };
+  for (const auto& bad : all) {
+    Launch l;
+    bad.spoil(l);
+    EXPECT_EQ(l.Text().find(bad.text), 0U) << "got: " << l.Text() << "\nwanted: " << bad.text;
+  }
+  // Nothing to append is no mistake. Packed, the pointers may stay what they are for other steps.
+  Launch none;
+  none.p.append = STROBE_APPEND_DENSE;
+  none.p.seqlen_new = none.p.total_new = 0;
+  none.a.k_new = none.a.v_new = none.a.cu_seqlens_k_new = nullptr;
+  EXPECT_EQ(none.Text(), "");
+  Launch packed;
+  packed.p.total_new = packed.p.seqlen_new = 0;
+  packed.starts[1] = packed.starts[2] = 0;
+  EXPECT_EQ(packed.Text(), "");
+}
+
+TEST(CacheValidation, AForgottenLengthIsNamed) {
+  strobe_problem p = Contiguous();
+  p.append = STROBE_APPEND_DENSE;
+  p.seqlen_new = 1;
+  p.seqlen_k = 0;
+  EXPECT_EQ(strobe::check_problem(p).text(),
+            "seqlen_new = 1, expected 0 to seqlen_k = 0 (the most rows that a sequence may reach, "
+            "new ones included)");
 }
 
 }  // namespace

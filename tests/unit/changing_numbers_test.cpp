@@ -186,11 +186,15 @@ class Launch {
     a.block_table = table.data();
     a.cache_batch_idx = entries.data();
     a.leftpad = leftpad.data();
-    a.k_new = inputs_[4].bytes();
-    a.v_new = inputs_[5].bytes();
+    if (p.append != STROBE_APPEND_NONE) {
+      a.k_new = inputs_[4].bytes();
+      a.v_new = inputs_[5].bytes();
+    }
     a.cu_seqlens_k_new = cu_new.data();
-    a.rotary_cos = inputs_[6].bytes();
-    a.rotary_sin = inputs_[7].bytes();
+    if (p.rotary_dim > 0) {
+      a.rotary_cos = inputs_[6].bytes();
+      a.rotary_sin = inputs_[7].bytes();
+    }
     a.rotary_position = rotary.data();
     return a;
   }

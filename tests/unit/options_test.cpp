@@ -28,7 +28,7 @@ strobe_problem Small() {
 strobe_problem SmallFor(const Option& option) {
   strobe_problem p = Small();
   const strobe_forward_args args = {};
-  strobe::for_each_cache_array(p, args, [&](const char* name, int32_t, const auto&) {
+  strobe::for_each_cache_array(p, args, [&](const char* name, const char*, int32_t, const auto&) {
     if (option.field != std::string("has_") + name) return;
     p.direction = STROBE_FORWARD;
     p.cache = STROBE_CACHE_CONTIGUOUS;
@@ -116,12 +116,14 @@ TEST(Options, EachArrayOfACacheArrives) {
   strobe::ForwardArgs args;
   int n = 0;
   strobe::for_each_cache_array(
-      p, args, [&](const char*, bool&, const int32_t*& array) { array = numbers + ++n; });
+      p, args,
+      [&](const char*, const char*, bool&, const int32_t*& array) { array = numbers + ++n; });
   n = 0;
   strobe_forward_args c = args.c();
-  strobe::for_each_cache_array(p, c, [&](const char* name, bool, const int32_t* array) {
-    EXPECT_EQ(array, numbers + ++n) << name;
-  });
+  strobe::for_each_cache_array(p, c,
+                               [&](const char* name, const char*, bool, const int32_t* array) {
+                                 EXPECT_EQ(array, numbers + ++n) << name;
+                               });
   EXPECT_EQ(n, 3);
 }
 

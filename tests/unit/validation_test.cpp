@@ -708,6 +708,62 @@ TEST_F(LaunchValidation, NumbersOfEachSequence) {
   }
 }
 
+// Whoever gives an array and forgets to say so would get the answer to another question.
+TEST_F(LaunchValidation, WhatTheProblemDoesNotAskForIsRefused) {
+  const int32_t numbers[] = {0, 3, 6};
+  const float slopes[] = {1, 1, 1, 1};
+  const struct {
+    const char *name, *without;
+    std::function<void(strobe_forward_args&)> forward;
+    std::function<void(strobe_backward_args&)> backward;
+  } all[] = {
+#define STROBE_GIVEN(name, value, without)                                             \
+  {                                                                                    \
+#name, without, [&](auto& a) { a.name = value; }, [&](auto& a) { a.name = value; } \
+  }
+#define STROBE_FORWARD_GIVEN(name, value, without)            \
+  {                                                           \
+#name, without, [&](auto& a) { a.name = value; }, nullptr \
+  }
+#define STROBE_BACKWARD_GIVEN(name, value, without)           \
+  {                                                           \
+#name, without, nullptr, [&](auto& a) { a.name = value; } \
+  }
+      STROBE_GIVEN(seqused_q, numbers, "has_seqused_q = 0"),
+      STROBE_GIVEN(seqused_k, numbers, "has_seqused_k = 0"),
+      STROBE_GIVEN(q_position, numbers, "has_q_position = 0"),
+      STROBE_GIVEN(prefix, numbers, "has_prefix = 0"),
+      STROBE_GIVEN(cu_seqlens_q, numbers, "varlen = 0"),
+      STROBE_GIVEN(cu_seqlens_k, numbers, "varlen = 0"),
+      STROBE_GIVEN(alibi_slopes, slopes, "alibi = 0 (none)"),
+      STROBE_FORWARD_GIVEN(block_table, numbers, "cache = 0 (none)"),
+      STROBE_FORWARD_GIVEN(k_new, in_.data(), "append = 0 (none)"),
+      STROBE_FORWARD_GIVEN(rotary_cos, in_.data(), "rotary_dim = 0 (none)"),
+      STROBE_FORWARD_GIVEN(leftpad, numbers, "has_leftpad = 0"),
+      STROBE_BACKWARD_GIVEN(dlse, in_.data(), "has_dlse = 0"),
+      STROBE_BACKWARD_GIVEN(delta, in_.data(), "has_delta = 0"),
+#undef STROBE_GIVEN
+#undef STROBE_FORWARD_GIVEN
+#undef STROBE_BACKWARD_GIVEN
+  };
+  for (const auto& given : all) {
+    const std::string text =
+        std::string(given.name) + " is given with " + given.without + ", expected NULL";
+    if (given.forward) {
+      Make(GoodProblem(STROBE_FORWARD));
+      strobe_forward_args a = forward_;
+      given.forward(a);
+      ExpectRefused(strobe_forward(&plan_, &a), {text.c_str()});
+    }
+    if (given.backward) {
+      Make(GoodProblem(STROBE_BACKWARD));
+      strobe_backward_args a = backward_;
+      given.backward(a);
+      ExpectRefused(strobe_backward(&plan_, &a), {text.c_str()});
+    }
+  }
+}
+
 TEST(Validation, DropoutMaskChecksItsArguments) {
   uint8_t mask[4] = {9, 9, 9, 9};
   EXPECT_EQ(strobe_dropout_mask(0, 1, 2, 2, 0.5f, 0, 0, mask), STROBE_INVALID_ARGUMENT);
