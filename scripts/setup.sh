@@ -5,7 +5,7 @@
 #   ci    and Clang: formatter, fuzzer
 #   bench what demo has, and PyTorch as the peer in build/venv
 #   plots matplotlib in build/venv
-#   docs  what demo has, Doxygen, and Sphinx in build/venv, beside the packages of the tests
+#   docs  what demo has, Doxygen, and in build/venv Sphinx and what the Python package imports, whose reference is read from it
 #   wheel what the distributions are built and checked with, in build/wheel-venv
 # With the word `packages` it installs the Debian packages alone.
 # Works on Debian 12 as root or with sudo. When all is there, it does nothing, says nothing and takes no time.
@@ -76,16 +76,27 @@ names_in() {
   done | tr '\n' ' '
 }
 
+# A requirements file with the lines of those that it reads in their places: what the copies inside a venv say that it has.
+lines_of() {
+  local line
+  while read -r line; do
+    case $line in
+      "-r "*) lines_of "$(dirname "$1")/${line#-r }" ;;
+      *) echo "$line" ;;
+    esac
+  done <"$1"
+}
+
 if [ "$part" != demo ]; then
   requirements=python/requirements-test.txt
   case $part in bench | plots | docs | wheel) requirements=python/requirements-$part.txt ;; esac
   venv=build/venv
   [ "$part" != wheel ] || venv=build/wheel-venv
-  # The copy inside the venv says what it has.
   have=$venv/$(basename "$requirements")
-  if ! cmp -s "$requirements" "$have"; then
+  if ! lines_of "$requirements" | cmp -s - "$have"; then
     case $part in # as they lie on the disk; about a third of that is fetched
-      test | ci | docs) size="1 GB" time="one to three minutes" ;;
+      test | ci) size="1 GB" time="one to three minutes" ;;
+      docs) size="600 MB" time="a minute or two" ;;
       bench) size="2 GB, and several more where pip finds no CPU build of PyTorch" time="two minutes and more" ;;
       plots) size="160 MB" time="half a minute" ;;
       wheel) size="70 MB" time="half a minute" ;;
@@ -94,7 +105,7 @@ if [ "$part" != demo ]; then
     begin=$SECONDS
     python3 -m venv "$venv"
     "$venv/bin/pip" install -qq --no-compile -r "$requirements"  # most of its files are never imported
-    cp "$requirements" "$have"
+    lines_of "$requirements" >"$have"
     echo "setup: Python packages installed in $((SECONDS - begin)) s"
   fi
 fi
@@ -105,7 +116,12 @@ if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
   requirements=python/requirements-test-torch.txt
   alone=python/requirements-test-nodeps.txt
   have=build/venv/$(basename "$requirements")
-  if ! cat "$requirements" "$alone" | cmp -s - "$have"; then
+  if [ "$part" = docs ]; then # which needs no package of the tests alone
+    alone=
+    have=build/venv/requirements-docs-torch.txt
+  fi
+  files=("$requirements" ${alone:+"$alone"})
+  if ! cat "${files[@]}" | cmp -s - "$have"; then
     torch=$(sed -n '/^torch==/p' "$requirements")
     install() { build/venv/bin/pip install -qq --no-compile "$@"; }
     install_torch() {
@@ -117,12 +133,12 @@ if [ "$part" = test ] || [ "$part" = ci ] || [ "$part" = docs ]; then
       fi
     }
     begin=$SECONDS
-    echo "setup: installing PyTorch and what is tested beside it into build/venv $why (800 MB, of which 200 MB are fetched for" \
-      "PyTorch's CPU build; a minute or two, in silence): $(names_in "$requirements" "$alone")"
+    echo "setup: installing PyTorch and what is used beside it into build/venv $why (800 MB, of which 200 MB are fetched for" \
+      "PyTorch's CPU build; a minute or two, in silence): $(names_in "${files[@]}")"
     if build/venv/bin/python -c "import torch" 2>/dev/null || install_torch >build/setup.log 2>&1; then
       install -r "$requirements"
-      install --no-deps -r "$alone"
-      cat "$requirements" "$alone" >"$have"
+      [ -z "$alone" ] || install --no-deps -r "$alone"
+      cat "${files[@]}" >"$have"
       echo "setup: PyTorch and the others installed in $((SECONDS - begin)) s"
     else
       echo "setup: pip finds no ${STROBE_TEST_TORCH:-$torch+cpu}, so the tests and the reference of the PyTorch layer are left out;" \

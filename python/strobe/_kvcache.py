@@ -144,7 +144,8 @@ def attention_with_kvcache(
             is appended; None: all that the cache holds. Rows that follow are never read.
         block_table: int32, (batch, pages_per_sequence): row n of a sequence is row
             n % page_size of page block_table[b, n // page_size]. Pages may repeat, and columns
-            where the sequence has no rows may hold anything.
+            where the sequence has no rows may hold anything. None: k and v are contiguous, so pages
+            without their table are read as entries of page_size rows.
         cache_batch_idx: int32, (batch,): each sequence's entry of the cache; not with block_table.
             None: entry b, and cache_batch is at least batch.
         leftpad: int32, (batch,): rows at the begin of a sequence that are skipped. Keys are

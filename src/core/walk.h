@@ -46,13 +46,20 @@ struct PowerOfTwo {
   int32_t log2;
 };
 
-/// The blocks of an interval, and which of them are full.
+/// The blocks of an interval, and which of them are full. (Not derived from BlockInterval, so that
+/// records which hold a walk have the standard layout, whose offsets kernels may ask for.)
 template <typename Int>
-struct IntervalWalk : BlockInterval<Int> {
-  Int full_begin, full_end;  // places of the full ones; where there are none, both are `begin`
+struct IntervalWalk {
+  Int begin, end;            // places, as BlockInterval's
+  Int full_begin, full_end;  // of the full ones; where there are none, both are `begin`
 
-  using BlockInterval<Int>::begin, BlockInterval<Int>::end, BlockInterval<Int>::empty;
-
+  STROBE_INLINE constexpr BlockInterval<Int> blocks() const { return {begin, end}; }
+  STROBE_INLINE constexpr bool empty() const { return blocks().empty(); }
+  STROBE_INLINE constexpr Int count() const { return blocks().count(); }
+  STROBE_INLINE constexpr Int block(Int place) const { return blocks().block(place); }
+  STROBE_INLINE constexpr bool has(Int place) const { return blocks().has(place); }
+  STROBE_INLINE constexpr bool visits(Int block) const { return blocks().visits(block); }
+  STROBE_INLINE constexpr Int rank(Int block) const { return blocks().rank(block); }
   STROBE_INLINE constexpr bool is_full(Int place) const {
     return full_begin <= place && place < full_end;
   }
@@ -97,7 +104,7 @@ struct IntervalWalk : BlockInterval<Int> {
   }
   STROBE_INLINE static constexpr IntervalWalk make(Int begin, Int end, Int full_begin,
                                                    Int full_end) {
-    return {{begin, end}, full_begin, full_end};
+    return {begin, end, full_begin, full_end};
   }
 
   /// Blocks of one row each, all of which are full.

@@ -315,6 +315,34 @@ def test_options_of_cmake_are_there() -> None:
     assert not wrong
 
 
+def test_code_fits_the_site() -> None:
+    """What docs/_static/strobe.css gives the text room for on a computer's screen; a longer line
+    would have to be scrolled to be read. Remarks stand above the code where they do not fit. Of
+    what is set in by four columns commands alone: others are drawings.
+    """
+    contents = (DOCS / "index.md").read_text()
+    users = re.findall(r":caption: For users.*?\n\n(.*?)\n```", contents, re.DOTALL)[0].split()
+    pages = [p for p in FILES if DOCS in p.parents and p not in HISTORY]
+    lines = [
+        (block.place, line)
+        for path in pages
+        for block in documents.blocks(path)
+        if block.language
+        for line in block.text.splitlines()
+    ]
+    assert len(lines) > 300
+    command = re.compile(r"^ {4}((?:make|cmake|apt|scripts/|python3? -m|pip) ?.*)$", re.MULTILINE)
+    set_in = [
+        (name_of(path), line)
+        for path in pages
+        if path.stem in users
+        for line in command.findall(path.read_text())
+    ]
+    assert len(set_in) > 8
+    lines += set_in
+    assert [x for x in lines if len(x[1]) > 90] == []
+
+
 # ------------------------------------------------------------------- tables that say what code says
 
 
