@@ -118,7 +118,8 @@ void report_read(int most) {
   const std::vector<std::byte> memory(kReadBytes, std::byte{1});
   for (int threads = 1; threads <= most; threads *= 2) {
     const double now = speed(threads, [&](int thread) {
-      strobe::cli::StreamingReadShare(memory.data(), memory.size(), thread, threads);
+      const size_t share = memory.size() / static_cast<size_t>(threads);
+      strobe::cli::StreamingRead(memory.data() + static_cast<size_t>(thread) * share, share);
       return static_cast<double>(kReadBytes) / threads;
     });
     std::printf("%-9s %3d threads %8.1f GB/s\n", "read", threads, 1e3 * now);

@@ -390,7 +390,7 @@ INVALID_BACKWARD: list[tuple[str, dict[str, Any], str]] = [
     (
         "dk-dtype",
         {"grads": three(dk=np.ones((2, 10, 2, 8)))},
-        "dk.dtype = float64, expected float32 (that of q)",
+        "dk.dtype = float64, expected float32 (that of q, or float32 for all three)",
     ),
     (
         "dv-read-only",
