@@ -17,8 +17,8 @@
 #include <strobe/strobe.hpp>
 #include <vector>
 
-#include "busy.h"
 #include "cli/buffer.h"
+#include "cli/busy.h"
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/flags.h"
@@ -27,6 +27,7 @@
 #include "cli/safetensors_file.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
+#include "demo_limits.h"
 #include "demo_page.h"
 #include "pytorch_peer.h"
 #include "standard_attention.h"
@@ -41,11 +42,6 @@ constexpr const char* kPageTemplate = STROBE_EXAMPLES "/demo_page.html";
 constexpr const char* kPeerScript = STROBE_EXAMPLES "/demo_pytorch.py";
 constexpr double kMemoryLimit = 4e9;  // bytes that standard attention may take
 constexpr int64_t kLongest = 16384;   // tokens of the tables
-// Seconds since a table's start by which each half of it has to be done. What would take longer
-// is left out, so that the demo ends in time on any machine; Strobe's half is the one to see.
-struct Deadlines {
-  double standard, strobe;
-};
 constexpr Deadlines kForwardDeadlines = {12, 24};
 constexpr Deadlines kBothDeadlines = {12, 16};
 
@@ -343,8 +339,6 @@ class CostTable {
   }
 
  private:
-  // Of the work, from one length to the next.
-  static constexpr double kGrowth = 4;
   // Bytes by which a process has to grow for that to say something about what it did.
   static constexpr double kLeastSeen = 1e6;
   static constexpr double kMostAgain = 2;  // seconds of a table
@@ -352,10 +346,8 @@ class CostTable {
   // False when even Strobe would take too long from here on.
   bool Line(int64_t tokens, std::vector<CostLine>* lines) {
     std::string line = fmt::format("  {:>6}", tokens);
-    if (strobe_seconds_ > 0 &&
-        watch_.Seconds() + 1.2 * kGrowth * strobe_seconds_ > deadlines_.strobe) {
-      Print("{}  left out: it would take {:.0f} s more on this computer\n", line,
-            kGrowth * strobe_seconds_);
+    if (watch_.Seconds() + 1.2 * strobe_.Expected(tokens) > deadlines_.strobe) {
+      Print("{}  left out: {}\n", line, TooLong(strobe_.Expected(tokens), deadlines_.strobe));
       return false;
     }
     Progress(line + "  preparing the tensors ...");
@@ -364,7 +356,7 @@ class CostTable {
     CostLine cost;
     cost.tokens = tokens;
     cost.standard.bytes = StandardAttention<float>::ExtraBytes(tokens, capture_.heads, backward_);
-    const std::string reason = WhyNotStandard(cost.standard.bytes);
+    const std::string reason = WhyNotStandard(tokens, cost.standard.bytes);
     if (!reason.empty())
       notes_.push_back(fmt::format("{} tokens: no standard attention, {}.", tokens, reason));
 
@@ -374,14 +366,15 @@ class CostTable {
       MeasureLine(line, reason.empty(), &cost);
       again_seconds_ += again.Seconds();
     }
-    strobe_seconds_ = cost.strobe.seconds;
-    if (reason.empty()) standard_seconds_ = cost.standard.seconds;
+    strobe_ = {cost.strobe.seconds, tokens};
+    if (reason.empty()) standard_ = {cost.standard.seconds, tokens};
 
     ClearProgress();
     const auto pair = [](const std::string& time, double bytes) {
       return fmt::format("  {:>9} {:>10}", time, BytesText(bytes));
     };
-    line += pair(reason.empty() ? TimeText(cost.standard.seconds) : "stopped", cost.standard.bytes);
+    line +=
+        pair(reason.empty() ? TimeText(cost.standard.seconds) : "left out", cost.standard.bytes);
     if (cost.pytorch) {
       line +=
           fmt::format("  {:>9} {:>10}", TimeText(cost.pytorch->seconds),
@@ -414,20 +407,21 @@ class CostTable {
     Time(tokens_, standard, cost, &timings);
     const double left = deadlines_.strobe - watch_.Seconds();
     cost->pytorch.reset();
-    if (peer_->running() && 1.5 * kGrowth * pytorch_seconds_ < left) {
+    if (peer_->running() && 1.5 * pytorch_.Expected(tokens_) < left) {
       Progress(line + "  PyTorch ...");
       // It takes about as long as Strobe does. A minute more is for a computer that is busy.
       if (const auto answer = peer_->Measure(tokens_, backward_, 60 + std::max(0.0, left))) {
         timings.push_back(answer->timing);
         cost->pytorch = {.seconds = answer->timing.best, .bytes = answer->bytes};
-        pytorch_seconds_ = answer->timing.best;
+        pytorch_ = {answer->timing.best, tokens_};
       } else {
         notes_.push_back("PyTorch's process gave no answer and was ended.");
       }
     }
     const std::optional<double> mean = others.Mean();
     cost->busy = WhyTooBusy(mean, others.processors(), threads_, timings);
-    cost->remedy = cost->busy.empty() ? "" : HowToTime(mean, others.processors(), threads_);
+    cost->remedy =
+        cost->busy.empty() ? "" : HowToTime("make demo", mean, others.processors(), threads_);
   }
 
   // Says once why there are no ratios, what holds all the same, and how to get them.
@@ -458,7 +452,7 @@ class CostTable {
   }
 
   // "" when standard attention can be measured.
-  [[nodiscard]] std::string WhyNotStandard(double bytes) const {
+  [[nodiscard]] std::string WhyNotStandard(int64_t tokens, double bytes) const {
     const double available = AvailableMemory();
     if (bytes > kMemoryLimit) {
       return fmt::format("its matrices would take {}, over the 4 GB that this demo allows it",
@@ -468,11 +462,8 @@ class CostTable {
       return fmt::format("it would take {}, and this computer has {} free", BytesText(bytes),
                          BytesText(available));
     }
-    if (standard_seconds_ > 0 &&
-        watch_.Seconds() + 1.5 * kGrowth * standard_seconds_ > deadlines_.standard) {
-      return fmt::format("it would take {:.0f} s more on this computer",
-                         kGrowth * standard_seconds_);
-    }
+    if (watch_.Seconds() + 1.5 * standard_.Expected(tokens) > deadlines_.standard)
+      return TooLong(standard_.Expected(tokens), deadlines_.standard);
     return "";
   }
 
@@ -564,7 +555,7 @@ class CostTable {
   int64_t tokens_ = 0;
   std::vector<float> q_, k_, v_, out_, dout_, dq_, dk_, dv_;
   double again_seconds_ = 0;
-  double standard_seconds_ = 0, strobe_seconds_ = 0, pytorch_seconds_ = 0;  // of the length before
+  LatestTime standard_, strobe_, pytorch_;
   std::vector<std::string> notes_;
 };
 

@@ -232,8 +232,8 @@ std::vector<int32_t> Tokens(const std::string& prompt, const Weights& weights) {
 }
 
 // Prints the texts one below the other, as far as they are there: the first one character by
-// character, and what the others have got meanwhile when it is their turn. On a terminal prompts
-// have a colour of their own.
+// character, and what the others have got meanwhile when it is their turn. The line above each says
+// where its prompt ends; on a terminal prompts have a colour of their own, too.
 class Transcript {
  public:
   Transcript(const std::vector<Sequence>& sequences, const Weights& weights)
@@ -244,7 +244,11 @@ class Transcript {
       const Sequence& sequence = sequences_[turn_];
       if (printed_ == 0) {
         printed_ = sequence.prompt;
-        Print("{}\n{}", Dim(fmt::format("--- {}", turn_)), Cyan(Text(sequence, 0, printed_)));
+        const std::string prompt = Text(sequence, 0, printed_);
+        Print("{}\n{}",
+              Dim(fmt::format("--- {} of {}, which goes on from \"{}\"", turn_ + 1,
+                              sequences_.size(), Printable(prompt))),
+              Cyan(prompt));
       }
       Print("{}", Text(sequence, printed_, sequence.tokens.size()));
       printed_ = sequence.tokens.size();

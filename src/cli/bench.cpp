@@ -1,5 +1,6 @@
 // `strobe bench`: median times of forward and backward over a grid of shapes.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -8,6 +9,7 @@
 
 #include "cli/bench_fill.h"
 #include "cli/buffer.h"
+#include "cli/busy.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
 #include "cli/errors.h"
@@ -109,6 +111,7 @@ struct Measured {
   Timing timing;
   double flop = 0;
   double bytes = 0;
+  std::string busy;  // why the timing says little
 };
 
 // Of q, k, v and out; for the backward pass their gradients too.
@@ -139,7 +142,8 @@ nlohmann::ordered_json ToJson(const Measured& m) {
           {"flop", m.flop},
           {"gflops", m.flop / m.timing.median / 1e9},
           {"bytes", m.bytes},
-          {"gbytes_per_second", m.bytes / m.timing.median / 1e9}};
+          {"gbytes_per_second", m.bytes / m.timing.median / 1e9},
+          {"busy", m.busy}};
 }
 
 double FlopOf(const Problem& p) {
@@ -220,11 +224,14 @@ int Bench(const BenchOptions& given) {
         cuda ? m.cuda_devices[static_cast<size_t>(options.device_index)].name
              : fmt::format("{}, {} threads", m.cpu_name,
                            options.threads > 0 ? options.threads : m.cpu_threads);
-    Print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n\n",
-          version(), where, options.heads);
-    Print("{:<9} {:>8} {:>6} {:>{}} {:>6}  {:<13} {:>10} {:>13} {:>9}   {:>10} {:>13}\n", "dtype",
-          "head_dim", "causal", "seqlen", seqlen_width, "batch", "kernel", "forward", "", "",
-          "backward", "");
+    Print("Strobe {} on {}, {} heads. Median times; backward does 2.5 times the work.\n", version(),
+          where, options.heads);
+    Print("{}\n\n",
+          Dim("tensors: the bytes of q, k, v and out, backward of their gradients too, by "
+              "that time."));
+    Print("{:<9} {:>8} {:>6} {:>{}} {:>6}  {:<13} {:>10} {:>13} {:>9}   {:>10} {:>13} {:>9}\n",
+          "dtype", "head_dim", "causal", "seqlen", seqlen_width, "batch", "kernel", "forward", "",
+          "tensors", "backward", "", "tensors");
   }
   // Of a figure: twice the time that is wanted at least, or two runs at the speed of the last
   // figure.
@@ -242,6 +249,7 @@ int Bench(const BenchOptions& given) {
     return seconds;
   };
   size_t done = 0;
+  BusyLines busy_lines("strobe bench");
   for (const Problem& problem : grid) {
     const std::string seqlen = options.seqlens_k.empty()
                                    ? fmt::format("{}", problem.seqlen_q)
@@ -251,6 +259,8 @@ int Bench(const BenchOptions& given) {
                     problem.causal ? "yes" : "no", seqlen, seqlen_width, problem.batch);
     Progress(label, expected(done));
     BenchTensors bench(problem);
+    const OtherPrograms others({getpid()});
+    std::vector<Measured> line;
     const double flop = FlopOf(problem);
     std::string kernel;
     std::string row;
@@ -261,15 +271,17 @@ int Bench(const BenchOptions& given) {
         continue;
       }
       const Plan plan = bench.MakePlan(direction);
-      const Measured measured = {.problem = problem,
-                                 .direction = direction,
-                                 .kernel = plan.kernel(),
-                                 .threads = plan.threads(),
-                                 .workspace_bytes = plan.workspace_bytes(),
-                                 .timing = forward ? bench.Forward(plan, options.min_time)
-                                                   : bench.Backward(plan, options.min_time),
-                                 .flop = forward ? flop : BackwardFlop(flop),
-                                 .bytes = TensorBytes(problem, direction)};
+      const Measured& measured =
+          line.emplace_back(Measured{.problem = problem,
+                                     .direction = direction,
+                                     .kernel = plan.kernel(),
+                                     .threads = plan.threads(),
+                                     .workspace_bytes = plan.workspace_bytes(),
+                                     .timing = forward ? bench.Forward(plan, options.min_time)
+                                                       : bench.Backward(plan, options.min_time),
+                                     .flop = forward ? flop : BackwardFlop(flop),
+                                     .bytes = TensorBytes(problem, direction),
+                                     .busy = ""});
       if (kernel.empty()) {
         kernel = plan.kernel();
         label += fmt::format("  {:<13}", kernel);
@@ -279,16 +291,23 @@ int Bench(const BenchOptions& given) {
                          BytesText(measured.bytes / measured.timing.median) + "/s");
       speed = measured.flop / measured.timing.median;
       Progress(label + row, expected(done + 1));
+    }
+    std::vector<Timing> timings;
+    for (const Measured& measured : line) timings.push_back(measured.timing);
+    const std::string busy = busy_lines.Judge(others, cuda ? 0 : line.front().threads, timings);
+    for (Measured& measured : line) {
+      measured.busy = busy;
       json["results"].push_back(ToJson(measured));
     }
     ++done;
     ClearProgress();
     if (options.json) continue;
     while (row.back() == ' ') row.pop_back();
-    Print("{}{}\n", label, row);
+    Print("{}{}{}\n", label, row, busy.empty() ? "" : "  busy");
     Flush();
   }
   if (options.json) Print("{}\n", json.dump(2));
+  if (!options.json && !busy_lines.note().empty()) Print("\n{}\n", busy_lines.note());
   return 0;
 }
 

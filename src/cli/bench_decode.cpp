@@ -1,6 +1,7 @@
 // `strobe bench --decode`: a few queries for each sequence against a long KV cache, beside a plain
 // read of as many bytes by as many threads (on a GPU beside a copy on the device).
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +11,7 @@
 
 #include "cli/bench_fill.h"
 #include "cli/buffer.h"
+#include "cli/busy.h"
 #include "cli/commands.h"
 #include "cli/dtype.h"
 #include "cli/errors.h"
@@ -184,7 +186,7 @@ std::vector<Shape> Shapes(const BenchOptions& o) {
 }
 
 nlohmann::ordered_json ToJson(const Problem& p, const Shape& shape, const Plan& plan,
-                              const Layers::Times& times, double bytes) {
+                              const Layers::Times& times, double bytes, const std::string& busy) {
   return {{"dtype", Name(p.dtype)},
           {"head_dim", p.head_dim},
           {"batch", p.batch},
@@ -205,7 +207,8 @@ nlohmann::ordered_json ToJson(const Problem& p, const Shape& shape, const Plan& 
           {"read_best_seconds", times.read.best},
           {"gbytes_per_second", bytes / times.decode.median / 1e9},
           {"read_gbytes_per_second", bytes / times.read.median / 1e9},
-          {"share_of_read", times.read.median / times.decode.median}};
+          {"share_of_read", times.read.median / times.decode.median},
+          {"busy", busy}};
 }
 
 }  // namespace
@@ -238,6 +241,7 @@ int BenchDecode(const BenchOptions& options) {
           "seqlen_k", "page", "kernel", "time", "K and V", "", "machine", "share");
   }
   bool above = false;
+  BusyLines busy_lines("strobe bench --decode");
   const Stopwatch watch;
   double done = 0;
   for (const Shape& shape : shapes) {
@@ -249,18 +253,23 @@ int BenchDecode(const BenchOptions& options) {
     Progress(label, done > 0 ? watch.Seconds() / done * rest : 0);
     ++done;
     const Plan plan(layers.problem());
+    const OtherPrograms others({getpid()});
     const Layers::Times times = layers.Run(plan, options.min_time);
+    const std::string busy =
+        busy_lines.Judge(others, cuda ? 0 : plan.threads(), {times.decode, times.read});
     const double bytes = layers.ReadBytes();
-    json["results"].push_back(ToJson(layers.problem(), shape, plan, times, bytes));
+    json["results"].push_back(ToJson(layers.problem(), shape, plan, times, bytes, busy));
     ClearProgress();
     if (options.json) continue;
     above = above || times.read.median > times.decode.median;
-    Print("{}  {:<13} {:>10} {:>9} {:>9}/s {:>11}/s {:>4.0f} %\n", label, plan.kernel(),
+    Print("{}  {:<13} {:>10} {:>9} {:>9}/s {:>11}/s {:>4.0f} %{}\n", label, plan.kernel(),
           TimeText(times.decode.median), BytesText(bytes), BytesText(bytes / times.decode.median),
-          BytesText(bytes / times.read.median), 100 * times.read.median / times.decode.median);
+          BytesText(bytes / times.read.median), 100 * times.read.median / times.decode.median,
+          busy.empty() ? "" : "  busy");
     Flush();
   }
   if (options.json) Print("{}\n", json.dump(2));
+  if (!options.json && !busy_lines.note().empty()) Print("\n{}\n", busy_lines.note());
   if (above && !options.json) {
     Print("\n{}\n", Dim(cuda ? "A share above 100 %: a copy writes half of its bytes, and memory "
                                "may give more to a "

@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -173,7 +174,7 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
 
 void AddBench(CLI::App& app, BenchOptions* o) {
   AddFlag(app, "--decode", &o->decode,
-          "Few queries on a KV cache, beside a plain read [its defaults]");
+          "Few queries on a KV cache, beside a plain read (defaults in brackets)");
   AddChoiceList(app, "--dtype", kDTypeNames, &o->dtypes, "Default fp32,bf16", kShortNames);
   AddLengths(app, "--head-dim", &o->head_dims, 1, 256, "Default 64,128 [128]");
   AddLengths(app, "--seqlen", &o->seqlens, 1, kMaxInt32,
@@ -206,9 +207,12 @@ void AddBench(CLI::App& app, BenchOptions* o) {
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
   app.footer(
+      "[64] behind a default: the default with --decode.\n"
       "Median times on random data. FLOP count: forward 2 (head_dim + head_dim_v)\n"
       "for each query, key and head, halved when causal; backward 2.5 times that.\n"
       "Bytes per second: of q, k, v and out; backward their gradients too.\n"
+      "busy: other programs had the processors meanwhile, or the repetitions lie far\n"
+      "apart; such a time says little. JSON: busy has the reason, \"\" where there is none.\n"
       "Lengths and sizes may end with k (1024) or M (1024^2): 2k, 1M.\n"
       "\n"
       "Examples:\n"
@@ -301,6 +305,20 @@ std::string OneTooMany(const CLI::App& command, const std::string& got,
   return fmt::format("{} is one argument too many{}", Printable(got), hint);
 }
 
+// What a command needs and was not given.
+std::string Missing(const CLI::App& command, const CLI::Option& option) {
+  std::string wanted = option.get_type_name();
+  if (wanted.empty()) {
+    wanted = option.get_description();
+    wanted.front() = static_cast<char>(std::tolower(static_cast<unsigned char>(wanted.front())));
+    wanted.insert(0, "a ");
+  }
+  if (const size_t bar = wanted.rfind('|'); bar != std::string::npos)
+    wanted.replace(bar, 1, " or ");
+  return fmt::format("{} is missing, expected {}: see `strobe help {}`", option.get_name(), wanted,
+                     command.get_name());
+}
+
 // CLI11's complaints in the form of all our errors.
 std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error,
                            const std::vector<std::string>& argv) {
@@ -317,6 +335,12 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error,
       return fmt::format("{} takes no value", flag);
     if (option != nullptr)
       return fmt::format("{} lacks a value, expected {} {}", flag, flag, option->get_type_name());
+  }
+  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !commands.empty()) {
+    for (const CLI::Option* option : commands.front()->get_options()) {
+      if (option->get_required() && option->count() == 0)
+        return Missing(*commands.front(), *option);
+    }
   }
   if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr)
     return Printable(error.what(), kMaxMessage);
@@ -392,9 +416,9 @@ Outcome Parse(int argc, const char* const* argv) {
     return app.get_subcommands().empty() ? "" : app.get_subcommands().front()->get_name();
   };
   try {
-    if (argc <= 1) {
+    if (argc <= 1) {  // a question, as --help is
       Print("{}", app.help());
-      return Done(kUserErrorExit);
+      return Done(0);
     }
     try {
       app.parse(argc, argv);

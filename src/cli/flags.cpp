@@ -97,8 +97,11 @@ size_t ParseChoice(const std::string& flag, const std::string& text,
                    const std::vector<std::string>& names) {
   const auto found = std::find(names.begin(), names.end(), text);
   if (found == names.end()) {
-    throw UserError(
-        fmt::format("{} = {}, expected {}", flag, Printable(text), fmt::join(names, ", ")));
+    const bool many = names.size() > 2;  // of two, the message names both as clearly
+    const std::string near = many ? Nearest(text, names) : "";
+    throw UserError(fmt::format("{} = {}, expected {}{}{}", flag, Printable(text),
+                                many ? "one of " : "", fmt::join(names, many ? ", " : " or "),
+                                near.empty() ? "" : fmt::format(": did you mean {}?", near)));
   }
   return static_cast<size_t>(found - names.begin());
 }

@@ -29,6 +29,7 @@ from tool import (
     load,
     needs_cli,
     normal,
+    other_programs,
     qkv,
     raw,
     run,
@@ -50,7 +51,7 @@ def test_version() -> None:
 
 def test_no_command_prints_help() -> None:
     result = strobe()
-    assert result.returncode == 2
+    assert result.returncode == 0
     assert all(command in result.stdout for command in COMMANDS)
 
 
@@ -583,6 +584,36 @@ def test_progress_on_a_terminal_alone() -> None:
     short = [*args, "--direction", "forward", "--causal=no", "--min-time", "0.01"]
     assert strobe(*short).stderr == ""
     assert " left" not in on_a_terminal(*short)[1]
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_bench_says_that_the_computer_is_busy(decode: bool) -> None:
+    small = ["--decode", "--batch", "1", "--heads", "2", "--seqlen-k", "64"]
+    words = ["bench", *(small if decode else SMALL), "--causal=no", "--dtype", "bf16"]
+    words += ["--min-time", "0.3"]
+    with other_programs():
+        table = strobe(*words).stdout
+        report = json.loads(strobe(*words, "--json").stdout)
+    lines = [line for line in table.splitlines() if line.startswith("bfloat16")]
+    assert lines
+    assert all(line.endswith("  busy") for line in lines)
+    why = r"other programs had [0-9.]+ of the \d+ processors"
+    command = "strobe bench" + " --decode" * decode
+    assert re.search(
+        rf"\n\nbusy: this computer was too busy to time such a line; "
+        rf"at the first of them\n{why}\.\n"
+        rf"Run `{command}` again when the other programs rest",
+        table,
+    )
+    assert all(re.fullmatch(why, result["busy"]) for result in report["results"])
+
+
+def test_bench_says_what_its_columns_are() -> None:
+    table = strobe("bench", *SMALL, "--causal=no", "--dtype", "bf16", "--min-time", "0").stdout
+    said, head = table.splitlines()[1], table.splitlines()[3]
+    assert said.startswith("tensors: the bytes of q, k, v and out, backward of their gradients too")
+    assert head.count("tensors") == 2
+    assert "[64] behind a default: the default with --decode" in strobe("bench", "--help").stdout
 
 
 def test_bench_json() -> None:

@@ -90,5 +90,7 @@ def test_zsh_reads_its_script(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    refused(strobe("completion", "fish"), "SHELL = fish", "bash, zsh")
-    refused(strobe("completion"), "SHELL is required")
+    refused(strobe("completion", "fish"), "SHELL = fish", "expected bash or zsh")
+    refused(
+        strobe("completion"), "SHELL is missing, expected bash or zsh: see `strobe help completion`"
+    )

@@ -11,14 +11,12 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tool import CLI, raw
+from tool import CLI, other_programs, raw
 
 DEMO = Path(CLI).with_name("strobe_demo")
 pytestmark = pytest.mark.skipif(
@@ -178,21 +176,6 @@ def test_the_page_has_the_errors_and_costs_that_are_printed(whole: tuple[str, An
         assert "pytorch" not in line
     assert data["pytorch"] == ""
     assert "PyTorch" not in output
-
-
-@contextmanager
-def other_programs() -> Iterator[None]:
-    """As many as there are processors, none of which does anything but run."""
-    busy = [
-        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
-        for _ in range(os.cpu_count() or 1)
-    ]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def test_a_busy_computer_gets_no_ratios(tmp_path: Path) -> None:

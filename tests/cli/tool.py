@@ -12,6 +12,8 @@ import random
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,18 @@ def close(got: list[float], wanted: list[float], tolerance: float) -> None:
     # One by one: a maximum may pass over NaN.
     for i, (x, y) in enumerate(zip(got, wanted, strict=True)):
         assert abs(x - y) <= tolerance, (i, x, y)
+
+
+@contextmanager
+def other_programs() -> Iterator[None]:
+    """As many as there are processors, none of which does anything but run."""
+    busy = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

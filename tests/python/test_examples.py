@@ -81,7 +81,10 @@ def generate(folder: Path, *words: str, **environment: str) -> list[tuple[str, A
         texts = found.metadata()
         result = [(texts[f"text.{n}"], found.get_tensor(f"logits.{n}")) for n in range(len(texts))]
     # As they were printed.
-    assert "\n".join(f"--- {n}\n{text}" for n, (text, _) in enumerate(result)) in output
+    printed = re.split(r"^--- \d+ of \d+, which goes on from \".*\"\n", output, flags=re.MULTILINE)
+    assert len(printed) == 1 + len(result)
+    for (text, _), shown in zip(result, printed[1:], strict=True):
+        assert shown.startswith(f"{text}\n")
     ((most, pages, free),) = re.findall(r"over (\d+) of (\d+) pages.* back, (\d+) are", output)
     assert 0 < int(most) <= int(pages) == int(free)
     return result
@@ -208,7 +211,9 @@ def test_generate_gives_prompts_a_colour() -> None:
     assert "\n\033[36mShe said\033[0m" in coloured
     assert "\n\033[36mHe\033[0m" in coloured
     plain = re.sub(r"\033\[\d+m", "", coloured)
-    texts = plain[plain.index("--- 0") : plain.rindex("\n\n")]
+    texts = plain[plain.index("--- 1 of 2") : plain.rindex("\n\n")]
+    assert '\n--- 1 of 2, which goes on from "She said"\nShe said' in plain
+    assert '\n--- 2 of 2, which goes on from "He"\nHe' in plain
     # In a pipe, or where nobody wants it, there is the text alone.
     for output in (run(PROGRAMS / "generate", *words), terminal(*words, NO_COLOR="1")):
         assert "\033" not in output
@@ -223,7 +228,8 @@ def test_generate_writes_as_it_goes() -> None:
     with subprocess.Popen([program, *words], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         written = b""
-        while b"She said " not in written or len(written.split(b"She said ")[1]) < 20:
+        # Behind the line that has the prompt in quotes, and the prompt itself.
+        while written.count(b"She said ") < 2 or len(written.split(b"She said ")[2]) < 20:
             part = os.read(process.stdout.fileno(), 4096)
             # No more at a time than a step or two write: far less than a buffer of 4096 bytes.
             assert 0 < len(part) < 2000
@@ -253,7 +259,7 @@ def test_generate_says_what_the_model_is(tmp_path: Path) -> None:
 def test_generate_writes_words() -> None:
     """Those that English has most of: the text that the program writes has as many of them."""
     output = run(PROGRAMS / "generate", "--length", "600", "--temperature", "0.5")
-    written = re.findall(r"[a-z]+", output.partition("--- 0")[2].lower())
+    written = re.findall(r"[a-z]+", output.partition("--- 1 of ")[2].lower())
     common = {"the", "and", "of", "to", "a", "in", "was", "her", "it", "she", "he", "that", "had"}
     assert sum(word in common for word in written) > 0.35 * len(written)
 

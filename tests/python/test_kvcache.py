@@ -384,3 +384,20 @@ def test_a_prefix_that_sequences_share(rng: np.random.Generator) -> None:
         wanted, wanted_lse = strobe.attention(q[b : b + 1], k, v, return_lse=True)
         np.testing.assert_allclose(merged[b : b + 1], wanted, atol=2e-6)
         np.testing.assert_allclose(merged_lse[b : b + 1], wanted_lse, atol=2e-6)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_new_keys_without_rows_append_nothing(paged: bool, rng: np.random.Generator) -> None:
+    """Such an array has an address all the same, as a piece of a longer one does."""
+    q = normal(rng, (2, 1, 4, 16), "float32")
+    cache = [normal(rng, (2, 8, 2, 16), "float32") for _ in range(2)]
+    new = [normal(rng, (2, 3, 2, 16), "float32")[:, 3:] for _ in range(2)]
+    options: dict[str, Any] = {"seqused_k": np.array([5, 8], np.int32)}
+    if paged:
+        options["block_table"] = np.array([[1], [0]], np.int32)
+    wanted = strobe.attention_with_kvcache(q, *cache, **options)
+    before = [x.copy() for x in cache]
+    got = strobe.attention_with_kvcache(q, *cache, k_new=new[0], v_new=new[1], **options)
+    np.testing.assert_array_equal(got, wanted)
+    for x, y in zip(cache, before, strict=True):
+        np.testing.assert_array_equal(x, y)

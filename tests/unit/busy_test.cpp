@@ -1,5 +1,5 @@
-// Whether the demo calls a computer too busy to time: examples/busy.h.
-#include "busy.h"
+// Whether `strobe bench` and the demo call a computer too busy to time: cli/busy.h.
+#include "cli/busy.h"
 
 #include <gtest/gtest.h>
 
@@ -8,13 +8,13 @@
 
 namespace {
 
+using strobe::cli::HowToTime;
+using strobe::cli::OtherPrograms;
+using strobe::cli::ReadProcessorTicks;
+using strobe::cli::ReadProcessTicks;
 using strobe::cli::Stopwatch;
 using strobe::cli::Timing;
-using strobe::demo::HowToTime;
-using strobe::demo::OtherPrograms;
-using strobe::demo::ReadProcessorTicks;
-using strobe::demo::ReadProcessTicks;
-using strobe::demo::WhyTooBusy;
+using strobe::cli::WhyTooBusy;
 
 TEST(BusyTest, ReadsTheProcessorsTime) {
   std::istringstream stat(
@@ -71,15 +71,17 @@ TEST(BusyTest, ProcessorsThatAreFreeAreEnough) {
 
 TEST(BusyTest, SaysHowToGetTimes) {
   const std::string later = "Run `make demo` again when the other programs rest.";
-  EXPECT_EQ(HowToTime(1.9, 2, 2), later);           // they leave no processor
-  EXPECT_EQ(HowToTime(std::nullopt, 0, 8), later);  // nobody knows
-  EXPECT_EQ(HowToTime(0.0, 2, 2), later);           // the repetitions lay apart
-  const std::string fewer = HowToTime(3.5, 8, 8);
+  EXPECT_EQ(HowToTime("make demo", 1.9, 2, 2), later);           // they leave no processor
+  EXPECT_EQ(HowToTime("make demo", std::nullopt, 0, 8), later);  // nobody knows
+  EXPECT_EQ(HowToTime("make demo", 0.0, 2, 2), later);           // the repetitions lay apart
+  const std::string fewer = HowToTime("make demo", 3.5, 8, 8);
   EXPECT_NE(fewer.find("when the other programs rest"), std::string::npos) << fewer;
   EXPECT_NE(fewer.find("`OMP_NUM_THREADS=4 make demo`"), std::string::npos) << fewer;
+  EXPECT_EQ(HowToTime("strobe bench", 1.9, 2, 2),
+            "Run `strobe bench` again when the other programs rest.");
   // Which is not too busy, if all stays as it was.
   EXPECT_EQ(WhyTooBusy(3.5, 8, 4, {}), "");
-  EXPECT_NE(HowToTime(1.05, 2, 2).find("OMP_NUM_THREADS=1 "), std::string::npos);
+  EXPECT_NE(HowToTime("make demo", 1.05, 2, 2).find("OMP_NUM_THREADS=1 "), std::string::npos);
   EXPECT_EQ(WhyTooBusy(1.05, 2, 1, {}), "");
 }
 

@@ -1,7 +1,8 @@
 // Whether a computer is too busy for timings to mean anything: how many of its processors other
-// programs had meanwhile, and how far the repetitions of one timing lie apart. For demo.cpp.
-#ifndef STROBE_EXAMPLES_BUSY_H_
-#define STROBE_EXAMPLES_BUSY_H_
+// programs had meanwhile, and how far the repetitions of one timing lie apart. For
+// `strobe bench` and the demo.
+#ifndef STROBE_CLI_BUSY_H_
+#define STROBE_CLI_BUSY_H_
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -18,7 +19,7 @@
 #include "cli/measure.h"
 #include "cli/terminal.h"
 
-namespace strobe::demo {
+namespace strobe::cli {
 
 // Clock ticks since the computer started, summed over its processors, and how many there are.
 struct ProcessorTicks {
@@ -66,11 +67,13 @@ class OtherPrograms {
  public:
   explicit OtherPrograms(std::vector<pid_t> ours) : ours_(std::move(ours)), begin_(Now()) {}
 
-  // How many processors they had on average. Without a value where the system does not tell.
+  // How many processors they had on average. Without a value where the system does not tell, or
+  // too little time has passed.
   [[nodiscard]] std::optional<double> Mean() const {
     const std::optional<Sample> now = Now();
     const double ticks = watch_.Seconds() * static_cast<double>(sysconf(_SC_CLK_TCK));
-    if (!now || !begin_ || ticks <= 0) return std::nullopt;
+    constexpr double kLeast = 10;  // fewer are too coarse a measure
+    if (!now || !begin_ || ticks < kLeast) return std::nullopt;
     const double others = (now->all.busy - begin_->all.busy) - (now->ours - begin_->ours);
     return std::clamp<double>(others / ticks, 0, now->all.processors);
   }
@@ -99,15 +102,14 @@ class OtherPrograms {
   }
 
   std::vector<pid_t> ours_;
-  cli::Stopwatch watch_;
+  Stopwatch watch_;
   std::optional<Sample> begin_;
 };
 
 // "" where timings may be compared; else why not, as a sentence goes on after "too busy: ".
 // others: the mean of OtherPrograms. threads: of the programs that were timed.
 [[nodiscard]] inline std::string WhyTooBusy(std::optional<double> others, int processors,
-                                            int64_t threads,
-                                            const std::vector<cli::Timing>& timings) {
+                                            int64_t threads, const std::vector<Timing>& timings) {
   // A thread that has to share its processor for a seventh of the time holds the others up: they
   // wait for it at the end of each step.
   constexpr double kShared = 0.15;
@@ -117,7 +119,7 @@ class OtherPrograms {
                               kShared * static_cast<double>(threads)) {
     return fmt::format("other programs had {:.1f} of the {} processors", *others, processors);
   }
-  for (const cli::Timing& timing : timings) {
+  for (const Timing& timing : timings) {
     if (timing.runs >= 3 && timing.median > kSpread * timing.best) {
       return fmt::format("half of the repetitions took over {:.1f} times as long as the fastest",
                          timing.median / timing.best);
@@ -126,19 +128,47 @@ class OtherPrograms {
   return "";
 }
 
-// What to do for timings that may be compared, as a whole sentence. others, processors, threads: as
-// above. Fewer threads help where the other programs leave some processors alone.
-[[nodiscard]] inline std::string HowToTime(std::optional<double> others, int processors,
-                                           int64_t threads) {
+// What to do for timings that may be compared, as a whole sentence. command: what was typed.
+// others, processors, threads: as above. Fewer threads help where the other programs leave some
+// processors alone.
+[[nodiscard]] inline std::string HowToTime(std::string_view command, std::optional<double> others,
+                                           int processors, int64_t threads) {
   constexpr double kLittle = 0.1;  // of a processor, which is not in the way of a thread
   const auto free = static_cast<int64_t>(others ? processors - *others + kLittle : 0);
-  if (free < 1 || free >= threads) return "Run `make demo` again when the other programs rest.";
-  return fmt::format(
-      "Run `make demo` again when the other programs rest, or now on the processors that they "
-      "leave: `OMP_NUM_THREADS={} make demo`.",
-      free);
+  const std::string later = fmt::format("Run `{}` again when the other programs rest", command);
+  if (free < 1 || free >= threads) return later + ".";
+  return fmt::format("{}, or now on the processors that they leave: `OMP_NUM_THREADS={} {}`.",
+                     later, free, command);
 }
 
-}  // namespace strobe::demo
+// The lines of a table whose timings say little, for the mark beside each and the sentence below.
+class BusyLines {
+ public:
+  // command: what was typed.
+  explicit BusyLines(std::string command) : command_(std::move(command)) {}
 
-#endif  // STROBE_EXAMPLES_BUSY_H_
+  // Why a line's timings say little, "" where they may be compared. others: from its begin on.
+  // threads: of the program, 0 where it waits for a GPU.
+  [[nodiscard]] std::string Judge(const OtherPrograms& others, int64_t threads,
+                                  const std::vector<Timing>& timings) {
+    const std::optional<double> mean = threads > 0 ? others.Mean() : std::nullopt;
+    std::string why = WhyTooBusy(mean, others.processors(), threads, timings);
+    if (!why.empty() && note_.empty()) {
+      note_ = fmt::format(
+          "busy: this computer was too busy to time such a line; at the first of "
+          "them\n{}.\n{}",
+          why, HowToTime(command_, mean, others.processors(), threads));
+    }
+    return why;
+  }
+
+  // Of the first such line: why, and what to do. "" where there is none.
+  [[nodiscard]] const std::string& note() const { return note_; }
+
+ private:
+  std::string command_, note_;
+};
+
+}  // namespace strobe::cli
+
+#endif  // STROBE_CLI_BUSY_H_
