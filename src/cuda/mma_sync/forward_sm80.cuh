@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                item.batch,
                item.head,
                begin,
-               blocks,
+               blocks.blocks(),
                mask.position(0),
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
                0};
