@@ -187,7 +187,9 @@ def docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
 
 
 def setup(app: Any) -> dict[str, bool]:
-    from breathe.renderer.sphinxrenderer import SphinxRenderer  # tests read this file without Sphinx
+    from breathe.renderer.sphinxrenderer import (
+        SphinxRenderer,  # tests read this file without Sphinx
+    )
 
     # Fields before functions, for which Breathe has no option: a C++ Problem is written in the order of its fields.
     SphinxRenderer.sections.sort(key=lambda section: section[1] != "Public Members")
