@@ -416,6 +416,9 @@ class Consumer {
   __device__ __forceinline__ void finish_tile() {
     Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
     const float(&factor)[2] = done_factor_;
+    // Where O leaves straight from registers there is none to spare. ptxas otherwise takes one that
+    // the steps need for the thread's number, and spills that.
+    const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
     uint32_t marks[2] = {0, 0};
 #pragma unroll
@@ -444,7 +447,7 @@ class Consumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           uint32_t w[4] = {block[0][r], block[0][2 + r], block[1][r], block[1][2 + r]};
-          store_global(tile, i, r, valid[r], w);
+          store_global(tile, i, r, lane, valid[r], w);
         }
       }
     }
@@ -453,7 +456,7 @@ class Consumer {
     bool suspect = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) suspect |= valid[r] && marked(marks[r]) && factor[r] == factor[r];
-    if (__any_sync(0xffffffffu, suspect) && lane() == 0 && atomicExch(&tile.suspect, 1) == 0) {
+    if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
       auto* const workspace = static_cast<Workspace*>(p_.workspace);
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
                                           tile.head, tile.first};
@@ -472,9 +475,9 @@ class Consumer {
   /// Columns 16i to 16i + 31 of the thread's row r. Lane t of a quad has columns 2t, 2t + 1 of each
   /// 8; transposed, 8 in a row, so that a quad stores 64 bytes in a row.
   __device__ __forceinline__ void store_global(const Tile<Tr::kWarpgroups>& tile, int i, int r,
-                                               bool valid, uint32_t (&w)[4]) {
-    quad_transpose(w, lane());
-    const int column = 16 * i + 8 * (lane() % 4);
+                                               int lane, bool valid, uint32_t (&w)[4]) {
+    quad_transpose(w, lane);
+    const int column = 16 * i + 8 * (lane % 4);
     if (valid && column < p_.head_dim_v)
       *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
           make_uint4(w[0], w[1], w[2], w[3]);
