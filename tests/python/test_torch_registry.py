@@ -473,6 +473,31 @@ def test_dropout_is_that_of_pytorchs_generator(
 
 
 @pytest.mark.usefixtures("served")
+def test_keys_in_parts(device: str) -> None:
+    """As PyTorch's ring of devices has them: forward over one part of the keys after the other,
+    merged; backward over the parts with out and logsumexp of all keys.
+    """
+    q, k, v, dout = (random(device, 2, 4, 96, 64) for _ in range(4))
+    exact_inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = exact(*exact_inputs)
+    wanted_grads = torch.autograd.grad(wanted, exact_inputs, dout.double())
+    parts = [(k[:, :, i : i + 48], v[:, :, i : i + 48]) for i in (0, 48)]
+    for _ in range(3):  # calls that are known by then
+        done = [aten._scaled_dot_product_flash_attention(q, *part, 0.0, False) for part in parts]
+        lse = torch.logaddexp(done[0][1], done[1][1])
+        shares = [(x[1] - lse).exp().unsqueeze(-1) for x in done]
+        out = sum(x[0].float() * share for x, share in zip(done, shares, strict=True)).to(q.dtype)
+        more = (*done[1][2:6], 0.0, False, *done[1][6:8])
+        grads = [
+            aten._scaled_dot_product_flash_attention_backward(dout, q, *part, out, lse, *more)
+            for part in parts
+        ]
+        dq = grads[0][0].float() + grads[1][0].float()
+        dk, dv = (torch.cat([grad[i] for grad in grads], 2) for i in (1, 2))
+        assert_all_close([out, dq, dk, dv], [wanted, *wanted_grads], device)
+
+
+@pytest.mark.usefixtures("served")
 def test_dropout_of_packed_sequences(device: str) -> None:
     torch.manual_seed(0)
     given = packed(device)

@@ -107,7 +107,9 @@ def test_of_a_cache_no_number_is_looked_at(
 
     def of(*values: Any) -> Tensor:  # before anybody may wait, which a copy to a GPU does
         key = str(values)
-        return made.setdefault(key, placed(numbers(*values), device))
+        if key not in made:
+            made[key] = placed(numbers(*values), device)
+        return made[key]
 
     wanted = call(*given, of)
     OnGpu.asked.clear()
