@@ -255,11 +255,11 @@ typedef struct strobe_plan {
   int64_t shared_bytes;     /* CUDA: dynamic shared memory of a block */
   /* CUDA: the compiled kernel (instance) that a launch runs. Numbers are those of the library's own
    * table, from 1; 0: none. Which of them a launch takes depends on addresses alone. */
-  const char* instance_name;    /* of `instance`; static storage. CPU: NULL */
-  int32_t instance;             /* where all addresses are multiples of 16 bytes */
+  const char* instance_name;    /* its name, in static storage; CPU: NULL */
+  int32_t instance;             /* its number, where all addresses are multiples of 16 bytes */
   int32_t instance_unaligned;   /* where one is not */
-  int32_t instance_few_queries; /* with a cache: of the sequences that have few queries, where
-                                   `instance` is of those that have many */
+  int32_t instance_few_queries; /* with a cache: of the sequences that have few queries, where the
+                                   first one is of those that have many */
   int32_t
       instance_few_queries_unaligned; /* where an address of k_new or v_new is no such multiple */
   int64_t reserved[3];                /* of the library's own; 0 */
