@@ -70,8 +70,8 @@ __device__ auto* const general = &backward_kernel<BackwardTraitsOf<kC, false, tr
 """,
     "hopper/backward_sm90_wide.cuh": """
 namespace strobe::cuda::sm90_wide {
-__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256, false>>;
-__device__ auto* const general = &backward_kernel<WideTraits<kBfloat16, 256, 256, true>>;
+__device__ auto* const kernel = &backward_kernel<WideTraits<kBfloat16, 256, 256, false, false>>;
+__device__ auto* const general = &backward_kernel<WideTraits<kBfloat16, 256, 256, true, true>>;
 }
 """,
 }
