@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "cache_fixture.h"
 #include "cuda/host/instance_table.h"
@@ -191,6 +192,54 @@ TEST(EmulatedDecode, FewQueriesOnManyKeysAgreeWithTheOracle) {
     if (!DividesKeysOf(c)) continue;
     ++tried;
     ASSERT_EQ(RunWithoutCache(c, seed), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+
+// With batch_invariant a sequence has the same bits alone and in a batch, whichever tile it gets.
+TEST(EmulatedDecode, TheBatchChangesNoBitOfWholeTensors) {
+  constexpr int64_t kBatch = 3, kQueries = 11, kKeys = 1500, kHeads = 6, kHeadsKv = 2, kDim = 64;
+  Rng rng(1);
+  const auto random = [&](int64_t rows) {
+    std::vector<uint16_t> values(static_cast<size_t>(kBatch * rows * kDim));
+    for (uint16_t& x : values) {
+      const auto value = static_cast<float>(rng.Uniform(-2, 2));
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      x = static_cast<uint16_t>(bits >> 16);  // bfloat16
+    }
+    return values;
+  };
+  const auto q = random(kQueries * kHeads), k = random(kKeys * kHeadsKv),
+             v = random(kKeys * kHeadsKv);
+  const auto run = [&](int64_t first, int64_t batch) {
+    std::vector<uint16_t> out(static_cast<size_t>(batch * kQueries * kHeads * kDim));
+    strobe_problem p;
+    EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+    p.direction = STROBE_FORWARD, p.dtype = STROBE_BFLOAT16, p.batch_invariant = 1;
+    p.batch = batch, p.seqlen_q = kQueries, p.seqlen_k = kKeys;
+    p.heads = kHeads, p.heads_kv = kHeadsKv, p.head_dim = kDim;
+    strobe_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = q.data() + first * kQueries * kHeads * kDim;
+    args.k = k.data() + first * kKeys * kHeadsKv * kDim;
+    args.v = v.data() + first * kKeys * kHeadsKv * kDim;
+    args.out = out.data();
+    EXPECT_EQ(ThroughTheEmulator()(p, args), STROBE_OK);
+    return out;
+  };
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  machine.devices[0].multiprocessors = 20;
+  machine.devices[0].shared_bytes = 227 << 10;
+  for (const char* const row : {"cached_sm80_bf16_64_16x32x3x8", "cached_sm80_bf16_64_32x32x4x8",
+                                "cached_sm80_bf16_64_64x64x4x8"}) {
+    machine.forced_instance = row;
+    const std::vector<uint16_t> all = run(0, kBatch);
+    const auto own = static_cast<int64_t>(all.size()) / kBatch;
+    for (int64_t b = 0; b < kBatch; ++b) {
+      EXPECT_TRUE(std::equal(all.begin() + b * own, all.begin() + (b + 1) * own, run(b, 1).begin()))
+          << row << ", sequence " << b;
+    }
   }
 }
 
