@@ -1201,5 +1201,6 @@ def test_a_call_on_its_way_to_pytorch_outlives_the_activation() -> None:
     gc.collect()
     q, k, v = (random("cpu", 1, 2, 5, 8) for _ in range(3))
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    out = _flash_impl._by_pytorch(name, None, q, k, v, 0.0, True)[0]
+    declined = _flash_impl._Declined("a test's reason")
+    out = _flash_impl._by_pytorch(name, declined, q, k, v, 0.0, True)[0]
     assert_all_close([out], [scaled_dot_product_attention(q, k, v, is_causal=True)], "cpu")
