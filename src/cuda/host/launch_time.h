@@ -11,7 +11,7 @@
 
 namespace strobe::cuda {
 
-/// What is the same whatever the batch is, where that may not decide: a problem of some batch.
+/// The problem that decides in place of this one: where the batch may not, one of a few sequences.
 AttentionProblem of_some_batch(const AttentionProblem& problem);
 
 struct WholeTiles {
