@@ -80,12 +80,13 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
                          const DeviceProperties& device) {
   // A multiprocessor reads, or multiplies so long for each 128 keys of a tile of 64 rows, whichever
   // takes longer. Keys that another tile of the head has read lie in L2, if they are not too many.
-  // The thread block that merges a tile's pieces has some rows for each warp, and they cost so much
-  // each, and more for each piece, 128 columns of it; and what ends a tile and begins the next one
-  // within a thread block is not hidden.
+  // The thread block that merges a tile's pieces has some rows for each warp. The first costs a
+  // warp so much, in the shade of what every launch begins with, and those after it more, since
+  // they wait for the instructions of the merge; each piece adds to that, 128 columns of it. What
+  // ends a tile and begins the next one within a thread block is not hidden.
   constexpr double kBegin = 9, kReadRate = 22.5, kReadAgainRate = 45, kKilobytesOfL2 = 64e3,
-                   kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015, kRow = 0.8,
-                   kPiece = 0.05, kColumns = 128, kNextTile = 2.5;
+                   kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015, kFirstRow = 0.8,
+                   kNextRow = 3, kPiece = 0.05, kColumns = 128, kNextTile = 2.5;
   const CachedConfig& c = instance.config;
   CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
@@ -113,10 +114,11 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
                                         : min64(units, ceil_div(units, share) + 1);
   if (grid.most_chunks > 0) pieces = min64(units, grid.most_chunks);
   const int64_t rows = min64(c.tile_q, p.seqlen_q * group);
+  const auto rows_of_warp = static_cast<double>(ceil_div(rows, c.warps));
   const double merging =
       pieces == 1 ? 0
-                  : static_cast<double>(ceil_div(rows, c.warps)) *
-                        (kRow + kPiece * static_cast<double>(pieces) * c.width / kColumns);
+                  : kFirstRow + kNextRow * (rows_of_warp - 1) +
+                        kPiece * rows_of_warp * static_cast<double>(pieces) * c.width / kColumns;
   const double next_tiles = static_cast<double>(share - units) / static_cast<double>(units);
   return {tiles * p.heads_kv, pieces,
           kBegin + (reading > multiplying ? reading : multiplying) + merging +
