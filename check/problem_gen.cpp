@@ -26,23 +26,32 @@ struct Profile {
   int64_t low, high;  // of lengths
   double both;   // probability that q and k both go up to `high`; else one of them stays below 40
   int64_t work;  // limit of Case::Work()
+  bool few_queries = false;  // 1 to 64, and `low` to `high` keys
 };
+
+// More keys than a tile's thread block should read alone.
+constexpr Profile kFewQueries{500, 6000, 1, 6'000'000, true};
 
 const Profile& PickProfile(Rng& rng) {
   static constexpr Profile kTiny{0, 40, 1, 1'500'000}, kMedium{17, 300, 0.7, 3'500'000},
       kLong{300, 1100, 0, 4'000'000}, kLongest{500, 1100, 1, 24'000'000};
   const double u = rng.Uniform();
-  return u < 0.62 ? kTiny : u < 0.94 ? kMedium : u < 0.99 ? kLong : kLongest;
+  return u < 0.62   ? kTiny
+         : u < 0.94 ? kMedium
+         : u < 0.98 ? kLong
+         : u < 0.99 ? kFewQueries
+                    : kLongest;
 }
 
 void PickLengths(Rng& rng, const Profile& profile, Case& c) {
   c.varlen = rng.Chance(0.3);
   const int64_t batch = c.varlen ? rng.Integer(1, 6) : rng.Integer(1, 3);
-  const bool same = rng.Chance(0.4);
+  const bool same = rng.Chance(0.4) && !profile.few_queries;
   const bool both = rng.Chance(profile.both), long_q = rng.Chance(0.5);
   const auto draw = [&](bool is_q) {
     if (rng.Chance(c.varlen ? 0.12 : 0.02)) return int64_t{0};
     if (rng.Chance(0.06)) return int64_t{1};
+    if (profile.few_queries && is_q) return rng.Integer(1, 64);
     if (!both && is_q != long_q) return rng.Integer(1, 40);
     return rng.Integer(profile.low, profile.high);
   };
@@ -332,6 +341,11 @@ Case GenerateBlocksCase(uint64_t seed) {
   Case c = Generate(seed, rng, &kBlocks);
   c.random_blocks = rng.Next() | 4;  // not 0
   return c;
+}
+
+Case GenerateFewQueriesCase(uint64_t seed) {
+  Rng rng(seed);
+  return Generate(seed, rng, &kFewQueries);
 }
 
 std::string ToString(const Case& c) {

@@ -84,6 +84,8 @@ struct Case : strobe::Options {
 Case GenerateCase(uint64_t seed);
 /// Problems of several blocks, some of which nobody sees.
 Case GenerateBlocksCase(uint64_t seed);
+/// 1 to 64 queries, and mostly thousands of keys.
+Case GenerateFewQueriesCase(uint64_t seed);
 std::string ToString(const Case& c);
 
 }  // namespace strobe_test

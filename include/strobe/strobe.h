@@ -378,8 +378,8 @@ STROBE_API size_t strobe_plan_text(const strobe_plan* plan, char* text,
 /* STROBE_OK when some kernel takes the problem. */
 STROBE_API strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT;
 
-/* One line a kernel: takes it, or why it declines, and a hint; or what is invalid. Lengths as
- * strobe_plan_text. */
+/* One line a kernel: takes it, and the estimate that decided where there was one, or why it
+ * declines, and a hint; or what is invalid. Lengths as strobe_plan_text. */
 STROBE_API size_t strobe_why(const strobe_problem* problem, char* text,
                              size_t capacity) STROBE_NOEXCEPT;
 

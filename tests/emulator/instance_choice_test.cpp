@@ -82,6 +82,24 @@ TEST(CachedInstanceChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
 }
 
+// Without a cache the estimate of launch_time.cpp decides, for any number of rows.
+TEST(CachedInstanceChoice, RowsOfWholeTensorsAreDividedByTheTimeThatTheyTake) {
+  AttentionProblem p = Problem(126, 1, 64);
+  p.cache = STROBE_CACHE_NONE;
+  p.batch = 1;  // merging counts
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  p.batch = 64;  // reading counts
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+  p.batch_invariant = 1;
+  const int rows = Chosen(p, kHopper).tile_q;
+  p.batch = 1;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, rows);
+  p = Problem(8, 4, 128);
+  p.cache = STROBE_CACHE_NONE;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  EXPECT_EQ(Chosen(p, kAda).tile_q, 16);
+}
+
 TEST(CachedInstanceChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
   AttentionProblem few = Problem(1, 4, 128), many = Problem(1000, 4, 128);
   few.varlen = many.varlen = few.batch_invariant = many.batch_invariant = 1;

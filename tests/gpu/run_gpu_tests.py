@@ -58,16 +58,20 @@ def random_case(r: random.Random) -> Case:
         "dtype": r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
     }
 
-    def length() -> int:
+    many_keys = r.random() < 0.15  # and few queries: keys are divided among thread blocks
+
+    def length(of_keys: bool = False) -> int:
+        if many_keys:
+            return r.randint(500, 6000) if of_keys else r.randint(1, 64)
         return r.choice([0, 1, 2, 63, 64, 65, 127, 128, 129, r.randint(1, 300), r.randint(1, 300), r.randint(300, 900)])
 
     if r.random() < 0.3:
         batch = r.randint(1, 5)
         case["lengths_q"] = [length() for _ in range(batch)]
-        case["lengths_k"] = [length() for _ in range(batch)]
+        case["lengths_k"] = [length(of_keys=True) for _ in range(batch)]
         case["past"] = (r.choice([0, 0, 0, r.randint(1, 300)]), r.choice([0, 0, 0, r.randint(1, 300)]))
     else:
-        case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length()}
+        case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length(of_keys=True)}
     if r.random() < 0.3:
         case["window"] = (r.choice([-1, 0, 1, 17, 64, 200]), r.choice([-1, 0, 5, 64, 130]))
     if r.random() < 0.12:
