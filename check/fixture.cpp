@@ -49,7 +49,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
   q = Place(case_.q, rows_q, c.heads, c.head_dim, c.dtype);
   k = Place(case_.k, rows_k, c.heads_kv, c.head_dim, c.dtype);
   v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v, c.dtype);
-  out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.dtype);
+  out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.out_dtype());
   dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v, c.dtype);
   dq = Place(case_.dq, rows_q, c.heads, c.head_dim, c.grad_dtype());
   dk = Place(case_.dk, rows_k, c.heads_kv, c.head_dim, c.grad_dtype());
@@ -219,6 +219,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   }
   strobe::copy_options(c, p);
   if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = 0;
+  if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
   p.q = Given(c.q, q);
   p.k = Given(c.k, k);

@@ -282,7 +282,7 @@ int64_t Case::Work() const {
 Case Case::WithPlainGradients() const {
   Case c = *this;
   c.has_dlse |= c.delta_has_dlse;
-  c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
+  c.out_float32 = c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
   return c;
 }
 
@@ -324,6 +324,7 @@ Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
   c.accumulate = rng.Chance(0.2);
   c.has_delta = rng.Chance(0.15);
   if (c.has_delta) c.delta_has_dlse = std::exchange(c.has_dlse, false);
+  c.out_float32 = c.dtype != oracle::DType::kFloat32 && rng.Chance(0.2);
   return c;
 }
 
@@ -364,6 +365,7 @@ std::string ToString(const Case& c) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
   if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
+  if (c.out_float32) text << ", out fp32";
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "

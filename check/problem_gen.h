@@ -45,7 +45,8 @@ struct Case : strobe::Options {
 
   int64_t past_q = 0, past_k = 0;  // varlen: rows past the end of the last sequence
 
-  bool grad_float32 = false;    // dq, dk and dv are float32, whatever dtype is
+  bool out_float32 = false;     // out is float32, whatever dtype is
+  bool grad_float32 = false;    // dq, dk and dv are, likewise
   bool delta_has_dlse = false;  // with has_delta: a gradient of lse is in it
 
   /// Of the random blocks that no query of them sees (core/random_blocks.h). The library must have
@@ -66,8 +67,10 @@ struct Case : strobe::Options {
   bool constant_keys = false;                     // all keys alike: all weights of a row are equal
   Special special = Special::kNone;
 
+  oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
   oracle::DType grad_dtype() const { return grad_float32 ? oracle::DType::kFloat32 : dtype; }
-  /// Without what few kernels do: dq, dk and dv are float32 or added to, delta is given.
+  /// Without what few kernels do: out, dq, dk and dv are float32, gradients are added to what is
+  /// there, delta is given.
   Case WithPlainGradients() const;
   int64_t batch() const { return static_cast<int64_t>(seqlens_q.size()); }
   int64_t longest_q() const;

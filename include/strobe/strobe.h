@@ -173,7 +173,7 @@ typedef struct strobe_problem {
   int32_t kv_dtype;  /* strobe_dtype of k, v, k_new and v_new. STROBE_SAME_DTYPE (default): dtype.
                         Any other is answered with STROBE_UNSUPPORTED */
   int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
-                        Backward: dtype */
+                        A backward pass reads what a forward pass wrote so */
 
   /* Keys and values in a cache: forward only, without dropout. With a cache
    *  - a sequence's keys are rows of the cache from 0 (with has_leftpad from leftpad) up to its

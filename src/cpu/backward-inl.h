@@ -87,29 +87,26 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const auto kHalf = static_cast<int64_t>(hn::Lanes(f64));
   const int64_t width = round_up(p.head_dim_v, kLanes);
   HWY_ALIGN float out[256 + kLanes], dout[256 + kLanes];
-  for_dtype(
-      p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-        for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-          row_to_float(reinterpret_cast<const T*>(out_rows.row(q)), p.head_dim_v, out);
-          row_to_float(reinterpret_cast<const T*>(dout_rows.row(q)), p.head_dim_v, dout);
-          // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ
-          // it is multiplied by the sum of the keys, which is far larger than their differences.
-          const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
-            return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
-                              hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
-          };
-          auto even = hn::Zero(f64), odd = hn::Zero(f64);
-          int64_t i = 0;
-          for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
-            even = product(i, even);
-            odd = product(i + kHalf, odd);
-          }
-          if (i < width) even = product(i, even);
-          const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
-          c.made_delta[at + q] =
-              static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
-        }
-      });
+  for (int64_t q = item.q_begin; q < item.q_end; ++q) {
+    load_rows(out_rows, p.out_dtype, {q, q + 1}, p.head_dim_v, out, 0);
+    load_rows(dout_rows, p.dtype, {q, q + 1}, p.head_dim_v, dout, 0);
+    // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ it is
+    // multiplied by the sum of the keys, which is far larger than their differences.
+    const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
+      return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
+                        hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
+    };
+    auto even = hn::Zero(f64), odd = hn::Zero(f64);
+    int64_t i = 0;
+    for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
+      even = product(i, even);
+      odd = product(i + kHalf, odd);
+    }
+    if (i < width) even = product(i, even);
+    const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
+    c.made_delta[at + q] =
+        static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
+  }
 }
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P

@@ -232,13 +232,15 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     updates.append = STROBE_APPEND_DENSE, updates.seqlen_new = 512;
     updates.rotary_dim = 32, updates.rotary_rows = 2048;
     EXPECT_EQ(kernel_of(updates, 90), "cuda_sm90") << dim;
+    AttentionProblem partial = prompt(dim);
+    partial.out_dtype = STROBE_FLOAT32;
+    EXPECT_EQ(kernel_of(partial, 90), "cuda_sm90") << dim;
   }
   const std::pair<const char*, void (*)(AttentionProblem&)> others[] = {
       {"few queries", [](AttentionProblem& p) { p.seqlen_q = 8; }},
       {"page_size = 12, expected a multiple of 8",
        [](AttentionProblem& p) { p.page_size = 12, p.pages_per_sequence = 90; }},
       {"leftpad with pages", [](AttentionProblem& p) { p.has_leftpad = 1; }},
-      {"out_dtype = fp32", [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"head_dim_v = 60", [](AttentionProblem& p) { p.head_dim_v = 60; }},
       // A prompt of so few tiles leaves most multiprocessors idle.
       {"few queries", [](AttentionProblem& p) {
@@ -715,6 +717,14 @@ TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
       {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_prefix = 1, p.causal = 1; }},
       {"x2x8_plain", kF, 90, 128,
        [](AttentionProblem& p) { p.attention_chunk = 64, p.causal = 1; }},
+      // The shortest kernel rounds always.
+      {"forward_sm90_bf16_128_128x128x2x8_plain", kF, 90, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
+      {"x2x8_general", kF, 90, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32, p.softcap = 20.f; }},
+      {"forward_sm80_bf16_128_128x64x2x4_plain", kF, 80, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
+      {"x2x4_general", kF, 80, 125, [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.softcap = 20.f; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.scale = 0.f; }},
       {"sm80_bf16_128_128x64x2x4_general", kF, 90, 128,

@@ -31,16 +31,19 @@ struct SeenPairs {
   int32_t batch, head;
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ __forceinline__ T* row(const Tensor& t, int64_t row, int32_t head_of) const {
-    return static_cast<T*>(t.data) + t.element(batch, row, head_of);
+  template <typename Value = T>
+  __device__ __forceinline__ Value* row(const Tensor& t, int64_t row, int32_t head_of) const {
+    return static_cast<Value*>(t.data) + t.element(batch, row, head_of);
   }
-  __device__ __forceinline__ T* query_row(const Tensor& t, int64_t query) const {
-    return row(t, sequence.q_row + query, head);
+  template <typename Value = T>
+  __device__ __forceinline__ Value* query_row(const Tensor& t, int64_t query) const {
+    return row<Value>(t, sequence.q_row + query, head);
   }
   __device__ __forceinline__ T* key_row(const Tensor& t, int64_t key) const {
     return row(t, sequence.k_row + key, head / p.group);
   }
-  __device__ __forceinline__ static float dot(const T* x, const T* y, int32_t dim) {
+  template <typename Value>
+  __device__ __forceinline__ static float dot(const T* x, const Value* y, int32_t dim) {
     float sum = 0.f;
 #pragma unroll 1
     for (int d = lane(); d < dim; d += 32)
@@ -61,7 +64,9 @@ struct SeenPairs {
     if (p.delta) {
       delta = p.delta[lse_at];
     } else {
-      delta = dot(query_row(p.dout, query), query_row(p.out, query), p.head_dim_v);
+      const T* const dout = query_row(p.dout, query);
+      delta = p.float_out ? dot(dout, query_row<float>(p.out, query), p.head_dim_v)
+                          : dot(dout, query_row(p.out, query), p.head_dim_v);
       if (p.dlse) delta -= p.dlse[lse_at];
     }
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);

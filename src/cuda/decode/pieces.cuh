@@ -160,7 +160,7 @@ class ShareWalk {
   __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
                                            Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
-            (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);
+            2 * p.out_words() * p.out.element(x.tile.batch, x.q_row, x.tile.head);
     const int32_t batch_size = p.cache.batch;
     const SequenceUnits& s = place_.s;
     const int32_t units = x.walk.end - x.walk.begin, unit = place_.unit - units;

@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   if (p.lse && lane == 0) {
     p.lse[piece.lse_row + (piece.tile.head + head) * p.lse_head_stride + query] = result.lse;
   }
-  char* const out = piece.out + (p.float_out ? 4 : 2) * p.out.element(0, query, head);
+  char* const out = piece.out + 2 * p.out_words() * p.out.element(0, query, head);
   const int column = kColumns * lane;
   const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
   float x[kColumns], zero = 0.f;

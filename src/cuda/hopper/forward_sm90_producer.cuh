@@ -283,14 +283,16 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
   });
 }
 
-/// Stores O, which consumers have left in shared memory, to global memory. One warp.
-template <typename Tr, typename Params>
+/// Stores O, which consumers have left in shared memory, to global memory. One warp. (Float32 rows
+/// they store themselves: there would be room for half as many columns.)
+template <typename Tr, bool kAllRowsUsed, typename Params>
 __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
   using T = typename Tr::T;
   constexpr int kRounds = (Tr::kPanels + Tr::kOPanels - 1) / Tr::kOPanels;
   uint32_t phases = 0;  // parity of each warpgroup's o.full, one bit each: the rings have one stage
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    if (p.template writes_float<!kAllRowsUsed>()) return;
     const int lane = ptx::thread_again() % 32;
     // Stores what warpgroup w has left in shared memory: columns from panel `begin` on.
     const auto store = [&](int w, int begin) {

@@ -41,6 +41,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   f.out = tensor(a.out, p.out, p.varlen);
   f.lse = a.lse;
   f.batch_invariant = p.batch_invariant;
+  f.float_out = p.out_dtype == STROBE_FLOAT32;
 }
 
 namespace {
@@ -73,7 +74,6 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
   fill_params(p, a, static_cast<ForwardParams&>(d));
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;
-  d.float_out = p.out_dtype == STROBE_FLOAT32;
   d.packed_q = p.varlen;
   if (p.append) {
     const bool packed = p.append == STROBE_APPEND_PACKED;  // which queries need not be
@@ -100,6 +100,7 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.delta = p.has_delta ? a.delta : nullptr;
   b.float_grads = p.grad_dtype == STROBE_FLOAT32;
   b.accumulates = p.accumulate;
+  b.float_out = p.out_dtype == STROBE_FLOAT32;
 }
 
 }  // namespace strobe::cuda

@@ -65,6 +65,7 @@ constexpr struct {
               {features::kAnyScale, "scale <= 0, expected more"},
               {features::kChunks, "attention_chunk > 0, expected 0"},
               {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
+              {features::kFloatOut, "out_dtype = fp32, expected that of q"},
               {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
@@ -366,10 +367,6 @@ std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const Att
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (std::string reason = tma_declines(p); !reason.empty()) return reason;
-  if (p.out_dtype != p.dtype) {
-    return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
-                  dtype_name(p.dtype));
-  }
   if (p.cache != STROBE_CACHE_PAGED) return {};
   if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
   if (KeyBoxes::make(entry.instance->config.tile_k, p.page_size).rows == 0) {
@@ -551,9 +548,6 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
   const char* const asks_for_another = "STROBE_CUDA_ROW asks for another kernel";
   if (p.cache) {
     return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device);
-  }
-  if (std::string reason = declines_without_cache(p); !reason.empty()) {
-    return declined(std::move(reason));
   }
   if (divides_keys(p, device)) {
     InstanceChoice choice = choose_cached(80, p, device);

@@ -99,11 +99,10 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
           row = done.end - 1;
           continue;
         }
-        T* const out = reinterpret_cast<T*>(tile.out.row(row) + 2 * column);
+        const OutRow<T> out{tile.out.row(row), p.writes_float()};
         // A dropped weight is 0, and 0 * inf is NaN.
         const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
-        *out = static_cast<T>(static_cast<float>(*out) +
-                              static_cast<float>(value) * (kept ? 1.f : 0.f));
+        out.put(column, out[column] + static_cast<float>(value) * (kept ? 1.f : 0.f));
       }
       if (isnan(static_cast<float>(value)) && !rows.empty()) {
         const bool joined = rows.begin <= done.end && done.begin <= rows.end;
@@ -140,7 +139,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                    const Stagger stagger) {
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
-  using QTile = typename Shape::QTile;
   constexpr int kTileQ = Shape::kTileQ, kTileK = Shape::kTileK, kThreads = Shape::kThreads;
 
   extern __shared__ __align__(1024) char shared[];
@@ -200,7 +198,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (p.cu_q && item.batch == p.batch - 1) {  // the last sequence's thread blocks
       constexpr int kWarps = kThreads / 32;
       const int64_t block = int64_t{item.tile} * p.heads + item.head;
-      clear_past_end(p, 1, {block * kWarps + thread / 32, int64_t{order.tiles} * p.heads * kWarps});
+      clear_past_end(p, {block * kWarps + thread / 32, int64_t{order.tiles} * p.heads * kWarps});
     }
     if (begin >= seqlen_q) return;  // a shorter sequence than the longest
     const TileMask mask = sequence.mask.tile(begin, kTileQ);
@@ -229,7 +227,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
       *info = {k,
                v,
-               rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
+               rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v,
+                         2 * p.out_words()),
                p.lse ? p.lse + sequence.lse_row + item.head * p.lse_head_stride + begin : nullptr,
                item.batch,
                item.head,
@@ -332,8 +331,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   // --- O / sum and lse ---
   w.stand_at(ptx::thread_again());  // anew: ptxas would spill it around the loop
   const int rows_from = w.team * Shape::kRows;
-  const bool suspect =
-      w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
+  float* const lse = info->lse ? info->lse + rows_from : nullptr;
+  const bool suspect = p.writes_float()
+                           ? w.template finish<float>(info->out, info->begin + rows_from, lse)
+                           : w.template finish<T>(info->out, info->begin + rows_from, lse);
   if (__syncthreads_or(suspect)) {
     pairwise_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
                                       static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);

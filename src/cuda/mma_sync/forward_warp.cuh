@@ -421,10 +421,12 @@ struct Warp {
     }
   }
 
-  /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
-  /// After transposes within each quad a lane has eight columns in a row. Returns whether something
-  /// of O is not finite, but for rows with a NaN among their scores, or must not be used: what
-  /// pairwise_rows then does again.
+  /// O / sum to the rows of `out` from `first` on, and lse to `lse` on, where wanted. Out: T, in
+  /// which case a lane has eight columns in a row after transposes within each quad; or float, of
+  /// which a quad has eight columns, a sector, as they are. Returns whether something of O is not
+  /// finite, but for rows with a NaN among their scores, or must not be used: what pairwise_rows
+  /// then does again.
+  template <typename Out>
   __device__ __forceinline__ bool finish(const RowsView& out, int32_t first, float* lse) const {
     const bool aligned = !kGeneral || out.aligned();
     const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;
@@ -441,21 +443,37 @@ struct Warp {
         RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
         if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
-        uint32_t marks = 0;
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
+        bool is_finite = true;
+        if constexpr (std::is_same_v<Out, float>) {
+          const int32_t dim = out.dim;
+          float zero = 0.f;  // 0 * x is NaN where x is not finite
 #pragma unroll
-        for (int n = 0; n < kN; n += 4) {
-          uint32_t w[4];
-#pragma unroll
-          for (int d = 0; d < 4; ++d) {
-            w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
-                                o[m][n + d][2 * h + 1] * result.factor);
-            marks = mark_not_finite<T>(marks, w[d]);
+          for (int n = 0; n < kN; ++n) {
+            const float x = o[m][n][2 * h] * result.factor;
+            const float y = o[m][n][2 * h + 1] * result.factor;
+            zero = fmaf(x, 0.f, fmaf(y, 0.f, zero));
+            const int begin = n / 2 * 16 * kSplit + 16 * part + n % 2 * 8;
+            if (there) store_floats(to, begin + lane % 4 * 2, dim, aligned, x, y);
           }
-          quad_transpose(w, lane);
-          if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
+          is_finite = zero == 0.f;
+        } else {
+          uint32_t marks = 0;
+#pragma unroll
+          for (int n = 0; n < kN; n += 4) {
+            uint32_t w[4];
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+              w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
+                                  o[m][n + d][2 * h + 1] * result.factor);
+              marks = mark_not_finite<T>(marks, w[d]);
+            }
+            quad_transpose(w, lane);
+            if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
+          }
+          is_finite = !marked(marks);
         }
-        suspect |= there && marked(marks) && result.factor == result.factor;
+        suspect |= there && !is_finite && result.factor == result.factor;
       }
     }
     return suspect;
