@@ -123,7 +123,11 @@ class ShareWalk {
     const bool chunked = d.cut.most_chunks > 0;
     const int32_t rest = chunked ? min(s.units() - place_.unit, s.chunk) : s.units() - place_.unit;
     const int32_t units = min(rest, left_), from = s.walk.begin + place_.unit;
+#if STROBE_RANDOM_WALKS
     x.walk = s.walk.places(from, from + units);
+#else
+    x.walk = {from, from + units};  // `places` says the same, and ptxas makes other code of it
+#endif
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = track_ * d.heads_per_track + head;

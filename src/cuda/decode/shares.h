@@ -67,7 +67,8 @@ struct KeyCut {
     s.spans = s.tiles * heads;
     const auto walk = static_cast<WalkOf<int32_t>>(
         key_walk(lists, mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
-    s.walk = walk.blocks().places(walk.begin, walk.empty() ? walk.begin + 1 : walk.end);
+    s.walk = walk.blocks();
+    if (walk.empty()) s.walk.end = walk.begin + 1;
     s.chunk = most_chunks > 0 ? (s.units() + most_chunks - 1) / most_chunks : s.units();
     return s;
   }
