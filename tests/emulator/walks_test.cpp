@@ -31,7 +31,10 @@ constexpr strobe::RandomBlocks kDecodeBlocks{0, 384, 768, 0};
 
 class EmulatedWalks : public ::testing::Test {
  protected:
-  void TearDown() override { strobe::strobe_random_blocks = {}; }
+  void TearDown() override {
+    strobe::strobe_random_blocks = {};
+    strobe::emulator::machine().forced_instance.clear();
+  }
 };
 
 template <typename Instance>
@@ -148,10 +151,12 @@ TEST_F(EmulatedWalks, DecodingAgreesWithTheOracle) {
     }
     c.has_seqused_q = c.has_seqused_k = c.has_q_position = false;
     c.arrays = {};
-    c.has_prefix = false;
+    c.packing = Packing::kSeparate;  // q and k have other lengths now
+    c.has_prefix = c.batch_invariant = false;
     c.dropout_p = 0;
     DrawHopper(seed);
     strobe::emulator::machine().devices[0].compute_capability = 80;
+    strobe::emulator::machine().forced_instance = "cached_sm80_";
     return std::pair{Forward(c, 80, c.random_blocks), ToString(c)};
   });
 }
