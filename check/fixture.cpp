@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/random_blocks.h"
-
 namespace strobe_test {
 namespace {
 
@@ -429,10 +427,9 @@ oracle::Problem Fixture::OracleProblem() const {
     const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
     p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
   }
-  if (c.random_blocks) {
-    p.hides = [seed = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
-      return strobe::hides_random_block(seed, sequence, head, i / strobe::kRandomBlockQ,
-                                        j / strobe::kRandomBlockK);
+  if (c.random_blocks.seed) {
+    p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return blocks.hides(sequence, head, i, j);
     };
   }
   if (c.dropout_p > 0) {

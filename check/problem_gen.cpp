@@ -335,11 +335,12 @@ Case GenerateCase(uint64_t seed) {
   return Generate(seed, rng, nullptr);
 }
 
-Case GenerateBlocksCase(uint64_t seed) {
-  static constexpr Profile kBlocks{100, 1000, 0.8, 3'000'000};
+Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks) {
+  const Profile profile{100, 1000, 0.8, 122 * blocks.queries * blocks.keys};
   Rng rng(seed);
-  Case c = Generate(seed, rng, &kBlocks);
-  c.random_blocks = rng.Next() | 4;  // not 0
+  Case c = Generate(seed, rng, &profile);
+  c.random_blocks = blocks;
+  c.random_blocks.seed = rng.Next() | 4;  // not 0
   return c;
 }
 
@@ -364,7 +365,10 @@ std::string ToString(const Case& c) {
   strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
-  if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
+  if (c.random_blocks.seed) {
+    text << ", random blocks of " << c.random_blocks.queries << " x " << c.random_blocks.keys
+         << ", seed " << c.random_blocks.seed;
+  }
   if (c.out_float32) text << ", out fp32";
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/options.h"
+#include "core/random_blocks.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -49,9 +50,9 @@ struct Case : strobe::Options {
   bool grad_float32 = false;    // dq, dk and dv are, likewise
   bool delta_has_dlse = false;  // with has_delta: a gradient of lse is in it
 
-  /// Of the random blocks that no query of them sees (core/random_blocks.h). The library must have
-  /// been built for it and know the same number. 0: none.
-  uint64_t random_blocks = 0;
+  /// Blocks of pairs that are hidden. The library must have been built for it, with
+  /// STROBE_RANDOM_WALKS, and have the same in strobe_random_blocks.
+  strobe::RandomBlocks random_blocks;
 
   uint64_t dropout_seed = 0, dropout_offset = 0;
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
@@ -82,8 +83,8 @@ struct Case : strobe::Options {
 };
 
 Case GenerateCase(uint64_t seed);
-/// Problems of several blocks, some of which nobody sees.
-Case GenerateBlocksCase(uint64_t seed);
+/// Problems of several blocks, some of which nobody sees. blocks: their sizes.
+Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks = {});
 /// 1 to 64 queries, and mostly thousands of keys.
 Case GenerateFewQueriesCase(uint64_t seed);
 std::string ToString(const Case& c);

@@ -25,6 +25,10 @@ strobe_sources(sources
   src/cpu/launch.cpp
   src/cpu/merge.cpp)
 add_library(strobe_objects OBJECT ${sources})
+if(STROBE_RANDOM_WALKS)
+  target_sources(strobe_objects PRIVATE src/core/random_blocks.cpp)
+  target_compile_definitions(strobe_objects PRIVATE STROBE_RANDOM_WALKS=1)
+endif()
 
 # Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.
 set(STROBE_CPU_ISAS ALL CACHE STRING

@@ -16,7 +16,7 @@ namespace strobe::cpu {
 
 #if STROBE_RANDOM_WALKS
 
-using BlockWalk = ListWalk;
+using BlockWalk = RandomWalk;
 
 STROBE_INLINE BlockWalk keys_of(const Sequence& s, int64_t head, Range queries, int64_t size) {
   return random_key_walk(s, head, queries, size);
@@ -25,7 +25,8 @@ STROBE_INLINE BlockWalk queries_of(const Sequence& s, int64_t head, Range keys, 
   return random_query_walk(s, head, keys, size);
 }
 STROBE_INLINE bool leaves_out(const Sequence& s, int64_t head, int64_t query, Range keys) {
-  return hides_all(s, head, {query, query + 1}, keys);
+  bool some = false;
+  return strobe_random_blocks.hides_all(s.batch, head, {query, query + 1}, keys, some);
 }
 
 #else

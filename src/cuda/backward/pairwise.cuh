@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-#include "core/walk.h"
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
@@ -17,6 +16,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
@@ -110,7 +110,7 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
                                             int32_t query) {
   const Sequence sequence = p.sequence(batch, head);
   const SeenPairs<T> pairs{p, sequence, batch, head};
-  const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch), sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
 #pragma unroll 1
   for (int64_t place = keys.begin; place < keys.end; ++place) {
@@ -133,7 +133,7 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
   const Sequence sequence = p.sequence_of_all_heads(item.batch);
-  const IntervalWalk<int64_t> queries = single_queries(sequence.mask, key);
+  const RowWalk queries = single_queries(WalkLists::of(p, item.batch), sequence.mask, key);
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
   float dk[SeenPairs<T>::kShare] = {}, dv[SeenPairs<T>::kShare] = {};

@@ -10,12 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/walk.h"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kPreThreads)
     // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
     // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
-    if (!query_walk(sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
+    const auto lists = WalkLists::of(p, tile.batch);
+    if (!query_walk(lists, sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
       return;
@@ -158,8 +159,9 @@ __global__ void __launch_bounds__(kPreThreads)
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
-      first = first_rank(p, scratch, tile.batch, tile.head,
-                         key_walk(sequence.mask, queries, scratch.tile_k));
+      first = first_rank(
+          p, scratch, tile.batch, tile.head,
+          key_walk(WalkLists::of(p, tile.batch), sequence.mask, queries, scratch.tile_k));
     }
     scratch.additions[at * counters + thread] = first;
   }

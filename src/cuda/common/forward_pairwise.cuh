@@ -10,12 +10,12 @@
 
 #include <cstdint>
 
-#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/arithmetic.h"
 
 namespace strobe::cuda {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
-  const IntervalWalk<int64_t> keys = single_keys(mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch), mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1

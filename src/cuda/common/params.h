@@ -8,6 +8,9 @@
 #include "core/cache.h"
 #include "core/philox.h"
 #include "core/sequence.h"
+#if STROBE_RANDOM_WALKS
+#include "core/random_blocks.h"
+#endif
 
 namespace strobe::cuda {
 
@@ -37,6 +40,9 @@ struct CommonParams : Sequences {
   int32_t head_dim, head_dim_v;
   float scale, softcap;
   float cap_log2, cap_power;  // of Score (score.cuh), from softcap: 0 without
+#if STROBE_RANDOM_WALKS
+  RandomBlocks random_blocks;  // that walks leave out (walks.h)
+#endif
 };
 
 struct ForwardParams : CommonParams {

@@ -141,7 +141,10 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) result = finish_row(!mask_of(tile).row(query(r)).empty(), 0.f, 0.f, 1.f);
+      if (sum == 0.f) {
+        const Range keys = mask_of(tile).row(query(r));
+        result = finish_row(tile.part[warpgroup_].meets(keys, kTileK), 0.f, 0.f, 1.f);
+      }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)

@@ -32,6 +32,9 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   const SoftcapConstants cap = SoftcapConstants::make(p.scale, p.softcap);
   c.cap_log2 = cap.cap_log2;
   c.cap_power = cap.cap_power;
+#if STROBE_RANDOM_WALKS
+  c.random_blocks = strobe_random_blocks;
+#endif
 }
 
 }  // namespace

@@ -37,7 +37,6 @@
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
-#include "core/walk.h"
 #include "cuda/common/config.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -45,6 +44,7 @@
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile_mask.h"
+#include "cuda/common/walks.h"
 #include "cuda/mma_sync/forward_warp.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/opaque.h"
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const Mask mask = p.sequence(tile.batch, tile.head).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
-  const IntervalWalk<int64_t> keys = key_walk(mask, queries, 1);
+  const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch), mask, queries);
   const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
@@ -221,7 +221,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (limited) return key_walk(mask, rows, size);
       return rows.empty() ? Walk{} : Walk::of(all, all, size);
     };
-    const IntervalWalk<int32_t> blocks = walk(0, kTileQ, kTileK);
+    WalkOf<int32_t> blocks;
+    if constexpr (kWalksAreLists) {
+      blocks = key_walk(WalkLists::of(p, item.batch, begin), mask,
+                        Range{0, min(kTileQ, mask.seqlen_q)}, int64_t{kTileK});
+    } else {
+      blocks = walk(0, kTileQ, kTileK);
+    }
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
@@ -247,7 +253,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // Rows past the end take the limits of the last row, so that no block is masked because of
     // them. Nothing of them is written.
     for (int i = thread; i < kTileQ; i += kThreads) {
-      const Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
+      Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
+      if constexpr (kWalksAreLists) {
+        if (!blocks.meets(keys, kTileK)) keys = Range{0, 0};
+      }
       limits[i] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
     }
     if constexpr (Shape::kKept > 0) {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
@@ -17,12 +16,16 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::sm80 {
+
+/// Of TileInfo, which has to be known before.
+inline constexpr int kTileInfoBytes = (104 + sizeof(BlocksOf<int32_t>) + 15) / 16 * 16;
 
 /// The kernel's template argument: a configuration and its tuning.
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
@@ -47,27 +50,28 @@ struct ForwardShape {
   static constexpr int kLimitsOffset = kWeightsOffset + 2 * kWarps * kWeightsBytes;
   static constexpr int kTeamWalksOffset = kLimitsOffset + kTileQ * 8;
   static constexpr int kInfoOffset = kTeamWalksOffset + kTeams * 16;
-  static constexpr int kSharedBytes = kInfoOffset + 112;
+  static constexpr int kSharedBytes = kInfoOffset + kTileInfoBytes;
   static_assert(kRows % 16 == 0 && kTileK % kStep == 0 && kWarpStep % 16 == 0);
   static_assert(kStages == 2 && (kSplit == 1 || kSplit == 2));
   static_assert(!kKeepAll || QTile::kBytes <= kRing - kStageBytes);
   static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
 };
 
-/// The walk of a team's queries through steps of keys, in rows (IntervalWalk::in_rows). What a team
-/// adds to it, that its first steps have no reference yet, only the team knows (StepKind).
+/// Where a team's queries have steps of keys in the blocks that the tile visits, in rows
+/// (IntervalWalk::in_rows): what the mask alone says, whichever blocks these are. What a team adds
+/// to it, that its first steps have no reference yet, only the team knows (StepKind).
 struct alignas(16) TeamWalk : IntervalWalk<int32_t> {};
 /// Where a tile's keys, values and results are.
 struct alignas(16) TileInfo {
   RowsView k, v, out;
   float* lse;  // of the tile's first row; null: not wanted
   int32_t batch, head, begin;
-  BlockInterval<int32_t> walk;  // the tile's, through blocks of kTileK keys
-  int32_t position;             // of row `begin` among the keys
-  float slope_log2;             // ALiBi
-  int32_t v_nonfinite;          // V has infs or NaNs, which the second attempt has left out
+  BlocksOf<int32_t> walk;  // the tile's, through blocks of kTileK keys
+  int32_t position;        // of row `begin` among the keys
+  float slope_log2;        // ALiBi
+  int32_t v_nonfinite;     // V has infs or NaNs, which the second attempt has left out
 };
-static_assert(sizeof(TileInfo) == 112);
+static_assert(sizeof(TileInfo) == kTileInfoBytes);
 
 enum class StepKind { kFull, kMasked, kOnline };
 
