@@ -459,9 +459,9 @@ STROBE_API size_t strobe_kernel_declines(int32_t index, const strobe_problem* pr
 
 /* What the library found on this machine. */
 typedef struct strobe_machine {
-  size_t struct_size; /* set before the call */
-  char cpu_name[64];  /* "" when unknown */
-  char cpu_isa[16]; /* widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable" */
+  size_t struct_size;    /* set before the call */
+  char cpu_name[64];     /* "" when unknown */
+  char cpu_isa[16];      /* widest instruction set in use, one of cpu_isas: "avx512", "neon" */
   char cpu_isas[64];     /* all that this CPU and build have, separated by spaces, widest first:
                             STROBE_CPU_ISA limits the use to those from one of them on */
   int32_t cpu_threads;   /* OpenMP's number */

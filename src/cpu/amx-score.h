@@ -7,14 +7,6 @@
 
 namespace strobe::cpu::amx {
 
-/// Queries that see no more keys than these have their weights (and their gradients) split into two
-/// bf16 values for the products. Where a row has few weights they are large, and so are the
-/// results: weights rounded once would add as much to the results' errors as rounding the results
-/// does.
-constexpr int64_t kFewKeys = 48;
-/// The same for dK and dV of 32 keys that no more queries (of a head) than these see.
-constexpr int64_t kFewQueries = 8;
-
 struct Score {
   __m512 value;
   __m512 derivative;  // of the value by the scaled product
