@@ -43,6 +43,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GROUPED, "sliding_window": 5, "head_dim": 16, "attn_logit_softcapping": 0.5},
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SMALL),
+    "gpt_oss": (  # with attention sinks
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "bert": (
         "BertConfig",
         "BertModel",
@@ -84,7 +96,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
+    def with_sinks(*arguments: Any, **options: Any) -> Any:
+        made.append("dense" if options.get("cu_seqlens_q") is None else "packed")
+        return strobe.torch.attention(*arguments, **options)
+
     monkeypatch.setattr(strobe.flash_attn, "call", counted)
+    monkeypatch.setattr(strobe.transformers, "differentiable", with_sinks)
     monkeypatch.setattr(_padding, "_masked", recorded("masked", _padding._masked))
     cache = recorded("cache", strobe.attention_with_kvcache)
     monkeypatch.setattr(_padding, "attention_with_kvcache", cache)
@@ -101,6 +118,8 @@ def make(transformers: Any, name: str, attention: str, **changes: Any) -> Any:
     for layer_name, parameter in model.named_parameters():
         if any(part in layer_name for part in ("q_proj.weight", "k_proj.weight", "query")):
             parameter.data.mul_(8)
+        if layer_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     return model
 
 

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t row = thread; row < sequence.seqlen_q; row += kThreads)
       sum += static_cast<double>(rows[row]);
   }
-  __shared__ double sums[kThreads];
+  extern __shared__ __align__(128) char shared[];
+  auto* const sums = reinterpret_cast<double*>(shared);
   sums[thread] = sum;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t launch_dsinks(const BackwardParams& params, const LaunchTarget& target) {
-  static KernelHandle kernel(reinterpret_cast<const void*>(&dsinks_kernel));
+  static KernelHandle kernel(reinterpret_cast<const void*>(&dsinks_kernel), 8 * kThreads);
   void* args[] = {const_cast<BackwardParams*>(&params)};
   return kernel.launch(dim3(static_cast<unsigned>(params.heads)), kThreads, args, target);
 }
