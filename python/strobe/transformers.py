@@ -388,8 +388,8 @@ def attention(
             others["max_length_q"],
             others["max_length_k"],
         )
-        rows = (x.flatten(0, 1) for x in (q, k, v))
-        out = _packed(*rows, lengths, options, sinks).unflatten(0, q.shape[:2])
+        rows_q, rows_k, rows_v = (x.flatten(0, 1) for x in (q, k, v))
+        out = _packed(rows_q, rows_k, rows_v, lengths, options, sinks).unflatten(0, q.shape[:2])
     elif kind is None or kind.whole:
         if sinks is None:
             out = flash_attn_func(q, k, v, **options)

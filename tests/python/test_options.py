@@ -268,9 +268,10 @@ def test_each_scalar_is_handed_on(row: _options.Option) -> None:
     """Into the problem, whose text says every option that has not its default."""
     inputs = Case().make(np.random.default_rng(11))
     plan: Any = strobe.plan
-    window = (0, 0)  # what window_signed changes the meaning of
-    plain = plan(inputs.q, inputs.k, inputs.v, window=window)
-    more = plan(inputs.q, inputs.k, inputs.v, window=window, **{row.name: 1})
+    # What window_signed and sinks_outside_lse change the meaning of.
+    given = {"window": (0, 0), "sinks": SINKS}
+    plain = plan(inputs.q, inputs.k, inputs.v, **given)
+    more = plan(inputs.q, inputs.k, inputs.v, **given, **{row.name: 1})
     assert more.splitlines()[0] != plain.splitlines()[0]
     function: Any = strobe.attention
     with pytest.raises(strobe.InvalidArgument, match=f"^{row.name} = "):

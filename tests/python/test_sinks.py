@@ -171,7 +171,7 @@ def tensors(dtype: Any = torch.float64) -> list[Any]:
 @pytest.mark.parametrize("lse", [False, True])
 def test_gradients(outside: bool, lse: bool) -> None:
     given, mine = tensors(), tensors(torch.float32)
-    wanted = eager(*given, outside)
+    wanted = eager(given[0], given[1], given[2], given[3], outside)
     found = strobe.torch.attention(
         *mine[:3], sinks=mine[3], sinks_outside_lse=outside, return_lse=True
     )
