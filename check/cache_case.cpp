@@ -248,6 +248,8 @@ CacheCase GenerateCacheCase(uint64_t seed) {
   ChooseSpacings(c, rng);
   if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
   if (c.append == STROBE_APPEND_PACKED && rng.Chance(0.2)) c.past_new = rng.Integer(1, 20);
+  c.with_sinks = rng.Chance(0.25);
+  c.sinks_outside_lse = c.with_sinks && rng.Chance(0.3);
   return c;
 }
 
@@ -260,8 +262,9 @@ std::string ToString(const CacheCase& c) {
     << (c.varlen ? ", varlen" : "") << ", past the end " << c.past_q << "/" << c.past_new
     << (c.causal ? ", causal" : "") << ", window " << c.window_left << " " << c.window_right
     << (c.window_signed ? " signed" : "") << ", chunk " << c.chunk << ", softcap " << c.softcap
-    << ", alibi " << c.alibi << ", rotary " << c.rotary_dim << (c.interleaved ? " interleaved" : "")
-    << ", threads " << c.threads << "\n ";
+    << ", alibi " << c.alibi << (c.with_sinks ? ", sinks" : "")
+    << (c.sinks_outside_lse ? " outside lse" : "") << ", rotary " << c.rotary_dim
+    << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

@@ -57,6 +57,7 @@ struct CacheCase {
   bool window_signed = false;
   float softcap = 0;
   int32_t alibi = STROBE_ALIBI_NONE;
+  bool with_sinks = false, sinks_outside_lse = false;
   int64_t rotary_dim = 0, rotary_rows = 0;
   bool interleaved = false, with_rotary_position = false;
   bool with_lse = true, batch_invariant = false;

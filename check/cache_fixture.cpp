@@ -183,6 +183,14 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   for (int64_t n = 0; c.alibi && n < slopes; ++n) {
     slopes_.push_back(static_cast<float>(std::exp2(-rng.Uniform(1, 8))));
   }
+  sinks_.batch = sinks_.rows = sinks_.dim = 1;
+  sinks_.heads = c.heads;
+  sinks_.strides = {0, 0, 1, 1};
+  memory_.push_back(std::make_unique<Guarded>(c.heads, 4));
+  sinks_.memory = memory_.back().get();
+  for (int64_t h = 0; h < c.heads; ++h) {
+    sinks_.Set(h, rng.Chance(0.1) ? -HUGE_VAL : rng.Normal() * (rng.Chance(0.2) ? 30 : 2));
+  }
   out.AllowWrite();
   if (c.with_lse) lse.AllowWrite();
   for (const auto& memory : memory_) memory->Seal();
@@ -210,6 +218,8 @@ strobe_problem CacheFixture::Problem() const {
   p.attention_chunk = c.chunk;
   p.softcap = c.softcap;
   p.alibi = c.alibi;
+  p.has_sinks = c.with_sinks;
+  p.sinks_outside_lse = c.sinks_outside_lse;
   p.threads = c.threads;
   p.batch_invariant = c.batch_invariant;
   p.q = q.strides;
@@ -261,6 +271,7 @@ strobe_forward_args CacheFixture::Args() const {
   a.out = pointer(out);
   a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
+  if (c.with_sinks) a.sinks = static_cast<float*>(sinks_.pointer());
   if (c.varlen) a.cu_seqlens_q = cu_q.data();
   if (c.with_used_q) a.seqused_q = used_q.data();
   if (c.with_lengths) a.seqused_k = used_k.data();
@@ -373,6 +384,8 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
   p.attention_chunk = c.chunk;
   p.scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.softcap = c.softcap;
+  if (c.with_sinks) p.sinks = sinks_.Read().data;
+  p.sinks_outside_lse = c.sinks_outside_lse;
   int64_t query = 0;
   for (const CacheSequence& s : c.sequences) {
     oracle::Sequence sequence{query, s.used_queries};

@@ -58,6 +58,7 @@ class CacheFixture {
   std::vector<std::unique_ptr<Guarded>> memory_;
   Strided cosines_, sines_;
   std::vector<float> slopes_;
+  Strided sinks_;  // [heads]
 };
 
 /// Through strobe_plan_make and strobe_forward, with a workspace of the caller's between red zones.

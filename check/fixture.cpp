@@ -86,6 +86,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
     slopes_.push_back(
         static_cast<float>(std::exp2(-rng.Uniform(0, 8)) * (rng.Chance(0.1) ? -1 : 1)));
   }
+  PlaceSinks(rng);
   cu_q_ = cu_k_ = {0};
   for (size_t b = 0; b < c.seqlens_q.size(); ++b) {
     cu_q_.push_back(static_cast<int32_t>(cu_q_.back() + c.seqlens_q[b]));
@@ -152,6 +153,31 @@ Strided Fixture::PlaceRows() {
   return t;
 }
 
+// One for each head, as an attention sink may be: among the scores, far above or below them, and
+// what is no number.
+void Fixture::PlaceSinks(oracle::Rng& rng) {
+  const auto of_heads = [&] {
+    Strided t;
+    t.batch = t.rows = t.dim = 1;
+    t.heads = case_.heads;
+    t.strides = {0, 0, 1, 1};
+    t.memory = Allocate(t.heads, 4, 0);
+    return t;
+  };
+  sinks_ = of_heads();
+  dsinks_ = of_heads();
+  const bool tame = case_.special == Special::kInfinity;  // no weight may become 0
+  sinks_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+    const double u = tame ? 0 : rng.Uniform();
+    sinks_.Set(e, u < 0.6    ? rng.Normal()
+                  : u < 0.75 ? 10 * rng.Normal()
+                  : u < 0.85 ? 100 * rng.Normal()
+                  : u < 0.95 ? -HUGE_VAL
+                  : u < 0.98 ? HUGE_VAL
+                             : std::nan(""));
+  });
+}
+
 void Fixture::Fill(const Strided& t, double size, oracle::Rng& rng) const {
   t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { t.Set(e, size * rng.Normal()); });
 }
@@ -216,7 +242,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.total_k = c.rows_k();
   }
   strobe::copy_options(c, p);
-  if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = 0;
+  if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = p.has_dsinks = 0;
   if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
   p.q = Given(c.q, q);
@@ -247,6 +273,7 @@ strobe_forward_args Fixture::ForwardArgs() const {
   a.cu_seqlens_q = case_.varlen ? cu_q_.data() : nullptr;
   a.cu_seqlens_k = case_.varlen ? cu_k_.data() : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
+  a.sinks = case_.has_sinks ? static_cast<float*>(sinks_.pointer()) : nullptr;
   a.dropout_seed = case_.dropout_seed;
   a.dropout_offset = case_.dropout_offset;
   strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
@@ -276,6 +303,8 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.cu_seqlens_q = f.cu_seqlens_q;
   a.cu_seqlens_k = f.cu_seqlens_k;
   a.alibi_slopes = f.alibi_slopes;
+  a.sinks = f.sinks;
+  a.dsinks = case_.has_dsinks ? static_cast<float*>(dsinks_.pointer()) : nullptr;
   a.dropout_seed = f.dropout_seed;
   a.dropout_offset = f.dropout_offset;
   strobe::map_arrays(f, a, [](const int32_t* values) { return values; });
@@ -343,6 +372,7 @@ std::string Fixture::Backward(const BackwardLaunch& launch) {
   dq.AllowWrite();
   dk.AllowWrite();
   dv.AllowWrite();
+  if (case_.has_dsinks) dsinks_.AllowWrite();
   const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
   return error.empty() ? CheckMemory("backward", !case_.accumulate) : error;
 }
@@ -361,6 +391,7 @@ void Fixture::Poison(strobe_direction direction) {
     poison(dq);
     poison(dk);
     poison(dv);
+    poison(dsinks_);
   }
 }
 
@@ -378,6 +409,19 @@ void Fixture::FillDelta() {
     if (case_.delta_has_dlse) sum -= *dlse.at(i, head);
     delta_.Set(e, sum);
   });
+  // Of a row that sees no key, out is 0 whatever dout holds.
+  const oracle::Problem problem = OracleProblem();
+  for (size_t b = 0; case_.special != Special::kNone && b < problem.sequences.size(); ++b) {
+    const oracle::Sequence& s = problem.sequences[b];
+    for (int64_t i = 0; i < s.q_length; ++i) {
+      for (int64_t head = 0; head < case_.heads; ++head) {
+        if (!oracle::VisibleKeys(problem, static_cast<int64_t>(b), head, i).empty()) continue;
+        const int64_t row = s.q_begin + i, rows = delta_.rows;
+        const double sum = case_.delta_has_dlse ? -*dlse.at(row, head) : 0;
+        delta_.Set(delta_.Index(row / rows, row % rows, head, 0), sum);
+      }
+    }
+  }
   std::vector<bool> used(static_cast<size_t>(o.rows), false);
   for (const oracle::Sequence& s : Sequences(case_)) {
     std::fill_n(used.begin() + s.q_begin, s.q_length, true);
@@ -390,15 +434,17 @@ void Fixture::FillDelta() {
 // What a launch adds to: the same numbers each time.
 void Fixture::FillGradients() {
   oracle::Rng rng(case_.seed ^ 0xADDEDu);
-  for (const Strided* t : {&dq, &dk, &dv}) Fill(*t, case_.size_dout, rng);
-  before_ = {dq.Read(), dk.Read(), dv.Read()};
+  for (const Strided* t : {&dq, &dk, &dv, &dsinks_}) Fill(*t, case_.size_dout, rng);
+  before_ = {dq.Read(), dk.Read(), dv.Read(), dsinks_.Read()};
 }
 
 std::string Fixture::CheckMemory(const char* call, bool every) {
   const auto name = [&](const Guarded* m) -> std::string {
     const std::pair<const char*, const Strided*> all[] = {
-        {"q", &q},   {"k", &k},   {"v", &v},      {"out", &out},    {"dout", &dout},   {"dq", &dq},
-        {"dk", &dk}, {"dv", &dv}, {"lse", &lse_}, {"dlse", &dlse_}, {"delta", &delta_}};
+        {"q", &q},           {"k", &k},        {"v", &v},          {"out", &out},
+        {"dout", &dout},     {"dq", &dq},      {"dk", &dk},        {"dv", &dv},
+        {"lse", &lse_},      {"dlse", &dlse_}, {"delta", &delta_}, {"sinks", &sinks_},
+        {"dsinks", &dsinks_}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;
     }
@@ -427,6 +473,7 @@ oracle::Problem Fixture::OracleProblem() const {
     const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
     p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
   }
+  if (c.has_sinks) p.sinks = sinks_.Read().data;
   if (c.random_blocks.seed) {
     p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
       return blocks.hides(sequence, head, i, j);

@@ -53,11 +53,12 @@ class Fixture {
   oracle::Tensor ReadLse() const { return ReadRows(lse_); }
   oracle::Tensor ReadDlse() const { return ReadRows(dlse_); }
   oracle::Tensor ReadDelta() const { return ReadRows(delta_); }
+  oracle::Tensor ReadDsinks() const { return dsinks_.Read(); }
   /// Whether there is a gradient of lse, as an argument or in delta.
   bool HasDlse() const { return case_.has_dlse || case_.delta_has_dlse; }
   /// What dq, dk and dv hold before Backward() adds to them.
   struct Gradients {
-    oracle::Tensor dq, dk, dv;
+    oracle::Tensor dq, dk, dv, dsinks;
   };
   const Gradients& Before() const { return before_; }
   void SetDlse(int64_t row, int64_t head, float x) { dlse_.Set(dlse_.Index(0, row, head, 0), x); }
@@ -81,6 +82,7 @@ class Fixture {
                 oracle::DType dtype);
   void Pack(const std::vector<Strided*>& tensors, const Layout& layout);
   Strided PlaceRows();
+  void PlaceSinks(oracle::Rng& rng);
   void Fill(const Strided& t, double size, oracle::Rng& rng) const;
   void PutSpecials(oracle::Rng& rng) const;
   void PoisonUnused() const;
@@ -94,6 +96,7 @@ class Fixture {
   Case case_;
   std::vector<std::unique_ptr<Guarded>> memory_;
   Strided lse_, dlse_, delta_;
+  Strided sinks_, dsinks_;  // [heads]
   Gradients before_;
   std::vector<float> slopes_;
   std::vector<int32_t> cu_q_, cu_k_;

@@ -325,6 +325,12 @@ Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
   c.has_delta = rng.Chance(0.15);
   if (c.has_delta) c.delta_has_dlse = std::exchange(c.has_dlse, false);
   c.out_float32 = c.dtype != oracle::DType::kFloat32 && rng.Chance(0.2);
+  c.has_sinks = rng.Chance(0.25);
+  if (c.has_sinks) {
+    c.sinks_outside_lse = rng.Chance(0.3);
+    c.has_dsinks = rng.Chance(0.7);
+    if (c.sinks_outside_lse) c.delta_has_dlse = false;
+  }
   return c;
 }
 

@@ -38,9 +38,11 @@ class Judge {
                   problem_, f_.c().dtype, q_, k_, v_, backward_ ? &dout_ : nullptr,
                   backward_ ? dlse() : nullptr, noise_seed);
               if (backward_ && f_.c().accumulate) {
-                Add(f_.Before().dq, plain.dq);
-                Add(f_.Before().dk, plain.dk);
-                Add(f_.Before().dv, plain.dv);
+                const oracle::DType dtype = f_.c().grad_dtype();
+                Add(f_.Before().dq, dtype, plain.dq);
+                Add(f_.Before().dk, dtype, plain.dk);
+                Add(f_.Before().dv, dtype, plain.dv);
+                Add(f_.Before().dsinks, oracle::DType::kFloat32, plain.dsinks);
               }
               return plain;
             },
@@ -62,22 +64,26 @@ class Judge {
       add(f_.Before().dq, wanted.dq);
       add(f_.Before().dk, wanted.dk);
       add(f_.Before().dv, wanted.dv);
+      add(f_.Before().dsinks, wanted.dsinks);
     }
     const oracle::DType dtype = f_.c().grad_dtype();
     const double factor = f_.c().alibi ? oracle::kAlibiGradientFactor : oracle::kGradientFactor;
     Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, dtype, factor, verdict);
     Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, dtype, factor, verdict);
     Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, dtype, factor, verdict);
+    if (!f_.c().has_dsinks) return;
+    Check("dsinks", f_.ReadDsinks(), wanted.dsinks, &oracle::Plain::dsinks, oracle::DType::kFloat32,
+          oracle::kSinkGradientFactor, verdict);
   }
 
  private:
   const oracle::Tensor* dlse() const { return f_.HasDlse() ? &dlse_ : nullptr; }
 
   // A framework adds a stored gradient to what was there, and rounds the sum.
-  void Add(const oracle::Tensor& before, oracle::Tensor& plain) const {
+  static void Add(const oracle::Tensor& before, oracle::DType dtype, oracle::Tensor& plain) {
     for (size_t i = 0; i < plain.data.size(); ++i) {
       const double sum = plain.data[i] + before.data[i];
-      plain.data[i] = oracle::Round(f_.c().grad_dtype(), static_cast<float>(sum));
+      plain.data[i] = oracle::Round(dtype, static_cast<float>(sum));
     }
   }
 

@@ -106,6 +106,11 @@ strobe_problem small_problem(Input& in) {
     if (p.has_prefix && in.flag())
       p.window_left = p.window_signed ? STROBE_NO_LIMIT : -1, p.attention_chunk = 0;
   }
+  if (in.flag()) {
+    p.has_sinks = in.flag() || in.flag();
+    p.sinks_outside_lse = in.flag();
+    p.has_dsinks = in.flag();
+  }
   p.threads = static_cast<int32_t>(in.range(1, 2));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q,
                 rows_k = p.varlen ? p.total_k : p.seqlen_k;
@@ -296,6 +301,8 @@ void launch(Input& in, const strobe_plan& plan) {
   std::vector<float> slopes(
       static_cast<size_t>(p.heads * (p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.batch : 1)));
   for (float& slope : slopes) slope = in.flag() ? in.take<float>() : 0.5F;
+  std::vector<float> sinks(static_cast<size_t>(p.heads)), dsinks = sinks;
+  for (float& sink : sinks) sink = p.has_sinks && in.flag() ? in.take<float>() : 0.5F;
   // With varying lengths some are longer than their sequence, and are to be refused.
   const std::vector<int32_t> used_q = take_numbers(in, p, p.has_seqused_q ? p.seqlen_q : 0),
                              used_k = take_numbers(in, p, p.has_seqused_k ? p.seqlen_k : 0),
@@ -318,6 +325,7 @@ void launch(Input& in, const strobe_plan& plan) {
     args.cu_seqlens_q = p.varlen ? cu_q.data() : nullptr;
     args.cu_seqlens_k = p.varlen && !p.cache ? cu_k.data() : nullptr;
     args.alibi_slopes = p.alibi ? slopes.data() : nullptr;
+    args.sinks = p.has_sinks ? sinks.data() : nullptr;
     args.seqused_q = p.has_seqused_q ? used_q.data() : nullptr;
     args.seqused_k = p.has_seqused_k ? used_k.data() : nullptr;
     args.q_position = p.has_q_position ? position.data() : nullptr;
@@ -342,6 +350,7 @@ void launch(Input& in, const strobe_plan& plan) {
     args.dout = dout.get();
     args.dlse = p.has_dlse ? dlse.as<float>() : nullptr;
     args.delta = p.has_delta ? delta.as<float>() : nullptr;
+    args.dsinks = p.has_dsinks ? dsinks.data() : nullptr;
     args.dq = dq.get();
     args.dk = dk.get();
     args.dv = dv.get();

@@ -41,6 +41,8 @@ oracle::Problem Convert(const oracle_problem& p) {
   o.scale = p.scale;
   o.softcap = p.softcap;
   if (p.slopes) o.slopes.assign(p.slopes, p.slopes + p.sequence_count * p.heads);
+  if (p.sinks) o.sinks.assign(p.sinks, p.sinks + p.heads);
+  o.sinks_outside_lse = p.sinks_outside_lse != 0;
   o.dropout_p = p.dropout_p;
   o.keep_rows = p.keep_rows;
   o.keep_columns = p.keep_columns;
@@ -93,6 +95,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
     Write(plain.dq, p.dq);
     Write(plain.dk, p.dk);
     Write(plain.dv, p.dv);
+    Write(plain.dsinks, p.dsinks);
     return 0;
   }
   const oracle::ForwardResult forward = oracle::Forward(o, q, k, v);
@@ -104,6 +107,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
   Write(backward.dq, p.dq);
   Write(backward.dk, p.dk);
   Write(backward.dv, p.dv);
+  Write(backward.dsinks, p.dsinks);
   return 0;
 }
 
@@ -151,13 +155,15 @@ int32_t oracle_gather(const oracle_problem* problem, const oracle_cache* cache,
 }
 
 void oracle_merge(int64_t parts, int64_t rows, int64_t heads, int64_t dim, const double* outs,
-                  const double* lses, double* out, double* lse) {
+                  const double* lses, const double* sinks, double* out, double* lse) {
   std::vector<Tensor> all_outs, all_lses;
   for (int64_t n = 0; n < parts; ++n) {
     all_outs.push_back(Read(outs + n * rows * heads * dim, rows, heads, dim));
     all_lses.push_back(Read(lses + n * rows * heads, rows, heads, 1));
   }
-  const oracle::ForwardResult merged = oracle::Merge(all_outs, all_lses);
+  std::vector<double> of_heads;
+  if (sinks) of_heads.assign(sinks, sinks + heads);
+  const oracle::ForwardResult merged = oracle::Merge(all_outs, all_lses, of_heads);
   Write(merged.out, out);
   Write(merged.lse, lse);
 }

@@ -37,6 +37,9 @@ typedef struct oracle_problem {
   int64_t arithmetic;
   uint64_t noise_seed;                     /* of the comparator: comparator.h */
   double *out, *lse, *size, *dq, *dk, *dv; /* results; lse and size of the oracle alone */
+  const double* sinks;                     /* [heads], or NULL */
+  int64_t sinks_outside_lse;
+  double* dsinks; /* [heads], a result */
 } oracle_problem;
 
 int32_t oracle_attention(const oracle_problem* problem);
@@ -73,9 +76,9 @@ int32_t oracle_gather(const oracle_problem* problem, const oracle_cache* cache,
                       oracle_sequence* sequences, double* q, double* k, double* v);
 
 /* outs [parts, rows, heads, dim] and lses [parts, rows, heads] to out [rows, heads, dim] and lse
- * [rows, heads]. */
+ * [rows, heads]. sinks: [heads], or NULL. */
 void oracle_merge(int64_t parts, int64_t rows, int64_t heads, int64_t dim, const double* outs,
-                  const double* lses, double* out, double* lse);
+                  const double* lses, const double* sinks, double* out, double* lse);
 
 #ifdef __cplusplus
 }

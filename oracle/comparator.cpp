@@ -10,6 +10,8 @@
 namespace oracle {
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // Rounds stored values to the dtype, or draws another rounding error of the same size. As in true
 // rounding, the error depends on the value alone: equal rows (of a broadcast tensor, say) have
 // equal errors, which then do not average out.
@@ -103,7 +105,8 @@ class Computation {
         out_(q.rows, p.heads, p.head_dim_v),
         dq_(q.rows, p.heads, p.head_dim),
         dk_(k.rows, p.heads, p.head_dim),
-        dv_(v.rows, p.heads, p.head_dim_v) {}
+        dv_(v.rows, p.heads, p.head_dim_v),
+        dsinks_(1, p.heads, 1) {}
 
   Plain Run() {
     for (size_t b = 0; b < p_.sequences.size(); ++b) {
@@ -121,6 +124,7 @@ class Computation {
       result.dq = dq_.Rounded(round_);
       result.dk = SumOverGroups(dk_);
       result.dv = SumOverGroups(dv_);
+      result.dsinks = Widen(dsinks_);
     }
     return result;
   }
@@ -131,13 +135,16 @@ class Computation {
     const int64_t row = s.q_begin + i, h_kv = h / (p_.heads / p_.heads_kv);
     const std::vector<int64_t> keys = VisibleKeys(p_, b, h, i);
     const size_t n = keys.size();
-    if (n == 0) return;
+    // A framework computes a sink as a column of scores more.
+    const float sink =
+        p_.sinks.empty() ? -kInfinity : static_cast<float>(p_.sinks[static_cast<size_t>(h)]);
+    if (n == 0 && sink == -kInfinity) return;
 
     // Scores.
     weight_.resize(n);
     rows_.clear();
     for (const int64_t j : keys) rows_.push_back(k_.at(s.k_begin + j, h_kv));
-    round_.Dots(q_.at(row, h), rows_, p_.head_dim, weight_.data());
+    if (n > 0) round_.Dots(q_.at(row, h), rows_, p_.head_dim, weight_.data());
     slope_.assign(n, 1.0f);
     const float scale = static_cast<float>(p_.scale), cap = static_cast<float>(p_.softcap);
     for (size_t t = 0; t < n; ++t) {
@@ -156,10 +163,21 @@ class Computation {
     }
 
     // Softmax in float32, stored in the dtype; dropout; weights times V.
-    float largest = -std::numeric_limits<float>::infinity(), sum = 0;
+    float largest = -kInfinity, sum_of_keys = 0;
     for (const float w : weight_) largest = std::max(largest, w);
-    for (float& w : weight_) sum += (w = std::exp(w - largest));
+    const float reference = largest;
+    if (sink != -kInfinity) largest = std::max(largest, sink);
+    for (const float w : weight_) sum_of_keys += std::exp(w - reference);
+    const float of_sink = sink == -kInfinity ? 0 : sink == kInfinity ? 1 : std::exp(sink - largest);
+    float sum = of_sink;
+    key_weight_.clear();
+    for (float& w : weight_) {
+      const float of_keys = std::exp(w - reference) / sum_of_keys;
+      key_weight_.push_back(std::isnan(of_keys) ? 0 : of_keys);
+      sum += (w = std::exp(w - largest));
+    }
     for (float& w : weight_) w = round_(w / sum);
+    sink_weight_ = round_(of_sink / sum);
     lse_ = largest + std::log(sum);
     dropped_ = weight_;
     const float keep_scale = p_.dropout_p > 0 ? static_cast<float>(1 / (1 - p_.dropout_p)) : 1;
@@ -185,7 +203,7 @@ class Computation {
     dweight_.resize(n);
     rows_.clear();
     for (const int64_t j : keys) rows_.push_back(v_.at(s.k_begin + j, h_kv));
-    round_.Dots(dout, rows_, p_.head_dim_v, dweight_.data());
+    if (n > 0) round_.Dots(dout, rows_, p_.head_dim_v, dweight_.data());
     float mean = 0;
     for (size_t t = 0; t < n; ++t) {
       dweight_[t] = round_(dweight_[t]);
@@ -197,15 +215,22 @@ class Computation {
       const float off = std::exp(round_.Lse(lse_));
       for (float& w : weight_) w *= off;
       for (float& w : dropped_) w *= off;
+      for (float& w : key_weight_) w *= off;
+      sink_weight_ *= off;
       stored_out_.assign(out_.at(row, h), out_.at(row, h) + p_.head_dim_v);
       for (float& x : stored_out_) x = round_(x);
       round_.Dots(dout, {stored_out_.data()}, p_.head_dim_v, &mean);
     }
     const float scale = static_cast<float>(p_.scale);
+    const float dlse = dlse_ ? static_cast<float>(*dlse_->at(row, h)) : 0;
+    if (sink_weight_ != 0) {
+      const float dsink = round_(sink_weight_ * ((p_.sinks_outside_lse ? 0 : dlse) - mean));
+      *dsinks_.at(0, h) += dsink;
+    }
     for (size_t t = 0; t < n; ++t) {
       float dscore = round_(weight_[t] * (dweight_[t] - mean));
-      if (dlse_)
-        dscore = round_(dscore + round_(weight_[t] * static_cast<float>(*dlse_->at(row, h))));
+      const float in_lse = p_.sinks_outside_lse ? key_weight_[t] : weight_[t];
+      if (dlse_) dscore = round_(dscore + round_(in_lse * dlse));
       if (p_.softcap > 0) dscore = round_(dscore * slope_[t]);
       dscore = round_(dscore * scale);
 
@@ -242,10 +267,10 @@ class Computation {
   FloatTensor q_, k_, v_, dout_;
   const Tensor* dlse_;
   bool backward_;
-  FloatTensor out_, dq_, dk_, dv_;
-  float lse_ = 0;  // of the row at hand
+  FloatTensor out_, dq_, dk_, dv_, dsinks_;
+  float lse_ = 0, sink_weight_ = 0;  // of the row at hand
   std::vector<const float*> rows_;
-  std::vector<float> weight_, dropped_, keep_, slope_, dweight_, stored_out_;
+  std::vector<float> weight_, key_weight_, dropped_, keep_, slope_, dweight_, stored_out_;
 };
 
 }  // namespace

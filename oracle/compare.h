@@ -3,8 +3,8 @@
 //
 // A result passes when max|x - oracle| <= factor * max|plain - oracle| + 1e-5, where `plain` is
 // attention in plain tensor steps in the same dtype, and factor is 2 for out, 3 for gradients, 8
-// for gradients with ALiBi. NaN passes only where the oracle has NaN, an infinity only where the
-// oracle has the same one, and those places must have them.
+// for gradients with ALiBi and for those of sinks. NaN passes only where the oracle has NaN, an
+// infinity only where the oracle has the same one, and those places must have them.
 #ifndef STROBE_ORACLE_COMPARE_H_
 #define STROBE_ORACLE_COMPARE_H_
 
@@ -23,6 +23,8 @@
 namespace oracle {
 
 inline constexpr double kOutFactor = 2, kGradientFactor = 3, kAlibiGradientFactor = 8;
+/// There are few of them, one a head, so that the largest of plain's errors is small by luck.
+inline constexpr double kSinkGradientFactor = 8;
 inline constexpr double kFloor = 1e-5;
 
 /// lse is float32 whatever the inputs are: products of 16-bit values are exact in float32, so its

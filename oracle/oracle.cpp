@@ -37,9 +37,21 @@ struct Row {
   std::vector<double> dropped;               // P * keep / (1 - p)
   std::vector<double> keep_scale;            // keep / (1 - p)
   std::vector<double> slope;                 // d(score) / d(scaled q . k): below 1 with softcap
+  double sink_weight = 0;                    // P of the sink
+  std::vector<double> key_weight;            // softmax of the keys alone
   double lse = -kInfinity;
   double size = 0;
 };
+
+// The sink of a head; -infinity where it has none.
+double SinkOf(const Problem& p, int64_t head) {
+  return p.sinks.empty() ? -kInfinity : p.sinks[static_cast<size_t>(head)];
+}
+
+// exp(x - largest), where an x of +infinity that is itself the largest counts as 1.
+double Share(double x, double largest) {
+  return x == kInfinity && largest == kInfinity ? 1 : std::exp(x - largest);
+}
 
 Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const Tensor& q,
             const Tensor& k) {
@@ -75,19 +87,39 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
     largest = std::max(largest, score);
     if (std::isfinite(size)) row.size = std::max(row.size, size);
   }
-  if (row.key.empty()) return row;
+  const double sink = SinkOf(p, head);
+  const bool has_sink = sink != -kInfinity;  // NaN is one
+  if (row.key.empty()) {
+    row.sink_weight = has_sink ? 1 : 0;
+    if (!p.sinks_outside_lse) row.lse = sink;
+    if (std::isfinite(sink)) row.size = std::fabs(sink);
+    return row;
+  }
 
-  double sum = 0;
+  // Beside a sink, keys whose scores are all -infinity have the weight 0, and their lse is that.
+  const double reference = has_sink && largest == -kInfinity ? 0 : largest;
+  double sum_of_keys = 0;
+  for (const double w : row.weight) {
+    row.key_weight.push_back(std::exp(w - reference));
+    sum_of_keys += row.key_weight.back();
+  }
+  for (double& w : row.key_weight) w = sum_of_keys == 0 ? 0 : w / sum_of_keys;
+  const double lse_of_keys = reference + std::log(sum_of_keys);
+
+  if (has_sink) largest = std::isnan(sink) ? sink : std::max(largest, sink);
+  double sum = has_sink ? Share(sink, largest) : 0;
   for (double& w : row.weight) sum += (w = std::exp(w - largest));
   for (size_t n = 0; n < row.key.size(); ++n) {
     row.weight[n] /= sum;
     row.dropped.push_back(row.weight[n] * row.keep_scale[n]);
   }
-  row.lse = largest + std::log(sum);
+  if (has_sink) row.sink_weight = Share(sink, largest) / sum;
+  if (std::isfinite(sink)) row.size = std::max(row.size, std::fabs(sink));
+  row.lse = p.sinks_outside_lse ? lse_of_keys : largest + std::log(sum);
   return row;
 }
 
-// out_i, for a row that sees at least one key.
+// out_i: 0 for a row that sees no key.
 std::vector<double> Output(const Problem& p, const Row& row, const Tensor& v) {
   std::vector<double> out(static_cast<size_t>(p.head_dim_v), 0.0);
   for (size_t n = 0; n < row.key.size(); ++n) {
@@ -175,11 +207,10 @@ ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const 
   ForwardResult r{Tensor(q.rows, p.heads, p.head_dim_v), Tensor(q.rows, p.heads, 1, -kInfinity),
                   Tensor(q.rows, p.heads, 1)};
   ForEachRow(p, q, k, [&](const Row& row) {
-    if (row.key.empty()) return;
-    const std::vector<double> out = Output(p, row, v);
-    std::copy(out.begin(), out.end(), r.out.at(row.query, row.head));
     *r.lse.at(row.query, row.head) = row.lse;
     *r.size.at(row.query, row.head) = row.size;
+    const std::vector<double> out = Output(p, row, v);
+    std::copy(out.begin(), out.end(), r.out.at(row.query, row.head));
   });
   return r;
 }
@@ -217,7 +248,7 @@ std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, 
 BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& dout, const Tensor* dlse) {
   BackwardResult r{Tensor(q.rows, p.heads, p.head_dim), Tensor(k.rows, p.heads_kv, p.head_dim),
-                   Tensor(v.rows, p.heads_kv, p.head_dim_v)};
+                   Tensor(v.rows, p.heads_kv, p.head_dim_v), Tensor(1, p.heads, 1)};
   std::vector<double> dweight;
   ForEachRow(p, q, k, [&](const Row& row) {
     const double* const dout_i = dout.at(row.query, row.head);
@@ -232,9 +263,15 @@ BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, cons
                         Dot(dout_i, v.at(row.key[n], row.head_kv), p.head_dim_v));
       mean += row.weight[n] * dweight[n];
     }
+    if (row.sink_weight != 0) {
+      double dsink = -mean;  // the sink's own weight has no gradient: no value goes with it
+      if (dlse && !p.sinks_outside_lse) dsink += *dlse->at(row.query, row.head);
+      *r.dsinks.at(0, row.head) += row.sink_weight * dsink;
+    }
     for (size_t n = 0; n < row.key.size(); ++n) {
       double dscore = row.weight[n] * (dweight[n] - mean);
-      if (dlse) dscore += row.weight[n] * *dlse->at(row.query, row.head);
+      const double in_lse = p.sinks_outside_lse ? row.key_weight[n] : row.weight[n];
+      if (dlse) dscore += in_lse * *dlse->at(row.query, row.head);
       const double dproduct = dscore * row.slope[n] * p.scale;  // gradient of q_i . k_j
 
       const double* const k_j = k.at(row.key[n], row.head_kv);
@@ -296,7 +333,8 @@ Gathered Gather(const Problem& problem, const Cache& cache, const Tensor& q) {
   return g;
 }
 
-ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
+                    const std::vector<double>& sinks) {
   const Tensor& like = outs.front();
   ForwardResult r{Tensor(like.rows, like.heads, like.dim),
                   Tensor(like.rows, like.heads, 1, -kInfinity), Tensor()};
@@ -307,9 +345,12 @@ ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& 
       for (size_t n = 0; n < outs.size(); ++n) {
         if (!std::isinf(*lses[n].at(row, h))) parts.push_back(n);
       }
+      const double sink = sinks.empty() ? -kInfinity : sinks[static_cast<size_t>(h)];
       for (const size_t n : parts) largest = std::fmax(largest, *lses[n].at(row, h));
+      largest = std::fmax(largest, sink);
       for (const size_t n : parts) sum += std::exp(*lses[n].at(row, h) - largest);
-      if (parts.empty()) continue;
+      if (sink != -kInfinity) sum += Share(sink, largest);
+      if (parts.empty() && sink == -kInfinity) continue;
       const double lse = *r.lse.at(row, h) = largest + std::log(sum);
       for (const size_t n : parts) {
         const double weight = std::exp(*lses[n].at(row, h) - lse);

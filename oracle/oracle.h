@@ -8,6 +8,9 @@
 //   prefix;  P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i =
 //   log of the sum of exp(s_ij) out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
 //
+// An attention sink is one more term of the sum, exp(sink), that no value goes with: its P takes
+// from the keys' and adds nothing to out. lse has it or not, as the problem says.
+//
 // A key that a row does not see takes no part in it: whatever stands there, NaN included, cannot
 // reach the row, nor the row the key's gradients. Keys that it sees take part as in plain
 // attention: with a score of +infinity, or with all scores -infinity, exp(inf - inf) makes the row
@@ -64,7 +67,9 @@ struct Problem {
   int64_t attention_chunk = 0;                  // 0: off
 
   double scale = 1;
-  double softcap = 0;          // 0: off
+  double softcap = 0;         // 0: off
+  std::vector<double> sinks;  // [heads]; -infinity: none; empty: off
+  bool sinks_outside_lse = false;
   std::vector<double> slopes;  // ALiBi: [sequences, heads]; empty: off
 
   double dropout_p = 0;
@@ -91,6 +96,7 @@ struct ForwardResult {
 
 struct BackwardResult {
   Tensor dq, dk, dv;  // the shapes of q, k, v
+  Tensor dsinks;      // [1, heads, 1]; zeros without sinks
 };
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);
@@ -145,8 +151,10 @@ struct Gathered {
 Gathered Gather(const Problem& problem, const Cache& cache, const Tensor& q);
 
 /// Partial results over parts of the keys joined: outs [rows, heads, dim] and lses [rows, heads, 1]
-/// of each part. An lse of either infinity stands for a part in which the row has no key.
-ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses);
+/// of each part. An lse of either infinity stands for a part in which the row has no key. sinks:
+/// [heads], which the parts were computed without; empty: none.
+ForwardResult Merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
+                    const std::vector<double>& sinks = {});
 
 }  // namespace oracle
 

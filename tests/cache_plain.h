@@ -140,6 +140,8 @@ class PlainCache {
       const int64_t slope = p_.alibi == STROBE_ALIBI_PER_HEAD ? h : s.batch * p_.heads + h;
       row.slopes = {static_cast<double>(a_.alibi_slopes[slope])};
     }
+    if (p_.has_sinks && i < s.mask.seqlen_q) row.sinks = {static_cast<double>(a_.sinks[h])};
+    row.sinks_outside_lse = p_.sinks_outside_lse != 0;
     oracle::Tensor q(1, 1, p_.head_dim), k(count, 1, p_.head_dim), v(count, 1, p_.head_dim_v);
     if (count > 0) {
       q.data = Row(a_.q, at(p_.q), p_.head_dim);

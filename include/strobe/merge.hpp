@@ -27,6 +27,7 @@ struct MergeArgs {
   Strides outs_strides = {}, lses_strides = {}, out_strides = {}, lse_strides = {};
   int64_t outs_part = 0, lses_part = 0;  // elements from a part to the next; 0: contiguous
   void* stream = nullptr;                // CUDA: cudaStream_t
+  const float* sinks = nullptr;          // [heads]: sinks that enter here; null: none
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_merge_args c() const noexcept {
@@ -52,6 +53,7 @@ struct MergeArgs {
     a.outs_part = outs_part;
     a.lses_part = lses_part;
     a.stream = stream;
+    a.sinks = sinks;
     return a;
   }
 };

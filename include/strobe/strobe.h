@@ -16,7 +16,8 @@
  *  - A pointer to what the problem does not ask for must be NULL, such as k_new without append and
  *    seqused_k without has_seqused_k. Else the launch is refused.
  *  - Shapes are written [batch, seqlen_q, heads, head_dim]; strides are elements, in that order.
- *  - lse is the natural logarithm of the sum of exponentials of the scores of a row, float32.
+ *  - lse is the natural logarithm of the sum of exponentials of the scores of a row, float32; that
+ *    of an attention sink is one of them, unless sinks_outside_lse.
  *  - All functions are thread-safe and re-entrant. A plan is plain data: copy it, share it.
  *
  * Algorithm: T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
@@ -234,6 +235,15 @@ typedef struct strobe_problem {
                          rule (not in use, or past the last sequence) stays as it is. 0 (default):
                          dq, dk and dv are written, whatever they hold */
   int64_t has_delta;  /* 1: the arguments carry delta, and out is not read. Not with has_dlse */
+
+  /* Attention sinks: 1: the arguments carry sinks, one logit for each query head. It takes part in
+   * the softmax of each of the head's rows as the score of one more key, whose value is 0: its
+   * exponential is in the sum that weights are divided by. It is neither scaled nor capped. */
+  int32_t has_sinks;
+  /* 1: lse is that of the keys alone. The backward is then given such an lse, and adds the sink
+   * itself. 0 (default): the sink is in lse */
+  int32_t sinks_outside_lse;
+  int64_t has_dsinks; /* backward, 1: the arguments carry dsinks. With has_sinks */
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -329,6 +339,9 @@ typedef struct strobe_forward_args {
   const void* rotary_cos; /* rotary_dim > 0: [rotary_rows, rotary_dim / 2], contiguous, dtype */
   const void* rotary_sin; /* as rotary_cos */
   const int32_t* rotary_position; /* [batch]; every position in use is 0 to rotary_rows - 1 */
+  /* [heads], when the problem has_sinks. -infinity: the head has none. +infinity: the sink has all
+   * weight; out is 0, lse +infinity. NaN: the head's rows that see a key are NaN. */
+  const float* sinks;
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv; with accumulate they are inputs too. */
@@ -355,8 +368,11 @@ typedef struct strobe_backward_args {
   /* The sum over head_dim_v of dout * out, minus the gradient of lse where there is one: lse's
    * shape, contiguous, when the problem has_delta. For callers that have computed it already, as
    * those have that give one launch after another the keys of one attention (the parts of a ring).
-   */
+   * With sinks_outside_lse no gradient of lse may be in it. */
   const float* delta;
+  const float* sinks; /* as in forward */
+  float* dsinks;      /* [heads], when the problem has_dsinks: gradient of sinks, written; with
+                         accumulate added to. The sums run in one order, on every thread count */
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */
@@ -414,14 +430,17 @@ typedef struct strobe_merge_args {
   int64_t outs_part, lses_part; /* from a part to the next; 0: contiguous after the part's own
                                    extents (given strides: must be given when parts > 1) */
   void* stream;                 /* CUDA: cudaStream_t */
+  /* [heads]: attention sinks, which enter here, once, where the parts were computed without. lse
+   * has them. NULL: none. A caller whose struct ends before this (struct_size) is served too. */
+  const float* sinks;
 } strobe_merge_args;
 
 /* Merges partial results exactly: out = sum of exp(lses - lse) * outs, lse = log of the sum of
  * exp(lses), over the parts. A value of out lies between the smallest and the largest of the parts'
  * values. What a part without weight holds does not count: one without keys, or whose lse is so far
- * below the others' that its weight is 0 in float32. A NaN in lses makes its row NaN. out and lse
- * must not overlap outs, lses or each other. Returns when the result is there (CPU) or enqueued
- * (CUDA). */
+ * below the others' that its weight is 0 in float32. A NaN in lses makes its row NaN. With sinks,
+ * exp(sink) is one more term of the sum. out and lse must not overlap outs, lses, sinks or each
+ * other. Returns when the result is there (CPU) or enqueued (CUDA). */
 STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:

@@ -183,6 +183,10 @@ struct Problem {
   bool accumulate = false;          // backward: gradients are added to what dq, dk and dv hold
   bool has_delta = false;  // backward: the arguments carry delta, out is not read; no has_dlse
 
+  bool has_sinks = false;          // the arguments carry an attention sink for each query head
+  bool sinks_outside_lse = false;  // lse is that of the keys alone
+  bool has_dsinks = false;         // backward: the arguments carry dsinks; with has_sinks
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -194,11 +198,11 @@ struct Problem {
   }
 
   // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
-  // grad_dtype, accumulate and has_delta.
+  // grad_dtype, accumulate, has_delta and has_dsinks.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = problem.accumulate = problem.has_delta = false;
+    problem.has_dlse = problem.accumulate = problem.has_delta = problem.has_dsinks = false;
     problem.grad_dtype = DType::kSame;
     return problem;
   }
@@ -268,6 +272,9 @@ struct Problem {
     p.grad_dtype = static_cast<int32_t>(grad_dtype);
     p.accumulate = accumulate;
     p.has_delta = has_delta;
+    p.has_sinks = has_sinks;
+    p.sinks_outside_lse = sinks_outside_lse;
+    p.has_dsinks = has_dsinks;
     return p;
   }
 };
@@ -298,6 +305,7 @@ template <typename C, typename Args>
   a.seqused_k = args.seqused_k;
   a.q_position = args.q_position;
   a.prefix = args.prefix;
+  a.sinks = args.sinks;
   return a;
 }
 
@@ -338,6 +346,7 @@ struct ForwardArgs {
   const int32_t* cu_seqlens_k_new = nullptr;  // append packed: [batch + 1]
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
+  const float* sinks = nullptr;              // with has_sinks: [heads]
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -375,6 +384,8 @@ struct BackwardArgs {
   const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
   const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
+  const float* sinks = nullptr;  // as in forward
+  float* dsinks = nullptr;       // [heads], when the problem has_dsinks
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -385,6 +396,7 @@ struct BackwardArgs {
     a.dk = dk;
     a.dv = dv;
     a.delta = delta;
+    a.dsinks = dsinks;
     return a;
   }
 };

@@ -19,8 +19,9 @@ strobe_strides lse_strides_of(const Tensor& tensor, int first, bool packed) {
   return {at[0], at[2], at[1], 1};
 }
 
-enum { kOuts, kLses, kMerged, kMergedLse, kMergeArrays };
-constexpr const char* kMergeNames[kMergeArrays] = {"outs", "lses", "out", "lse"};
+enum { kOuts, kLses, kMergedSinks, kMerged, kMergedLse, kMergeArrays };
+constexpr const char* kMergeNames[kMergeArrays] = {"outs", "lses", "sinks", "out", "lse"};
+constexpr bool may_be_none(int array) { return array == kMerged || array == kMergedSinks; }
 
 struct Merge {
   const Watch watch;
@@ -37,7 +38,7 @@ struct Merge {
     for (Ref& array : results) array.release();
     range.forget();
   }
-  // outs, lses and out, each read once. On false an exception is set, as below.
+  // outs, lses, sinks and out, each read once. On false an exception is set, as below.
   bool give(PyObject* const* given);
   // What Python finds of them: allocators of out and lse, and names for messages.
   Ref check(PyObject* out_dtype) const;
@@ -47,8 +48,8 @@ struct Merge {
 bool Merge::give(PyObject* const* given) {
   for (int i = 0; i < kMergedLse; ++i) {
     PyObject* array = given[i];
-    if (i == kMerged && array == Py_None) continue;
-    if (i != kMerged && (PyList_Check(array) || PyTuple_Check(array))) {
+    if (may_be_none(i) && array == Py_None) continue;
+    if (!may_be_none(i) && (PyList_Check(array) || PyTuple_Check(array))) {
       stacked[i] = call_python("_merge", "stacked", "(sO)", kMergeNames[i], array);
       array = stacked[i].get();
     }
@@ -107,6 +108,7 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   arguments.head_dim_v = outs.shape[outs.ndim - 1];
   arguments.outs = static_cast<const float*>(outs.data);
   arguments.lses = static_cast<const float*>(lses.data);
+  arguments.sinks = static_cast<const float*>(arrays[kMergedSinks].data);
   arguments.out = out.data;
   arguments.lse = static_cast<float*>(lse.data);
   arguments.outs_strides = strides_of(outs, 1, packed);
@@ -132,16 +134,16 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   return false;
 }
 
-// outs, lses, out, the dtype of a new out, threads. outs and lses may be lists of parts.
+// outs, lses, sinks, out, the dtype of a new out, threads. outs and lses may be lists of parts.
 PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != 5) {
-    PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", count);
+  if (count != 6) {
+    PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
     return nullptr;
   }
   Merge call;
   if (!call.give(a)) return nullptr;
-  Ref checked = call.check(a[3]);
-  if (!checked || !call.run(checked.get(), a[4])) return nullptr;
+  Ref checked = call.check(a[4]);
+  if (!checked || !call.run(checked.get(), a[5])) return nullptr;
   return PyTuple_Pack(2, call.results[0].get(), call.results[1].get());
 }
 

@@ -112,36 +112,41 @@ PyObject* kvcache(PyObject*, PyObject* const* a, Py_ssize_t count) {
 bool give_gradients(Call& call, PyObject* grads) {
   if (grads == Py_None) return true;
   if (!PyTuple_CheckExact(grads)) ++python_calls;  // of its iterator
-  Ref three(PySequence_Tuple(grads));
-  if (!three || PyTuple_Size(three.get()) != 3) {
+  Ref all(PySequence_Tuple(grads));
+  const int wanted = 3 + call.wants_dsinks;
+  if (!all || PyTuple_Size(all.get()) != wanted) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
     PyErr_Clear();
-    raise_error("InvalidArgument", "grads is no tuple of three, expected (dq, dk, dv)");
+    raise_error("InvalidArgument",
+                call.wants_dsinks
+                    ? "grads is no tuple of four, expected (dq, dk, dv, dsinks) with return_dsinks"
+                    : "grads is no tuple of three, expected (dq, dk, dv)");
     return false;
   }
-  for (int i = 0; i < 3; ++i) {
-    PyObject* array = PyTuple_GetItem(three.get(), i);
+  for (int i = 0; i < wanted; ++i) {
+    PyObject* array = PyTuple_GetItem(all.get(), i);
     if (array == Py_None) {
       raise_error("InvalidArgument", "grads[" + std::to_string(i) + "] = None, expected an array");
       return false;
     }
     if (!call.give(static_cast<Slot>(kDq + i), array)) return false;
   }
-  call.copies.push_back(std::move(three));  // that holds the arrays
+  call.copies.push_back(std::move(all));  // that holds the arrays
   return true;
 }
 
 // dout, q, k, v, out, lse, dlse, delta, grads, deterministic, accumulate, whether new gradients are
-// float32, options
+// float32, return_dsinks, options
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 13) || !all_there({"dout", "q", "k", "v"}, a) ||
+  if (!takes(count, 14) || !all_there({"dout", "q", "k", "v"}, a) ||
       (a[kDelta] == Py_None && !all_there({"out"}, a + kOut)) || !all_there({"lse"}, a + kLse))
     return nullptr;
   Call call(true);
   call.door = "strobe.attention_backward";
   for (int slot = kDout; slot <= kDelta; ++slot)
     if (!call.give(static_cast<Slot>(slot), a[slot])) return nullptr;
-  if (!give_gradients(call, a[8]) || !to_flag("deterministic", a[9], &call.deterministic) ||
+  if (!to_flag("return_dsinks", a[12], &call.wants_dsinks) || !give_gradients(call, a[8]) ||
+      !to_flag("deterministic", a[9], &call.deterministic) ||
       !to_flag("accumulate", a[10], &call.accumulate) ||
       !to_flag("float_grads", a[11], &call.float_grads))
     return nullptr;
@@ -149,8 +154,8 @@ PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   const Tensor& dq = call.tensors[kDq];
   if (call.given(kDq) && dq.dtype == kFloat32 && call.tensors[kQ].dtype != kFloat32)
     call.float_grads = true;
-  if (!call.give_options("attention_backward", a[12]) || !call.run()) return nullptr;
-  return results(call, 3);
+  if (!call.give_options("attention_backward", a[13]) || !call.run()) return nullptr;
+  return results(call, 3 + call.wants_dsinks);
 }
 
 // ------------------------------------------------------------------------------------- operators
@@ -196,11 +201,12 @@ PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return results(call, 2);
 }
 
-PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+PyObject* operator_gradients(PyObject* const* a, Py_ssize_t count, bool wants_dsinks) {
   if (count < 20) return takes(count, 20), nullptr;
   constexpr Slot kSlotsInOrder[] = {kDout, kDlse, kQ, kK, kV, kOut, kLse};
   Call call(true);
   call.door = "the backward pass";
+  call.wants_dsinks = wants_dsinks;
   for (int i = 0; i < 7; ++i) {
     const Slot slot = kSlotsInOrder[i];
     PyObject* array = a[i];
@@ -215,7 +221,15 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
       !to_flag("deterministic", a[7 + 12], &call.deterministic) || !call.find_threads() ||
       !call.run())
     return nullptr;
-  return results(call, 3);
+  return results(call, 3 + wants_dsinks);
+}
+
+PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  return operator_gradients(a, count, false);
+}
+
+PyObject* operator_sinks_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  return operator_gradients(a, count, true);
 }
 
 // ------------------------------------------------------------------------ flash_attn's functions
@@ -392,6 +406,8 @@ PyMethodDef call_methods[] = {
     method<backward>("backward", METH_FASTCALL, "strobe.attention_backward, likewise."),
     method<operator_forward>("operator_forward", METH_FASTCALL, "(out, lse) of an operator."),
     method<operator_backward>("operator_backward", METH_FASTCALL, "(dq, dk, dv) of an operator."),
+    method<operator_sinks_backward>("operator_sinks_backward", METH_FASTCALL,
+                                    "(dq, dk, dv, dsinks) of an operator."),
     method<flash>("flash", METH_FASTCALL, "A call of flash_attn's functions, if it is plain."),
     method<set_watchers>("set_watchers", METH_VARARGS, "Who may have to see each operator."),
     method<is_unwatched>("unwatched", METH_FASTCALL, "Whether nobody has to, of q, k, v."),

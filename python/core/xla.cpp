@@ -195,6 +195,7 @@ void fill(Buffers& in, const strobe_problem& problem, Arguments& arguments) {
 #define STROBE_ARRAY(name, ...) \
   if (problem.has_##name) arguments.name = in.data<const int32_t>(#name, kS32, {problem.batch});
 #include "core/options.def"
+  if (problem.has_sinks) arguments.sinks = in.data<const float>("sinks", kF32, {problem.heads});
   if (problem.dropout_p > 0) {
     const uint32_t* seed = in.data<const uint32_t>("dropout_seed", kU32, {2});
     if (problem.device == STROBE_CUDA)
@@ -245,7 +246,7 @@ void give_workspace(Buffers& out, const strobe_plan& plan, Arguments& arguments)
 }
 
 // forward:  q, k, v, options' arrays -> out, [lse,] workspace
-// backward: dout, q, k, v, out, lse, [dlse,] options' arrays -> dq, dk, dv, workspace
+// backward: dout, q, k, v, out, lse, [dlse,] options' arrays -> dq, dk, dv, [dsinks,] workspace
 void run(const CallFrame& frame, bool backward, bool cuda) {
   Buffers in(frame.arguments, "the call"), out(frame.results, "the result");
   const Buffer* dout = backward ? &in.array("dout", 4) : nullptr;
@@ -291,6 +292,7 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
   arguments.dq = out.data<void>("dq", q.dtype, {batch, rows, heads, dim});
   arguments.dk = out.data<void>("dk", q.dtype, {batch, keys, heads_kv, dim});
   arguments.dv = out.data<void>("dv", q.dtype, {batch, keys, heads_kv, dim_v});
+  if (problem.has_dsinks) arguments.dsinks = out.data<float>("dsinks", kF32, {heads});
   give_workspace(out, *plan, arguments);
   arguments.stream = stream;
   check(library.backward(plan.get(), &arguments));

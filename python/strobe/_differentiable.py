@@ -50,6 +50,8 @@ class Options(TypedDict, total=False):
     q_position: Tensor | None
     prefix: Tensor | None
     window_signed: bool
+    sinks: Tensor | None
+    sinks_outside_lse: bool
     deterministic: bool
 
 
@@ -97,6 +99,8 @@ def attention(
     q_position: Tensor | None = None,
     prefix: Tensor | None = None,
     window_signed: bool = False,
+    sinks: Tensor | None = None,
+    sinks_outside_lse: bool = False,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -122,13 +126,16 @@ def attention(
             found from cu_seqlens, if those are in the CPU's memory.
         attention_chunk, window_signed: as in `strobe.attention`.
         seqused_q, seqused_k, q_position, prefix: int32, (batch,): as in `strobe.attention`.
+        sinks: (heads,): as in `strobe.attention`, of any floating-point dtype, computed in float32.
+            They may require a gradient.
+        sinks_outside_lse: as in `strobe.attention`.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v), or (out, lse):
         lse is float32, (batch, heads, seqlen_q) or (heads, total_q). Both are new tensors on q's
-        device, differentiable once by q, k and v.
+        device, differentiable once by q, k, v and sinks.
 
     Raises:
         InvalidArgument: arguments that contradict each other or break a rule of `strobe.attention`.
@@ -165,8 +172,12 @@ def attention(
             check_tensor(name, x, ("batch",))
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, None)
+    if sinks is not None:
+        check_tensor("sinks", sinks, ("heads",))
+        if sinks.is_floating_point():
+            sinks = sinks.float()
     if not tracing and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v, alibi_slopes)
+        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks)
     longest_q = None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q)
     longest_k = None if max_seqlen_k is None else as_integer("max_seqlen_k", max_seqlen_k)
     left, right = pair("window", window, _side, "-1 or None")
@@ -176,6 +187,8 @@ def attention(
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,
+        sinks=sinks,
+        sinks_outside_lse=as_flag("sinks_outside_lse", sinks_outside_lse),
         **numbers,
     )
     dropout_p = as_number("dropout_p", dropout_p)

@@ -12,7 +12,7 @@ from . import _arrays, _core
 from ._arrays import AnyArray, NDArray, Spec, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed, shown
 from ._plans import Allocator, allocator
-from ._problem import DTYPE_CODES, Problem, axes_of
+from ._problem import DTYPE_CODES, Problem, axes_of, take_sinks
 
 __all__ = ["merge"]
 
@@ -31,6 +31,7 @@ def merge(
     outs: NDArray | Sequence[NDArray],
     lses: NDArray | Sequence[NDArray],
     *,
+    sinks: NDArray | None = ...,
     out: NDArray | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
@@ -42,6 +43,7 @@ def merge(
     outs: Tensor | Sequence[Tensor],
     lses: Tensor | Sequence[Tensor],
     *,
+    sinks: Tensor | None = ...,
     out: Tensor | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
@@ -53,6 +55,7 @@ def merge(
     outs: AnyArray | Sequence[AnyArray],
     lses: AnyArray | Sequence[AnyArray],
     *,
+    sinks: AnyArray | None = ...,
     out: AnyArray | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
@@ -63,6 +66,7 @@ def merge(
     outs: AnyArray | Sequence[AnyArray],
     lses: AnyArray | Sequence[AnyArray],
     *,
+    sinks: AnyArray | None = None,
     out: AnyArray | None = None,
     out_dtype: DType = None,
     threads: int = 0,
@@ -79,6 +83,8 @@ def merge(
         lses: float32, (parts, batch, heads, seqlen_q), or (parts, heads, total_q); or a list. A row
             without keys in a part has lse -inf there, or +inf as flash_attn 2 reports it; what its
             outs hold does not count then.
+        sinks: float32, (heads,): attention sinks, one more term exp(sink) of each row's sum. The
+            parts are computed without, so that they enter once.
         out: where to write the result, writable, not tracked by autograd and apart from outs and
             lses; None: a new contiguous array.
         out_dtype: "float32" (None), "bfloat16" or "float16", of a new array. Of NumPy's, "bfloat16"
@@ -88,7 +94,7 @@ def merge(
     Returns:
         (out, lse): lse = log(sum of exp(lses)), out = sum of exp(lses - lse) * outs, which lies
         between the smallest and the largest value of the parts. A row without keys in all parts has
-        out 0 and lse -inf.
+        out 0 and lse -inf. With sinks, exp(sink) is in lse, and takes its part of the weight.
 
     Raises:
         InvalidArgument: as `attention`.
@@ -105,7 +111,7 @@ def merge(
         True
     """
     dtype = "float32" if out_dtype is None else dtype_name(out_dtype)
-    result: tuple[Any, Any] = _core.merge(outs, lses, out, dtype, threads)
+    result: tuple[Any, Any] = _core.merge(outs, lses, sinks, out, dtype, threads)
     return result
 
 
@@ -138,8 +144,8 @@ def stacked(name: str, parts: Any) -> Any:
 def make(
     specs: dict[str, Spec], out_dtype: str
 ) -> tuple[Allocator | None, Allocator, dict[str, str]]:
-    """Checks outs, lses and out, if it is given. What makes out, where it is not given, and lse;
-    and what the library's messages call things, as the caller knows them.
+    """Checks outs, lses, and sinks and out, if they are given. What makes out, where it is not
+    given, and lse; and what the library's messages call things, as the caller knows them.
     """
     x, y, z = specs["outs"], specs["lses"], specs.get("out")
     if len(x.shape) not in (4, 5):
@@ -162,6 +168,8 @@ def make(
                 f"{spec.kind.stride_hint.format(name, 0)} = 0, expected another stride: parts that "
                 "are one and the same"
             )
+    if "sinks" in specs:
+        take_sinks(problem, specs["sinks"], "outs")
     if z is not None:
         if z.dtype not in DTYPE_CODES:
             raise InvalidArgument(

@@ -180,22 +180,28 @@ def _poisoned(x: Tensor, layout: Layout, where: bool) -> Tensor:
     return torch.where(layout.poison[:, None, None, None], torch.nan, x)
 
 
+def _every(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options with their last one, sinks, which the dispatcher leaves out where it is None."""
+    return (*options, None)[:8]
+
+
 def _arguments(layout: Layout, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of attention_forward, after q, k and v."""
-    rng_state, dropout_p, scale, causal, left, right, softcap = options
+    rng_state, dropout_p, scale, causal, left, right, softcap, sinks = _every(options)
     plain = (dropout_p, scale, causal, left, right, softcap, False)
     if layout.offsets is not None:
         longest = layout.longest
-        return (layout.offsets, layout.offsets, None, rng_state, longest, longest, *plain)
+        tail = () if sinks is None else _options.positional(sinks=sinks)
+        return (layout.offsets, layout.offsets, None, rng_state, longest, longest, *plain, *tail)
     tail = _options.positional(
-        seqused_q=layout.used_q, seqused_k=layout.used_k, q_position=layout.position
+        seqused_q=layout.used_q, seqused_k=layout.used_k, q_position=layout.position, sinks=sinks
     )
     return (None, None, None, rng_state, None, None, *plain, *tail)
 
 
 def _is_windowed(options: tuple[Any, ...]) -> bool:
     """Whether keys are counted, by which a query sees them."""
-    _, _, _, causal, left, right, _ = options
+    _, _, _, causal, left, right, *_ = options
     return bool(left >= 0 or (right >= 0 and not causal))
 
 
@@ -206,7 +212,7 @@ def _in_place(
     if layout.bounds is None or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return None
     begins, ends, position = layout.bounds
-    _, _, scale, causal, left, right, softcap = options
+    _, _, scale, causal, left, right, softcap, sinks = _every(options)
     out: Tensor = attention_with_kvcache(
         q,
         k,
@@ -218,6 +224,7 @@ def _in_place(
         window=(left, right),
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
     )
     return _poisoned(out, layout, True)
 
@@ -245,7 +252,18 @@ def _forward(
     return _poisoned(_put_back(out, layout.queries), layout, windowed), lse
 
 
-def _backward(
+def _backward(*arguments: Any) -> Any:
+    """(dq, dk, dv)."""
+    return _computed(_operators.backward, *arguments)
+
+
+def _sinks_backward(*arguments: Any) -> Any:
+    """(dq, dk, dv, dsinks)."""
+    return _computed(_operators.sinks_backward, *arguments)
+
+
+def _computed(
+    kernel: Any,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -255,21 +273,22 @@ def _backward(
     mask: Tensor,
     in_place: bool,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     layout = layout_of(mask, q.shape[1], _is_windowed(options), keep=False)
     arguments = _arguments(layout, options)
     if layout.offsets is not None:
         rows = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
-        found = _operators.backward(rows[0], None, *rows[1:], lse, *arguments)
-        dq, dk, dv = (x.unflatten(0, of.shape[:2]) for x, of in zip(found, (q, k, v), strict=True))
-        return dq, dk, dv
+        found = kernel(rows[0], None, *rows[1:], lse, *arguments)
+        given = zip(found[:3], (q, k, v), strict=True)
+        return (*(x.unflatten(0, of.shape[:2]) for x, of in given), *found[3:])
     dout, q, out = (_taken(x, layout.queries) for x in (dout, q, out))
     k, v = _taken(k, layout.keys), _taken(v, layout.keys)
-    dq, dk, dv = _operators.backward(dout, None, q, k, v, out, lse, *arguments)
+    dq, dk, dv, *dsinks = kernel(dout, None, q, k, v, out, lse, *arguments)
     return (
         _put_back(dq, layout.queries),
         _put_back(dk, layout.keys),
         _put_back(dv, layout.keys),
+        *dsinks,
     )
 
 
@@ -291,15 +310,26 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _fake_sinks_backward(dout: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    dsinks = q.new_empty((q.shape[2],), dtype=torch.float32)
+    return *_fake_backward(dout, q, *others), dsinks
+
+
 def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
     """Of q, k and v; lse has none."""
     return (None, None, None) if dout is None else _masked_backward(dout, *saved)
 
 
+def _sinks_gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
+    """Likewise, and of sinks."""
+    return (None, None, None) if dout is None else _masked_sinks_backward(dout, *saved)
+
+
 _OPTIONS: Final = (
     "Tensor mask, bool in_place, Tensor? rng_state, float dropout_p, float? scale, bool causal, "
-    "SymInt window_left, SymInt window_right, float softcap"
+    "SymInt window_left, SymInt window_right, float softcap, Tensor? sinks=None"
 )
+_SINKS: Final = 9  # its place there
 _masked_backward: Final = _operators.define(
     "masked_attention_backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -309,12 +339,21 @@ _masked_backward: Final = _operators.define(
     _operators.refuse_double_backward,
     query=2,
 )
+_masked_sinks_backward: Final = _operators.define(
+    "masked_attention_sinks_backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _sinks_backward,
+    _fake_sinks_backward,
+    _operators.refuse_double_backward,
+    query=2,
+)
 _masked: Final = _operators.define(
     "masked_attention",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
-    _operators.derivative_by(_gradients),
+    _operators.derivative_by(_gradients, _sinks_gradients, _SINKS),
     _operators.setup,
     query=0,
 )
@@ -325,13 +364,21 @@ _masked: Final = _operators.define(
 _FEW_QUERIES: Final = 16
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    options: dict[str, Any],
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention under an encoded mask that is not whole.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim).
         mask: of `encode`, for k's keys.
         options: dropout_p, softmax_scale, causal, window_size and softcap of `strobe.flash_attn`.
+        sinks: float32, (heads,), as in `strobe.torch.attention`.
 
     Returns:
         (batch, seqlen_q, heads, head_dim_v). Rows of padding in front of a causal sequence are 0.
@@ -345,15 +392,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any
     if dropout_p != 0:
         _flash_attn.check_dropout(dropout_p, softcap)
         rng_state = _operators.dropout_state(device=q.device)
-    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    given = [x for x in (q, k, v, sinks) if x is not None]
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     few = q.shape[1] <= _FEW_QUERIES and not Kind.of(mask).documents
     in_place = few and not tracked and dropout_p == 0
     left, right = options["window_size"]
     scale, causal = options["softmax_scale"], options["causal"]
-    plain = (rng_state, dropout_p, scale, causal, left, right, softcap)
+    plain = (rng_state, dropout_p, scale, causal, left, right, softcap, sinks)
     compiling = torch.compiler.is_compiling()
     if not compiling and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v)
+        _autograd.refuse_tangents(*given)
     if not compiling and _autograd.is_transformed():
         in_place = False
     elif not compiling and not _flash_attn.is_in_dispatch_mode():

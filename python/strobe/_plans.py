@@ -63,7 +63,10 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
     dtype = problem.q.dtype
     if backward:
         made = "float32" if "grad_dtype" in problem.fields else dtype
-        return launch_of(problem, {"q": made, "k": made, "v": made})
+        results: dict[str, str | None] = {"q": made, "k": made, "v": made}
+        if problem.fields["has_dsinks"]:
+            results["sinks"] = "float32"
+        return launch_of(problem, results)
     return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
 
 
@@ -271,7 +274,9 @@ def _names(problem: Problem) -> dict[str, str]:
     equal = {f"{name} =": f"{known} =" for name, known in names.items()}
     equal |= {"window_signed = 1": "window_signed=True"}
     equal |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
-    return equal | {f"has_{name} = 1": f"{name} given" for name in (*NUMBERS, "dlse", "delta")}
+    return equal | {
+        f"has_{name} = 1": f"{name} given" for name in (*NUMBERS, "dlse", "delta", "sinks")
+    }
 
 
 # Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.

@@ -34,6 +34,7 @@ def axes_of(name: str, packed: bool) -> tuple[str, ...]:
         "out": (*queries, "heads", "head_dim_v"),
         "lse": (*queries[:-1], "heads", queries[-1]),
         "elta": (*queries[:-1], "heads", queries[-1]),
+        "sinks": ("heads",),
     }[name.removeprefix("d")]
 
 
@@ -138,6 +139,9 @@ class Problem:
             raise InvalidArgument(f"v.shape[{axis}] = 0, expected 1 to 256 (head_dim_v)")
         if "alibi_slopes" in specs:
             take_alibi(self, specs["alibi_slopes"])
+        if "sinks" in specs:
+            take_sinks(self, specs["sinks"], "q")
+            fields["has_sinks"] = 1
         for name in NUMBERS:
             if name in specs:
                 words = "one number for each sequence"
@@ -200,6 +204,7 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     fields = problem.fields
     fields |= {"direction": int(backward), "has_dlse": int("dlse" in specs)}
     fields["has_delta"] = int("delta" in specs)
+    fields["has_dsinks"] = int(fields.pop("return_dsinks", False))
     float_grads = fields.pop("float_grads", False)
     if float_grads:
         fields["grad_dtype"] = DTYPE_CODES["float32"]
@@ -236,6 +241,9 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
         if name in specs:
             axes, words = axes_of(name, packed), "whatever the dtype of q"
             problem.take_packed(name, specs[name], axes, "q", "float32", words)
+    if "dsinks" in specs:
+        words = "whatever the dtype of q"
+        problem.take_packed("dsinks", specs["dsinks"], ("heads",), "q", "float32", words)
     for name in ("dq", "dk", "dv"):
         if name in specs:
             words = "grad_dtype" if float_grads else "that of q, or float32 for all three"
@@ -279,3 +287,8 @@ def take_alibi(problem: Problem, spec: Spec) -> None:
     axes = ("batch", "heads")[-ndim:]
     problem.take_packed(name, spec, axes, "q", "float32", "whatever the dtype of q")
     problem.fields["alibi"] = ALIBI_CODES[ndim]
+
+
+def take_sinks(problem: Problem, spec: Spec, like: str) -> None:
+    words = "whatever the dtype of q"
+    problem.take_packed("sinks", spec, ("heads",), like, "float32", words)

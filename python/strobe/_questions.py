@@ -64,6 +64,7 @@ def _described(
     delta, accumulate = found.pop("delta", False), found.pop("accumulate", False)
     of_backward = {"float_grads": float_grads and specs["q"].dtype != "float32" and backward}
     of_backward["accumulate"] = accumulate and backward
+    of_backward["return_dsinks"] = found.pop("return_dsinks", False) and backward
     problem = make_problem(backward, specs, given | found | of_backward)
     problem.fields["has_dlse"] = int(dlse and backward)
     problem.fields["has_delta"] = int(delta and backward)
@@ -82,6 +83,7 @@ def plan(
     delta: bool = False,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
@@ -104,6 +106,7 @@ def plan(
     """
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
+    flags |= {"return_dsinks": return_dsinks}
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
@@ -128,6 +131,7 @@ def why(
     delta: bool = False,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
@@ -156,6 +160,7 @@ def why(
         return _calls.latest()
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
+    flags |= {"return_dsinks": return_dsinks}
     try:
         return why_text(_described("why", (q, k, v), flags, options))
     except Error as error:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from ._errors import Unsupported
+from ._options import TAIL
 
 Tensor: TypeAlias = torch.Tensor
+
+
+_PLAIN: Final = 13  # options before the tail
+_SINKS: Final = [row.name for row in TAIL].index("sinks")
 
 
 def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -39,25 +44,49 @@ def _fold_options(
         else:
             alibi_slopes = _fold(alibi_slopes, dims[2], size)
         alibi_slopes = alibi_slopes.contiguous()
-    plain = 13  # options before the tail
-    tail = options[plain:]
+    tail = options[_PLAIN:]
     folded = [
-        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
-        for x, dim in zip(tail, dims[plain:], strict=True)
+        _fold(x, dim, size) if isinstance(x, torch.Tensor) and n != _SINKS else x
+        for n, (x, dim) in enumerate(zip(tail, dims[_PLAIN:], strict=True))
     ]
-    return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
+    return (None, None, alibi_slopes, rng_state, *rest[: _PLAIN - 4], *folded)
 
 
-def vmap_over(operator: Any, query: int) -> Any:
+def _one_by_one(operator: Any, size: int, in_dims: Any, arguments: Any, draws: bool) -> Any:
+    """Each entry by itself: sinks, and their gradient, are of a whole batch."""
+    if draws:
+        raise Unsupported(
+            "dropout_p > 0 under vmap with sinks of each entry, or their gradient: which weights "
+            "are dropped goes by an entry's place in the batch"
+        )
+    entries = [
+        operator(
+            *(
+                x if dim is None else x.select(dim, n)
+                for x, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
+        for n in range(size)
+    ]
+    found = tuple(torch.stack(x) for x in zip(*entries, strict=True))
+    return found, (0,) * len(found)
+
+
+def vmap_over(operator: Any, query: int, *, sums_batch: bool = False) -> Any:
     """A vmap rule that makes the vmapped dimension a part of the batch.
 
     query: which argument of the operator is q. (batch, ...) are q, k and v of the forward, where it
-    is 0, and dout, dlse, q, k, v, out and lse of the backward, where it is 2.
+    is 0, and dout, dlse, q, k, v, out and lse of the backward, where it is 2. sums_batch: one of
+    the results is a sum over the batch.
     """
     tensors = 3 if query == 0 else 7
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         size = info.batch_size
+        sinks = tensors + _PLAIN + _SINKS
+        if sums_batch or (len(in_dims) > sinks and in_dims[sinks] is not None):
+            draws = arguments[tensors + 3] is not None
+            return _one_by_one(operator, size, in_dims, arguments, draws)
         q, q_dim = arguments[query], in_dims[query]
         batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
         folded = [

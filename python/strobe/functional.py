@@ -170,6 +170,10 @@ def attention(
         window_signed: -1 and other negative numbers of window are limits, on the other side of a
             query's own position: (8, -3) are the keys from 8 to 3 positions before it. Together
             they are at least 0. Not with attention_chunk.
+        sinks: float32, (heads,): attention sinks. Each takes part in the softmax of its head's rows
+            as the score of one more key, whose value is 0; it is neither scaled nor capped. -inf:
+            none.
+        sinks_outside_lse: lse is that of the keys alone.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
             the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and
@@ -178,8 +182,8 @@ def attention(
 
     Returns:
         out, or (out, lse). lse is the natural logarithm of the sum of exponentials of each row's
-        scores: float32, (batch, heads, seqlen_q), or (heads, total_q) with cu_seqlens. A query that
-        sees no key has out = 0 and lse = -inf.
+        scores, and of its sink: float32, (batch, heads, seqlen_q), or (heads, total_q) with
+        cu_seqlens. A query that sees no key has out = 0 and lse = -inf, or its sink.
 
         New arrays are PyTorch tensors on q's device if q is one, else NumPy arrays. Results carry
         no gradient, even if q requires one: this is no autograd function. `attention_backward` is
@@ -232,6 +236,7 @@ def attention_backward(
     grads: tuple[NDArray, NDArray, NDArray] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    return_dsinks: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -251,6 +256,7 @@ def attention_backward(
     grads: tuple[Tensor, Tensor, Tensor] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    return_dsinks: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -270,6 +276,7 @@ def attention_backward(  # type: ignore[overload-cannot-match] # where Tensor is
     grads: None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    return_dsinks: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -289,8 +296,29 @@ def attention_backward(
     grads: tuple[AnyArray, AnyArray, AnyArray] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    return_dsinks: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]: ...
+
+
+@overload
+def attention_backward(
+    dout: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray | None,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: tuple[AnyArray, ...] | None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
+    return_dsinks: bool,
+    **options: Unpack[CallOptions],
+) -> tuple[Any, ...]: ...
 
 
 @documented
@@ -305,11 +333,12 @@ def attention_backward(
     dlse: AnyArray | None = None,
     delta: AnyArray | None = None,
     deterministic: bool = False,
-    grads: tuple[AnyArray, AnyArray, AnyArray] | None = None,
+    grads: tuple[AnyArray, ...] | None = None,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[CallOptions],
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
 
     Algorithm 2 of T. Dao, "FlashAttention-2", arXiv:2307.08691. Every option must have the value
@@ -330,7 +359,7 @@ def attention_backward(
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         delta: the sum over head_dim_v of dout * out, minus dlse where there is one: float32,
             contiguous, in lse's shape. For callers that have it already; out is not read then, and
-            dlse not taken. None: it is computed.
+            dlse not taken. With sinks_outside_lse, no dlse may be in it. None: it is computed.
         deterministic: the same bits for every number of threads; at a fixed number they repeat
             anyway.
         grads: where to write (dq, dk, dv), any strides with a contiguous last dimension and no
@@ -340,11 +369,13 @@ def attention_backward(
             None for q's.
         accumulate: the gradients are added to what grads hold: in float32, and rounded once where
             grads are narrower.
+        sinks, sinks_outside_lse: as in `attention`.
+        return_dsinks: also return the gradient of sinks, float32; grads are then four arrays.
 
     Returns:
         (dq, dk, dv), of the shapes of q, k and v, and of q's dtype unless grads or grad_dtype say
-        otherwise; dk and dv are summed over the query heads that share a key head. Kinds of array
-        as in `attention`.
+        otherwise; dk and dv are summed over the query heads that share a key head. With
+        return_dsinks (dq, dk, dv, dsinks). Kinds of array as in `attention`.
 
     Raises:
         As `attention`.
@@ -363,11 +394,11 @@ def attention_backward(
     float_grads = is_float("grad_dtype", grad_dtype)
     if flag("accumulate", accumulate) and grads is None:
         raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
-    more = (grads, deterministic, accumulate, float_grads)
+    more = (grads, deterministic, accumulate, float_grads, return_dsinks)
     arrays = (dout, q, k, v, out, lse, dlse, delta, *more)
     try:
         return _core.backward(*arrays, options)
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
-        return found if grads is None else (grads[0], grads[1], grads[2])
+        return found if grads is None else tuple(grads)

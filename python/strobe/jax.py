@@ -56,7 +56,7 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_MORE: Final = ("alibi_slopes", *ARRAYS, "dropout_seed")
+_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "dropout_seed")
 
 
 class _Call(NamedTuple):
@@ -121,8 +121,14 @@ def _structs(like: Any, results: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
     return jax.eval_shape(spread, like)
 
 
-def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Any:
-    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv.
+def _launch(
+    call: _Call,
+    backward: bool,
+    own: Sequence[Any],
+    more: dict[str, Any],
+    wants_dsinks: bool = False,
+) -> Any:
+    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv, and dsinks.
 
     own: (q, k, v), or (dout, q, k, v, out, lse) and dlse if there is one. more: of _MORE, by name.
     """
@@ -134,9 +140,14 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
         options = dict(call.options) | {f"has_{name}": 1 for name in names if name in ARRAYS}
         if "alibi_slopes" in names:
             options["alibi"] = arrays[len(own)].ndim
+        if "sinks" in names:
+            options["has_sinks"] = 1
         if backward:
             options |= {"deterministic": int(call.deterministic), "has_dlse": len(own) - 6}
             results = [(x.shape, x.dtype) for x in (q, k, v)]
+            if wants_dsinks:
+                options["has_dsinks"] = 1
+                results.append(((q.shape[2],), jnp.float32))
         else:
             results = [((*q.shape[:3], v.shape[3]), q.dtype)]
             if call.return_lse:
@@ -158,7 +169,7 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
         batch = arrays[first].shape[int(batched[first])]
         whole = []
         for x, many, name in zip(arrays, batched, [""] * len(own) + names, strict=True):
-            if name == "alibi_slopes" and x.ndim == 1:  # (heads,): of every sequence
+            if name in ("alibi_slopes", "sinks") and x.ndim == 1:  # (heads,): of every sequence
                 whole.append(x)
                 continue
             if name == "alibi_slopes" and many and x.ndim == 2:
@@ -169,7 +180,9 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in run(*whole))
 
     def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Each example by itself, as dropout draws by a sequence's place in its batch."""
+        """Each example by itself: dropout draws by a sequence's place in its batch, and sinks and
+        their gradient are of a whole batch.
+        """
 
         def one(chosen: Sequence[Any]) -> Any:
             rest = iter(chosen)
@@ -178,7 +191,9 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
         return jax.lax.map(one, [x for x, many in zip(arrays, batched, strict=True) if many])
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        results = (one_by_one if "dropout_seed" in names else folded)(size, batched, *arrays)
+        own_sinks = "sinks" in names and batched[len(own) + names.index("sinks")]
+        apart = "dropout_seed" in names or wants_dsinks or own_sinks
+        results = (one_by_one if apart else folded)(size, batched, *arrays)
         return results, (True,) * len(results)
 
     run = custom_vmap(launch)
@@ -194,7 +209,7 @@ def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any
 
 def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
     for name, given in more.items():
-        if given.perturbed:
+        if given.perturbed and name != "sinks":
             raise Unsupported(
                 f"{name} has no gradient, and one is asked for: pass "
                 f"jax.lax.stop_gradient({name}) if it is a constant"
@@ -202,16 +217,23 @@ def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) ->
     own = (q.value, k.value, v.value)
     values = {name: given.value for name, given in more.items()}
     out, lse = _launch(call._replace(return_lse=True), False, own, values)
-    return (out, lse) if call.return_lse else (out,), (*own, out, lse, values)
+    # Said by what is there and what is not: what is kept may be arrays alone.
+    wants_dsinks = () if "sinks" in more and more["sinks"].perturbed else None
+    kept = (*own, out, lse, values, wants_dsinks)
+    return (out, lse) if call.return_lse else (out,), kept
 
 
 def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
-    *tensors, more = kept
+    *tensors, more, wants_dsinks = kept
     dout, *dlse = gradients
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros_like(tensors[3])
     dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
-    return (*_launch(call, True, (dout, *tensors, *dlse), more), None)
+    own = (dout, *tensors, *dlse)
+    if wants_dsinks is None:
+        return (*_launch(call, True, own, more), None)
+    *found, dsinks = _launch(call, True, own, more, True)
+    return (*found, dict.fromkeys(more) | {"sinks": dsinks})
 
 
 _attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -308,6 +330,8 @@ def attention(
     return_residual: Literal[False] = ...,
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
+    sinks_outside_lse: bool = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -334,6 +358,8 @@ def attention(
     return_residual: Literal[True],
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
+    sinks_outside_lse: bool = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -360,6 +386,8 @@ def attention(
     return_residual: bool = ...,
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
+    sinks_outside_lse: bool = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -385,6 +413,8 @@ def attention(
     return_residual: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    sinks_outside_lse: bool = False,
     q_position: int | Array = 0,
     prefix: Array | None = None,
     attention_chunk: int = 0,
@@ -394,7 +424,7 @@ def attention(
     batch_invariant: bool = False,
     threads: int = 0,
 ) -> Any:
-    """Exact attention, differentiable by q, k and v in reverse mode, in O(seqlen) memory.
+    """Exact attention, differentiable by q, k, v and sinks in reverse mode, in O(seqlen) memory.
 
     Arrays may be traced; other arguments are Python's. The defaults compute what
     jax.nn.dot_product_attention does. Query i is at the key position q_position + i: masks and
@@ -420,6 +450,10 @@ def attention(
         softcap: c > 0: the scaled score s becomes c * tanh(s / c); 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |distance of positions|.
             Constants: a gradient with respect to them is refused.
+        sinks: (heads,): attention sinks, computed in float32. Each takes part in the softmax of its
+            head's rows as the score of one more key, whose value is 0; it is neither scaled nor
+            capped, and can be differentiated.
+        sinks_outside_lse: lse is that of the keys alone.
         q_position: an integer, or int32 (batch,): seqlen_k - seqlen_q aligns the last query with
             the last key, as strobe.attention does.
         prefix: int32, (batch,): so many first keys are seen by all queries, whatever is_causal
@@ -475,6 +509,7 @@ def attention(
             "dropout_p": dropout_p,
             "batch_invariant": batch_invariant,
             "attention_chunk": attention_chunk,
+            "sinks_outside_lse": sinks_outside_lse,
             "threads": threads,
             **({} if scale is None else {"scale": scale}),
         },
@@ -490,6 +525,10 @@ def attention(
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
         more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        of_heads = _array("sinks", sinks)
+        is_float = jnp.issubdtype(of_heads.dtype, jnp.floating)
+        more["sinks"] = of_heads.astype(jnp.float32) if is_float else of_heads
     lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
     for field, length in lengths.items():
         if length is not None:

@@ -5,9 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="strobe")
 
 On the CPU and on NVIDIA GPUs, without the distribution flash-attn: padded batches (left and right),
-packed sequences, generation with a cache, sliding windows to one side or both, soft capping,
-dropout, gradients, torch.compile. What a model asks for beyond that (chunked attention, masks of
-its own, attention sinks) is refused with a message when the model runs, never left out; a model
+packed sequences, generation with a cache, sliding windows to one side or both, attention sinks,
+soft capping, dropout, gradients, torch.compile. What a model asks for beyond that (chunked
+attention, masks of its own) is refused with a message when the model runs, never left out; a model
 that asks for no attention implementation is refused when it is made.
 
 Padding takes no part. Rows of padding in front of a causal sequence are 0, where eager attention
@@ -25,7 +25,9 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 
 from . import _mask_functions, _padding
+from ._differentiable import attention as differentiable
 from ._errors import Unsupported
+from ._kvcache import attention_with_kvcache
 from ._mask_functions import Reach
 from ._operators import came_by
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -253,6 +255,37 @@ def _refuse(others: dict[str, Any], *names: str) -> None:
             )
 
 
+def _sinks(others: dict[str, Any]) -> Tensor | None:
+    """The attention sinks of a layer, (heads,), float32."""
+    sinks = others.get("s_aux")
+    return None if sinks is None else sinks.float()
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `strobe.flash_attn`'s functions as `strobe.torch.attention` calls them."""
+    names = {"softmax_scale": "scale", "window_size": "window"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Any, ...],
+    options: dict[str, Any],
+    sinks: Tensor | None,
+) -> Tensor:
+    """Sequences end to end. lengths: both arrays of offsets, and the longest of both."""
+    out: Tensor
+    if sinks is None:
+        out = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    else:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        where = dict(zip(names, lengths, strict=True))
+        out = differentiable(q, k, v, sinks=sinks, **where, **_renamed(options))
+    return out
+
+
 def _wants_weights(module: Any) -> bool:
     """Whether the model's configuration asks for attention weights."""
     return bool(getattr(getattr(module, "config", None), "output_attentions", False))
@@ -318,7 +351,8 @@ def attention(
         >>> tuple(out.shape), weights
         ((2, 300, 8, 64), None)
     """
-    _refuse(others, "s_aux", "position_bias", "cache")
+    _refuse(others, "position_bias", "cache")
+    sinks = _sinks(others)
     if others.get("output_attentions") or _wants_weights(module):
         raise Unsupported(
             f'attn_implementation="{NAME}" with output_attentions=True: there are no attention '
@@ -348,20 +382,21 @@ def attention(
     options["dropout_p"] = dropout
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if others.get("cu_seq_lens_q") is not None:  # a collator has packed the batch into one row
-        out = flash_attn_varlen_func(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
+        lengths = (
             others["cu_seq_lens_q"].to(torch.int32),
             others["cu_seq_lens_k"].to(torch.int32),
             others["max_length_q"],
             others["max_length_k"],
-            **options,
-        ).unflatten(0, q.shape[:2])
+        )
+        rows_q, rows_k, rows_v = (x.flatten(0, 1) for x in (q, k, v))
+        out = _packed(rows_q, rows_k, rows_v, lengths, options, sinks).unflatten(0, q.shape[:2])
     elif kind is None or kind.whole:
-        out = flash_attn_func(q, k, v, **options)
+        if sinks is None:
+            out = flash_attn_func(q, k, v, **options)
+        else:
+            out = differentiable(q, k, v, sinks=sinks, **_renamed(options))
     else:
-        out = _padding.attend(q, k, v, mask, options)
+        out = _padding.attend(q, k, v, mask, options, sinks)
     came_by(_FUNCTION, out)
     return out, None
 
@@ -401,9 +436,6 @@ def paged_attention(
     Returns:
         (total, heads, head_dim), and None.
 
-    Raises:
-        Unsupported: the model has attention sinks.
-
     Example:
         Two sequences of 3 and 5 tokens, whose keys the cache hands back as they are:
 
@@ -422,7 +454,7 @@ def paged_attention(
         >>> tuple(out.shape)
         (8, 4, 64)
     """
-    _refuse(others, "s_aux")
+    sinks = _sinks(others)
     if isinstance(cu_seq_lens_k, dict):
         kind = "sliding_attention" if sliding_window else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
@@ -437,7 +469,7 @@ def paged_attention(
             write_index=others["write_index"],
         )
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k)
-        out = flash_attn_varlen_func(q, k, v, *lengths, **options)
+        out = _packed(q, k, v, lengths, options, sinks)
         came_by(_FUNCTION, out)
         return out, None
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
@@ -445,15 +477,30 @@ def paged_attention(
         x[layer].view(-1, cache.block_size, *x[layer].shape[1:])
         for x in (cache.key_cache, cache.value_cache)
     )
-    out = flash_attn_with_kvcache(
-        q[:, None],
-        k_cache,
-        v_cache,
-        key[0].transpose(0, 1)[:, None],
-        value[0].transpose(0, 1)[:, None],
-        cache_seqlens=(cu_seq_lens_k.diff() - 1).to(torch.int32),
-        block_table=block_table[group],
-        **options,
-    )
+    k_new, v_new = (x[0].transpose(0, 1)[:, None] for x in (key, value))
+    used, table = (cu_seq_lens_k.diff() - 1).to(torch.int32), block_table[group]
+    if sinks is None:
+        out = flash_attn_with_kvcache(
+            q[:, None],
+            k_cache,
+            v_cache,
+            k_new,
+            v_new,
+            cache_seqlens=used,
+            block_table=table,
+            **options,
+        )
+    else:
+        out = attention_with_kvcache(
+            q[:, None],
+            k_cache,
+            v_cache,
+            seqused_k=used,
+            block_table=table,
+            k_new=k_new,
+            v_new=v_new,
+            sinks=sinks,
+            **_renamed(options),
+        )
     came_by(_FUNCTION, out)
     return out[:, 0], None

@@ -125,7 +125,8 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
   constexpr size_t latest =
       forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
-  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), latest}) {
+  for (const size_t shorter :
+       {offsetof(Args, interrupt), offsetof(Args, seqused_q), latest, offsetof(Args, sinks)}) {
     if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
@@ -260,8 +261,15 @@ strobe_status strobe_backward(const strobe_plan* plan,
 
 strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
-    STROBE_RETURN_IF_ERROR(checked("args", args));
-    MergeArgs checked_args = *args;
+    if (!args) return null_argument("args");
+    MergeArgs checked_args{};
+    if (args->struct_size == offsetof(MergeArgs, sinks)) {  // as older headers had it
+      std::memcpy(&checked_args, args, args->struct_size);
+      checked_args.struct_size = sizeof checked_args;
+    } else {
+      STROBE_RETURN_IF_ERROR(checked("args", args));
+      checked_args = *args;
+    }
     STROBE_RETURN_IF_ERROR(check_merge(checked_args));
     const NvtxRange range("merge", checked_args.device == STROBE_CUDA ? "cuda" : "cpu");
     if (checked_args.device == STROBE_CUDA) {

@@ -56,6 +56,7 @@ const std::vector<Feature>& Features() {
        }},
       {"window of either sign", [](const Drawn& c) { return c.window_signed; }},
       {"ALiBi", [](const Drawn& c) { return c.alibi != STROBE_ALIBI_NONE; }},
+      {"attention sinks", [](const Drawn& c) { return c.has_sinks; }},
       {"softcap", [](const Drawn& c) { return c.softcap > 0; }},
       {"dropout", [](const Drawn& c) { return c.dropout_p > 0; }},
       {"grouped key heads", [](const Drawn& c) { return c.heads > c.heads_kv; }},

@@ -93,6 +93,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
   AddInteger(app, "--offset", &o->offset, 0, "Offset of the dropout's random numbers; default 0");
   AddFlag(app, "--alibi", &o->alibi,
           "ALiBi with slopes 2^(-8 h / heads), unless the file has alibi_slopes");
+  AddFlag(app, "--sinks-outside-lse", &o->problem.sinks_outside_lse,
+          "Where the file has sinks: lse is that of the keys alone");
   app.add_flag_callback(
          "--forward", [o] { SetDirection(o, Which::kForward); },
          "Forward only, also when the file has dout")
@@ -125,6 +127,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  cu_seqlens_q   I32 [batch + 1]: sequences lie end to end, [total, ...] in place\n"
       "  cu_seqlens_k   of [batch, seqlen, ...]; cu_seqlens stands for both\n"
       "  alibi_slopes   F32 [heads] or [batch, heads]\n"
+      "  sinks          F32 [heads], attention sinks; dsinks is then written too\n"
       "  dlse           F32 [batch, heads, seqlen_q], a gradient of lse\n"
       "  seqused_q      I32 [batch]: so many rows of each sequence are in use, the first ones\n"
       "  seqused_k      likewise of k and v\n"

@@ -304,6 +304,7 @@ std::vector<float> Inputs::TakeFloats(const std::string& name, const std::vector
 void Inputs::ReadFloats() {
   dlse = TakeFloats("dlse", varlen ? std::vector<int64_t>{q.heads, q.seqlen}
                                    : std::vector<int64_t>{q.batch, q.heads, q.seqlen});
+  sinks = TakeFloats("sinks", {q.heads});
   const TensorInfo* info = Find("alibi_slopes");
   if (info != nullptr) {
     const bool per_batch = info->shape.size() == 2;

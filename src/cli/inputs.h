@@ -94,7 +94,7 @@ class Inputs {
   Packing packing_v;
   Tensor q, k, v, dout;                   // dout only where the file has one
   std::vector<float> dlse;                // empty: none
-  std::vector<float> slopes;              // empty: none
+  std::vector<float> slopes, sinks;       // empty: none
   ArraysOf<std::vector<int32_t>> arrays;  // one number a sequence; empty: not in the file
   Alibi alibi = Alibi::kNone;
   CacheInputs cache;

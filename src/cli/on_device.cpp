@@ -57,6 +57,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
   array(args.cu_seqlens_q, batch + 1);
   array(args.cu_seqlens_k, batch + 1);
   array(args.alibi_slopes, problem.heads * (problem.alibi == STROBE_ALIBI_PER_HEAD ? 1 : batch));
+  tensor(args.sinks);
   array(args.seqused_q, batch);
   array(args.seqused_k, batch);
   array(args.q_position, batch);
@@ -72,7 +73,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
     array(args.cu_seqlens_k_new, batch + 1);
   } else {
     tensor(args.dout), tensor(args.dlse), tensor(args.delta);
-    tensor(args.dq), tensor(args.dk), tensor(args.dv);
+    tensor(args.dq), tensor(args.dk), tensor(args.dv), tensor(args.dsinks);
   }
   args.workspace = mirror.Counterpart(workspace.bytes());
   args.workspace_bytes = plan.workspace_bytes;

@@ -124,6 +124,7 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.total_q = in.varlen ? in.q.seqlen : 0;
   p.total_k = in.varlen && !in.cached() ? in.k.seqlen : 0;
   p.alibi = in.alibi;
+  p.has_sinks = !in.sinks.empty();
   p.has_seqused_q = !in.arrays.seqused_q.empty();
   p.has_seqused_k = !in.arrays.seqused_k.empty();
   p.has_q_position = !in.arrays.q_position.empty();
@@ -165,7 +166,8 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
                       .k = in.k.data,
                       .v = in.v.data,
                       .out = out.data,
-                      .alibi_slopes = in.slopes.data()};
+                      .alibi_slopes = in.slopes.data(),
+                      .sinks = in.sinks.empty() ? nullptr : in.sinks.data()};
   SetNumbers(
       in,
       [](const std::vector<int32_t>& values) { return values.empty() ? nullptr : values.data(); },
@@ -261,6 +263,7 @@ int Run(const RunOptions& options) {
                               .dropout_seed = static_cast<uint64_t>(options.seed),
                               .dropout_offset = static_cast<uint64_t>(options.offset),
                               .workspace = mirror.Out(forward_workspace.span())};
+  if (problem.has_sinks) forward_args.sinks = mirror.In(in.sinks.data(), in.sinks.size());
   SetNumbers(
       in,
       [&](const std::vector<int32_t>& values) {
@@ -292,6 +295,8 @@ int Run(const RunOptions& options) {
     const Tensor dv = outputs.Add(qkv ? "dqkv" : kv ? "dkv" : "dv", in.v, in.packing_v, in.dtype);
     backward_problem.direction = Direction::kBackward;
     backward_problem.has_dlse = !in.dlse.empty();
+    backward_problem.has_dsinks = problem.has_sinks;
+    float* const dsinks = problem.has_sinks ? outputs.AddFloats("dsinks", {in.q.heads}) : nullptr;
     backward_problem.dout = in.dout.strides;
     backward_problem.dq = dq.strides;
     backward_problem.dk = dk.strides;
@@ -313,7 +318,9 @@ int Run(const RunOptions& options) {
                      .alibi_slopes = forward_args.alibi_slopes,
                      .dropout_seed = forward_args.dropout_seed,
                      .dropout_offset = forward_args.dropout_offset,
-                     .workspace = mirror.Out(backward_workspace.span())};
+                     .workspace = mirror.Out(backward_workspace.span()),
+                     .sinks = forward_args.sinks,
+                     .dsinks = outputs.Mirrored(&mirror, dsinks)};
     map_arrays(forward_args, backward_args, [](const int32_t* values) { return values; });
   }
 

@@ -33,6 +33,7 @@ Status check_memory(const MergeArgs& a) {
   Memory memory;
   memory.add("outs", a.outs, extents(a.parts, d, a.outs_strides, a.outs_part, 4), false);
   memory.add("lses", a.lses, extents(a.parts, 1, a.lses_strides, a.lses_part, 4), false);
+  memory.add("sinks", a.sinks, Extents::contiguous(4 * a.heads), false);
   memory.add("out", a.out, extents(1, d, a.out_strides, 0, size), true);
   memory.add("lse", a.lse, extents(1, 1, a.lse_strides, 0, 4), true);
   return memory.check();
@@ -86,6 +87,7 @@ Status check_merge(MergeArgs& a) {
   const bool some = rows > 0;
   STROBE_RETURN_IF_ERROR(check_pointer("outs", a.outs, some && a.parts > 0, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("lses", a.lses, some && a.parts > 0, 4));
+  STROBE_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, false, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some, element_size(a.out_dtype)));
   STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, false, 4));
   return check_memory(a);

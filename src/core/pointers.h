@@ -57,6 +57,9 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
         LaunchPointer{"dlse", a.dlse, has_dlse, some_q && has_dlse, 4, lse, false, "has_dlse = 0"});
     visit(LaunchPointer{"delta", a.delta, has_delta, some_q && has_delta, 4, lse, false,
                         "has_delta = 0"});
+    const bool has_dsinks = p.has_dsinks != 0;
+    visit(LaunchPointer{"dsinks", a.dsinks, has_dsinks, has_dsinks, 4, array(p.heads), true,
+                        "has_dsinks = 0"});
     const int64_t size = element_size(p.grad_dtype);
     visit(LaunchPointer{"dq", a.dq, true, some_q, size, of_q(p.dq, d, size), true});
     visit(LaunchPointer{"dk", a.dk, true, some_k, size, of_k(p.dk, d, size), true});
@@ -69,6 +72,8 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
   visit_array("alibi_slopes", a.alibi_slopes, alibi, alibi,
               array(p.alibi == STROBE_ALIBI_PER_HEAD ? p.heads : p.batch * p.heads),
               "alibi = 0 (none)");
+  visit_array("sinks", a.sinks, p.has_sinks != 0, p.has_sinks != 0, array(p.heads),
+              "has_sinks = 0");
   const Extents starts = array(p.batch + 1);
   visit_array("cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, starts, "varlen = 0");
   visit_array("cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, starts,

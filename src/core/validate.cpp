@@ -103,6 +103,7 @@ Status check_options(const AttentionProblem& p) {
     const char* const found = p.has_dlse     ? "has_dlse"
                               : p.has_delta  ? "has_delta"
                               : p.accumulate ? "accumulate"
+                              : p.has_dsinks ? "has_dsinks"
                                              : nullptr;
     if (found) {
       return invalid(format("%s = 1 with direction forward, expected direction backward", found));
@@ -112,6 +113,10 @@ Status check_options(const AttentionProblem& p) {
     return invalid(
         "has_dlse = 1 with has_delta = 1, expected 0: a delta that is given has the "
         "gradient of lse in it");
+  }
+  if (!p.has_sinks && (p.sinks_outside_lse || p.has_dsinks)) {
+    return invalid(format("%s = 1 with has_sinks = 0, expected has_sinks = 1",
+                          p.has_dsinks ? "has_dsinks" : "sinks_outside_lse"));
   }
   STROBE_RETURN_IF_ERROR(check_window(p));
   // What a query sees is one interval of keys.

@@ -97,14 +97,14 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   for (int64_t r = 0; r < kForwardTileQ; ++r) store(f.reference(t) + r * kTile, set(reference[r]));
 }
 
-/// Writes row `r` of a tile times `factor`. A factor of 0 stands for a row that sees no key, for
-/// which O holds nothing: zeros are written. Returns whether all of the row is finite.
-STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, float factor) {
+/// Writes row `r` of a tile times `factor`. empty: it sees no key, and O holds nothing: zeros are
+/// written. Returns whether all of the row is finite.
+STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, bool empty, float factor) {
   const int64_t dv = f.c.problem.head_dim_v;
   const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
   const RowView rows = f.c.query_rows(f.c.out, f.sequence, f.item.head);
   auto* const out = reinterpret_cast<Bf16*>(rows.row(f.tile(tile).begin + r));
-  if (factor == 0) {
+  if (empty) {
     __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
     return true;
   }
@@ -121,9 +121,26 @@ STROBE_AMX __m512 sum_rows(const float* rows) {
   return sum;
 }
 
+/// SinkShare of 16 rows, whose sums of keys are `of_keys`.
+struct SinkLanes {
+  __m512 keys, sum, reference;
+
+  STROBE_INLINE SinkLanes(float sink, __m512 reference_of_keys, __m512 of_keys)
+      : keys(set(1)), sum(of_keys), reference(reference_of_keys) {
+    if (sink == -kInfinity) return;
+    const __m512 above = _mm512_sub_ps(set(sink), reference_of_keys);
+    const __mmask16 is_above = _mm512_cmp_ps_mask(above, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512 smaller = exp2(_mm512_mul_ps(_mm512_abs_ps(above), set(-kLog2e)));
+    keys = _mm512_mask_mov_ps(keys, is_above, smaller);
+    sum = _mm512_fmadd_ps(of_keys, keys, _mm512_mask_mov_ps(smaller, is_above, set(1)));
+    reference = _mm512_mask_mov_ps(reference, is_above, set(sink));
+  }
+};
+
 /// Writes the rows of a tile that the pipeline could compute. Returns the others, one bit for each.
 static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const Range tile = f.tile(t);
+  const float sink = f.c.sink(f.item.head);
   const BlockWalk walk = f.groups(tile);
   // In an interval's walk, rows that see nothing are the first or the last of a sequence.
   const bool some_empty =
@@ -147,15 +164,19 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
     const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
                            _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ) &
                            _mm512_cmp_ps_mask(_mm512_abs_ps(reference), set(kLargeLse), _CMP_LT_OQ);
+    const SinkLanes with(sink, reference, sum);
     alignas(64) float factor[kTile];
-    store(factor, _mm512_maskz_div_ps(good & ~empty, set(1), sum));
+    store(factor, _mm512_maskz_div_ps(good & ~empty, with.keys, with.sum));
     if (lse) {
-      const __m512 x = _mm512_add_ps(reference, log(sum));
+      const __m512 x = f.c.sinks_in_lse ? _mm512_add_ps(with.reference, log(with.sum))
+                                        : _mm512_add_ps(reference, log(sum));
+      const __m512 of_empty = set(f.c.sinks_in_lse ? sink : -kInfinity);
       _mm512_mask_storeu_ps(lse + tile.begin + half, static_cast<__mmask16>(lanes(0, n)),
-                            _mm512_mask_mov_ps(x, empty, set(-kInfinity)));
+                            _mm512_mask_mov_ps(x, empty, of_empty));
     }
     for (int64_t r = 0; r < n; ++r) {
-      const bool done = (good | empty) >> r & 1 && write_row(f, t, half + r, factor[r]);
+      const bool is_empty = empty >> r & 1;
+      const bool done = (good | empty) >> r & 1 && write_row(f, t, half + r, is_empty, factor[r]);
       failed |= static_cast<uint32_t>(!done) << (half + r);
     }
   }
@@ -173,18 +194,12 @@ static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lo
     const int64_t at = (t * kForwardTileQ + r) * kTile;
     const bool empty = f.sees_none(walk, tile.begin + r);
     const float sum = f.s.sum[at];
-    // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
-    const float nan = __builtin_nanf("");
+    const RowEnd end = RowEnd::of(f.c, f.item.head, static_cast<double>(f.s.reference[at]), empty);
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
-    const float factor = empty ? 0 : sum == 0 ? nan : keep_scale / f.s.sum[at + 1];
-    const bool finite = write_row(f, t, r, factor);
+    const float factor = end.factor(f.s.sum[at + 1], keep_scale, __builtin_ldexpf(1, -lower));
+    const bool finite = write_row(f, t, r, empty, factor);
     failed |= static_cast<uint32_t>(!finite && sum > 0 && __builtin_isfinite(sum)) << r;
-    if (lse) {
-      lse[tile.begin + r] = empty ? -kInfinity
-                            : sum == 0
-                                ? nan
-                                : f.s.reference[at] + __builtin_logf(__builtin_ldexpf(sum, lower));
-    }
+    if (lse) lse[tile.begin + r] = end.lse(__builtin_ldexpf(sum, lower));
   }
   return failed;
 }

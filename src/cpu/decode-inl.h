@@ -415,7 +415,8 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     const auto [query, head] = decoded_row(c, item, n);
     const RowView out = c.query_rows(c.out, sequence, head);
     restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
-    scale_row(s.row, shape.dim_v, power / again.sum[n]);
+    const RowEnd end = row_end(c, score_options(c, item.batch, head), head, again.max[n], false);
+    scale_row(s.row, shape.dim_v, end.factor(again.sum[n], power));
     mend_row(out, c.problem.out_dtype, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
   }
 }
@@ -427,14 +428,12 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     const auto [query, head] = decoded_row(c, item, n);
     const Range seen = sequence.mask.row(query);
     const BlockWalk walk = keys_of(sequence, head, {query, query + 1}, kDecodeKeys);
-    const bool empty = !walk.meets(seen, kDecodeKeys);
+    const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n],
+                               !walk.meets(seen, kDecodeKeys));
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
-              s.row, row_factor(result.sum[n], empty));
-    if (!c.lse) continue;
-    c.lse[c.lse_index(sequence, head) + query] =
-        row_lse(result.sum[n], empty, static_cast<double>(result.max[n]),
-                score_unit(score_options(c, item.batch, head)));
+              s.row, end.factor(result.sum[n]));
+    if (c.lse) c.lse[c.lse_index(sequence, head) + query] = end.lse(result.sum[n]);
   }
   if (any_nonfinite(result.out, item.row_count(), shape.dim_v, shape.dim_v)) {
     mend_decoded(c, item, result, s, shape);

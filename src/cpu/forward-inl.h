@@ -367,16 +367,16 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
-  const double unit = score_unit(score_options(c, item.batch, item.head));
+  const ScoreOptions options = score_options(c, item.batch, item.head);
   const RowView out = c.query_rows(c.out, sequence, item.head);
   float* const lse =
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
-    const bool empty = sees_none(tile, r);
+    const RowEnd end = row_end(c, options, item.head, tile.max[r], sees_none(tile, r));
     store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
-              row_factor(tile.sum[r], empty));
-    if (lse) lse[r] = row_lse(tile.sum[r], empty, static_cast<double>(tile.max[r]), unit);
+              end.factor(tile.sum[r]));
+    if (lse) lse[r] = end.lse(tile.sum[r]);
   }
 }
 
@@ -402,7 +402,8 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
     if (sees_none(tile, r)) continue;
     float* const row = s.rows + r % 4 * dv;
-    scale_row(row, dv, power / tile.sum[r]);
+    const RowEnd end = row_end(c, options, item.head, tile.max[r], false);
+    scale_row(row, dv, end.factor(tile.sum[r], power));
     mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);
   }
 }

@@ -11,6 +11,7 @@
 
 #include "core/philox.h"
 #include "core/problem.h"
+#include "core/sink.h"
 
 namespace strobe::cpu {
 
@@ -59,6 +60,8 @@ struct Context {
   Tensor q, k, v;
   CachedSequences sequences;  // without a cache the base alone
   const float* alibi_slopes;  // null unless ALiBi
+  const float* sinks;         // [heads]; null: none
+  bool sinks_in_lse;          // whether lse has them
   Dropout dropout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
@@ -78,6 +81,7 @@ struct Context {
   /// Query heads that share a key head, and the key head of a query head.
   STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }
   STROBE_INLINE int64_t head_kv(int64_t head) const { return head / group(); }
+  STROBE_INLINE float sink(int64_t head) const { return sink_of(sinks, head); }
 
   /// The rows of a sequence's queries in a tensor of q's shape: q, out or their gradients.
   STROBE_INLINE RowView query_rows(const Tensor& t, const SequenceRows& s, int64_t head) const {
@@ -122,7 +126,7 @@ struct ForwardItem {
 
 struct BackwardContext : Context {
   Tensor out, dout, dq, dk, dv;
-  const float* lse;
+  const float* lse;    // with the sinks, whatever the caller's is
   const float* dlse;   // null: none
   const float* delta;  // one value a query: rowsum(dout * out) - dlse
   float* made_delta;   // where backward_delta writes it before any backward_block runs; null: the
@@ -130,6 +134,8 @@ struct BackwardContext : Context {
   float* dq_sum;       // float32 [query][dq_stride], queries in lse's order: dQ so far
   float *row_max, *row_sum;  // one value a query, of the queries whose lse is large (kLargeLse);
                              // backward_delta makes them
+  float* sink_weight;        // one value a query: the sink's weight in its row. backward_delta
+                             // sets those of queries whose lse is large. Null: not wanted
   int64_t dq_stride;         // head_dim rounded up to a whole vector
   uint32_t* turn;  // [heads, turn_tiles]: key blocks that have added to the query tile's dQ; see
                    // turnstile.h

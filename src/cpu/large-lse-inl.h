@@ -60,6 +60,10 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     for (int64_t i = q; i < end; ++i) {
       c.row_max[at + i] = tile.max[i - q];
       c.row_sum[at + i] = tile.sum[i - q];
+      if (is_large(c.lse[at + i])) {
+        add_sink(c, item.head, at + i,
+                 static_cast<double>(tile.max[i - q]) * static_cast<double>(score_unit(options)));
+      }
     }
   }
 }

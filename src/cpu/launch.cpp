@@ -134,6 +134,8 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.dtype);
   static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
+  c.sinks = p.has_sinks ? args.sinks : nullptr;
+  c.sinks_in_lse = !p.sinks_outside_lse;
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
   c.tile_k = plan.tile_k;
@@ -166,7 +168,7 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   c.dk = tensor(args.dk, p.dk, p.varlen, p.grad_dtype);
   c.dv = tensor(args.dv, p.dv, p.varlen, p.grad_dtype);
   c.lse = args.lse;
-  c.dlse = p.has_dlse ? args.dlse : nullptr;
+  c.dlse = p.has_dlse && !p.has_sinks ? args.dlse : nullptr;  // else BackwardSinks takes it off
   c.delta = p.has_delta ? args.delta : nullptr;
   c.dq_stride = round_up(p.head_dim, lanes);
   c.turn_tiles =
@@ -184,6 +186,70 @@ void carve(Arena& arena, BackwardContext& c) {
   c.dq_sum = arena.take<float>(rows * c.dq_stride);
   c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
 }
+
+// What attention sinks add to the backward pass, around the kernels, which know of them only that
+// lse has them: lse with the sinks where the caller's is without; the sinks' own gradient; and the
+// gradient of lse, which is of the keys alone where the sinks are not in lse.
+class BackwardSinks {
+ public:
+  // Replaces the context's lse where that has to be made.
+  BackwardSinks(const BackwardArgs& args, Arena& arena, BackwardContext& c)
+      : lse_(args.lse), dlse_(c.problem.has_dlse ? args.dlse : nullptr) {
+    const AttentionProblem& p = c.problem;
+    const int64_t rows = rows_q(p) * p.heads;
+    if (p.sinks_outside_lse) c.lse = made_lse_ = arena.take<float>(rows);
+    if (p.has_dsinks) c.sink_weight = arena.take<float>(rows);
+  }
+
+  // Before backward_delta of some queries of a head.
+  void begin(const BackwardContext& c, int64_t head, int64_t lse_at, Range queries) const {
+    if (!c.sinks) return;
+    for (int64_t row = lse_at + queries.begin; row < lse_at + queries.end; ++row) {
+      const SinkOfRow sink = of(c, head, row);
+      if (made_lse_) made_lse_[row] = sink.lse;
+      if (c.sink_weight) c.sink_weight[row] = sink.weight;
+    }
+  }
+
+  // After it: delta is dout * out. sink_weight becomes what the row adds to the sink's gradient.
+  // no_key(query): whether the query sees none; then out is 0 whatever dout holds.
+  template <typename NoKey>
+  void end(const BackwardContext& c, int64_t head, int64_t lse_at, Range queries,
+           const NoKey& no_key) const {
+    if (!c.sinks) return;
+    for (int64_t q = queries.begin; q < queries.end; ++q) {
+      const int64_t row = lse_at + q;
+      const float dlse = dlse_ ? dlse_[row] : 0;
+      if (c.sink_weight) {
+        const bool empty = no_key(q);
+        const float weight = empty ? 1 : c.sink_weight[row];
+        const float of_out = empty && c.made_delta ? 0 : c.delta[row];
+        const float of_row = weight * ((c.sinks_in_lse ? dlse : 0) - of_out);
+        c.sink_weight[row] = c.sink(head) == -kInfinity ? 0 : of_row;
+      }
+      if (dlse_) c.made_delta[row] -= dlse * of(c, head, row).dlse_factor;
+    }
+  }
+
+  // The gradient of a head's sink, when end has been called for all queries in use.
+  static void write_gradient(const BackwardContext& c, int64_t head, float* dsinks) {
+    double sum = c.problem.accumulate ? static_cast<double>(dsinks[head]) : 0;
+    for (int64_t batch = 0; batch < c.problem.batch; ++batch) {
+      const SequenceRows s = c.sequence_rows(batch);
+      const float* const of_rows = c.sink_weight + c.lse_index(s, head);
+      for (int64_t q = 0; q < s.seqlen_q; ++q) sum += static_cast<double>(of_rows[q]);
+    }
+    dsinks[head] = static_cast<float>(sum);
+  }
+
+ private:
+  SinkOfRow of(const BackwardContext& c, int64_t head, int64_t row) const {
+    return SinkOfRow::of<ScalarMath>(c.sink(head), lse_[row], c.sinks_in_lse);
+  }
+
+  const float *lse_, *dlse_;  // the caller's
+  float* made_lse_ = nullptr;
+};
 
 // The rows of a sequence in a block of `size` rows from `begin` on. The sequence has `rows` rows,
 // of which the first `used_rows` are in use.
@@ -383,6 +449,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     BackwardContext context = backward_context(plan, {}, isa.lanes);
     Arena arena;
     carve(arena, context);
+    BackwardSinks(BackwardArgs{}, arena, context);
     shared += arena.used();
     scratch = isa.backward_scratch(context);
   }
@@ -440,6 +507,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   STROBE_RETURN_IF_ERROR(check_numbers(p, args));
   BackwardContext context = backward_context(plan, args, isa.lanes);
   carve(arena, context);
+  const BackwardSinks sinks(args, arena, context);
   const auto scratch = scratch_of_threads(plan, workspace, arena.used());
 
   // Rows of delta that an item makes: whole query tiles, for the dq of those that no key block
@@ -457,11 +525,22 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       if (keys_of(s, head, tile, plan.block_k).empty()) clear_dq(context, s, head, tile);
     }
     if (!queries.used.empty()) {
+      const int64_t lse_at = context.lse_index(s, head);
+      sinks.begin(context, head, lse_at, queries.used);
       isa.backward_delta(context, {batch, head, begin, queries.used.end}, scratch(thread));
+      sinks.end(context, head, lse_at, queries.used, [&](int64_t q) {
+        return !keys_of(s, head, {q, q + 1}, plan.block_k).meets(s.mask.row(q), plan.block_k);
+      });
     }
     clear_dq(context, s, head, queries.unused);
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
+  if (p.has_dsinks) {
+    share_out(p.heads, min64(plan.threads, p.heads), interrupt, [&](int64_t head, int) {
+      BackwardSinks::write_gradient(context, head, args.dsinks);
+    });
+    STROBE_RETURN_IF_ERROR(interrupt.status());
+  }
 
   // turnstile.h demands that key blocks come in ascending order. Under a causal mask the longest
   // work then also comes first.

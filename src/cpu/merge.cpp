@@ -3,6 +3,7 @@
 #include "core/arithmetic.h"
 #include "core/merge_row.h"
 #include "core/problem.h"
+#include "core/sink.h"
 #include "core/team.h"
 #include "cpu/dispatch.h"
 #include "cpu/score.h"
@@ -29,7 +30,10 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
     const float lse = lse_of(n);
     if (lse > largest) largest = lse;
   }
-  float sum = 0;
+  const float sink = sink_of(a.sinks, head);
+  if (sink > largest) largest = sink;
+  const float of_sink = sink == -kInfinity ? 0 : sink == largest ? 1 : std::exp(sink - largest);
+  float sum = of_sink;
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lse_of(n);
     if (lse != lse_of_no_keys()) sum += std::exp(lse - largest);
@@ -38,7 +42,11 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
   // Weights of at most 1 together: no sum of large values overflows on its way to a smaller result.
   const int columns = static_cast<int>(a.head_dim_v);
   MergedColumns<kMostMerged> merged;
-  for (int d = 0; d < columns; ++d) merged.clear(d);
+  for (int d = 0; d < columns; ++d) {
+    merged.clear(d);
+    // A sink's share of the weight goes with no value, as if that were 0.
+    if (of_sink > 0) merged.add(d, of_sink, 0);
+  }
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lse_of(n);
     if (lse == lse_of_no_keys()) continue;  // its outs may hold anything

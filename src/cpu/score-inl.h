@@ -50,15 +50,11 @@ STROBE_SIMD float score_unit(const ScoreOptions& options) {
                                                : options.scale;
 }
 
-// What the weights of a row sum to gives the factor of its O, and its lse. empty: no key is seen.
-// Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
-STROBE_SIMD float row_factor(float sum, bool empty) {
-  return empty ? 0 : sum == 0 ? __builtin_nanf("") : 1 / sum;
-}
-/// max: what was taken off the scores; unit: score_unit.
-STROBE_SIMD float row_lse(float sum, bool empty, double max, double unit) {
-  if (empty) return -kInfinity;
-  return sum == 0 ? __builtin_nanf("") : static_cast<float>(max * unit + __builtin_log(sum));
+/// The end of a row of which `max` was taken off the scores.
+STROBE_SIMD RowEnd row_end(const Context& c, const ScoreOptions& options, int64_t head, float max,
+                           bool empty) {
+  const double unit = static_cast<double>(score_unit(options));
+  return RowEnd::of(c, head, static_cast<double>(max) * unit, empty);
 }
 
 struct PhiloxLanes {

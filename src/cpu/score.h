@@ -63,6 +63,62 @@ STROBE_INLINE ScoreOptions score_options(const Context& c, int64_t batch, int64_
           static_cast<uint32_t>(batch * p.heads + head)};
 }
 
+/// Exponentials and logarithms of single numbers.
+struct ScalarMath {
+  STROBE_INLINE static float exp(float x) { return __builtin_expf(x); }
+  STROBE_INLINE static float log1p(float x) { return __builtin_log1pf(x); }
+};
+
+/// How a row that has been gone through ends: with the sums of its weights, which are
+/// exp(score - reference), and with its head's sink.
+struct RowEnd {
+  SinkShare<double> sink;
+  double reference;
+  bool empty;        // the row sees no key
+  float given_sink;  // minus infinity: none
+  bool in_lse;
+
+  /// reference: a natural logarithm; minus infinity where no score is above that.
+  STROBE_INLINE static RowEnd of(const Context& c, int64_t head, double reference, bool empty) {
+    const float sink = c.sink(head);
+    return {SinkShare<double>::of<ScalarMath>(static_cast<double>(sink), reference), reference,
+            empty, sink, c.sinks_in_lse};
+  }
+
+  /// What O is multiplied by. numerator: over what the sum of its weights is divided. own: what the
+  /// sink's weight is multiplied by, where O's weights are smaller than they should be. Seen scores
+  /// that are all -inf leave a sum of 0, and give NaN as standard attention does.
+  STROBE_INLINE float factor(float sum, float numerator = 1, float own = 1) const {
+    if (empty) return 0;
+    const float all = sum * sink.keys + sink.own * own;
+    return all == 0 ? __builtin_nanf("") : numerator * sink.keys / all;
+  }
+  STROBE_INLINE float lse(float sum) const {
+    if (empty) return in_lse ? given_sink : -kInfinity;
+    const auto of_sum = [](double at, float x) {
+      return static_cast<float>(at + __builtin_log(static_cast<double>(x)));
+    };
+    if (given_sink == -kInfinity) return sum == 0 ? __builtin_nanf("") : of_sum(reference, sum);
+    if (in_lse) return of_sum(sink.reference, sink.sum(sum));
+    return sum == 0 ? -kInfinity : of_sum(reference, sum);
+  }
+};
+
+/// Adds the sink to the row_sum of a row whose maximum is `reference`, a natural logarithm, and
+/// tells its weight.
+STROBE_INLINE void add_sink(const BackwardContext& c, int64_t head, int64_t row, double reference) {
+  const float sink = c.sink(head);
+  if (sink == -kInfinity) return;
+  // Where all scores are -inf, there is no maximum to take off.
+  if (reference == -kInfinity) c.row_max[row] = 0;
+  // No larger than a float32 holds: the keys' weights are nothing beside it all the same.
+  const double above = static_cast<double>(sink) - reference;
+  const float own =
+      ScalarMath::exp(above > kMostSinkAbove ? kMostSinkAbove : static_cast<float>(above));
+  c.row_sum[row] += own;
+  if (c.sink_weight) c.sink_weight[row] = own / c.row_sum[row];
+}
+
 /// The rounds of Philox4x32 (core/philox.h) on vectors of counters; the lanes of c[0] to c[3] are
 /// the counters' four words, and become the results' words. Lanes has a type V and, on it,
 ///   set(word)                        the word in all lanes

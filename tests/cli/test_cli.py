@@ -345,6 +345,15 @@ def test_grouped_heads(tmp_path: Path) -> None:
     close(run(save(tmp_path / "in.safetensors", tensors))["out"][2], out, 1e-5)
 
 
+def test_sinks_of_the_file(tmp_path: Path) -> None:
+    sinks = [0.5, -math.inf, 3.0]
+    path = save(tmp_path / "sinks.safetensors", {**qkv(), "sinks": ("F32", [3], sinks)})
+    inside, outside = run(path, "--backward"), run(path, "--backward", "--sinks-outside-lse")
+    assert inside["out"] == outside["out"]
+    assert inside["lse"] != outside["lse"]
+    assert inside["dsinks"][:2] == outside["dsinks"][:2] == ("F32", [3])
+
+
 def test_alibi_slopes_of_the_file_and_of_the_flag(tmp_path: Path, plain: Path) -> None:
     slopes = [2 ** (-8 * (head + 1) / 3) for head in range(3)]
     path = save(tmp_path / "alibi.safetensors", {**qkv(), "alibi_slopes": ("F32", [3], slopes)})

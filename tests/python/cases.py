@@ -100,6 +100,8 @@ class Inputs:
         "alibi_slopes",
         "attention_chunk",
         "window_signed",
+        "sinks",
+        "sinks_outside_lse",
     )
     PER_SEQUENCE = (
         *("cu_seqlens_q", "cu_seqlens_k"),
@@ -157,13 +159,16 @@ class Inputs:
         oracle.check("out", out, wanted.out, self.draws(backward=False), oracle.OUT_FACTOR)
         oracle.check_lse("lse", lse, wanted.lse, wanted.size)
 
-    def check_backward(self, dq: Array, dk: Array, dv: Array) -> None:
+    def check_backward(self, dq: Array, dk: Array, dv: Array, dsinks: Array | None = None) -> None:
         wanted = self.reference()
         plain = self.draws()
         alibi = "alibi_slopes" in self.options
         factor = oracle.ALIBI_GRADIENT_FACTOR if alibi else oracle.GRADIENT_FACTOR
         for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
             oracle.check(name, got, getattr(wanted, name), plain, factor)
+        if dsinks is not None:
+            assert wanted.dsinks is not None
+            oracle.check("dsinks", dsinks, wanted.dsinks, plain, oracle.SINK_GRADIENT_FACTOR)
 
     def check(self, threads: int = 0) -> None:
         """Runs forward and backward into poisoned memory and compares both with the oracle."""
@@ -173,7 +178,9 @@ class Inputs:
         )
         assert result is out
         self.check_forward(out, lse)
-        grads = tuple(poisoned(x.shape, x.dtype) for x in (self.q, self.k, self.v))
+        sinks = self.options.get("sinks")
+        like = (self.q, self.k, self.v, *([] if sinks is None else [sinks]))
+        grads = tuple(poisoned(x.shape, x.dtype) for x in like)
         given = strobe.attention_backward(
             self.dout,
             self.q,
@@ -182,7 +189,8 @@ class Inputs:
             out,
             lse,
             dlse=self.dlse,
-            grads=(grads[0], grads[1], grads[2]),
+            grads=grads,
+            return_dsinks=sinks is not None,
             threads=threads,
             **self.options,
         )

@@ -23,6 +23,7 @@ Array = np.ndarray[Any, Any]
 OUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 ALIBI_GRADIENT_FACTOR = 8.0
+SINK_GRADIENT_FACTOR = 8.0
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_LIMIT = 2**63 - 1
@@ -62,7 +63,9 @@ class Problem(ctypes.Structure):
         *members(ctypes.c_void_p, "q k v dout dlse"),
         *members(ctypes.c_int64, "arithmetic"),
         *members(ctypes.c_uint64, "noise_seed"),
-        *members(ctypes.c_void_p, "out lse size dq dk dv"),
+        *members(ctypes.c_void_p, "out lse size dq dk dv sinks"),
+        *members(ctypes.c_int64, "sinks_outside_lse"),
+        *members(ctypes.c_void_p, "dsinks"),
     ]
 
 
@@ -114,6 +117,7 @@ class Result:
     dq: Array | None = None
     dk: Array | None = None
     dv: Array | None = None
+    dsinks: Array | None = None
 
 
 def sequences_of(
@@ -189,6 +193,8 @@ def attend(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    sinks_outside_lse: bool = False,
     dropout_p: float = 0.0,
     keep: Array | None = None,
     dout: Array | None = None,
@@ -206,6 +212,9 @@ def attend(
     p.softcap, p.dropout_p = softcap, dropout_p
     if alibi_slopes is not None:
         kept["slopes"] = doubles(np.broadcast_to(alibi_slopes, (len(sequences), heads)))
+    p.sinks_outside_lse = sinks_outside_lse
+    if sinks is not None:
+        kept["sinks"] = doubles(sinks)
     if dropout_p > 0:
         assert keep is not None
         kept["keep"] = np.ascontiguousarray(keep, np.uint8)
@@ -217,7 +226,7 @@ def attend(
         kept["dout"] = doubles(dout)
         if dlse is not None:
             kept["dlse"] = doubles(dlse)
-        shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+        shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape, "dsinks": (heads,)}
     found = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name, x in (kept | found).items():
         setattr(p, name, pointer(x))
@@ -356,13 +365,16 @@ class Cache:
         return found[0], found[1], found[2], places
 
 
-def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
+def merge(outs: Array, lses: Array, sinks: Array | None = None) -> tuple[Array, Array]:
     """outs (parts, batch, seqlen, heads, dim) and lses (parts, batch, heads, seqlen) joined."""
     parts, batch, seqlen, heads, dim = outs.shape
     given = doubles(outs), doubles(np.swapaxes(lses, -1, -2))
+    of_heads = None if sinks is None else doubles(sinks)
     out, lse = np.zeros(outs.shape[1:]), np.zeros((batch, seqlen, heads))
     sizes = map(ctypes.c_int64, (parts, batch * seqlen, heads, dim))
-    LIBRARY.oracle_merge(*sizes, *(ctypes.c_void_p(pointer(x)) for x in (*given, out, lse)))
+    LIBRARY.oracle_merge(
+        *sizes, *(ctypes.c_void_p(pointer(x)) for x in (*given, of_heads, out, lse))
+    )
     return out, lse.swapaxes(1, 2)
 
 

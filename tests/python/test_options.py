@@ -62,6 +62,8 @@ WRITTEN_OUT = {
     "softcap": "softcap",
     "alibi": "alibi_slopes",
     "dropout_p": "dropout_p",
+    "has_sinks": "sinks",
+    "has_dsinks": "return_dsinks",
     "has_dlse": "dlse",
     "has_delta": "delta",
     "accumulate": "accumulate",
@@ -85,7 +87,7 @@ def test_every_option_of_the_table_is_here() -> None:
         assert {*WRITTEN_OUT.values(), *NAMES} <= set(arguments)
     arguments = inspect.signature(strobe.attention).parameters
     assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {
-        *("dlse", "delta", "accumulate", "deterministic")
+        *("dlse", "delta", "accumulate", "deterministic", "return_dsinks")
     }
     assert set(_options.CallOptions.__annotations__) == set(NAMES)
 
@@ -153,6 +155,7 @@ def numbers(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
+SINKS = np.array([0.5, -30, 8, -np.inf], np.float32)
 PACKED: dict[str, Any] = {"batch": 3, "cu_q": [0, 9, 9, 46], "cu_k": [0, 20, 31, 60]}
 CALLS: list[dict[str, Any]] = [
     {"attention_chunk": 7, "causal": True},
@@ -172,6 +175,9 @@ CALLS: list[dict[str, Any]] = [
     {"window": (None, -4), "prefix": numbers(3, 20), "causal": True},
     {"window": (-2, None), "seqused_k": numbers(30, 12)},
     {"window": (None, None)},
+    {"sinks": SINKS, "causal": True},
+    {"sinks": SINKS, "sinks_outside_lse": True, "window": (9, 0)},
+    {"sinks": SINKS, "seqused_k": numbers(30, 0), "softcap": 3.0},
 ]
 
 
@@ -190,6 +196,7 @@ def test_dense(options: dict[str, Any], dtype: str) -> None:
         {"seqused_q": numbers(4, 0, 37), "seqused_k": numbers(0, 11, 20), "causal": True},
         {"q_position": numbers(5, 0, -3), "seqused_k": numbers(7, 1, 29), "causal": True},
         {"prefix": numbers(20, 3, 1), "causal": True, "dropout_p": 0.2, "dropout_seed": 5},
+        {"sinks": SINKS, "causal": True, "dropout_p": 0.2, "dropout_seed": 5},
     ],
 )
 def test_packed(options: dict[str, Any]) -> None:
@@ -261,9 +268,10 @@ def test_each_scalar_is_handed_on(row: _options.Option) -> None:
     """Into the problem, whose text says every option that has not its default."""
     inputs = Case().make(np.random.default_rng(11))
     plan: Any = strobe.plan
-    window = (0, 0)  # what window_signed changes the meaning of
-    plain = plan(inputs.q, inputs.k, inputs.v, window=window)
-    more = plan(inputs.q, inputs.k, inputs.v, window=window, **{row.name: 1})
+    # What window_signed and sinks_outside_lse change the meaning of.
+    given = {"window": (0, 0), "sinks": SINKS}
+    plain = plan(inputs.q, inputs.k, inputs.v, **given)
+    more = plan(inputs.q, inputs.k, inputs.v, **given, **{row.name: 1})
     assert more.splitlines()[0] != plain.splitlines()[0]
     function: Any = strobe.attention
     with pytest.raises(strobe.InvalidArgument, match=f"^{row.name} = "):

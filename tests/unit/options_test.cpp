@@ -34,6 +34,8 @@ strobe_problem SmallFor(const Option& option) {
     p.cache = STROBE_CACHE_CONTIGUOUS;
     p.rotary_dim = p.rotary_rows = 8;
   });
+  const std::string field = option.field;
+  p.has_sinks = field == "sinks_outside_lse" || field == "has_dsinks";
   return p;
 }
 

@@ -126,6 +126,16 @@ const std::vector<BadProblem>& BadProblems() {
        [](P& p) { p.has_dlse = p.has_delta = 1; },
        {"has_dlse = 1 with has_delta = 1, expected 0"}},
       {"has_delta", [](P& p) { p.has_delta = 2; }, {"has_delta", "2", "0 to 1"}},
+      {"has_sinks", [](P& p) { p.has_sinks = 2; }, {"has_sinks", "2", "0 to 1"}},
+      {"sinks_outside_lse",
+       [](P& p) { p.sinks_outside_lse = 1; },
+       {"sinks_outside_lse = 1 with has_sinks = 0, expected has_sinks = 1"}},
+      {"has_dsinks",
+       [](P& p) { p.has_dsinks = 1; },
+       {"has_dsinks = 1 with has_sinks = 0, expected has_sinks = 1"}},
+      {"has_dsinks forward",
+       [](P& p) { p.direction = STROBE_FORWARD, p.has_sinks = 1, p.has_dsinks = 1; },
+       {"has_dsinks = 1 with direction forward, expected direction backward"}},
       {"has_delta forward",
        [](P& p) { p.direction = STROBE_FORWARD, p.has_delta = 1; },
        {"has_delta = 1 with direction forward, expected direction backward"}},
@@ -551,6 +561,40 @@ TEST_F(LaunchValidation, GivenDelta) {
   EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
 }
 
+TEST_F(LaunchValidation, Sinks) {
+  strobe_problem p = GoodProblem();
+  p.has_sinks = p.has_dsinks = 1;
+  Make(p);
+  float dsinks[4] = {};
+  backward_.sinks = in_.data();
+  backward_.dsinks = dsinks;
+  using A = strobe_backward_args;
+  const struct {
+    std::function<void(A&)> spoil;
+    std::vector<const char*> words;
+  } bad[] = {
+      {[](A& a) { a.sinks = nullptr; }, {"sinks = NULL"}},
+      {[](A& a) { a.dsinks = nullptr; }, {"dsinks = NULL"}},
+      {[](A& a) { a.sinks = Shifted(a.sinks, 2); }, {"sinks", "alignment to 4"}},
+      {[](A& a) { a.sinks = a.dsinks; }, {"dsinks shares memory with sinks"}},
+      {[](A& a) { a.dsinks = static_cast<float*>(a.dk); }, {"shares memory with", "dsinks"}},
+      // A caller's struct that ends before them.
+      {[](A& a) { a.struct_size = offsetof(A, sinks); }, {"sinks = NULL"}},
+  };
+  for (const auto& b : bad) {
+    strobe_backward_args a = backward_;
+    b.spoil(a);
+    ExpectRefused(strobe_backward(&plan_, &a), b.words);
+  }
+  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
+  // Where the problem has none, such a struct is served, whatever follows it.
+  Make(GoodProblem());
+  strobe_backward_args older = backward_;
+  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, sinks), 0x5a, 2 * sizeof(void*));
+  older.struct_size = offsetof(A, sinks);
+  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+}
+
 TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
   strobe_problem p = GoodProblem();
   p.dtype = STROBE_BFLOAT16;
@@ -712,6 +756,7 @@ TEST_F(LaunchValidation, NumbersOfEachSequence) {
 TEST_F(LaunchValidation, WhatTheProblemDoesNotAskForIsRefused) {
   const int32_t numbers[] = {0, 3, 6};
   const float slopes[] = {1, 1, 1, 1};
+  float dsinks[4] = {};
   const struct {
     const char *name, *without;
     std::function<void(strobe_forward_args&)> forward;
@@ -736,12 +781,14 @@ TEST_F(LaunchValidation, WhatTheProblemDoesNotAskForIsRefused) {
       STROBE_GIVEN(cu_seqlens_q, numbers, "varlen = 0"),
       STROBE_GIVEN(cu_seqlens_k, numbers, "varlen = 0"),
       STROBE_GIVEN(alibi_slopes, slopes, "alibi = 0 (none)"),
+      STROBE_GIVEN(sinks, slopes, "has_sinks = 0"),
       STROBE_FORWARD_GIVEN(block_table, numbers, "cache = 0 (none)"),
       STROBE_FORWARD_GIVEN(k_new, in_.data(), "append = 0 (none)"),
       STROBE_FORWARD_GIVEN(rotary_cos, in_.data(), "rotary_dim = 0 (none)"),
       STROBE_FORWARD_GIVEN(leftpad, numbers, "has_leftpad = 0"),
       STROBE_BACKWARD_GIVEN(dlse, in_.data(), "has_dlse = 0"),
       STROBE_BACKWARD_GIVEN(delta, in_.data(), "has_delta = 0"),
+      STROBE_BACKWARD_GIVEN(dsinks, dsinks, "has_dsinks = 0"),
 #undef STROBE_GIVEN
 #undef STROBE_FORWARD_GIVEN
 #undef STROBE_BACKWARD_GIVEN

@@ -66,7 +66,10 @@ TEST(Wrapper, EveryFieldArrives) {
                                            .dv = s,
                                            .grad_dtype = strobe::DType::kFloat32,
                                            .accumulate = true,
-                                           .has_delta = true}
+                                           .has_delta = true,
+                                           .has_sinks = true,
+                                           .sinks_outside_lse = true,
+                                           .has_dsinks = true}
                                .c();
   EXPECT_EQ(p.direction, STROBE_BACKWARD);
   EXPECT_EQ(p.dtype, STROBE_FLOAT16);
@@ -82,6 +85,7 @@ TEST(Wrapper, EveryFieldArrives) {
   EXPECT_EQ(p.alibi, STROBE_ALIBI_PER_BATCH_HEAD);
   EXPECT_EQ(p.threads, 15);
   EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse + p.accumulate + p.has_delta, 6);
+  EXPECT_EQ(p.has_sinks + p.sinks_outside_lse + p.has_dsinks, 3);
   EXPECT_EQ(p.grad_dtype, STROBE_FLOAT32);
   for (const strobe::Strides& t : {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv}) {
     EXPECT_EQ(std::memcmp(&t, &s, sizeof s), 0);
@@ -140,6 +144,7 @@ TEST(Wrapper, OneProblemHasBothDirections) {
   EXPECT_FALSE(problem.forward().has_dlse);
   for (const auto tell : {+[](strobe::Problem& p) { p.has_dlse = false, p.has_delta = true; },
                           +[](strobe::Problem& p) { p.accumulate = true; },
+                          +[](strobe::Problem& p) { p.has_sinks = p.has_dsinks = true; },
                           +[](strobe::Problem& p) {
                             p.dtype = strobe::DType::kBFloat16;
                             p.grad_dtype = strobe::DType::kFloat32;
@@ -178,7 +183,8 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                     .v_new = x + 5,
                                                     .cu_seqlens_k_new = n + 3,
                                                     .rotary_cos = x + 6,
-                                                    .rotary_sin = x + 7}
+                                                    .rotary_sin = x + 7,
+                                                    .sinks = x + 11}
                                     .c();
   const strobe_backward_args b = strobe::BackwardArgs{.q = x,
                                                       .k = x + 1,
@@ -199,7 +205,9 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                       .stream = y + 2,
                                                       .interrupt = interrupt,
                                                       .interrupt_data = y + 3,
-                                                      .delta = x + 10}
+                                                      .delta = x + 10,
+                                                      .sinks = x + 11,
+                                                      .dsinks = y + 7}
                                      .c();
   const auto shared = [&](const auto& a) {
     EXPECT_EQ(a.struct_size, sizeof a);
@@ -219,9 +227,10 @@ TEST(Wrapper, EveryArgumentArrives) {
   shared(b);
   const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
                              f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
-                             b.dq,          b.dk,         b.dv,    b.delta};
-  const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3, x + 6, x + 7,
-                                x + 8, x + 9, y + 4, y + 5, y + 6, x + 10};
+                             b.dq,          b.dk,         b.dv,    b.delta,
+                             f.sinks,       b.sinks,      b.dsinks};
+  const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3,  x + 6,  x + 7,  x + 8, x + 9,
+                                y + 4, y + 5, y + 6, x + 10, x + 11, x + 11, y + 7};
   for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
 }
 

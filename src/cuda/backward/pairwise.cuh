@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/sink.h"
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
@@ -60,6 +61,8 @@ struct SeenPairs {
     const float qk = dot(query_row(p.q, query), key_row(p.k, key), p.head_dim);
     const float dp = dot(query_row(p.dout, query), key_row(p.v, key), p.head_dim_v);
     const int64_t lse_at = sequence.lse_row + head * p.lse_head_stride + query;
+    SinkOfRow with{p.lse[lse_at], 0.f, 1.f};
+    if (p.sinks) with = SinkOfRow::of<NaturalMath>(p.sinks[head], with.lse, p.sinks_in_lse);
     float delta;
     if (p.delta) {
       delta = p.delta[lse_at];
@@ -67,13 +70,13 @@ struct SeenPairs {
       const T* const dout = query_row(p.dout, query);
       delta = p.float_out ? dot(dout, query_row<float>(p.out, query), p.head_dim_v)
                           : dot(dout, query_row(p.out, query), p.head_dim_v);
-      if (p.dlse) delta -= p.dlse[lse_at];
+      if (p.dlse) delta -= p.dlse[lse_at] * with.dlse_factor;
     }
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);
     const Score score = Score::of(p, batch, head);
     const Score::ValueAndDerivative s =
         Score::Row{score, distance}.template any_value_and_derivative<true>(qk, 0);
-    const float reference = weight_reference(p.lse[lse_at], 0.f);
+    const float reference = weight_reference(with.lse, 0.f);
     const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
     float kept = 1.f;
     if (p.dropout.enabled()) {

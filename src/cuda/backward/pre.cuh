@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/sink.h"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kPreThreads)
     if (!query_walk(lists, sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
-      return;
+      if (!p.dsinks) return;
     }
   }
   if (thread < counters) {
@@ -198,6 +199,7 @@ __global__ void __launch_bounds__(kPreThreads)
     return reinterpret_cast<const T*>(view.row(tile.begin + r)) + column;
   };
   const auto zeros = make_uint4(0, 0, 0, 0);
+  const float sink = sink_of(p.sinks, tile.head);
   bool nonfinite = false;
 #pragma unroll 1
   for (int begin = first; begin < kTileQ; begin += kAtOnce * kRows) {
@@ -228,32 +230,44 @@ __global__ void __launch_bounds__(kPreThreads)
     for (int i = 0; i < kAtOnce; ++i) {
       const int r = begin + i * kRows;
       const bool there = tile.begin + r < seqlen;
-      float sum = 0.f;
+      float products = 0.f;
       if (given || !p.float_out) {
-        sum = dot_eight<T>(x[i], y[i]);
+        products = dot_eight<T>(x[i], y[i]);
       } else if (there) {
-        sum = dot_eight<T>(reinterpret_cast<const float*>(out.row(tile.begin + r)) + column,
-                           p.head_dim_v - column, aligned, y[i]);
+        products = dot_eight<T>(reinterpret_cast<const float*>(out.row(tile.begin + r)) + column,
+                                p.head_dim_v - column, aligned, y[i]);
       }
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        products += __shfl_xor_sync(0xffffffffu, products, offset);
       }
       if (lane == 0) {
-        float delta = there && p.dlse ? sum - p.dlse[lse_at + r] : sum;
-        if (given) delta = there ? p.delta[lse_at + r] : 0.f;
+        const float dlse = there && p.dlse ? p.dlse[lse_at + r] : 0.f;
+        const float sum = !given ? products : there ? p.delta[lse_at + r] : 0.f;
+        SinkOfRow with{natural[i], 0.f, 1.f};
+        if (p.sinks) with = SinkOfRow::of<NaturalMath>(sink, natural[i], p.sinks_in_lse);
+        const float delta = sum - dlse * with.dlse_factor;
+        if (p.dsinks && there) {
+          // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's.
+          const bool empty =
+              single_keys(WalkLists::of(p, tile.batch), sequence.mask, tile.begin + r).empty();
+          const float weight = empty ? 1.f : with.weight;
+          const float of_out = empty && !given ? 0.f : sum;
+          const float of_row = weight * ((p.sinks_in_lse ? dlse : 0.f) - of_out);
+          p.sink_rows[lse_at + r] = sink == -infinity() ? 0.f : of_row;
+        }
         const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
         scratch.delta[place] = delta / StageTraits::kScale;
-        // A row past the end gets no weight. (One that sees no key has -inf here, and every score
-        // of it is masked.)
-        scratch.lse[place] = there ? weight_reference(natural[i], StageTraits::kShift) : infinity();
-        nonfinite |= there && (!isfinite(delta) || !isfinite(sum) || isnan(natural[i]) ||
-                               natural[i] == infinity());
+        // A row past the end gets no weight. (Of one that sees no key every score is masked.)
+        scratch.lse[place] = there ? weight_reference(with.lse, StageTraits::kShift) : infinity();
+        nonfinite |= there && (!isfinite(delta) || !isfinite(products) || isnan(with.lse) ||
+                               with.lse == infinity());
       }
       // An inf or a NaN in a row of q shows in its lse, unless softcap hides it or the row sees
-      // nothing.
-      if (StageTraits::kMarksNonfinite && there && (p.softcap > 0.f || natural[i] == -infinity()) &&
-          column < p.head_dim) {
+      // nothing; or it has next to nothing beside its sink, as where all its scores are -inf.
+      const bool hidden = p.softcap > 0.f || natural[i] == -infinity() ||
+                          (p.sinks_in_lse && natural[i] - sink < 1e-3f);
+      if (StageTraits::kMarksNonfinite && there && hidden && column < p.head_dim) {
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
         for (int c = 0; c < 4; ++c) {

@@ -112,8 +112,8 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
       if (d < p.head_dim_v) out[i] = out[i] * alpha + kept * static_cast<float>(v[d]);
     }
   }
-  const RowResult result =
-      finish_row(!keys.empty(), max + kValueShift, sum, kDropout ? p.dropout.keep_scale : 1.f);
+  const RowResult result = finish_row(p, head, !keys.empty(), max + kValueShift, sum,
+                                      kDropout ? p.dropout.keep_scale : 1.f);
   if (p.lse && lane == 0 && is_coarse(max))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll

@@ -34,6 +34,8 @@ struct CommonParams : Sequences {
   Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
   int64_t alibi_batch_stride;  // 0 where slopes are per head
+  const float* sinks;          // [heads]; null: none
+  bool sinks_in_lse;           // whether lse has them
   Dropout dropout;
   int32_t heads_kv, group;   // group: query heads per key head
   int64_t total_q, total_k;  // rows of a batch entry; packed: of all sequences together
@@ -115,6 +117,8 @@ struct BackwardParams : CommonParams {
   void* workspace;
   int32_t deterministic, batch_invariant;
   const float* delta;  // rowsum(dout * out) - dlse, laid out as lse; null: made from out
+  float* dsinks;       // [heads]; null: not wanted
+  float* sink_rows;    // what each row in use adds to dsinks, laid out as lse; null without dsinks
   int32_t float_grads, accumulates;  // dq, dk and dv are float32; are added to
   int32_t float_out;                 // out is float32
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/sink.h"
 #include "cuda/ptx/arithmetic.h"
 
 namespace strobe::cuda {
@@ -64,6 +65,38 @@ __device__ __forceinline__ RowResult finish_row(bool sees_keys, float max, float
   if (sum == 0.f) return {__int_as_float(0x7fffffff), __int_as_float(0x7fffffff)};
   // Relative error of the quotient 2^-22; absolute error of the logarithm 2^-21.
   return {__fdividef(keep_scale, sum), (max + __log2f(sum)) * kLn2};
+}
+
+/// Exponentials of numbers in log 2 units.
+struct Log2Math {
+  __device__ __forceinline__ static float exp(float x) { return exp2_fast(x); }
+};
+/// Natural ones.
+struct NaturalMath {
+  __device__ __forceinline__ static float exp(float x) { return exp2_fast(x * kLog2e); }
+  __device__ __forceinline__ static float log1p(float x) { return log1pf(x); }
+};
+
+/// The same with a sink, of which lse has its part or not.
+__device__ __forceinline__ RowResult finish_row(bool sees_keys, float max, float sum,
+                                                float keep_scale, float sink, bool in_lse) {
+  const RowResult alone = finish_row(sees_keys, max, sum, keep_scale);
+  if (sink == -infinity()) return alone;
+  if (!sees_keys) return {0.f, in_lse ? sink : -infinity()};
+  const auto share = SinkShare<float>::of<Log2Math>(sink * kLog2e, max);
+  const float all = share.sum(sum);
+  const float lse = in_lse       ? (share.reference + __log2f(all)) * kLn2
+                    : sum == 0.f ? -infinity()
+                                 : alone.lse;
+  return {__fdividef(keep_scale * share.keys, all), lse};
+}
+
+/// Of a row of a query head in a launch. (Without sinks, nothing of the above is executed.)
+template <typename Params>
+__device__ __forceinline__ RowResult finish_row(const Params& p, int32_t head, bool sees_keys,
+                                                float max, float sum, float keep_scale) {
+  if (p.sinks) return finish_row(sees_keys, max, sum, keep_scale, p.sinks[head], p.sinks_in_lse);
+  return finish_row(sees_keys, max, sum, keep_scale);
 }
 
 }  // namespace strobe::cuda

@@ -82,7 +82,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
   const bool some_key =
       piece.walk.whole_meets(piece.mask.row(query - piece.first_query), Shape::kUnit);
-  RowResult result = finish_row(some_key, open.max, open.sum, 1.f);
+  RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {
     p.lse[piece.lse_row + (piece.tile.head + head) * p.lse_head_stride + query] = result.lse;

@@ -141,9 +141,10 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) {
+      if (sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
-        result = finish_row(tile.part[warpgroup_].meets(keys, kTileK), 0.f, 0.f, 1.f);
+        const int32_t head = tile.head + head_of(p_, row(r));
+        result = finish_row(p_, head, tile.part[warpgroup_].meets(keys, kTileK), max_[r], sum, 1.f);
       }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
@@ -529,16 +530,19 @@ class Consumer {
     return tile.lse_row + head_of(p_, row(r)) * p_.lse_head_stride + query(r);
   }
 
-  /// No row of the warpgroup sees a key: writes O = 0 and lse = -inf, or NaN where the numbers of a
-  /// cached sequence are out of range.
+  /// No row of the warpgroup sees a key: writes O = 0 and lse = -inf (with a sink in lse, that), or
+  /// NaN where the numbers of a cached sequence are out of range.
   __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       if (row(r) >= tile.rows) return;
       const bool in_range = !kCached<Params> || tile.entry >= 0;
       const uint32_t value = in_range ? 0u : 0x7fff7fffu;
-      if (p_.lse && lane() % 4 == 0)
-        p_.lse[lse_row(tile, r)] = in_range ? -infinity() : __int_as_float(0x7fffffff);
+      if (p_.lse && lane() % 4 == 0) {
+        const int32_t head = tile.head + head_of(p_, row(r));
+        const float lse = finish_row(p_, head, false, 0.f, 0.f, 1.f).lse;
+        p_.lse[lse_row(tile, r)] = in_range ? lse : __int_as_float(0x7fffffff);
+      }
 #pragma unroll 1
       for (int column = 8 * (lane() % 4); column < out_words() * p_.head_dim_v; column += 32)
         *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =

@@ -20,6 +20,8 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.v = tensor(a.v, p.v, packed_k);
   c.alibi_slopes = p.alibi ? a.alibi_slopes : nullptr;
   c.alibi_batch_stride = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.heads : 0;
+  c.sinks = p.has_sinks ? a.sinks : nullptr;
+  c.sinks_in_lse = !p.sinks_outside_lse;
   c.dropout = Dropout::make(p.dropout_p, a.dropout_seed, a.dropout_offset);
   c.heads_kv = static_cast<int32_t>(p.heads_kv);
   c.group = static_cast<int32_t>(p.heads / p.heads_kv);
@@ -104,6 +106,11 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.float_grads = p.grad_dtype == STROBE_FLOAT32;
   b.accumulates = p.accumulate;
   b.float_out = p.out_dtype == STROBE_FLOAT32;
+  b.dsinks = p.has_dsinks ? a.dsinks : nullptr;
+}
+
+void take_rows(Arena& arena, const AttentionProblem& p, BackwardParams& b) {
+  if (p.has_dsinks) b.sink_rows = arena.take<float>(rows_q(p) * p.heads);
 }
 
 }  // namespace strobe::cuda

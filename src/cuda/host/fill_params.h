@@ -3,6 +3,7 @@
 #define STROBE_CUDA_HOST_FILL_PARAMS_H_
 
 #include "core/problem.h"
+#include "core/workspace.h"
 #include "cuda/common/params.h"
 
 namespace strobe::cuda {
@@ -13,6 +14,10 @@ void fill_params(const AttentionProblem& problem, const ForwardArgs& args, Forwa
 void fill_params(const AttentionProblem& problem, const ForwardArgs& args,
                  CachedUpdateParams& params);
 void fill_params(const AttentionProblem& problem, const BackwardArgs& args, BackwardParams& params);
+
+/// What a launch needs of the workspace whichever its instance is: the first piece of it.
+void take_rows(Arena& arena, const AttentionProblem& problem, BackwardParams& params);
+inline void take_rows(Arena&, const AttentionProblem&, const ForwardParams&) {}
 
 }  // namespace strobe::cuda
 

@@ -511,6 +511,7 @@ size_t workspace_of_instance(const AttentionProblem& p, const Instance& instance
   typename Instance::Params params{};
   fill_params(p, typename Instance::Args{}, params);
   Arena arena;
+  take_rows(arena, p, params);
   instance.carve(arena, p, params);
   return arena.used();
 }

@@ -10,6 +10,7 @@
 #include "core/workspace.h"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
+#include "cuda/host/dsinks.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance.h"
@@ -58,7 +59,8 @@ template <typename Instance, typename Params, typename Args>
 Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
-  if (rows_q(p) == 0 && !reads_keys && !p.append) return {};
+  const bool attends = rows_q(p) > 0 || reads_keys || p.append;
+  if (!attends && !p.has_dsinks) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Instance* instance = instance_of<Instance>(plan, arch);
   if (!instance) return invalid("plan: not made by strobe_plan_make");
@@ -95,6 +97,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
     params.workspace = workspace;
   } else {
     Arena arena(workspace);
+    take_rows(arena, p, params);
     instance->carve(arena, p, params);
   }
   const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
@@ -105,10 +108,13 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
     error = instance->launch(
         params, target,
         has_few ? instance_for_few_queries(plan, new_keys_aligned(p, args)) : nullptr);
-  } else {
+  } else if (attends) {
     error = instance->launch(params, target);
   }
-  if (error == cudaSuccess && has_unused_rows(params)) {
+  if constexpr (std::is_same_v<Instance, BackwardInstance>) {
+    if (error == cudaSuccess && params.dsinks) error = launch_dsinks(params, target);
+  }
+  if (error == cudaSuccess && attends && has_unused_rows(params)) {
     error = launch_unused_rows(unused_rows_of(params), target);
   }
   if (own) {

@@ -444,8 +444,8 @@ struct Warp {
         char* const to = out.row(first + row);
         const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
-        RowResult result =
-            finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
+        RowResult result = finish_row(p, info.head, limit.x < limit.y, reference[m][h], total,
+                                      p.dropout.keep_scale);
         if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
         bool is_finite = true;

@@ -1,6 +1,7 @@
 #include "core/arithmetic.h"
 #include "core/merge_row.h"
 #include "core/problem.h"
+#include "core/sink.h"
 #include "cuda/common/element.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
@@ -32,14 +33,21 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   for (int64_t n = lane; n < a.parts; n += 32) largest = fmaxf(largest, lse_of(n));
   for (int step = 16; step > 0; step /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-  float sum = 0.f;
+  const float sink = sink_of(a.sinks, h);
+  largest = fmaxf(largest, sink);  // which passes over NaN
+  float of_sink = 0.f;
+  if (sink != lse_of_no_keys()) of_sink = sink == largest ? 1.f : expf(sink - largest);
+  float sum = of_sink;
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lse_of(n);
     if (lse != lse_of_no_keys()) sum += expf(lse - largest);
   }
   MergedColumns<kShare> merged;
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) merged.clear(k);
+  for (int k = 0; k < kShare; ++k) {
+    merged.clear(k);
+    if (of_sink > 0.f) merged.add(k, of_sink, 0.f);
+  }
   for (int64_t n = 0; n < a.parts; ++n) {
     const float lse = lse_of(n);
     if (lse == lse_of_no_keys()) continue;
@@ -76,6 +84,7 @@ Status merge(const MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_device(a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("outs", a.outs, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("lses", a.lses, a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("sinks", a.sinks, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, a.device_index));
   const int64_t rows = a.batch * a.seqlen_q * a.heads;

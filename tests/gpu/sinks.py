@@ -1,0 +1,134 @@
+"""Attention sinks on the GPU, through Python, against float64: gradients, lse with the sink and without, caches, merging.
+
+    python tests/gpu/sinks.py [--count 200] [--first 0]
+
+`strobe check --device cuda` draws sinks with every option of the C ABI; here is what a model does with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
+
+try:
+    import torch
+except ImportError:
+    print("gpu sinks: skipped (no PyTorch, whose float64 is the reference)")
+    sys.exit(0)
+
+import strobe
+
+DEVICE = "cuda"
+Tensor = torch.Tensor
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool, window: int, outside: bool) -> tuple[Tensor, Tensor]:
+    """One more column of scores, which is dropped after the softmax; in the tensors' own dtype, as models do it."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    distance = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1], device=q.device)
+    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window >= 0:
+        hidden = hidden | (distance > window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    every = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = every.float().softmax(-1) if every.dtype != torch.float64 else every.softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", weights[..., :-1].to(q.dtype), v)
+    return out, (scores if outside else every).double().logsumexp(-1)
+
+
+def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float) -> None:
+    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck."""
+    error, other = ((x.double() - wanted).abs().max().item() for x in (got, plain))
+    allowed = factor * other + 2e-3 * wanted.abs().max().item() + 1e-5
+    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def one(seed: int) -> str:
+    """A problem, forward and backward, its keys in a cache and in two parts. Returns its kernel."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = r.choice((torch.bfloat16, torch.float16))
+    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4, 8)), r.choice((32, 64, 80, 96, 128, 192, 256))
+    n_q, n_k = r.choice(((1, 300), (7, 900), (64, 64), (300, 300), (129, 700), (700, 1100)))
+    causal, window, outside, has_dlse = r.random() < 0.6, r.choice((-1, -1, 40)), r.random() < 0.4, r.random() < 0.5
+    batch, heads = r.choice((1, 3)), heads_kv * group
+    q, k, v, dout = (
+        torch.randn(batch, n, h, dim, device=DEVICE, dtype=dtype)
+        for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv), (n_q, heads))
+    )
+    sinks = torch.randn(heads, device=DEVICE) * r.choice((1.0, 1.0, 8.0, 60.0))
+    if r.random() < 0.3:
+        sinks[r.randrange(heads)] = -math.inf
+    options: dict[str, Any] = {"causal": causal, "window": (window, -1)}
+
+    given = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+    out, lse = strobe.torch.attention(
+        *given[:3], sinks=given[3], sinks_outside_lse=outside, deterministic=True, return_lse=True, **options
+    )
+    kernel = strobe.why().splitlines()[0]
+    dlse = torch.randn_like(lse) if has_dlse else torch.zeros_like(lse)
+    found = torch.autograd.grad([out, lse], given, [dout, dlse])
+    again = torch.autograd.grad(
+        strobe.torch.attention(*given[:3], sinks=given[3], sinks_outside_lse=outside, deterministic=True, return_lse=True, **options),
+        given, [dout, dlse],
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "bits do not repeat"
+
+    def reference(dtype: Any) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        own = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, sinks)]
+        result = eager(*own, causal, window, outside)
+        return *result, torch.autograd.grad(result, own, [dout.to(dtype), dlse.double()])
+
+    exact, plain = reference(torch.float64), reference(dtype)
+    check("out", out, exact[0], plain[0], 2)
+    assert torch.allclose(lse.double(), exact[1], atol=1e-3, rtol=1e-5), "lse"
+    names = ("dq", "dk", "dv", "dsinks")
+    for name, got, wanted, other in zip(names, found, exact[2], plain[2], strict=True):
+        check(name, got, wanted, other, 8 if name == "dsinks" else 3)
+
+    cached = strobe.attention_with_kvcache(q, k, v, sinks=sinks, **options)
+    inside = eager(q.double(), k.double(), v.double(), sinks.double(), causal, window, False)
+    check("out of a cache", cached, inside[0], plain[0], 2)
+    if not causal and window < 0:
+        half = n_k // 2
+        parts = [
+            strobe.attention_with_kvcache(q, x, y, out_dtype="float32", return_lse=True)
+            for x, y in ((k[:, :half], v[:, :half]), (k[:, half:], v[:, half:]))
+        ]
+        merged, merged_lse = strobe.merge(*map(list, zip(*parts, strict=True)), sinks=sinks)
+        check("out of parts", merged, inside[0], plain[0], 2)
+        assert torch.allclose(merged_lse.double(), inside[1], atol=1e-3, rtol=1e-5), "lse of parts"
+    return kernel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu sinks: skipped (no GPU)")
+        return 0
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    kernels: dict[str, int] = {}
+    for seed in range(options.first, options.first + options.count):
+        try:
+            kernel = one(seed)
+        except AssertionError as error:
+            print(f"gpu sinks: seed {seed}: {error}; alone: --first {seed} --count 1")
+            return 1
+        kernels[kernel] = kernels.get(kernel, 0) + 1
+    print(f"gpu sinks: {options.count} problems: {kernels}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

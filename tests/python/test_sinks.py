@@ -1,0 +1,254 @@
+"""Attention sinks: what takes them besides strobe.attention (test_options.py), and odd numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+
+import oracle
+from cases import Case, normal
+
+INF = np.inf
+SINKS = np.array([0.5, -30, 8, -INF], np.float32)
+
+
+def inputs(seed: int = 5, **options: Any) -> Any:
+    return Case(options=options, with_dlse=True).make(np.random.default_rng(seed))
+
+
+# ------------------------------------------------------------------------------------- odd numbers
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_no_sink_is_minus_infinity_bit_for_bit(outside: bool) -> None:
+    x = inputs(causal=True)
+    none = np.full(4, -INF, np.float32)
+    plain = strobe.attention(x.q, x.k, x.v, causal=True, return_lse=True)
+    options: dict[str, Any] = {"causal": True, "sinks": none, "sinks_outside_lse": outside}
+    found = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, found, strict=True))
+    dsinks = strobe.attention_backward(x.dout, x.q, x.k, x.v, *found, return_dsinks=True, **options)
+    assert not dsinks[3].any()
+
+
+@pytest.mark.parametrize("seqlen_q", [3, 37])  # decoded, and not
+def test_sinks_of_infinity_and_nan(seqlen_q: int) -> None:
+    sinks = np.array([INF, np.nan, 500, -500], np.float32)
+    x = Case(seqlen_q=seqlen_q, options={"sinks": sinks}).make(np.random.default_rng(6))
+    out, lse = strobe.attention(x.q, x.k, x.v, sinks=sinks, return_lse=True)
+    plain, alone = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    assert not out[:, :, 0].any()
+    assert (lse[:, 0] == INF).all()
+    assert np.isnan(out[:, :, 1]).all()
+    assert np.isnan(lse[:, 1]).all()
+    assert not out[:, :, 2].any()
+    assert (lse[:, 2] == 500).all()
+    assert np.allclose(out[:, :, 3], plain[:, :, 3])
+    assert np.allclose(lse[:, 3], alone[:, 3])
+    more: dict[str, Any] = {"sinks": sinks, "return_dsinks": True}
+    dq, _, _, dsinks = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **more)
+    assert not dq[:, :, 0].any()
+    assert np.isnan(dq[:, :, 1]).all()
+    assert not dq[:, :, 2].any()
+    assert list(np.isnan(dsinks)) == [False, True, False, False]
+    assert dsinks[0] == dsinks[2] == 0
+
+
+def test_rows_without_keys_have_the_sink_alone() -> None:
+    used = np.array([0, 53], np.int32)
+    x = inputs(seqused_k=used, sinks=SINKS)
+    x.poison_unused()
+    x.check()
+    x.dout[0] = np.nan  # of rows whose out is 0 whatever it is
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **x.options)
+    assert not out[0].any()
+    assert (lse[0] == SINKS[:, None]).all()
+    more: dict[str, Any] = {"dlse": x.dlse, "return_dsinks": True, **x.options}
+    *_, dsinks = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **more)
+    assert np.isfinite(dsinks).all()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("size", [40.0, 3000.0])  # from 1024 on, lse alone does not tell weights
+def test_large_scores_and_sinks(size: float, outside: bool) -> None:
+    rng = np.random.default_rng(7)
+    x = Case(heads_kv=4, with_dlse=True).make(rng)
+    x.q[...] = 0
+    x.q[..., 0] = size * np.sqrt(32)
+    x.k[..., 0] = 1 + np.arange(53)[:, None] / 53 * 2 / size  # scores from size to size + 2
+    x.options = {"sinks": (size + np.array([-1, 0, 1, 3])).astype(np.float32)}
+    x.options["sinks_outside_lse"] = outside
+    wanted = x.reference()
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **x.options)
+    assert np.allclose(out, wanted.out, atol=2e-3)
+    more: dict[str, Any] = {"dlse": x.dlse, "return_dsinks": True, **x.options}
+    found = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **more)
+    for name, got in zip(("dq", "dk", "dv", "dsinks"), found, strict=True):
+        right = getattr(wanted, name)
+        assert np.allclose(got, right, atol=2e-3 * abs(right).max()), name
+
+
+def test_the_gradient_of_lse_where_the_sink_has_all_weight() -> None:
+    """Outside of lse, the sink does not make the gradient of lse smaller."""
+    x = inputs(sinks=np.array([30, 70, 100, 1000], np.float32), sinks_outside_lse=True)
+    wanted = x.reference()
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **x.options)
+    dq, dk, *_ = strobe.attention_backward(
+        x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options
+    )
+    assert abs(dq).max() > 0.1
+    assert np.allclose(dq, wanted.dq, atol=1e-4)
+    assert np.allclose(dk, wanted.dk, atol=1e-4)
+
+
+def test_the_same_bits_on_every_number_of_threads() -> None:
+    x = Case(batch=3, seqlen_q=300, seqlen_k=400).make(np.random.default_rng(8))
+    found = set()
+    for threads in (1, 2, 3):
+        out, lse = strobe.attention(x.q, x.k, x.v, sinks=SINKS, return_lse=True, threads=threads)
+        more: dict[str, Any] = {"sinks": SINKS, "threads": threads, "deterministic": True}
+        grads = strobe.attention_backward(
+            x.dout, x.q, x.k, x.v, out, lse, return_dsinks=True, **more
+        )
+        found.add(b"".join(g.tobytes() for g in grads))
+    assert len(found) == 1
+
+
+# ------------------------------------------------------------------------------- caches and merging
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_a_cache(seqlen_q: int) -> None:
+    x = Case(seqlen_q=seqlen_q, seqlen_k=700).make(np.random.default_rng(9))
+    x.options = {"causal": True, "sinks": SINKS}
+    out, lse = strobe.attention_with_kvcache(x.q, x.k, x.v, return_lse=True, **x.options)
+    x.check_forward(out, lse)
+
+
+def test_merge() -> None:
+    x = inputs(sinks=SINKS)
+    parts = [slice(0, 10), slice(10, 53)]
+    found = [strobe.attention(x.q, x.k[:, s], x.v[:, s], return_lse=True) for s in parts]
+    outs, lses = (list(each) for each in zip(*found, strict=True))
+    out, lse = strobe.merge(outs, lses, sinks=SINKS)
+    x.check_forward(out, lse)
+    wanted = oracle.merge(np.stack(outs), np.stack(lses), SINKS)
+    assert np.allclose(out, wanted[0], atol=1e-6)
+    assert np.allclose(lse, wanted[1], atol=1e-5)
+    empty = np.full_like(np.stack(lses), -INF)
+    out, lse = strobe.merge(np.stack(outs), empty, sinks=SINKS)
+    assert not out.any()
+    assert (lse == SINKS[None, :, None]).all()
+    with pytest.raises(strobe.InvalidArgument, match=r"sinks.shape\[0\] = 3, expected 4"):
+        strobe.merge(outs, lses, sinks=SINKS[:3])
+
+
+# -------------------------------------------------------------------------------------------- torch
+
+
+def eager(q: Any, k: Any, v: Any, sinks: Any, outside: bool = False) -> Any:
+    """As models compute them: one more column of scores, which is dropped after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+    every = torch.cat([scores, column], -1)
+    out = torch.einsum("bhij,bjhd->bihd", every.softmax(-1)[..., :-1], v)
+    return out, (scores if outside else every).logsumexp(-1)
+
+
+def tensors(dtype: Any = torch.float64) -> list[Any]:
+    torch.manual_seed(11)
+    q, k, v = torch.randn(2, 37, 4, 32), torch.randn(2, 53, 2, 32), torch.randn(2, 53, 2, 32)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, torch.randn(4))]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients(outside: bool, lse: bool) -> None:
+    given, mine = tensors(), tensors(torch.float32)
+    wanted = eager(given[0], given[1], given[2], given[3], outside)
+    found = strobe.torch.attention(
+        *mine[:3], sinks=mine[3], sinks_outside_lse=outside, return_lse=True
+    )
+    upstream = [torch.randn_like(x) for x in wanted[: 1 + lse]]
+    right = torch.autograd.grad(wanted[: 1 + lse], given, upstream)
+    got = torch.autograd.grad(found[: 1 + lse], mine, [x.float() for x in upstream])
+    for a, b in zip(right, got, strict=True):
+        torch.testing.assert_close(b.double(), a, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_sinks_get_bfloat16_gradients() -> None:
+    q, k, v, _ = tensors(torch.float32)
+    sinks = torch.randn(4).bfloat16().requires_grad_()
+    strobe.torch.attention(q, k, v, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.dtype == torch.bfloat16
+
+
+def test_sinks_without_a_gradient() -> None:
+    q, k, v, sinks = tensors(torch.float32)
+    out = strobe.torch.attention(q, k, v, sinks=sinks.detach())
+    want = strobe.torch.attention(q, k, v, sinks=sinks)
+    first = torch.autograd.grad(out.sum(), (q, k, v))
+    again = torch.autograd.grad(want.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_vmap() -> None:
+    def loss(sinks: Any, x: Any) -> Any:
+        return strobe.torch.attention(x, x, x, sinks=sinks).square().sum()
+
+    torch.manual_seed(12)
+    x, sinks = torch.randn(3, 2, 9, 4, 16), torch.randn(3, 4)
+    gradient = torch.func.grad(loss)
+    for dims, of in (((None, 0), sinks[:1].expand(3, 4)), ((0, 0), sinks)):
+        given = sinks if dims[0] == 0 else sinks[0]
+        found = torch.func.vmap(gradient, in_dims=dims)(given, x)
+        wanted = torch.stack([gradient(s, y) for s, y in zip(of, x, strict=True)])
+        torch.testing.assert_close(found, wanted)
+
+
+def test_compiled() -> None:
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return strobe.torch.attention(q, k, v, causal=True, sinks=sinks).square().sum()
+
+    mine = tensors(torch.float32)
+    wanted = torch.autograd.grad(loss(*mine), mine)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*mine), mine), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sinks": SINKS[:3]}, r"sinks.shape\[0\] = 3, expected 4 \(heads of q\)"),
+        ({"sinks": SINKS.astype(np.float64)}, "sinks.dtype = float64, expected float32"),
+        ({"sinks": SINKS[None]}, r"sinks.ndim = 2, expected 1: \(heads\)"),
+        ({"sinks_outside_lse": True}, "sinks_outside_lse = 1 .* expected sinks given"),
+    ],
+)
+def test_refused(options: dict[str, Any], text: str) -> None:
+    rng = np.random.default_rng(1)
+    q, k = normal(rng, (2, 6, 4, 8)), normal(rng, (2, 10, 2, 8))
+    with pytest.raises(strobe.InvalidArgument, match=text):
+        strobe.attention(q, k, k, **options)
+
+
+def test_refused_gradients() -> None:
+    x = inputs()
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    tensors_ = (x.dout, x.q, x.k, x.v, out, lse)
+    with pytest.raises(strobe.InvalidArgument, match=r"has_dsinks = 1 .* expected sinks given"):
+        strobe.attention_backward(*tensors_, return_dsinks=True)
+    three: Any = tuple(np.empty_like(y) for y in (x.q, x.k, x.v))
+    with pytest.raises(strobe.InvalidArgument, match="grads is no tuple of four"):
+        strobe.attention_backward(*tensors_, sinks=SINKS, return_dsinks=True, grads=three)
