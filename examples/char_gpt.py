@@ -83,10 +83,11 @@ class Block(nn.Module):
         self.up = nn.Linear(DIM, 4 * DIM)
         self.down = nn.Linear(4 * DIM, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, seqlen, dim) to the same."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(batch, seqlen, dim) to the same. positions: as in CharGPT.forward."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
-        x = x + self.projection(self.attention(rotate(q), rotate(k), v).flatten(-2))
+        q, k = rotate(q, positions), rotate(k, positions)
+        x = x + self.projection(self.attention(q, k, v).flatten(-2))
         return x + self.down(gelu(self.up(self.feed_forward_norm(x))))
 
 
@@ -104,11 +105,13 @@ class CharGPT(nn.Module):
             if isinstance(layer, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(layer.weight, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, seqlen) to logits, (batch, seqlen, characters)."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(batch, seqlen) to logits, (batch, seqlen, characters). positions: (seqlen,), of the
+        tokens, where these are not a sequence's first ones, as in long_context.py.
+        """
         x = self.token(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, positions)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -42,16 +42,19 @@ def linear_weight(seed: int, rows: int, cols: int) -> nn.Parameter:
     return nn.Parameter(uniform(seed, rows, cols) * math.sqrt(3 / rows))
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turns elements j and j + head_dim / 2 of every head by an angle proportional to the position,
     so that q.k depends on the distance only (J. Su et al., "RoFormer", arXiv:2104.09864).
 
     Args:
         x: (batch, seqlen, heads, head_dim).
+        positions: (seqlen,), of the rows; None: 0, 1, 2, ...
     """
     half = x.shape[-1] // 2
-    frequency = ROTARY_BASE ** (-torch.arange(half) / half)
-    angle = torch.outer(torch.arange(x.shape[1]), frequency)[:, None, :]  # (seqlen, 1, half)
+    frequency = ROTARY_BASE ** (-torch.arange(half, device=x.device) / half)
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    angle = torch.outer(positions, frequency)[:, None, :]  # (seqlen, 1, half)
     cosine, sine = angle.cos(), angle.sin()
     a, b = x.split(half, dim=-1)
     return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1)

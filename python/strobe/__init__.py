@@ -23,6 +23,7 @@ from ._questions import dropout_mask, plan, why
 from .functional import attention, attention_backward
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
     from . import flash_attn as flash_attn
     from . import flash_attn_3 as flash_attn_3
     from . import jax as jax

@@ -13,6 +13,7 @@ _TORCH: Final = ("torch", "PyTorch 2.4 or newer: pip install torch")
 _JAX: Final = ("jax", "JAX 0.6 or newer: pip install jax")
 # What each needs: the package that it imports, and what to do where that is not there.
 MODULES: Final = {
+    "distributed": _TORCH,
     "flash_attn": _TORCH,
     "flash_attn_3": _TORCH,
     "jax": _JAX,

@@ -17,6 +17,7 @@ import strobe
 # that do not begin with an underscore.
 MODULES = {
     "strobe": (),
+    "strobe.distributed": ("torch",),
     "strobe.flash_attn": ("torch",),
     "strobe.flash_attn_3": ("torch",),
     "strobe.jax": ("jax",),

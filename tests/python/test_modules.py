@@ -34,7 +34,7 @@ def test_importing_strobe_imports_no_framework() -> None:
     program = """
 import sys, strobe
 names = dir(strobe)
-for name in ("flash_attn", "flash_attn_3", "jax", "torch", "transformers"):
+for name in ("distributed", "flash_attn", "flash_attn_3", "jax", "torch", "transformers"):
     assert name in names, name
     assert f"strobe.{name}" not in sys.modules, name
 assert set(strobe.__all__) < set(names)

@@ -478,7 +478,7 @@ def test_the_reference_of_python_is_whole() -> None:
             r"^\.\. auto\w+:: strobe\.(\w+)", (DOCS / "reference" / "python.md").read_text(), re.M
         )
     )
-    modules = {"flash_attn", "flash_attn_3", "torch", "transformers", "jax"}
+    modules = {"distributed", "flash_attn", "flash_attn_3", "torch", "transformers", "jax"}
     assert listed == (set(strobe.__all__) - {"__version__"}) | modules
 
 

@@ -1,0 +1,208 @@
+"""A causal sequence split over GPUs: Strobe's ring beside one GPU and PyTorch's context_parallel, in one run.
+
+    torchrun --nproc-per-node 2 bench/ring.py                       under two minutes on two H100s
+    torchrun --nproc-per-node 2 bench/ring.py --seqlens 16k,128k --window 4096
+
+Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
+over the time that the ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank.
+Errors first: against float64 of a short sequence, beside those of one GPU's call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import strobe
+import torch
+import torch.distributed as dist
+from strobe import distributed
+from strobe.torch import attention as one_attention
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# A peer that cannot run must not end the bench; all ranks meet the same.
+FAILURES = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
+
+Step = Callable[[], list[Any]]
+
+
+def number(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def inputs(seqlen: int, args: argparse.Namespace, device: Any) -> list[Any]:
+    """q, k, v and dout, (1, seqlen, heads, head_dim), the same on every rank."""
+    generator = torch.Generator(device).manual_seed(seqlen)
+    shape = (1, seqlen, args.heads, args.head_dim)
+    return [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(4)]
+
+
+def derived(given: list[Any], attend: Any) -> list[Any]:
+    """out, dq, dk, dv."""
+    leaves = [x.requires_grad_() for x in given[:3]]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+
+def exact(given: list[Any], window: int) -> list[Any]:
+    """In float64, of all scores at once."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        hidden = (apart < 0) | (apart > window) if window >= 0 else apart < 0
+        return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    return derived([x.double() for x in given], attend)
+
+
+def say(*words: Any) -> None:
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def check(args: argparse.Namespace, device: Any) -> dict[str, list[float]]:
+    """Root mean square errors of out, dq, dk and dv, of the ring, by all-to-all, and of one GPU."""
+    seqlen, window = 2048, (args.window, 0) if args.window >= 0 else (-1, -1)
+    given = inputs(seqlen, args, device)
+    wanted = exact(given, args.window)
+    mine = [distributed.shard(x, causal=True) for x in given]
+    found = {"one GPU": derived(given, lambda *x: one_attention(*x, causal=True, window=window))}
+    again = []
+    for method in ("ring", "ulysses"):
+
+        def attend(*x: Any, method: Any = method) -> Any:
+            return distributed.attention(*x, causal=True, window=window, method=method, deterministic=True)
+
+        runs = [derived([x.detach() for x in mine], attend) for _ in (0, 1)]
+        again.append(all(map(torch.equal, *runs)))
+        found[method] = [distributed.unshard(x, causal=True) for x in runs[0]]
+    errors = {
+        name: [float((a.double() - b).pow(2).mean().sqrt()) for a, b in zip(x, wanted, strict=True)]
+        for name, x in found.items()
+    }
+    for name, row in errors.items():
+        share = max(a / b for a, b in zip(row, errors["one GPU"], strict=True))
+        say(f"error      {name:<10}", *(f"{x:.3e}" for x in row), f"at most {share:.3f} of one GPU's")
+    say("bits       the same twice with deterministic:", all(again))
+    return errors
+
+
+def milliseconds(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Medians over rounds in turns, of the rank that takes longest."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):  # the first warms up
+        for name, step in steps.items():
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            taken = torch.tensor([time.perf_counter() - begin], device="cuda")
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if turn:
+                times[name].append(1e3 * taken.item())
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def context_parallel_step(given: list[Any], mesh: Any, backend: SDPBackend) -> tuple[Step, Callable[[], None]]:
+    """PyTorch's own, within its context; and what ends that."""
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    _attention._cp_options.enable_load_balance = True
+    local = [x.detach().transpose(1, 2).contiguous() for x in given]  # cut to this rank's share, in place
+    split = context_parallel(mesh, buffers=local, buffer_seq_dims=[2] * 4)
+    split.__enter__()
+    mine = [x.clone() for x in local]
+
+    def step() -> list[Any]:
+        with sdpa_kernel(backend):
+            # By its full name, since the context puts another function into the module.
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return derived(mine, lambda *x: attend(*x, is_causal=True))
+
+    return step, lambda: split.__exit__(None, None, None)
+
+
+def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any) -> dict[str, float]:
+    """Milliseconds by name."""
+    window = (args.window, 0) if args.window >= 0 else (-1, -1)
+    given = inputs(seqlen, args, device)
+    mine = [distributed.shard(x, causal=True) for x in given]
+
+    def split(method: str) -> Step:
+        def attend(*x: Any) -> Any:
+            return distributed.attention(*x, causal=True, window=window, method=method)
+
+        return lambda: derived(mine, attend)
+
+    steps: dict[str, Step] = {
+        "one GPU": lambda: derived(given, lambda *x: one_attention(*x, causal=True, window=window)),
+        "ring": split("ring"),
+        "ulysses": split("ulysses"),
+    }
+    rounds = max(3, min(20, 2**20 // seqlen))
+    found = milliseconds(steps, rounds)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    steps["ring"]()
+    found["ring MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+    if args.window >= 0:
+        return found
+    for name, backend in (("PyTorch cuDNN", SDPBackend.CUDNN_ATTENTION), ("PyTorch flash", SDPBackend.FLASH_ATTENTION)):
+        try:
+            step, end = context_parallel_step(given, mesh, backend)
+        except FAILURES as e:
+            say(f"left out   {name}: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
+            continue
+        try:
+            # Beside the ring once more, for clocks.
+            found |= {name: milliseconds({"ring": steps["ring"], name: step}, rounds)[name]}
+        except FAILURES as e:
+            say(f"left out   {name}: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
+        finally:
+            end()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seqlens", default="16k,64k,128k")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--window", type=int, default=-1, help="keys to the left; without PyTorch's then")
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    args = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,))
+    say(f"machine    {ranks} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Strobe {strobe.__version__}")
+    rows: list[dict[str, Any]] = []
+    errors = check(args, device)
+    say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}")
+    for seqlen in map(number, args.seqlens.split(",")):
+        found = measure(seqlen, args, device, mesh)
+        for name, taken in found.items():
+            if name == "ring MB":
+                say(f"{seqlen:8}  peak memory of the ring beyond its inputs: {taken:.0f} MB a rank")
+                continue
+            share = "" if name == "one GPU" else f"{100 * found['one GPU'] / ranks / taken:8.1f} %"
+            say(f"{seqlen:8}  {name:<14}{taken:9.2f}{share}")
+        rows.append({"seqlen": seqlen, "milliseconds": found})
+    if args.output and dist.get_rank() == 0:
+        args.output.write_text(json.dumps({"ranks": ranks, "errors": errors, "rows": rows}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,458 @@
+"""Attention over a split sequence, as autograd sees it: the ring of `_ring` and the all-to-all over
+heads, forward and backward, on torch.distributed.
+
+Nothing here waits for another rank but by a `wait` of PyTorch's, so a rank that is gone ends in
+PyTorch's own error, at once or by the group's time-out, which nothing here catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from . import _ring
+from ._errors import Unsupported
+from ._kvcache import attention_with_kvcache
+from ._merge import merge
+from ._operators import refuse_double_backward, rows_contiguous
+from ._ring import Block, Chunk, Mask, Rows, Schedule, Step
+from .functional import attention, attention_backward
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """What does not change between the ranks of a call, and where this rank stands among them."""
+
+    group: Any
+    ranks: int
+    rank: int
+    length: int
+    order: _ring.Order
+    mask: Mask
+    options: dict[str, Any]  # scale and softcap
+    slopes: Tensor | None
+    deterministic: bool
+    method: str
+
+    @property
+    def schedule(self) -> Schedule:
+        return _ring.schedule(self.length, self.ranks, self.rank, self.order, self.mask)
+
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        return _ring.chunks(self.length, self.ranks, rank, self.order)
+
+    def rows(self, rank: int) -> int:
+        return _ring.rows_of(self.length, self.ranks, rank, self.order)
+
+    def masked(self, masked: bool = True) -> dict[str, Any]:
+        """Options of a call of attention, under the mask or, where it hides nothing, without."""
+        if not masked:
+            return self.options
+        left, right = self.mask.left, self.mask.right
+        window = (-1 if left is None else left, -1 if right is None else right)
+        return {**self.options, "window": window, "causal": right == 0}
+
+
+# ----------------------------------------------------------------------------------------- messages
+
+
+class Exchange:
+    """Messages of one step that are on their way. What is sent must not be written to until then.
+
+    `arrived` waits for all of them, in the way of the group's backend: NCCL has the current stream
+    wait, gloo the thread.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        """Pairs of a tensor, contiguous, and a rank of the group."""
+        operations = []
+        for transfer, tensors in ((dist.isend, sends), (dist.irecv, receives)):
+            for x, rank in tensors:
+                if x.numel():  # as the other side knows
+                    peer = dist.get_global_rank(group, rank)
+                    operations.append(dist.P2POp(transfer, x, peer, group))
+        self._kept = [x for x, _ in sends]
+        self._received = [x for x, _ in receives]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def arrived(self) -> list[Tensor]:
+        """What was received."""
+        for work in self._works:
+            work.wait()
+        self._kept.clear()
+        return self._received
+
+
+def _pieces(x: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """Rows of (batch, rows, heads, dim), one piece after the other, contiguous."""
+    if len(rows) == 1:
+        return x[:, rows[0].begin : rows[0].end].contiguous()
+    return torch.cat([x[:, part.begin : part.end] for part in rows], dim=1)
+
+
+def _count(rows: Iterable[Rows]) -> int:
+    return sum(part.size for part in rows)
+
+
+def _start_keys(call: Call, step: Step, k: Tensor, v: Tensor) -> Exchange:
+    """K and V of a step: this rank's to those who need them, and those that it needs."""
+    sends, receives = [], []
+    for x in (k, v):
+        if step.sends:
+            sends.append((_pieces(x, step.sends), step.target))
+        if step.receives:
+            shape = (x.shape[0], _count(step.receives), *x.shape[2:])
+            receives.append((x.new_empty(shape), step.source))
+    return Exchange(call.group, sends, receives)
+
+
+def _start_gradients(
+    call: Call, step: Step, computed: Sequence[Tensor], own: Sequence[Tensor]
+) -> Exchange:
+    """Float32 dK and dV of a step, back to the owner of the keys. own: this rank's dK and dV, for
+    their shapes.
+    """
+    sends = [(x, step.source) for x in computed]
+    receives = []
+    if step.sends:
+        for x in own:
+            shape = (x.shape[0], _count(step.sends), *x.shape[2:])
+            receives.append((x.new_empty(shape), step.target))
+    return Exchange(call.group, sends, receives)
+
+
+# --------------------------------------------------------------------------------------- the blocks
+
+
+def _block_options(call: Call, block: Block, q: Tensor) -> dict[str, Any]:
+    """Options of the library's call for one block."""
+    options = call.masked(block.masked)
+    if call.slopes is not None:
+        options = {**options, "alibi_slopes": call.slopes}
+    aligned = block.position == block.k.size - block.q.size  # where no position means as much
+    if (block.masked or call.slopes is not None) and not aligned:
+        numbers = torch.full((q.shape[0],), block.position, dtype=torch.int32, device=q.device)
+        options = {**options, "q_position": numbers}
+    return options
+
+
+def _rows(x: Tensor, rows: Rows) -> Tensor:
+    """Of (batch, rows, heads, dim)."""
+    return x[:, rows.begin : rows.end]
+
+
+def _of_lse(x: Tensor, rows: Rows) -> Tensor:
+    """Of (batch, heads, rows)."""
+    return x[..., rows.begin : rows.end]
+
+
+def attention_in_float32(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> Tensor:
+    """Attention that writes its float32 sums to `out`, unrounded; returns lse.
+
+    All of k and v as a contiguous cache is the same attention, by a call that knows out_dtype.
+    Where no kernel writes float32 the results have q's dtype, and what is merged is rounded once.
+    """
+    if q.dtype != torch.float32:
+        try:
+            return attention_with_kvcache(
+                q, k, v, out=out, out_dtype="float32", return_lse=True, **options
+            )[1]
+        except Unsupported:
+            rounded, lse = attention(q, k, v, return_lse=True, **options)
+            out.copy_(rounded)
+            return lse
+    return attention(q, k, v, out=out, return_lse=True, **options)[1]
+
+
+class Partials:
+    """Partial results in float32, merged by the library as they come. The first result of a row is
+    written to the first half of `outs`; what follows to the second, and merged into the first; and
+    the last merge of a row writes `out`, in q's dtype.
+    """
+
+    def __init__(self, call: Call, q: Tensor, head_dim_v: int, blocks: list[Block]) -> None:
+        """blocks: all that will be added, in this order; those on the diagonal come first."""
+        batch, rows, heads, _ = q.shape
+        like = {"dtype": torch.float32, "device": q.device}
+        self._call = call
+        self._alone = len(blocks) == 1  # there is nothing to merge
+        halves = 0 if self._alone else 2
+        self._outs = torch.empty((halves, batch, rows, heads, head_dim_v), **like)
+        self._lses = torch.empty((2, batch, heads, rows), **like)
+        self._out = q.new_empty((batch, rows, heads, head_dim_v))
+        self._closing = iter(_ring.closing(blocks))
+        self._written: list[Rows] = []  # rows of which `outs` holds a result, joined
+        self._closed: list[Rows] = []  # and `out` does
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+        """One block; k and v are the tensors that the block counts rows of."""
+        rows, options = block.q, _block_options(self._call, block, q)
+        inputs = (_rows(q, rows), _rows(k, block.k), _rows(v, block.k))
+        closes = next(self._closing)
+        if self._alone:
+            out = _rows(self._out, rows)
+            _, lse = attention(*inputs, out=out, return_lse=True, **options)
+            _of_lse(self._lses[0], rows).copy_(lse)
+            self._closed.append(rows)
+            return
+        # Either all of these rows have a result, as their block on the diagonal came first, or this
+        # is that block.
+        later = any(x.begin <= rows.begin and rows.end <= x.end for x in self._written)
+        part = _rows(self._outs[int(later)], rows)
+        _of_lse(self._lses[int(later)], rows).copy_(attention_in_float32(*inputs, part, **options))
+        if not later:
+            self._written = list(_ring.joined([*self._written, rows]))
+            return
+        outs, lses = self._outs[:, :, rows.begin : rows.end], _of_lse(self._lses, rows)
+        if closes:
+            _, merged = merge(outs, lses, out=_rows(self._out, rows))
+            self._closed.append(rows)
+        else:
+            out, merged = merge(outs, lses)
+            outs[0].copy_(out)
+        lses[0].copy_(merged)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        for rows in _ring.without(self._out.shape[1], self._closed):
+            _rows(self._out, rows).copy_(_rows(self._outs[0], rows))
+        return self._out, self._lses[0].clone()
+
+
+# ----------------------------------------------------------------------------------------- the ring
+
+
+class _Ahead:
+    """K and V of one step after the other, each asked for a step before it is needed."""
+
+    def __init__(self, call: Call, k: Tensor, v: Tensor) -> None:
+        self._call, self._k, self._v = call, k, v
+        self._steps = iter(call.schedule.steps)
+        self._exchange: Exchange | None = None
+        self._ask()
+
+    def _ask(self) -> None:
+        step = next(self._steps, None)
+        if step is not None:
+            self._exchange = _start_keys(self._call, step, self._k, self._v)
+
+    def next(self) -> list[Tensor]:
+        """Of the next step; nothing, where it needs no keys."""
+        assert self._exchange is not None
+        received = self._exchange.arrived()
+        self._ask()
+        return received
+
+
+def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries. Keys of a step travel while the one before computes."""
+    plan = call.schedule
+    blocks = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
+    partials = Partials(call, q, v.shape[-1], blocks)
+    arriving = _Ahead(call, k, v)
+    for block in plan.own:
+        partials.add(q, k, v, block)
+    for step in plan.steps:
+        received = arriving.next()
+        for block in step.blocks:
+            keys, values = received
+            partials.add(q, keys, values, block)
+    return partials.results()
+
+
+def ring_backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's rows, from the lse of all keys. Sums are float32, over blocks and
+    over ranks, in the order of the steps.
+    """
+    delta = _delta(dout, out, dlse)
+    if call.ranks == 1:
+        (block,) = call.schedule.own or (None,)
+        if block is not None:
+            options = _block_options(call, block, q) | {"deterministic": call.deterministic}
+            return attention_backward(dout, q, k, v, None, lse, delta=delta, **options)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+
+    def add(block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        options = _block_options(call, block, q)
+        attention_backward(
+            _rows(dout, block.q),
+            _rows(q, block.q),
+            _rows(k, block.k),
+            _rows(v, block.k),
+            None,
+            _of_lse(lse, block.q).contiguous(),
+            delta=_of_lse(delta, block.q).contiguous(),
+            grads=(_rows(dq, block.q), _rows(dk, block.k), _rows(dv, block.k)),
+            accumulate=True,
+            deterministic=call.deterministic,
+            **options,
+        )
+
+    def take(step: Step, exchange: Exchange) -> None:
+        for gradient, received in zip((dk, dv), exchange.arrived(), strict=False):
+            begin = 0
+            for rows in step.sends:
+                _rows(gradient, rows).add_(received[:, begin : begin + rows.size])
+                begin += rows.size
+
+    plan = call.schedule
+    arriving = _Ahead(call, k, v)
+    for block in plan.own_first:
+        add(block, k, v, dk, dv)
+    returning: tuple[Step, Exchange] | None = None
+    for step in plan.steps:
+        received = arriving.next()
+        computed = [torch.zeros_like(x, dtype=torch.float32) for x in received]
+        for block in step.blocks:
+            add(block, *received, *computed)
+        if returning is not None:
+            take(*returning)
+        returning = step, _start_gradients(call, step, computed, (dk, dv))
+    for block in plan.own_last:
+        add(block, k, v, dk, dv)
+    if returning is not None:
+        take(*returning)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+_DELTA_ELEMENTS: Final = 1 << 24  # of float32 products at a time
+
+
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """What the backward pass needs of out: the sum over head_dim_v of dout * out, without dlse."""
+    batch, rows, heads, head_dim_v = out.shape
+    delta = out.new_empty((batch, heads, rows), dtype=torch.float32)
+    at_once = max(1, _DELTA_ELEMENTS // max(1, batch * heads * head_dim_v))
+    for begin in range(0, rows, at_once):
+        part = slice(begin, begin + at_once)
+        delta[..., part] = (dout[:, part].float() * out[:, part]).sum(-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
+
+
+# ---------------------------------------------------------------------------- all-to-all over heads
+
+
+def _all_to_all(call: Call, parts: list[Tensor], received: list[int]) -> list[Tensor]:
+    """Sends the part of each rank to it. received: elements that come from each."""
+    sent = torch.cat([x.reshape(-1) for x in parts])
+    found = sent.new_empty(sum(received))
+    dist.all_to_all_single(found, sent, received, [x.numel() for x in parts], call.group)
+    return list(found.split(received))
+
+
+def _to_heads(call: Call, x: Tensor) -> Tensor:
+    """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, length, heads / ranks,
+    dim) of all rows, in the order of the sequence, and this rank's heads.
+    """
+    batch, _, heads, dim = x.shape
+    heads //= call.ranks
+    counts = [call.rows(rank) for rank in range(call.ranks)]
+    parts = _all_to_all(
+        call, list(x.split(heads, dim=2)), [batch * rows * heads * dim for rows in counts]
+    )
+    whole = x.new_empty((batch, call.length, heads, dim))
+    for rank, part in enumerate(parts):
+        part = part.view(batch, counts[rank], heads, dim)
+        for row, begin, end in call.chunks(rank):
+            whole[:, begin:end] = part[:, row : row + end - begin]
+    return whole
+
+
+def _to_rows(call: Call, x: Tensor) -> Tensor:
+    """Back: (batch, length, heads / ranks, dim) to (batch, rows, heads, dim)."""
+    batch, _, heads, dim = x.shape
+    parts = []
+    for rank in range(call.ranks):
+        pieces = [x[:, begin:end] for _, begin, end in call.chunks(rank)] or [x[:, :0]]
+        parts.append(torch.cat(pieces, dim=1))
+    rows = call.rows(call.rank)
+    found = _all_to_all(call, parts, [batch * rows * heads * dim] * call.ranks)
+    return torch.cat([part.view(batch, rows, heads, dim) for part in found], dim=2)
+
+
+def _heads_options(call: Call) -> dict[str, Any]:
+    """Options of the one call for this rank's heads."""
+    options = call.masked()
+    if call.slopes is None:
+        return options
+    heads = call.slopes.shape[-1] // call.ranks
+    mine = call.slopes[..., call.rank * heads : (call.rank + 1) * heads]
+    return {**options, "alibi_slopes": mine.contiguous()}
+
+
+def ulysses_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """(out, lse) of this rank's rows, and what the backward pass needs, of its heads."""
+    q, k, v = (_to_heads(call, x) for x in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True, **_heads_options(call))
+    rows = _to_rows(call, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
+    return _to_rows(call, out), rows.transpose(1, 2).contiguous(), (q, k, v, out, lse)
+
+
+def ulysses_backward(
+    call: Call, dout: Tensor, dlse: Tensor | None, *saved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's rows."""
+    if dlse is not None:
+        dlse = _to_heads(call, dlse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
+        dlse = dlse.transpose(1, 2).contiguous()
+    options = _heads_options(call) | {"deterministic": call.deterministic}
+    found = attention_backward(_to_heads(call, dout), *saved, dlse=dlse, **options)
+    dq, dk, dv = (_to_rows(call, x) for x in found)
+    return dq, dk, dv
+
+
+# ----------------------------------------------------------------------------------------- autograd
+
+
+class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
+    """(out, lse) of q, k, v and a Call, differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """q, k and v: this rank's rows."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
+        q, k, v = (rows_contiguous(x) for x in (q, k, v))
+        if call.method == "ulysses":
+            out, lse, saved = ulysses_forward(call, q, k, v)
+        else:
+            out, lse = ring_forward(call, q, k, v)
+            saved = (q, k, v, out, lse)
+        ctx.save_for_backward(*saved)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """Every rank has to come here, as to the forward pass: the others wait for its messages."""
+        if torch.is_grad_enabled():
+            refuse_double_backward(ctx)
+        saved = ctx.saved_tensors
+        if dout is None:
+            q, v = saved[0], saved[2]
+            rows = ctx.call.rows(ctx.call.rank)
+            heads = q.shape[2] * (ctx.call.ranks if ctx.call.method == "ulysses" else 1)
+            dout = q.new_zeros((q.shape[0], rows, heads, v.shape[-1]))
+        backward = ulysses_backward if ctx.call.method == "ulysses" else ring_backward
+        return (*backward(ctx.call, rows_contiguous(dout), dlse, *saved), None)

@@ -1,0 +1,353 @@
+"""Who holds what, who computes what and what travels, when a sequence is split over ranks: the
+schedule of `strobe.distributed`, in plain numbers and without PyTorch.
+
+The rows of a sequence of `length` are cut into chunks, whose bounds are as even as whole numbers
+can be, and a rank holds one or two of them, end to end, in the order of their positions:
+
+    plain    rank r of n holds chunk r of n.
+    zigzag   rank r of n holds chunks r and 2n - 1 - r of 2n. Under a causal mask a query sees the
+             keys before it, so late chunks have much to compute and early ones little: each rank
+             has one of either, and all compute the same.
+
+Queries stay where they are. A step is named by its distance d: rank r then attends to keys of rank
+r - d, which sends them straight to r (modulo n), and later gets their gradients back in the same
+way. Step 0 is the rank's own keys. Because keys come from their owner, rows that no query of the
+receiver sees are not sent at all, where a chunk that is handed on from rank to rank has to pass
+those that do not need it. The bytes of a step are the same, and every rank's link carries them.
+
+All ranks compute this from the same few numbers, so that sender and receiver agree without a
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+Order: TypeAlias = Literal["plain", "zigzag"]
+ORDERS: Final = ("plain", "zigzag")
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor, begin to end - 1."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.end - self.begin
+
+
+class Chunk(NamedTuple):
+    """Rows of a rank that are neighbours in the sequence. row: the rank's first of them; begin and
+    end: their positions in the sequence.
+    """
+
+    row: int
+    begin: int
+    end: int
+
+
+class Mask(NamedTuple):
+    """A query sees the keys from `left` positions before its own to `right` after it; None: no
+    limit. Neither is negative, so that every query sees the key at its own position.
+
+    by_distance: whether scores depend on the distance of query and key even where nothing is hidden
+    (ALiBi): blocks must then keep their positions.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    by_distance: bool = False
+
+
+class Block(NamedTuple):
+    """One call of attention: queries of a rank against keys that it has at hand. Every other pair
+    of the two intervals is hidden or belongs to another block.
+
+    q: rows of the rank; k: rows of the rank itself, or of what it received in this step; position:
+    that of the first query minus that of the first key; masked: whether the mask hides some pair.
+    """
+
+    q: Rows
+    k: Rows
+    position: int
+    masked: bool
+
+    @property
+    def pairs(self) -> int:
+        """How many scores a kernel computes, about: a masked block is half empty."""
+        return self.q.size * self.k.size // (2 if self.masked else 1)
+
+
+class Step(NamedTuple):
+    """What a rank does at one distance. Either list of rows may be empty, and there is then no
+    message; the blocks' keys are rows of what is received, piece after piece.
+
+    receives: rows of the rank `source`; sends: the rank's own, to the rank `target`.
+    """
+
+    distance: int
+    source: int
+    target: int
+    receives: tuple[Rows, ...]
+    sends: tuple[Rows, ...]
+    blocks: tuple[Block, ...]
+
+
+class Schedule(NamedTuple):
+    """All of a rank's work, forward and backward. Every rank has the steps 1 to n - 1, so that
+    messages have one order for all of them, which is why none waits for ever.
+
+    own: the rank's queries against its keys, for the forward pass, while the first keys travel.
+    own_first, own_last: the same pairs, for the backward pass: those that are computed while the
+        first keys travel, and those that are computed while the last gradients do.
+    """
+
+    rows: int
+    own: tuple[Block, ...]
+    own_first: tuple[Block, ...]
+    own_last: tuple[Block, ...]
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=4096)
+def chunks(length: int, ranks: int, rank: int, order: Order) -> tuple[Chunk, ...]:
+    """What a rank holds, without chunks of no rows; neighbours are one chunk."""
+    pieces = ranks if order == "plain" else 2 * ranks
+    numbers = (rank,) if order == "plain" else (rank, pieces - 1 - rank)
+    found: list[Chunk] = []
+    for n in numbers:
+        begin, end = n * length // pieces, (n + 1) * length // pieces
+        if begin == end:
+            continue
+        if found and found[-1].end == begin:
+            found[-1] = found[-1]._replace(end=end)
+        else:
+            found.append(Chunk(sum(x.end - x.begin for x in found), begin, end))
+    return tuple(found)
+
+
+def rows_of(length: int, ranks: int, rank: int, order: Order) -> int:
+    """How many rows a rank holds."""
+    return sum(x.end - x.begin for x in chunks(length, ranks, rank, order))
+
+
+@lru_cache(maxsize=4096)
+def schedule(length: int, ranks: int, rank: int, order: Order, mask: Mask) -> Schedule:
+    """The work of one rank of so many."""
+    mine = chunks(length, ranks, rank, order)
+    rows = rows_of(length, ranks, rank, order)
+    apart = tuple(_blocks(mine, mine, mask))
+    # A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
+    own = tuple(sorted(apart, key=lambda block: block.q != block.k))
+    if len(mine) > 1 and mask == Mask(right=0):
+        # All that a causal mask asks is which of two rows is the later one, and the order of the
+        # rank's rows is that of their positions.
+        own = (Block(Rows(0, rows), Rows(0, rows), 0, True),)
+    elif not mask.by_distance:
+        whole = tuple(_fused(_fused(apart, "q"), "k"))
+        own = whole if len(whole) == 1 else own
+    first, last = _halves(apart)
+    steps = []
+    for distance in range(1, ranks):
+        source, target = (rank - distance) % ranks, (rank + distance) % ranks
+        blocks, receives = _received(mine, chunks(length, ranks, source, order), mask)
+        theirs = chunks(length, ranks, target, order)
+        sends = _received(theirs, mine, mask)[1]
+        steps.append(Step(distance, source, target, receives, sends, blocks))
+    return Schedule(rows, own, first, last, tuple(steps))
+
+
+def _blocks(queries: Iterable[Chunk], keys: Iterable[Chunk], mask: Mask) -> Iterator[Block]:
+    """Every pair of chunks of which something is seen; keys are rows of their owner."""
+    keys = tuple(keys)
+    for q in queries:
+        for k in keys:
+            block = _block(q, k, mask)
+            if block is not None:
+                yield block
+
+
+def _block(q: Chunk, k: Chunk, mask: Mask) -> Block | None:
+    """The smallest intervals of two chunks that hold all pairs which the mask leaves."""
+    left, right = mask.left, mask.right
+    first_k = k.begin if left is None else max(k.begin, q.begin - left)
+    end_k = k.end if right is None else min(k.end, q.end + right)
+    if first_k >= end_k:
+        return None
+    first_q = q.begin if right is None else max(q.begin, first_k - right)
+    end_q = q.end if left is None else min(q.end, end_k + left)
+    # The pairs that lie furthest apart, on either side.
+    hidden_left = left is not None and end_q - 1 - first_k > left
+    hidden_right = right is not None and end_k - 1 - first_q > right
+    return Block(
+        Rows(q.row + first_q - q.begin, q.row + end_q - q.begin),
+        Rows(k.row + first_k - k.begin, k.row + end_k - k.begin),
+        first_q - first_k,
+        hidden_left or hidden_right,
+    )
+
+
+def _received(
+    mine: tuple[Chunk, ...], theirs: tuple[Chunk, ...], mask: Mask
+) -> tuple[tuple[Block, ...], tuple[Rows, ...]]:
+    """The blocks of a step, and the rows of the owner that they need."""
+    blocks = tuple(_blocks(mine, theirs, mask))
+    pieces = joined(block.k for block in blocks)
+    moved = []
+    for block in blocks:
+        before = 0  # rows of the pieces before the one that has the block's keys
+        for piece in pieces:
+            if piece.begin <= block.k.begin < piece.end:
+                shift = before - piece.begin
+                k = Rows(block.k.begin + shift, block.k.end + shift)
+                moved.append(block._replace(k=k))
+            before += piece.size
+    if not mask.by_distance:
+        moved = list(_fused(_fused(moved, "q"), "k"))
+    return tuple(moved), pieces
+
+
+def _fused(blocks: Iterable[Block], side: Literal["q", "k"]) -> Iterator[Block]:
+    """Blocks without a mask that lie beside each other are one: a call of twice the size. side:
+    along which rows.
+    """
+    last: Block | None = None
+    for block in sorted(blocks, key=lambda x: (x.k, x.q) if side == "q" else (x.q, x.k)):
+        if last is not None and not last.masked and not block.masked:
+            if side == "q" and last.k == block.k and last.q.end == block.q.begin:
+                last = last._replace(q=Rows(last.q.begin, block.q.end))
+                continue
+            if side == "k" and last.q == block.q and last.k.end == block.k.begin:
+                last = last._replace(k=Rows(last.k.begin, block.k.end))
+                continue
+        if last is not None:
+            yield last
+        last = block
+    if last is not None:
+        yield last
+
+
+def _halves(own: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """A rank's own blocks in two parts of about one size: the ones beside the diagonal and those on
+    it; a single block that is not masked in halves of its queries.
+    """
+    if len(own) == 1 and not own[0].masked and own[0].q.size > 1:
+        (block,) = own
+        middle = block.q.begin + block.q.size // 2
+        behind = block.position + middle - block.q.begin
+        return (block._replace(q=Rows(block.q.begin, middle)),), (
+            block._replace(q=Rows(middle, block.q.end), position=behind),
+        )
+    first = tuple(block for block in own if block.q != block.k)
+    return first, tuple(block for block in own if block.q == block.k)
+
+
+def joined(rows: Iterable[Rows]) -> tuple[Rows, ...]:
+    """The union of intervals, as intervals that do not touch."""
+    found: list[Rows] = []
+    for part in sorted(x for x in rows if x.size):
+        if found and part.begin <= found[-1].end:
+            found[-1] = Rows(found[-1].begin, max(found[-1].end, part.end))
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def closing(blocks: list[Block]) -> list[bool]:
+    """Of blocks in the order in which they are computed: whether nothing comes to the block's
+    queries after it.
+    """
+    return [
+        all(later.q.end <= block.q.begin or block.q.end <= later.q.begin for later in blocks[n:])
+        for n, block in enumerate(blocks, 1)
+    ]
+
+
+def without(rows: int, taken: Iterable[Rows]) -> tuple[Rows, ...]:
+    """The rows 0 to rows - 1 but for those taken."""
+    edges = [Rows(0, 0), *joined(taken), Rows(rows, rows)]
+    return tuple(Rows(a.end, b.begin) for a, b in pairwise(edges) if a.end < b.begin)
+
+
+# ------------------------------------------------------------------------------------------- choice
+
+# How many FLOP a device does while its link brings a byte: 600 TFLOP/s beside 300 GB/s on Hopper
+# with NVLink, 150 GFLOP/s beside some 0.1 GB/s of gloo on a CPU's few cores. Only the order of
+# magnitude matters.
+FLOP_PER_BYTE: Final = 2000
+
+
+class Sizes(NamedTuple):
+    """Of a call, the whole sequence's. element: bytes of q's dtype."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    element: int
+
+    @property
+    def kv_row(self) -> int:
+        """Elements of K and V in a row."""
+        return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v)
+
+    @property
+    def q_row(self) -> int:
+        """Elements of Q and O in a row."""
+        return self.batch * self.heads * (self.head_dim + self.head_dim_v)
+
+    def flop(self, pairs: int) -> int:
+        """Of so many scores, forward."""
+        return 2 * pairs * self.batch * self.heads * (self.head_dim + self.head_dim_v)
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank receives in a training step: forward, backward, and of both those that no
+    computation hides.
+    """
+
+    forward: int
+    backward: int
+    exposed: int
+
+
+def ring_traffic(plan: Schedule, sizes: Sizes) -> Traffic:
+    """Of the ring. K and V of a step hide behind what is computed while they travel, the blocks
+    before them; float32 dK and dV go home behind the blocks after them.
+    """
+    # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
+    own = sum(block.pairs for block in plan.own)
+    first = sum(block.pairs for block in plan.own_first)
+    last = sum(block.pairs for block in plan.own_last)
+    work = [sum(block.pairs for block in step.blocks) for step in plan.steps]
+    forward = backward = exposed = 0
+    for n, step in enumerate(plan.steps):
+        kv = sum(x.size for x in step.receives) * sizes.kv_row
+        gradients = 4 * sum(x.size for x in step.sends) * sizes.kv_row  # they come back
+        kv *= sizes.element
+        before = work[n - 1] if n else own
+        before_backward = work[n - 1] if n else first
+        after = work[n + 1] if n + 1 < len(work) else last
+        forward += kv
+        backward += kv + gradients
+        exposed += max(0, kv - sizes.flop(before) // FLOP_PER_BYTE)
+        # Both directions of a step's backward pass share the link with one another.
+        hidden = sizes.flop(before_backward + after) * 5 // 4 // FLOP_PER_BYTE
+        exposed += max(0, kv + gradients - hidden)
+    return Traffic(forward, backward, exposed)
+
+
+def ulysses_traffic(length: int, ranks: int, sizes: Sizes) -> Traffic:
+    """Of the all-to-all: all but the own heads of the own rows, of Q, K, V and O, and of their
+    gradients. Attention has to wait for the whole of it.
+    """
+    rows = -(-length // ranks)
+    once = rows * (sizes.q_row + sizes.kv_row) * sizes.element * (ranks - 1) // ranks
+    return Traffic(once, once, 2 * once)

@@ -1,0 +1,161 @@
+"""What each process of tests/python/test_distributed.py does, on gloo: it keeps what it finds in a
+file, and the test looks at it.
+
+    python distributed_ranks.py FOLDER RANK RANKS
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import strobe
+from strobe import distributed
+
+SECONDS = 120  # the groups' time-out, but where a rank is late
+LATE_SECONDS = 3
+RANKS = (1, 2, 3, 4)
+# Names, arguments of strobe.distributed.attention, and seqlen.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "causal": ({"causal": True}, 192),
+    "full": ({"method": "ring"}, 96),
+    "ragged window": ({"causal": True, "window": (40, 0), "seqlen": 149}, 149),
+    "ulysses": ({"causal": True, "method": "ulysses", "seqlen": 101}, 101),
+    "deterministic": ({"causal": True, "deterministic": True, "softcap": 20.0}, 192),
+    "few rows": ({"causal": True, "seqlen": 3}, 3),
+}
+HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
+
+
+def inputs(seqlen: int) -> list[torch.Tensor]:
+    """q, k, v and dout, bfloat16, the same in every process."""
+    generator = torch.Generator().manual_seed(seqlen)
+    heads = (HEADS, HEADS_KV, HEADS_KV, HEADS)
+    return [torch.randn((1, seqlen, n, HEAD_DIM), generator=generator).bfloat16() for n in heads]
+
+
+def results(given: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [x.clone().requires_grad_() for x in given[:3]]
+    out, lse = attend(*leaves)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+
+def split(name: str, group: Any) -> list[torch.Tensor]:
+    """The whole of a case's results, computed by the ranks of a group."""
+    options, seqlen = CASES[name]
+    order = {"causal": options.get("causal", False), "group": group}
+
+    def attend(*qkv: torch.Tensor) -> Any:
+        return distributed.attention(*qkv, group=group, return_lse=True, **options)
+
+    found = results([distributed.shard(x, **order) for x in inputs(seqlen)], attend)
+    dims = (1, 2, 1, 1, 1)
+    return [
+        distributed.unshard(x, dim=dim, seqlen=seqlen, **order)
+        for x, dim in zip(found, dims, strict=True)
+    ]
+
+
+def model_gradients(group: Any) -> list[torch.Tensor]:
+    """Loss and gradients of the example's GPT, of a text over the ranks of a group."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    char_gpt = importlib.import_module("char_gpt")
+
+    torch.manual_seed(0)
+    model, tokens = char_gpt.CharGPT(40), torch.randint(40, (2, 97))
+    if group is None:
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+    order: dict[str, Any] = {"causal": True, "group": group}
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return distributed.attention(*qkv, **order)
+
+    for block in model.blocks:
+        block.attention = attend
+    mine, wanted = (distributed.shard(x, **order) for x in (tokens[:, :-1], tokens[:, 1:]))
+    logits = model(mine, distributed.positions(96, **order))
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), reduction="sum"
+    )
+    loss = loss / tokens[:, 1:].numel()
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    for x in found:
+        dist.all_reduce(x, group=group)
+    return found
+
+
+def error_of(call: Any) -> str:
+    """The text of the error that `call` ends with."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    """In one process of many."""
+    folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )
+    groups = {n: dist.new_group(list(range(n))) for n in RANKS}
+    late = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=LATE_SECONDS))
+    found: dict[str, Any] = {}
+    for n, group in groups.items():
+        if rank >= n:
+            continue
+        for name in CASES:
+            found[f"{name} {n}"] = split(name, group)
+        found[f"deterministic {n} again"] = split("deterministic", group)
+        found[f"model {n}"] = model_gradients(group)
+    found["model"] = model_gradients(None)
+
+    # Ranks that differ are told where all are asked.
+    x = torch.zeros(1, 4 + (rank == 2), 2, 32)
+    found["differ"] = error_of(lambda: distributed.attention(x, x, x, check=True))
+    # A rank that comes too late, and one that is gone.
+    if rank < 2:
+        x = x[:, :4]
+
+        def call() -> Any:
+            return distributed.attention(x, x, x, group=late, method="ring")
+
+        begin = time.monotonic()
+        if rank == 1:
+            time.sleep(LATE_SECONDS + 3)
+        found["late"] = error_of(call)
+        found["late seconds"] = time.monotonic() - begin
+    begin = time.monotonic()
+    if rank == 3:
+        torch.save(found, folder / "3.pt")
+        os._exit(0)
+    x = torch.zeros(1, 4, 2, 32)
+    found["gone"] = error_of(lambda: distributed.attention(x, x, x, method="ring"))
+    found["gone seconds"] = time.monotonic() - begin
+    torch.save(found, folder / f"{rank}.pt")
+    os._exit(0)  # a group with a dead rank has no orderly end
+
+
+if __name__ == "__main__":
+    assert strobe.info().cpu_threads
+    main()

@@ -1,0 +1,578 @@
+"""`strobe.distributed`: the schedule by brute force, random problems over ranks that are threads,
+and real processes on gloo, against float64 of the whole sequence and the call of one device.
+
+Split over ranks, a result's error is at most 1.05 of the single call's (RMS), out and gradients. In
+float32, where errors are single roundings, a merge adds some: MERGE_ROUNDINGS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("a PyTorch without torch.distributed", allow_module_level=True)
+
+import strobe  # noqa: E402
+from strobe import _context_parallel, _ring, distributed  # noqa: E402
+from strobe._ring import Mask, Rows  # noqa: E402
+
+import distributed_ranks  # noqa: E402
+import oracle  # noqa: E402
+import ranks as threads  # noqa: E402
+
+Array = Any
+MERGE_ROUNDINGS = 2e-7
+
+# ------------------------------------------------------------------------------------- the schedule
+
+
+def places(length: int, ranks: int, rank: int, order: Any) -> Array:
+    """Positions of a rank's rows."""
+    found = _ring.chunks(length, ranks, rank, order)
+    return np.concatenate([np.arange(0), *(np.arange(begin, end) for _, begin, end in found)])
+
+
+def count(seen: Array, mask: Mask, blocks: Any, q: Array, k: Array) -> None:
+    """Adds 1 for each (query, key) that the blocks compute. q, k: positions of the rows."""
+    for block in blocks:
+        queries, keys = np.arange(*block.q), np.arange(*block.k)
+        assert len(queries)
+        assert len(keys)
+        apart = queries[:, None] - block.q.begin + block.position - (keys - block.k.begin)
+        allowed = np.ones(apart.shape, bool)
+        if block.masked:
+            allowed &= mask.left is None or apart <= mask.left
+            allowed &= mask.right is None or -apart <= mask.right
+        assert block.masked != allowed.all()
+        # And no row at an edge that has nothing to do with the others.
+        assert allowed[[0, -1]].any(1).all()
+        assert allowed[:, [0, -1]].any(0).all()
+        if mask.by_distance:
+            assert (apart == q[queries][:, None] - k[keys]).all()
+        seen[np.ix_(q[queries], k[keys])] += allowed
+
+
+@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
+    lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29})
+    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True))
+    for length, limit in itertools.product(lengths, limits):
+        mask = Mask(*limit)
+        apart = np.arange(length)[:, None] - np.arange(length)
+        allowed = np.ones(apart.shape, bool)
+        allowed &= mask.left is None or apart <= mask.left
+        allowed &= mask.right is None or -apart <= mask.right
+        held = [places(length, ranks, rank, order) for rank in range(ranks)]
+        assert sorted(np.concatenate(held)) == list(range(length))
+        forward, backward = np.zeros((2, length, length), int)
+        for rank, mine in enumerate(held):
+            plan = _ring.schedule(length, ranks, rank, order, mask)
+            assert plan.rows == len(mine)
+            count(forward, mask, plan.own, mine, mine)
+            count(backward, mask, (*plan.own_first, *plan.own_last), mine, mine)
+            for n, step in enumerate(plan.steps):
+                theirs = _ring.schedule(length, ranks, step.source, order, mask).steps[n]
+                assert (step.distance, theirs.target) == (n + 1, rank)
+                assert theirs.sends == step.receives
+                keys = [held[step.source][rows.begin : rows.end] for rows in step.receives]
+                received = np.concatenate([np.arange(0), *keys])
+                # Nothing travels that nobody sees.
+                assert allowed[np.ix_(mine, received)].any(0).all()
+                count(forward, mask, step.blocks, mine, received)
+                count(backward, mask, step.blocks, mine, received)
+        assert (forward == allowed).all(), (length, mask)
+        assert (backward == allowed).all(), (length, mask)
+
+
+def test_rows_have_their_first_result_from_the_diagonal() -> None:
+    for ranks, order, left, right in itertools.product(
+        (1, 2, 3, 5), _ring.ORDERS, (None, 0, 7, 40), (None, 0, 5)
+    ):
+        for rank in range(ranks):
+            plan = _ring.schedule(64, ranks, rank, order, Mask(left, right))
+            covered: tuple[Rows, ...] = ()
+            for block in plan.own:
+                joined = _ring.joined([*covered, block.q])
+                new = sum(x.size for x in joined) - sum(x.size for x in covered)
+                assert new in (0, block.q.size)
+                covered = joined
+            assert covered == (Rows(0, plan.rows),)
+
+
+def test_zigzag_order_shares_causal_work_evenly() -> None:
+    for ranks in (2, 4, 8):
+        plans = [
+            _ring.schedule(256 * ranks, ranks, rank, "zigzag", Mask(right=0))
+            for rank in range(ranks)
+        ]
+        work = [[sum(b.pairs for b in step.blocks) for step in plan.steps] for plan in plans]
+        assert {x for steps in work for x in steps} == {256 * 256 // 2}
+        # Rank 0's second chunk is the last of the sequence, which no other rank sees.
+        assert all(step.sends == (Rows(0, 128),) for step in plans[0].steps)
+        # And in plain order the last rank computes 2n - 1 times as much as the first.
+        plain = [
+            sum(b.pairs for b in (*plan.own, *(b for step in plan.steps for b in step.blocks)))
+            for plan in (
+                _ring.schedule(256 * ranks, ranks, rank, "plain", Mask(right=0))
+                for rank in (0, ranks - 1)
+            )
+        ]
+        assert plain[1] == (2 * ranks - 1) * plain[0]
+
+
+def test_a_window_takes_as_many_hops_as_it_reaches() -> None:
+    steps = _ring.schedule(800, 8, 5, "plain", Mask(150, 0)).steps
+    assert [step.receives for step in steps[:3]] == [(Rows(0, 100),), (Rows(50, 100),), ()]
+    assert all(not step.receives and not step.sends for step in steps[2:])
+
+
+# --------------------------------------------------------------------------- ranks that are threads
+
+
+def as_array(x: Any) -> Array:
+    return x.detach().double().numpy()
+
+
+def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
+    """out, lse, dq, dk, dv by the oracle."""
+    q, k, v, dout = map(as_array, given)
+    slopes = options.get("alibi_slopes")
+    names = "causal", "window", "softcap", "scale"
+    more: dict[str, Any] = {name: options[name] for name in names if name in options}
+    if slopes is not None:
+        more["alibi_slopes"] = as_array(slopes)
+    dlse = None if dlse is None else as_array(dlse)
+    found = oracle.attention(q, k, v, dout=dout, dlse=dlse, **more)
+    return [getattr(found, name) for name in ("out", "lse", "dq", "dk", "dv")]
+
+
+def check_errors(got: list[Any], single: list[Any], wanted: list[Array], what: object) -> None:
+    """The rule of this file's docstring."""
+    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), got, single, wanted, strict=True):
+        assert x.shape == y.shape, (name, what)
+        assert x.dtype == y.dtype
+        error, of_single = (np.sqrt(np.mean((as_array(a) - z) ** 2)) for a in (x, y))
+        assert error <= 1.05 * of_single + MERGE_ROUNDINGS, (name, error, of_single, what)
+
+
+def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
+    out, lse = results
+    outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+def over_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    given: list[Any],
+    dlse: Any,
+    options: dict[str, Any],
+) -> tuple[list[Any], threads.Threads]:
+    """out, lse, dq, dk and dv of the whole, computed by so many ranks."""
+    threads.use_threads(monkeypatch)
+    monkeypatch.setattr(
+        distributed, "_place_in", lambda group: distributed._Place(group, ranks, group.rank)
+    )
+    group, seqlen = threads.Threads(ranks), given[0].shape[1]
+    order: Any = options.get("order") or ("zigzag" if options.get("causal") else "plain")
+
+    def work(rank: int) -> list[Any]:
+        place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order}
+        leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
+        member = threads.Member(group, rank)
+        results = distributed.attention(
+            *leaves, group=member, seqlen=seqlen, return_lse=True, **options
+        )
+        mine = None if dlse is None else distributed.shard(dlse, dim=2, **place)
+        return derived(leaves, results, distributed.shard(given[3], **place), mine)
+
+    found = group.run(work)
+    rows = [distributed.positions(seqlen, rank=r, ranks=ranks, order=order) for r in range(ranks)]
+    back = torch.argsort(torch.cat(rows))
+    dims = (1, 2, 1, 1, 1)
+    whole = [
+        torch.cat([x[n] for x in found], dim).index_select(dim, back) for n, dim in enumerate(dims)
+    ]
+    return whole, group
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems_over_one_to_eight_ranks(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 8)
+    method = draw.choice(["ring", "ring", "auto", "ulysses"])
+    heads_kv = draw.choice([1, 2]) * (ranks if method == "ulysses" else 1)
+    heads = heads_kv * draw.choice([1, 2])
+    batch, length = draw.choice([1, 2]), draw.choice([0, 1, 3, 64, 200, draw.randint(1, 300)])
+    head_dim = draw.choice([8, 32, 64, 80])
+    head_dim_v = draw.choice([head_dim, 24])
+    options: dict[str, Any] = {
+        "causal": draw.random() < 0.6,
+        "window": draw.choice([(-1, -1), (None, None), (5, 5), (50, 0), (-1, 7), (40, None)]),
+        "softcap": draw.choice([0.0, 0.0, 10.0]),
+        "scale": draw.choice([None, None, 0.3]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
+    }
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    torch.manual_seed(seed)
+    shapes = ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v), (heads, head_dim_v))
+    given = [torch.randn(batch, length, *shape).to(dtype) for shape in shapes]
+    dlse = torch.randn(batch, heads, length) if draw.random() < 0.4 else None
+    leaves = [x.clone().requires_grad_() for x in given[:3]]
+    results = strobe.torch.attention(*leaves, return_lse=True, **options)
+    single = derived(leaves, results, given[3], dlse)
+    order = draw.choice([None, "plain", "zigzag"])
+    got, _ = over_threads(
+        monkeypatch, ranks, given, dlse, {**options, "method": method, "order": order}
+    )
+    what = (ranks, method, order, batch, length, shapes, dtype, options)
+    if length == 0:
+        assert all(x.numel() == 0 for x in got)
+        return
+    check_errors(got, single, exact(given, dlse, options), what)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_partial_results_in_the_input_s_dtype_where_no_kernel_has_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*args: Any, **options: Any) -> Any:
+        raise strobe.Unsupported("no kernel takes this")
+
+    monkeypatch.setattr(_context_parallel, "attention_with_kvcache", none)
+    torch.manual_seed(0)
+    given = list(torch.randn(4, 1, 96, 2, 32).bfloat16())
+    got, _ = over_threads(monkeypatch, 3, given, None, {"causal": True})
+    for x, y in zip(got, exact(given, None, {"causal": True}), strict=True):
+        assert np.abs(as_array(x) - y).max() < 0.03
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_bytes_are_those_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, method: Any, causal: bool
+) -> None:
+    ranks, given = 4, list(torch.randn(4, 1, 64, 4, 16))
+    options = {"causal": causal, "method": method}
+    _, group = over_threads(monkeypatch, ranks, given, None, options)
+    order = "zigzag" if causal else "plain"
+    sizes = _ring.Sizes(1, 4, 4, 16, 16, 4)
+    if method == "ring":
+        mask = Mask(right=0 if causal else None)
+        traffic = [
+            _ring.ring_traffic(_ring.schedule(64, ranks, rank, order, mask), sizes)
+            for rank in range(ranks)
+        ]
+        assert group.bytes == sum(x.forward + x.backward for x in traffic)
+    else:
+        one = _ring.ulysses_traffic(64, ranks, sizes)
+        of_lse = 64 * 4 * 4  # float32
+        to_itself = ranks * (one.forward + one.backward) // (ranks - 1)
+        assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
+
+
+# ----------------------------------------------------------------------------------- real processes
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four processes has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(distributed_ranks.__file__)
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, folder, str(rank), "4"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    said = [process.communicate(timeout=600)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", distributed_ranks.CASES)
+def test_processes_compute_the_attention_of_the_whole(
+    processes: list[dict[str, Any]], name: str
+) -> None:
+    options, seqlen = distributed_ranks.CASES[name]
+    options = {x: options[x] for x in ("causal", "window", "softcap") if x in options}
+    given = distributed_ranks.inputs(seqlen)
+    single = distributed_ranks.results(
+        given, lambda *qkv: strobe.torch.attention(*qkv, return_lse=True, **options)
+    )
+    wanted = exact(given, None, options)
+    for ranks in distributed_ranks.RANKS:
+        got = processes[0][f"{name} {ranks}"]
+        check_errors(got, single, wanted, (name, ranks))
+        for other in processes[1:ranks]:
+            assert all(map(torch.equal, got, other[f"{name} {ranks}"]))
+
+
+def test_the_same_bits_at_every_run(processes: list[dict[str, Any]]) -> None:
+    for ranks in distributed_ranks.RANKS:
+        found = processes[0]
+        again = found[f"deterministic {ranks} again"]
+        assert all(map(torch.equal, found[f"deterministic {ranks}"], again))
+
+
+def test_the_example_s_gpt_has_the_loss_and_gradients_of_one_rank(
+    processes: list[dict[str, Any]],
+) -> None:
+    wanted = processes[0]["model"]
+    largest = max(float(x.abs().max()) for x in wanted[1:])
+    for ranks in distributed_ranks.RANKS:
+        got = processes[0][f"model {ranks}"]
+        assert float(got[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
+        for x, y in zip(got[1:], wanted[1:], strict=True):
+            assert float((x - y).abs().max()) < 1e-5 * largest
+
+
+def test_ranks_that_differ_are_told(processes: list[dict[str, Any]]) -> None:
+    for found in processes:
+        assert found["differ"] == (
+            "InvalidArgument: q.shape = (1, 5, 2, 32) on rank 2, expected (1, 4, 2, 32) as on rank "
+            "0"
+        )
+
+
+def test_a_rank_that_is_late_or_gone_is_an_error(processes: list[dict[str, Any]]) -> None:
+    late, seconds = processes[0]["late"], processes[0]["late seconds"]
+    assert late.startswith("RuntimeError: ")
+    assert "Timed out" in late
+    assert distributed_ranks.LATE_SECONDS - 1 < seconds < distributed_ranks.LATE_SECONDS + 60
+    for found in processes[:3]:
+        assert found["gone"].startswith("RuntimeError: ")
+        assert found["gone seconds"] < distributed_ranks.SECONDS + 60
+
+
+def test_long_context_trains(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = root / "examples" / "data" / "text.txt"
+    words = ["--seqlen", "256", "--steps", "3", "--device", "cpu", "--text", str(text)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", root / "examples" / "long_context.py", *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "256 characters in a step, 2 ranks on cpu" in done.stdout
+    losses = [float(x.split()[3]) for x in done.stdout.splitlines() if x.startswith("step   ")][-3:]
+    assert len(losses) == 3
+    assert 3 < losses[-1] < losses[0] < 4.5
+
+
+# -------------------------------------------------------------------------------- what is not taken
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    dist = torch.distributed
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+X = torch.zeros(1, 8, 4, 32)
+WIDE = torch.zeros(1, 8, 4, 300)
+NUMBERS = torch.zeros(1, dtype=torch.int32)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(strobe.InvalidArgument, match="expected a call of torch"):
+        distributed.attention(X, X, X)
+    with pytest.raises(strobe.InvalidArgument, match="expected a call of torch"):
+        distributed.shard(X)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"dropout_p": 0.1}, strobe.Unsupported, "dropout_p = 0.1 is not supported over ranks"),
+        ({"attention_chunk": 4}, strobe.Unsupported, "attention_chunk = 4 is not supported"),
+        ({"prefix": NUMBERS}, strobe.Unsupported, "prefix = <Tensor of shape (1,)> is not"),
+        ({"cu_seqlens_q": NUMBERS}, strobe.Unsupported, "cu_seqlens_q = <Tensor of shape (1,)> is"),
+        ({"window_signed": True}, strobe.Unsupported, "window_signed = True is not supported"),
+        ({"softmax_scale": 1.0}, TypeError, "it is called 'scale' here"),
+        ({"window": (-2, 0)}, strobe.InvalidArgument, "window[0] = -2, expected at least 0, or -1"),
+        ({"window": 3}, strobe.InvalidArgument, "window = 3, expected a pair (left, right)"),
+        ({"method": "star"}, strobe.InvalidArgument, "method = 'star', expected"),
+        ({"order": "odd"}, strobe.InvalidArgument, "order = 'odd', expected"),
+        ({"seqlen": 9}, strobe.InvalidArgument, "q.shape[1] = 8, expected 9: the share of rank 0"),
+        ({"seqlen": -1}, strobe.InvalidArgument, "seqlen = -1, expected at least 0"),
+        ({"causal": "yes"}, strobe.InvalidArgument, "causal = 'yes', expected a bool"),
+        ({"softcap": -1.0}, strobe.InvalidArgument, "softcap = -1, expected"),
+        ({"group": 5}, strobe.InvalidArgument, "group = 5, expected a process group"),
+        (
+            {"alibi_slopes": torch.zeros(4, requires_grad=True)},
+            strobe.Unsupported,
+            "alibi_slopes requires a gradient",
+        ),
+        ({"alibi_slopes": torch.zeros(3)}, strobe.InvalidArgument, "alibi_slopes.shape[0] = 3"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        distributed.attention(X, X, X, **options)
+    assert text in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_bad_tensors_are_refused_by_name() -> None:
+    for tensors, text in (
+        ((X[0], X, X), "q.ndim = 3, expected 4"),
+        ((X, X[:, :7], X), "k.shape[1] = 7, expected 8: the rows of q"),
+        ((X, X, X[:, :7]), "v.shape[1] = 7, expected 8: the rows of q"),
+        ((X, X[:, :, :3], X[:, :, :3]), "expected a multiple of"),
+        ((X, X.half(), X), "k.dtype = float16, expected float32"),
+        ((X.double(), X.double(), X.double()), "q.dtype = float64, expected"),
+        ((WIDE, WIDE, WIDE), "q.shape[3] (head_dim) = 300, expected 1 to 256"),
+    ):
+        with pytest.raises(strobe.InvalidArgument) as caught:
+            distributed.attention(*tensors)
+        assert text in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_defaults_of_refused_options_are_taken() -> None:
+    distributed.attention(X, X, X, dropout_p=0.0, attention_chunk=0, prefix=None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_double_backward_is_refused() -> None:
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    out = distributed.attention(x, x, x)
+    with pytest.raises(strobe.Unsupported, match="double backward"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_lse_alone_has_a_gradient_and_autocast_casts() -> None:
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    _, lse = distributed.attention(x, x, x, return_lse=True, causal=True)
+    (got,) = torch.autograd.grad(lse.sum(), x)
+    _, wanted = strobe.torch.attention(x, x, x, return_lse=True, causal=True)
+    torch.testing.assert_close(got, torch.autograd.grad(wanted.sum(), x)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert distributed.attention(x, x, x).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("alone")
+def test_compiled_code_breaks_its_graph_once_and_calls_it() -> None:
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    graphs = []
+
+    def layer(x: Any) -> Any:
+        return (distributed.attention(x * 2, x, x, causal=True) + 1).sum()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    got = torch.compile(layer, backend=backend)(x)
+    assert torch.equal(got, layer(x))
+    assert torch.equal(*(torch.autograd.grad(y, x)[0] for y in (got, layer(x))))
+    assert len(graphs) == 2  # before and after
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mesh_is_a_group() -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
+    assert torch.equal(distributed.shard(X, group=mesh), X)
+    square = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (1, 1), mesh_dim_names=("data", "context")
+    )
+    assert torch.equal(distributed.shard(X, group=square["context"]), X)
+    with pytest.raises(strobe.InvalidArgument, match="a DeviceMesh of 2 dimensions, expected 1"):
+        distributed.shard(X, group=square)
+
+
+def test_shards_and_positions_of_ranks_that_are_not_there() -> None:
+    x = torch.arange(11)
+    for ranks, order in itertools.product((1, 2, 3, 16), _ring.ORDERS):
+        place: dict[str, Any] = {"ranks": ranks, "order": order}
+        parts = [distributed.shard(x, dim=0, rank=r, **place) for r in range(ranks)]
+        assert sorted(torch.cat(parts).tolist()) == x.tolist()
+        rows = [distributed.positions(11, rank=r, **place) for r in range(ranks)]
+        assert all(map(torch.equal, parts, rows))
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"rank": 2, "ranks": 2}, "rank = 2, expected 0 to 1"),
+        ({"rank": 0, "ranks": 0}, "ranks = 0, expected at least 1"),
+        ({"rank": 0}, "expected group alone, or rank and ranks"),
+        ({"rank": 0, "ranks": 1, "dim": 1}, "dim = 1, expected -1 to 0"),
+    )
+    for options, text in refused:
+        with pytest.raises(strobe.InvalidArgument) as caught:
+            distributed.shard(x, **options)
+        assert text in str(caught.value)
+
+
+def spec(*shape: int) -> strobe.ArraySpec:
+    return strobe.ArraySpec(shape, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "method"),
+    [
+        (65536, {"causal": True, "ranks": 2}, "ring, because a rank waits for 0 bytes"),
+        (256, {"causal": True, "ranks": 8}, "ulysses, because a rank waits for"),
+        (256, {"causal": True, "ranks": 3}, "ring, because 3 ranks do not divide heads = 16"),
+        (256, {"ranks": 1}, "ring, because one rank sends nothing"),
+        (65536, {"ranks": 2, "method": "ulysses"}, "ulysses, because it was asked for"),
+    ],
+)
+def test_the_plan_says_which_method_and_why(
+    rows: int, options: dict[str, Any], method: str
+) -> None:
+    x = spec(1, rows, 16, 128)
+    lines = distributed.plan(x, x, x, rank=0, **options).splitlines()
+    assert lines[1].startswith(f"method     {method}")
+
+
+def test_the_plan_in_words() -> None:
+    x = spec(1, 65536, 16, 128)
+    assert distributed.plan(x, x, x, rank=1, ranks=2, causal=True) == (
+        "sequence   131072 rows over 2 ranks in zigzag order: rank 1 has rows 32768-98303\n"
+        "method     ring, because a rank waits for 0 bytes in a ring and for 1.07 GB by "
+        "all-to-all, where 2000 FLOP hide a byte\n"
+        "step 0     computes rows 0-65535 x 65536 keys (masked) with its own keys\n"
+        "step 1     sends 65536 rows (537 MB) to rank 0; receives 32768 rows (268 MB) from rank 0; "
+        "computes rows 0-65535 x 32768 keys\n"
+        "messages   receives 268 MB forward (K and V), 1.34 GB backward (K and V again, float32 dK "
+        "and dV home); no byte of it without work to hide behind"
+    )
+    with pytest.raises(strobe.InvalidArgument, match="expected a multiple of 3"):
+        distributed.plan(x, x, x, rank=1, ranks=3, method="ulysses")
