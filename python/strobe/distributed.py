@@ -337,7 +337,7 @@ def _refuse(options: dict[str, Any]) -> None:
             continue
         raise Unsupported(
             f"{name} = {shown(value)} is not supported over ranks, where a call has a part of the "
-            "keys and the library counts from the first of them"
+            "keys, and this is meant for all of them together"
         )
 
 

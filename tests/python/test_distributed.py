@@ -421,6 +421,7 @@ def test_no_process_group() -> None:
     [
         ({"dropout_p": 0.1}, strobe.Unsupported, "dropout_p = 0.1 is not supported over ranks"),
         ({"attention_chunk": 4}, strobe.Unsupported, "attention_chunk = 4 is not supported"),
+        ({"sinks": torch.zeros(4)}, strobe.Unsupported, "sinks = <Tensor of shape (4,)> is not"),
         ({"prefix": NUMBERS}, strobe.Unsupported, "prefix = <Tensor of shape (1,)> is not"),
         ({"cu_seqlens_q": NUMBERS}, strobe.Unsupported, "cu_seqlens_q = <Tensor of shape (1,)> is"),
         ({"window_signed": True}, strobe.Unsupported, "window_signed = True is not supported"),
