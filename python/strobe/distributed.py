@@ -519,9 +519,7 @@ def unshard(
         computed of each rank's own rows, and summed over ranks.
 
     Example:
-        As in `attention`, in a group of one rank:
-
-        >>> import tempfile, torch, strobe
+        >>> import tempfile, torch, strobe  # in a group of one rank, as in `attention`
         >>> import torch.distributed as dist
         >>> store = dist.FileStore(tempfile.mktemp(), 1)
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
