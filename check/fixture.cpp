@@ -154,7 +154,7 @@ Strided Fixture::PlaceRows() {
 }
 
 // One for each head, as an attention sink may be: among the scores, far above or below them, and
-// what is no number.
+// none at all; where a case has NaN, also what takes all weight, and NaN.
 void Fixture::PlaceSinks(oracle::Rng& rng) {
   const auto of_heads = [&] {
     Strided t;
@@ -167,13 +167,14 @@ void Fixture::PlaceSinks(oracle::Rng& rng) {
   sinks_ = of_heads();
   dsinks_ = of_heads();
   const bool tame = case_.special == Special::kInfinity;  // no weight may become 0
+  const double none = case_.special == Special::kNan ? 0.91 : 1;
   sinks_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
     const double u = tame ? 0 : rng.Uniform();
     sinks_.Set(e, u < 0.6    ? rng.Normal()
                   : u < 0.75 ? 10 * rng.Normal()
                   : u < 0.85 ? 100 * rng.Normal()
-                  : u < 0.95 ? -HUGE_VAL
-                  : u < 0.98 ? HUGE_VAL
+                  : u < none ? -HUGE_VAL
+                  : u < 0.96 ? HUGE_VAL
                              : std::nan(""));
   });
 }
