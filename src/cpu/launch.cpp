@@ -516,7 +516,8 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
   share_out(delta_blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
-    const auto [batch, head, begin] = delta_blocks[i];
+    const auto [batch, own_head, begin] = delta_blocks[i];
+    const int64_t head = own_head;  // lambdas may not use names of a structured binding
     const Sequence s = context.sequence(batch, head);
     const BlockRows queries(begin, delta_rows, s.mask.seqlen_q, s.rows_q);
     for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
