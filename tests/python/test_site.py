@@ -628,6 +628,7 @@ KNOWN_WORDS = {
         "MB",
         "MiniLM",
         "NVIDIA",
+        "OSS",
         "PROBLEM",
         "PyPI",
         "README",
