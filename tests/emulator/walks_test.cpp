@@ -109,7 +109,7 @@ Case DrawForward(uint64_t seed, const Kind& kind) {
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
   DrawMachine(seed, kind);
   // Few queries would go to the kernels that divide keys.
-  if (kind.arch == 80) strobe::emulator::machine().forced_instance = "forward_sm80_";
+  strobe::emulator::machine().forced_instance = kind.arch == 80 ? "forward_sm80_" : "forward_sm90_";
   return c;
 }
 
