@@ -11,9 +11,13 @@
 
 namespace strobe {
 
-/// A head's sink; minus infinity where it has none.
+/// Minus infinity: the sink of a head that has none, and the lse of a row without keys. (By its
+/// bits, for NVRTC has no __builtin_inff.)
+inline constexpr float kNoSink = __builtin_bit_cast(float, 0xff800000u);
+
+/// A head's sink.
 STROBE_INLINE constexpr float sink_of(const float* sinks, int64_t head) {
-  return sinks ? sinks[head] : -__builtin_inff();
+  return sinks ? sinks[head] : kNoSink;
 }
 
 /// How a row's sum of weights, which are exp(score - reference), goes together with its sink: their
@@ -29,7 +33,7 @@ struct SinkShare {
   /// reference: the row's. Math::exp goes with its unit, in which the sink is given as well.
   template <typename Math>
   STROBE_INLINE static SinkShare of(Real sink, Real reference) {
-    if (sink == -__builtin_inff()) return {1, 0, reference};
+    if (sink == kNoSink) return {1, 0, reference};
     const auto above = static_cast<float>(sink - reference);  // NaN where the sink is
     if (above > 0) return {Math::exp(-above), 1, sink};
     return {1, Math::exp(above), reference};
@@ -50,10 +54,10 @@ struct SinkOfRow {
   /// lse: as the forward pass gave it, with the sink in it or not.
   template <typename Math>
   STROBE_INLINE static SinkOfRow of(float sink, float lse, bool in_lse) {
-    if (sink == -__builtin_inff()) return {lse, 0, 1};
+    if (sink == kNoSink) return {lse, 0, 1};
     // Also where both are infinite, and without a key.
     if (in_lse) return {lse, lse == sink ? 1 : Math::exp(sink - lse), 1};
-    if (lse == -__builtin_inff()) return {sink, 1, 1};
+    if (lse == kNoSink) return {sink, 1, 1};
     const float above = sink - lse > kMostSinkAbove ? kMostSinkAbove : sink - lse;
     const float ratio = Math::exp(above);
     return {lse + Math::log1p(ratio), ratio / (1 + ratio), 1 + ratio};
