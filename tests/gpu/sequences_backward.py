@@ -98,8 +98,9 @@ def run(case: st.Case, s: sq.Sequences, wanted: Gradients, seed: int) -> str:
             of_group = [t.view(case.heads_kv, group, *t.shape[1:]).sum(1) for t in (dk, dv)]
             draws.append({n: t.transpose(0, 1) for n, t in zip(("dq", "dk", "dv"), (dq, *of_group), strict=True)})
         plain = [rows(n, b, x[n])[: used[side[n]][b]] for n in ("q", "k", "v", "dout")]
-        if st.answers(plain[0], plain[1], torch.float64):
-            found = st.ask_oracle(sq.rule(case, s, b), *plain[:3], None, None, 0.0, plain[3])
+        rule = sq.rule(case, s, b)
+        if st.answers(rule, plain[0], plain[1], torch.float64):
+            found = st.ask_oracle(rule, *plain[:3], None, None, 0.0, plain[3])
             draws[0] = {n: torch.from_numpy(getattr(found, n)).to(sq.DEV) for n in ("dq", "dk", "dv")}
         want.append(draws[0])
         comparator.append(draws[1:])
