@@ -279,7 +279,7 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def derivative_by(compute: Any, with_bias: Any) -> Any:
+def derivative_by(compute: Any, with_bias: Any = None) -> Any:
     """The derivative of an operator with `setup`. compute: as for `gradients`; with_bias: where the
     bias has one too.
     """
