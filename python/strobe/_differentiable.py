@@ -124,8 +124,8 @@ def attention(
             found from cu_seqlens, if those are in the CPU's memory.
         attention_chunk, window_signed: as in `strobe.attention`.
         seqused_q, seqused_k, q_position, prefix: int32, (batch,): as in `strobe.attention`.
-        bias: as in `strobe.attention`, and it may require a gradient, which has its shape and dtype;
-            of an expanded one PyTorch sums what each pair gives.
+        bias: as in `strobe.attention`. It may require a gradient, which has its shape and dtype; of
+            an expanded one PyTorch sums what each pair gives.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 

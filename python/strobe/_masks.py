@@ -41,6 +41,8 @@ class Blocks:
     hides_keys: bool = False  # some are seen by nobody
 
 
+# A mask of floating-point numbers that is not made of blocks: added to the scores as it is.
+BIAS: Final = Blocks(refusal="it is a bias")
 NOT_PADDING: Final = (
     "attn_mask is no padding, no window and not causal: Strobe has no arbitrary masks"
 )

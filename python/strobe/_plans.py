@@ -71,7 +71,7 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
     dtype = problem.q.dtype
     if backward:
         made = "float32" if "grad_dtype" in problem.fields else dtype
-        results = {"q": made, "k": made, "v": made}
+        results: dict[str, str | None] = {"q": made, "k": made, "v": made}
         if "has_dbias" in problem.fields:
             names = {code: name for name, code in DTYPE_CODES.items()}
             results["bias"] = names[problem.fields["dbias_dtype"]]

@@ -292,7 +292,8 @@ def take_bias(problem: Problem, spec: Spec) -> None:
     check_ndim(name, spec, BIAS_AXES)
     _check_bias(problem, name, spec, tuple(DTYPE_CODES))
     wanted = (problem.sizes["batch"], problem.sizes["heads"], fields["seqlen_q"])
-    for axis, (got, whole) in enumerate(zip(spec.shape, (*wanted, fields["seqlen_k"]), strict=True)):
+    every = zip(spec.shape, (*wanted, fields["seqlen_k"]), strict=True)
+    for axis, (got, whole) in enumerate(every):
         bound = axis >= 2 and problem.packed and (axis == 2 or "cache" not in fields)
         if got == whole or (got == 1 and axis < 3) or (bound and got > whole):
             continue

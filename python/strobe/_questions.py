@@ -92,8 +92,8 @@ def plan(
     nothing and reads no tensor.
 
     Args: as `attention_backward`, except that dlse, delta and dbias say whether there will be one.
-        Instead of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine
-        lacks.
+        Instead of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this
+        machine lacks.
 
     Raises:
         InvalidArgument, Unsupported: as the call itself would.

@@ -404,6 +404,6 @@ def attention_backward(
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
-        given = (None, None, None) if grads is None else tuple(grads)
+        given: tuple[Any, ...] = (None, None, None) if grads is None else tuple(grads)
         given = (*given, None if isinstance(dbias, bool) else dbias)
         return tuple(x if y is None else y for x, y in zip(found, given, strict=False))

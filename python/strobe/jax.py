@@ -240,7 +240,7 @@ def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
         dout = jnp.zeros_like(tensors[3])
     dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
     dq, dk, dv, *dbias = _launch(call, True, (dout, *tensors, *dlse), more, bool(wanted))
-    of_more = {name: None for name in more} | dict(zip(("bias",), dbias, strict=False))
+    of_more = dict.fromkeys(more) | dict(zip(("bias",), dbias, strict=False))
     return dq, dk, dv, of_more
 
 

@@ -133,7 +133,8 @@ def test_infinity_and_nan_make_their_rows_nan(value: float) -> None:
 
 def test_the_dtype_of_the_gradient() -> None:
     rng = np.random.default_rng(9)
-    inputs = Case(dtype="bfloat16", options={"bias": bias_of(rng, (1, H, N, M), "float16")}).make(rng)
+    options = {"bias": bias_of(rng, (1, H, N, M), "float16")}
+    inputs = Case(dtype="bfloat16", options=options).make(rng)
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.options["bias"]
     out, lse = strobe.attention(q, k, v, bias=bias, return_lse=True)
     arguments = (inputs.dout, q, k, v, out, lse)
