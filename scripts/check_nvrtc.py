@@ -39,7 +39,7 @@ __device__ auto* const kernel = &forward_kernel<Shape, true, true>;
     "mma_sync/backward_sm80.cuh": """
 namespace strobe::cuda::sm80 {
 constexpr BackwardConfig kC{80, kFloat16, 64, 64, 64, 128, 2, 8};
-__device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true>;
+__device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true, true>;
 }
 """,
     "decode/decode.cuh": """

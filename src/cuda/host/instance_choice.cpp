@@ -56,7 +56,8 @@ Features asked_of(int arch, Features asked) {
 constexpr struct {
   Features feature;
   const char* text;
-} kAsked[] = {{features::kBias, "bias, expected none"},
+} kAsked[] = {{features::kDbias, "dbias, expected none"},
+              {features::kBias, "bias, expected none"},
               {features::kDropout, "dropout_p > 0, expected 0"},
               {features::kOrder, "deterministic, expected false"},
               {features::kSoftcap, "softcap > 0, expected 0"},
