@@ -263,7 +263,10 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
         if not blocks.refusal:
             return verdict, blocks
         refusal = blocks.refusal
-    if not attn_mask.is_floating_point() or not _masks.EMPTY_ROWS_ARE_ZERO:
+    # A row whose keys all have the most negative number is their average. PyTorch's own backward is
+    # another there, and who has such padding rows expects that one.
+    stays = refusal == _masks.ALL_HIDDEN or not _masks.EMPTY_ROWS_ARE_ZERO
+    if stays or not attn_mask.is_floating_point():
         return Verdict(kind=refusal, detail=_describe(attn_mask)), None
     shape, dtype = tuple(attn_mask.shape), attn_mask.dtype
     return _bias_verdict(shape, dtype, attn_mask.requires_grad, *request.kind), _masks.BIAS

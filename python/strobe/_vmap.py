@@ -39,7 +39,7 @@ def _fold_options(
     randomness: str,
     whole_bias: bool,
 ) -> tuple[Any, ...]:
-    """Options of a dense problem whose batch is `size` times larger. whole_bias: of `_fold_bias`."""
+    """Options of a dense problem whose batch is `size` times larger. whole_bias: `_fold_bias`."""
     cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
