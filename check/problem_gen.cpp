@@ -333,6 +333,15 @@ Case GenerateBlocksCase(uint64_t seed) {
   return c;
 }
 
+Case GenerateMaskedCase(uint64_t seed) {
+  static constexpr Profile kShort{0, 80, 1, 1'500'000}, kBlocks{60, 700, 0.7, 3'000'000};
+  Rng rng(seed);
+  const bool is_short = rng.Chance(0.3);
+  Case c = Generate(seed, rng, is_short ? &kShort : &kBlocks);
+  c.mask = PickMaskChoice(rng, c.varlen);
+  return c;
+}
+
 std::string ToString(const Case& c) {
   std::ostringstream text;
   text << "seed " << c.seed << ": " << oracle::Name(c.dtype) << ", seqlens_q {" << Join(c.seqlens_q)
@@ -350,6 +359,7 @@ std::string ToString(const Case& c) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
   if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
+  text << ToString(c.mask);
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/options.h"
+#include "mask_case.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -52,6 +53,8 @@ struct Case : strobe::Options {
   /// been built for it and know the same number. 0: none.
   uint64_t random_blocks = 0;
 
+  MaskChoice mask;
+
   uint64_t dropout_seed = 0, dropout_offset = 0;
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
   /// must not matter: NaN, where the memory is no other row's too.
@@ -81,6 +84,8 @@ struct Case : strobe::Options {
 Case GenerateCase(uint64_t seed);
 /// Problems of several blocks, some of which nobody sees.
 Case GenerateBlocksCase(uint64_t seed);
+/// Problems with a mask as data, most of which are several blocks long.
+Case GenerateMaskedCase(uint64_t seed);
 std::string ToString(const Case& c);
 
 }  // namespace strobe_test

@@ -44,8 +44,9 @@ STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
 }
 
 /// Fills in the references of a tile. Where all of its queries see the sequence's first key, the
-/// reference is minus the largest score with the first 16 keys; else it is minus the score with the
-/// first key that the query sees. block: the first super-block, which is packed.
+/// reference is minus the largest score with the first 16 keys; else, and with a mask as data, it
+/// is minus the score with the first key that the query sees. block: the first super-block, which
+/// is packed.
 static void fill_reference(const Forward& f, Range block, int64_t t) {
   const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
               last = f.sequence.mask.row(tile.end - 1);
@@ -53,7 +54,8 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   // The tile alone decides which of the two, and not what its item has packed of K: otherwise bits
   // would depend on the cut into items.
   const BlockWalk walk = f.groups(tile);
-  if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0 && walk.visits(0)) {
+  if (!f.c.mask && first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0 &&
+      walk.visits(0)) {
     const int64_t n = f.d_blocks;
     const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
     const Bf16* const k = f.s.k;
@@ -80,12 +82,11 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
-      Range seen = f.sequence.mask.row(tile.begin + r);
-      if (!walk.meets(seen, kGroup)) continue;
-      // The first key of the row that lies in a group of the walk.
-      seen.begin = max64(seen.begin, walk.block(walk.rank(seen.begin / kGroup)) * kGroup);
-      const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
-      const Rows k = f.k_rows({seen.begin, seen.begin + 1});
+      const int64_t query = tile.begin + r;
+      const int64_t key = first_seen_key(f.c, f.sequence, f.item.head, walk, query, kGroup);
+      if (key < 0) continue;
+      const Rows q = f.q_rows({query, query + 1});
+      const Rows k = f.k_rows({key, key + 1});
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.dim; d += kPair) {
         sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
@@ -127,7 +128,7 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const BlockWalk walk = f.groups(tile);
   // In an interval's walk, rows that see nothing are the first or the last of a sequence.
   const bool some_empty =
-      !BlockWalk::kConvex || f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1);
+      !walk.is_convex() || f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1);
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
@@ -210,9 +211,7 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
   const int64_t size = super_block(f.c.problem);
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
-    const int64_t padded = round_up(block.size(), kGroup);
-    pack_transposed(f.k_rows(block), padded, f.s.k);
-    const bool nonfinite = pack_pairs<false>(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
+    const bool nonfinite = pack_keys(f, block, tiles);
     if (block.begin <= keys.begin) {
       for (int64_t t = tiles.begin; t < tiles.end; ++t) fill_reference(f, block, t);
     }
@@ -244,6 +243,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
+  f.find_few(tiles);
   // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it
   // is in. Tiles next to each other that go the same way share the packed K and V.
   const ScoreOptions options = score_options(c, item.batch, item.head);

@@ -4,6 +4,7 @@
 
 #include "cpu/amx-math.h"
 #include "cpu/score.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
 
@@ -14,6 +15,49 @@ namespace strobe::cpu::amx {
 constexpr int64_t kFewKeys = 48;
 /// The same for dK and dV of 32 keys that no more queries (of a head) than these see.
 constexpr int64_t kFewQueries = 8;
+/// Keys of a block of the walks by which tiles are asked.
+constexpr int64_t kLeastWalkBlock = 32;
+
+/// Whether a tile's weights are split. walk: the tile's, of the blocks of any size. By a rule its
+/// queries see few keys together, or many each, but for a few rows; with a mask as data any of them
+/// may see few.
+STROBE_AMX bool sees_few_keys(const Context& c, const Sequence& s, int64_t head, Range queries,
+                              const BlockWalk& walk) {
+  if (s.mask.kv_range(queries).size() <= kFewKeys) return true;
+  if (!c.mask) return false;
+  // Full blocks of more keys than that, one after the other: most masks have some.
+  int64_t full = 0;
+  for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
+    full += walk.is_full(place);
+    if (full * kLeastWalkBlock > kFewKeys) return false;
+  }
+  const HeadMask mask = c.mask_of(s, head);
+  for (int64_t query = queries.begin; query < queries.end; ++query) {
+    int64_t seen = 0;
+    const bool many = mask.any_keys(query, s.mask.row(query), [&](int64_t, uint32_t bits) {
+      seen += __builtin_popcount(bits);
+      return seen > kFewKeys;
+    });
+    if (!many && seen > 0) return true;
+  }
+  return false;
+}
+/// The same for keys: whether dK and dV of some of them are of few queries.
+STROBE_AMX bool seen_by_few(const Context& c, const Sequence& s, int64_t head, Range keys) {
+  if (s.mask.q_range(keys).size() <= kFewQueries) return true;
+  if (!c.mask) return false;
+  const HeadMask mask = c.mask_of(s, head);
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    int64_t seeing = 0;
+    const bool many =
+        mask.any_queries(key, s.mask.q_range({key, key + 1}), [&](int64_t, uint32_t bits) {
+          seeing += __builtin_popcount(bits);
+          return seeing > kFewQueries;
+        });
+    if (!many && seeing > 0) return true;
+  }
+  return false;
+}
 
 struct Score {
   __m512 value;

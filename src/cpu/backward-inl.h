@@ -114,11 +114,12 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
-/// key_begin.
+/// key_begin; bits: of the keys, one each, those that it sees besides; null: all.
 template <bool kLinear, bool kMasked>
 static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
-                         int64_t key_begin, Range seen, const RowSoftmax& softmax, float delta,
-                         int64_t width, float* s, float* dp) {
+                         int64_t key_begin, Range seen, const uint32_t* bits,
+                         const RowSoftmax& softmax, float delta, int64_t width, float* s,
+                         float* dp) {
   const Scorer scorer{options};
   const VF reference = set(softmax.reference), vdelta = set(delta * softmax.dout_factor);
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -145,7 +146,8 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
     if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      if (bits) lanes = hn::And(lanes, bit_lanes(bits[j / 32] >> (j % 32)));
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }
@@ -157,21 +159,27 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
 /// The products of a tile where an operand holds an infinity or a NaN and some pairs are masked. It
 /// touches only the pairs that the mask allows, so that 0 * NaN reaches no other row. Rounds as
 /// gemm does.
-static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, Range queries,
-                                 Range keys, const BackwardScratch& s, int64_t q_tile,
-                                 int64_t key_offset, float* dq) {
+static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, int64_t head,
+                                 Range queries, Range keys, const PairBits& pair,
+                                 const BackwardScratch& s, int64_t q_tile, int64_t key_offset,
+                                 float* dq) {
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const auto pair = [&](int64_t query, int64_t key) {
+  const auto place = [&](int64_t query, int64_t key) {
     return (query - q_tile) * kBackwardTileK + key - keys.begin;
+  };
+  const HeadMask data = c.mask_of(sequence, head);
+  const auto is_hidden = [&](int64_t query, int64_t key) {
+    return pair.bits && !(*data.words(pair, query, key) >> (key % 32) & 1);
   };
   // row[e] += sum over n of weight(n) * others[n][e], where others' row 0 is `first`.
   const auto add = [](float* row, int64_t width, Range range, const auto& weight,
-                      const float* others, int64_t first) {
+                      const float* others, int64_t first, const auto& hides) {
     for (int64_t e = 0; e < width; e += kLanes) {
       VF sum = hn::Zero(f32);
       for (int64_t n = range.begin; n < range.end; ++n) {
+        if (hides(n)) continue;
         sum = hn::MulAdd(set(weight(n)), load(others + (n - first) * width + e), sum);
       }
       store(hn::Add(load(row + e), sum), row + e);
@@ -181,14 +189,16 @@ static void accumulate_seen_only(const BackwardContext& c, const Sequence& seque
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     const int64_t row = key - k_begin;
     const Range seeing = intersect(mask.q_range({key, key + 1}), queries);
-    const auto p_of = [&](int64_t i) { return s.p[pair(i, key)]; };
-    const auto ds_of = [&](int64_t i) { return s.ds[pair(i, key)]; };
-    add(s.dv + row * dv, dv, seeing, p_of, s.dout, q_tile);
-    add(s.dk + row * d, d, seeing, ds_of, s.q, q_tile);
+    const auto p_of = [&](int64_t i) { return s.p[place(i, key)]; };
+    const auto ds_of = [&](int64_t i) { return s.ds[place(i, key)]; };
+    const auto hides = [&](int64_t i) { return is_hidden(i, key); };
+    add(s.dv + row * dv, dv, seeing, p_of, s.dout, q_tile, hides);
+    add(s.dk + row * d, d, seeing, ds_of, s.q, q_tile, hides);
   }
   for (int64_t i = queries.begin; i < queries.end; ++i) {
-    const auto ds_of = [&](int64_t key) { return s.ds[pair(i, key)]; };
-    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), ds_of, s.k, k_begin);
+    const auto ds_of = [&](int64_t key) { return s.ds[place(i, key)]; };
+    const auto hides = [&](int64_t key) { return is_hidden(i, key); };
+    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), ds_of, s.k, k_begin, hides);
   }
 }
 
@@ -227,8 +237,10 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
   const int64_t n = queries.size(), r0 = queries.begin - tile.begin,
                 key_offset = keys.begin - k_begin;
   // Lanes past the last key count as masked.
-  const bool masked =
-      !full && (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK);
+  const PairBits pair = full ? PairBits{true, nullptr, nullptr}
+                             : pair_bits(c, sequence, head, tile.begin, keys.begin);
+  const bool masked = !full && (pair.bits || !mask.full_range(queries).contains(keys) ||
+                                keys.size() < kBackwardTileK);
 
   const float* const q = s.q + r0 * d;
   const float* const dout = s.dout + r0 * dv;
@@ -242,10 +254,12 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && p.dtype == STROBE_FLOAT32) {
+  const bool decoded = mask.seqlen_q <= kDecodeMostQueries && !c.mask;
+  if (decoded && !options.dropout && p.dtype == STROBE_FLOAT32) {
     decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }
+  const HeadMask data = c.mask_of(sequence, head);
   const bool linear = options.linear && !options.dropout;
   const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
                           : (masked ? backward_row<false, true> : backward_row<false, false>);
@@ -253,11 +267,12 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
-    run(options, i, mask.position(i), keys.begin, seen, row_softmax(c, options, lse_at + i),
+    const uint32_t* const bits = pair.bits ? data.words(pair, i, keys.begin) : nullptr;
+    run(options, i, mask.position(i), keys.begin, seen, bits, row_softmax(c, options, lse_at + i),
         c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   if (masked && nonfinite) {
-    accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
+    accumulate_seen_only(c, sequence, head, queries, keys, pair, s, tile.begin, key_offset, s.dq);
     return;
   }
   gemm<Old::kAdd>({weights, 1, kBackwardTileK, dout, dv, s.dv + key_offset * dv, dv}, keys.size(),
@@ -338,11 +353,11 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
     const ScoreOptions options = score_options(c, item.batch, head);
     const RowView q_rows = c.query_rows(c.q, sequence, head);
     const RowView dout_rows = c.query_rows(c.dout, sequence, head);
-    const BlockWalk tiles = queries_of(sequence, head, item_keys, kBackwardTileQ);
-    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+    const BlockWalk tiles = queries_of(c, sequence, head, item_keys, kBackwardTileQ);
+    for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       const Range tile =
           block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
-      const BlockWalk blocks = keys_of(sequence, head, tile, c.block_k);
+      const BlockWalk blocks = keys_of(c, sequence, head, tile, c.block_k);
       if (!blocks.visits(item_block)) continue;
       const int64_t rows = tile.size();
       load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
@@ -356,9 +371,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
           k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv);
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
       const BlockWalk groups =
-          keys_of(sequence, head, tile, kBackwardTileK)
+          keys_of(c, sequence, head, tile, kBackwardTileK)
               .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
-      for (int64_t g = groups.begin; g < groups.end; ++g) {
+      for (int64_t g = groups.begin; g < groups.end; g = groups.after(g)) {
         const int64_t k = groups.block(g) * kBackwardTileK;
         backward_step(c, options, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
                       groups.is_full(g), item.k_begin, nonfinite, s);

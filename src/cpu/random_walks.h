@@ -19,7 +19,6 @@ namespace strobe::cpu {
 
 /// A row of blocks in ascending order. Its places are the numbers of the list's entries.
 struct ListWalk {
-  static constexpr bool kConvex = false;
   static constexpr int64_t kMost = 512;  // entries; longer ones are no test's
 
   int64_t begin = 0, end = 0;
@@ -29,6 +28,8 @@ struct ListWalk {
   STROBE_INLINE bool empty() const { return end <= begin; }
   STROBE_INLINE int64_t count() const { return empty() ? 0 : end - begin; }
   STROBE_INLINE int64_t block(int64_t place) const { return blocks[place]; }
+  STROBE_INLINE int64_t after(int64_t place) const { return place + 1; }
+  STROBE_INLINE int64_t places_before(int64_t place) const { return place - begin; }
   STROBE_INLINE bool is_full(int64_t place) const { return full[place]; }
   /// The first place whose block does not come before `block`.
   STROBE_INLINE int64_t rank(int64_t block) const {
@@ -53,6 +54,7 @@ struct ListWalk {
     w.end = rank(last);
     return w;
   }
+  STROBE_INLINE bool is_convex() const { return false; }
   STROBE_INLINE bool meets(Range rows, int64_t size) const {
     if (rows.empty()) return false;
     const int64_t place = rank(rows.begin / size);
