@@ -363,7 +363,7 @@ typedef struct strobe_forward_args {
   /* What strobe_mask_pack wrote for a problem of these lengths and this mask, when the problem has
    * one. Nobody may write to it while the launch runs. On the CPU a launch with anything else is
    * refused; on the GPU its results are of no use, but nothing outside is read or written. */
-  const void* mask; /* strobe_mask_bytes, 64-byte aligned */
+  const void* mask; /* strobe_mask_bytes, 16-byte aligned */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv; with accumulate they are inputs too. */
@@ -430,7 +430,7 @@ typedef struct strobe_mask_args {
                                  pairs are allowed, whatever keep, intervals and bits say */
   int64_t full_columns;       /* of full_blocks */
   const int32_t *cu_seqlens_q, *cu_seqlens_k; /* varlen: as in forward (k: not with a cache) */
-  void* packed;        /* gets the mask: strobe_mask_bytes, 64-byte aligned */
+  void* packed;        /* gets the mask: strobe_mask_bytes, 16-byte aligned */
   size_t packed_bytes; /* of packed, at least strobe_mask_bytes */
   void* stream;        /* CUDA: cudaStream_t */
 } strobe_mask_args;

@@ -5,7 +5,6 @@
 #include "core/checks.h"
 #include "core/overlap.h"
 #include "core/packed_mask.h"
-#include "core/workspace.h"
 
 namespace strobe {
 
@@ -115,7 +114,7 @@ Status check_mask_args(const AttentionProblem& p, int64_t seqlen_k, MaskArgs& a)
   }
   STROBE_RETURN_IF_ERROR(check_pointer("intervals", a.intervals, false, 4));
   STROBE_RETURN_IF_ERROR(check_pointer("partial_bits", a.partial_bits, false, 4));
-  STROBE_RETURN_IF_ERROR(check_pointer("packed", a.packed, true, kWorkspaceAlignment));
+  STROBE_RETURN_IF_ERROR(check_pointer("packed", a.packed, true, kMaskAlignment));
   const auto bytes = static_cast<size_t>(layout.end * 4);
   if (a.packed_bytes < bytes) {
     return invalid(format("packed_bytes = %zu, expected at least %zu (strobe_mask_bytes)",
