@@ -227,7 +227,9 @@ def _words_of(mask: Any, q: Tensor) -> Tensor:
             f"mask is a {type(mask).__name__}, expected a strobe.masks.Mask: "
             "strobe.masks.from_bool(keep) makes one of bools"
         )
-    words = mask.packed if isinstance(mask.packed, Tensor) else torch.from_numpy(mask.packed)
+    words: Tensor = mask.packed
+    if not isinstance(words, torch.Tensor):
+        words = torch.from_numpy(words)
     if words.device != q.device:
         raise Unsupported(
             f"mask is on {words.device}, and q on {q.device}: masks as data are for the CPU as yet"

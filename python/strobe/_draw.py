@@ -49,13 +49,13 @@ def draw(mask: Mask, sequence: int = 0, head: int = 0) -> Drawing:
     side = _SIZE / max(rows, columns, 1)
     width, height = round(columns * side, 2), round(rows * side, 2)
     side_q, side_k = mask.block
-    words = (
-        f"{mask.shape[2]} x {mask.shape[3]}, blocks of {side_q} x {side_k}"
-        + (f", {together} x {together} drawn as one" if together > 1 else "")
+    words = f"{mask.shape[2]} x {mask.shape[3]}, blocks of {side_q} x {side_k}" + (
+        f", {together} x {together} drawn as one" if together > 1 else ""
     )
+    box = f"-8 -24 {width + 16} {height + 56}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -24 {width + 16} {height + 56}" '
-        f'width="{width + 16}" role="img" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{width + 16}" role="img" '
+         'font-family="sans-serif" font-size="12">',
         f"<title>Mask {words}</title>",
         f'<text x="0" y="-8" fill="#444">{words}</text>',
         f'<rect width="{width}" height="{height}" fill="#fff" stroke="#999"/>',

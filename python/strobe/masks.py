@@ -299,7 +299,9 @@ def from_bool(
     starts = _starts(cu_seqlens_q, cu_seqlens_k)
     axes = ("heads", "total_q", "keys") if starts else ("batch", "heads", "seqlen_q", "seqlen_k")
     if found.dtype != np.bool_ or not 2 <= found.ndim <= len(axes):
-        raise InvalidArgument(f"keep is {found.dtype} {found.shape}, expected bool ({', '.join(axes)})")
+        raise InvalidArgument(
+            f"keep is {found.dtype} {found.shape}, expected bool ({', '.join(axes)})"
+        )
     found = found[(None,) * (len(axes) - found.ndim)]
     # What is expanded is one mask for all.
     for axis in range(found.ndim - 2):
@@ -438,7 +440,9 @@ def prefix(
     queries, keys, position = _lengths(seqlen_q, seqlen_k)
     lengths = np.atleast_1d(_as_numpy(length, "length"))
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise InvalidArgument(f"length is {shown(length)}, expected an integer or integers (batch,)")
+        raise InvalidArgument(
+            f"length is {shown(length)}, expected an integer or integers (batch,)"
+        )
     intervals = np.zeros((len(lengths), queries, 4), np.int64)
     intervals[:, :, 1] = np.maximum(lengths[:, None], position + 1)
     return _from_intervals(intervals, keys, block, capacity, is_tensor(length))
@@ -661,12 +665,14 @@ def from_block_mask(block_mask: Any, *, capacity: int | tuple[int, int] | None =
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(block_mask, "kv_num_blocks"):
         raise InvalidArgument(f"block_mask is {shown(block_mask)}, expected PyTorch's BlockMask")
-    sides = _sides(tuple(int(x) for x in block_mask.BLOCK_SIZE))
+    size_q, size_k = block_mask.BLOCK_SIZE
+    sides = _sides((int(size_q), int(size_k)))
     counts = _as_numpy(block_mask.kv_num_blocks, "block_mask")
-    batch, heads, rows = counts.shape
+    batch, heads, _ = counts.shape
     lengths = getattr(block_mask, "seq_lengths", None) or block_mask.shape[-2:]
     queries, keys = (int(x) for x in lengths)
-    arrays, more = {}, {}
+    arrays: dict[str, NDArray] = {}
+    more: dict[str, int] = {}
     for name, number, index in (
         ("partial", block_mask.kv_num_blocks, block_mask.kv_indices),
         ("full", block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
@@ -679,7 +685,11 @@ def from_block_mask(block_mask: Any, *, capacity: int | tuple[int, int] | None =
         arrays |= {f"{name}_counts": found, f"{name}_blocks": listed}
         more[f"{name}_columns"] = listed.shape[-1]
     arrays["partial_bits"] = _evaluated(
-        torch, block_mask.mask_mod, arrays["partial_counts"], arrays["partial_blocks"], sides,
+        torch,
+        block_mask.mask_mod,
+        arrays["partial_counts"],
+        arrays["partial_blocks"],
+        sides,
         (queries, keys),
     )
     fields = {"batch": batch, "heads": heads, "seqlen_q": queries, "seqlen_k": keys}

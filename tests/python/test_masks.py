@@ -6,7 +6,7 @@ their pictures.
 from __future__ import annotations
 
 import xml.dom.minidom
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,11 +102,11 @@ def test_they_see_what_they_say(name: str) -> None:
             assert tiles[a, b] == (2 if part.all() else 1 if part.any() else 0)
 
 
-def reference(q: Array, k: Array, v: Array, dout: Array, seen: Array) -> tuple[Array, ...]:
+def reference(tensors: Sequence[Array], seen: Array) -> tuple[Array, ...]:
     """(out, dq, dk, dv) of one head of keys for each head of queries, in float64. seen: (batch,
     heads, seqlen_q, seqlen_k), or what broadcasts to it.
     """
-    q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
+    q, k, v, dout = (x.astype(np.float64) for x in tensors)
     scale = q.shape[-1] ** -0.5
     scores = np.where(seen, np.einsum("bihd,bjhd->bhij", q, k) * scale, -np.inf)
     most = scores.max(axis=-1, keepdims=True)
@@ -134,7 +134,7 @@ def tensors(queries: int, keys: int, batch: int = 1, heads: int = 2) -> list[Arr
 def check(q: Array, k: Array, v: Array, dout: Array, seen: Any, **options: Any) -> None:
     out, lse = strobe.attention(q, k, v, return_lse=True, **options)
     found = (out, *strobe.attention_backward(dout, q, k, v, out, lse, **options))
-    for got, wanted in zip(found, reference(q, k, v, dout, seen), strict=True):
+    for got, wanted in zip(found, reference((q, k, v, dout), seen), strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=1e-4)
     empty = np.broadcast_to(~np.asarray(seen).any(axis=-1), lse.shape)
     assert np.array_equal(np.isneginf(lse), empty)
@@ -162,7 +162,8 @@ def test_masks_of_each_sequence_and_head() -> None:
     one = masks.from_bool(expanded)
     assert one.shape[:2] == (1, 1)
     check(q, k, v, dout, expanded, mask=one)
-    check(q, k, v, dout, keep, mask=masks.from_bool(keep.transpose(0, 1, 3, 2).copy().swapaxes(2, 3)))
+    turned = keep.swapaxes(2, 3).copy().swapaxes(2, 3)
+    check(q, k, v, dout, keep, mask=masks.from_bool(turned))
 
 
 def test_packed_sequences() -> None:
@@ -179,7 +180,7 @@ def test_packed_sequences() -> None:
         seen = keep[0, rows, : keys.stop - keys.start]
         assert np.array_equal(mask.dense(b), seen)
         parts = (q[rows], k[keys], v[keys], dout[rows])
-        wanted = reference(*(x[None] for x in parts), seen)
+        wanted = reference([x[None] for x in parts], seen)
         got = (out[rows], found[0][rows], found[1][keys], found[2][keys])
         for x, y in zip(got, wanted, strict=True):
             np.testing.assert_allclose(x[None], y, atol=2e-5, rtol=1e-4)
@@ -191,7 +192,7 @@ def test_over_capacity_is_nan() -> None:
     few = masks.from_bool(keep, block=64, capacity=1)
     out = strobe.attention(q, k, v, mask=few)
     assert np.isnan(out[:, :64]).all()
-    wanted = reference(q, k, v, dout, keep)[0]
+    wanted = reference((q, k, v, dout), keep)[0]
     np.testing.assert_allclose(out[:, 64:], wanted[:, 64:], atol=2e-5)
     check(q, k, v, dout, keep, mask=masks.from_bool(keep, block=64, capacity=(4, 1)))
 
@@ -207,7 +208,8 @@ def test_with_a_cache() -> None:
     for b in range(2):
         keys = slice(pads[b], used[b])
         seen = keep[b : b + 1, :, :, : used[b] - pads[b]]
-        wanted = reference(q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys], q[:1], seen)[0]
+        rows = slice(b, b + 1)
+        wanted = reference((q[rows], k[rows, keys], v[rows, keys], q[:1]), seen)[0]
         np.testing.assert_allclose(out[b : b + 1], wanted, atol=2e-5)
 
 
@@ -250,6 +252,7 @@ def test_draw() -> None:
     picture = strobe.draw(mask)
     assert picture._repr_svg_() == picture
     found = xml.dom.minidom.parseString(picture)
+    assert found.documentElement is not None
     assert found.documentElement.tagName == "svg"
     tiles = mask.tiles()
     for kind, word in ((2, "full"), (1, "partial"), (0, "skipped")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ if not hasattr(torch.library, "register_autograd"):
     pytest.skip("needs PyTorch 2.4", allow_module_level=True)
 
 
-def plain(q: Any, k: Any, v: Any, keep: Any) -> Any:
+def plain(tensors: Sequence[Any], keep: Any) -> Any:
     """PyTorch's own attention, of tensors (batch, seqlen, heads, head_dim)."""
     x = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=keep
+        *(x.transpose(1, 2) for x in tensors), attn_mask=keep
     )
     return x.transpose(1, 2)
 
@@ -42,7 +43,7 @@ def test_gradients() -> None:
     assert isinstance(mask.packed, torch.Tensor)
     attention: Any = strobe.torch.attention
     out = attention(*x, mask=mask)
-    wanted = plain(*x, keep)
+    wanted = plain(x, keep)
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
     dout = torch.randn_like(out)
     for got, other in zip(
@@ -58,7 +59,7 @@ def test_compiled_and_by_vmap() -> None:
     keep = keep_of(70, 90)[:1]
     mask = masks.from_bool(keep)
     attention: Any = strobe.torch.attention
-    wanted = plain(*x, keep)
+    wanted = plain(x, keep)
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, mask=mask)
@@ -93,7 +94,7 @@ def test_block_masks() -> None:
                 assert np.array_equal(mask.dense(b, h), whole[b, h].numpy())
         x = tensors(len(ids), len(ids))
         out = strobe.torch.attention(*x, mask=mask)
-        torch.testing.assert_close(out, plain(*x, whole), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(out, plain(x, whole), atol=2e-5, rtol=1e-4)
     with pytest.raises(strobe.InvalidArgument, match="block = "):
         masks.from_block_mask(
             flex.create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=32)
@@ -103,7 +104,7 @@ def test_block_masks() -> None:
 def test_what_is_wrong_is_said() -> None:
     x = tensors(10, 10)
     attention: Any = strobe.torch.attention
-    with pytest.raises(strobe.InvalidArgument, match="expected a strobe.masks.Mask: strobe.masks.f"):
+    with pytest.raises(strobe.InvalidArgument, match=r"strobe\.masks\.from_bool\(keep\)"):
         attention(*x, mask=torch.ones(10, 10, dtype=torch.bool))
     with pytest.raises(strobe.Unsupported, match="masks as data are for the CPU as yet"):
         masks.from_bool(torch.ones(10, 10, dtype=torch.bool, device="meta"))
