@@ -141,12 +141,13 @@ static void plan_strips(const Backward& b, const QueryTile& t) {
     const auto pair_of = [&](int64_t i) {
       return pair_bits(b.c, b.sequence, t.head, i * kSubTile, keys.begin);
     };
-    while (!seen.empty() && !pair_of(seen.begin).some) ++seen.begin;
-    while (!seen.empty() && !pair_of(seen.end - 1).some) --seen.end;
+    const bool partial = b.c.mask && !strips.is_full(place);
+    while (partial && !seen.empty() && !pair_of(seen.begin).some) ++seen.begin;
+    while (partial && !seen.empty() && !pair_of(seen.end - 1).some) --seen.end;
     if (seen.empty()) continue;
     plan.seen = {seen.begin - first, seen.end - first};
     for (int64_t i = seen.begin; i < seen.end; ++i) {
-      const bool whole = keys.size() == kStrip && walk.is_full(i) && !pair_of(i).bits;
+      const bool whole = keys.size() == kStrip && walk.is_full(i) && !(partial && pair_of(i).bits);
       plan.masked |= static_cast<uint32_t>(!whole) << (i - first);
     }
     // The strip and its mask alone decide, and not the query tile.

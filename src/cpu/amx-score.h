@@ -15,7 +15,7 @@ namespace strobe::cpu::amx {
 constexpr int64_t kFewKeys = 48;
 /// The same for dK and dV of 32 keys that no more queries (of a head) than these see.
 constexpr int64_t kFewQueries = 8;
-/// Keys of a block of the walks by which tiles are asked.
+/// Rows of a block of the walks by which that is found out.
 constexpr int64_t kLeastWalkBlock = 32;
 
 /// Whether a tile's weights are split. walk: the tile's, of the blocks of any size. By a rule its
@@ -45,7 +45,7 @@ STROBE_AMX bool sees_few_keys(const Context& c, const Sequence& s, int64_t head,
 /// The same for keys: whether dK and dV of some of them are of few queries.
 STROBE_AMX bool seen_by_few(const Context& c, const Sequence& s, int64_t head, Range keys) {
   if (s.mask.q_range(keys).size() <= kFewQueries) return true;
-  if (!c.mask) return false;
+  if (!c.mask || queries_of(c, s, head, keys, kLeastWalkBlock).has_full()) return false;
   const HeadMask mask = c.mask_of(s, head);
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     int64_t seeing = 0;

@@ -55,6 +55,12 @@ struct ListWalk {
     return w;
   }
   STROBE_INLINE bool is_convex() const { return false; }
+  STROBE_INLINE bool has_full() const {
+    for (int64_t place = begin; place < end; ++place) {
+      if (full[place]) return true;
+    }
+    return false;
+  }
   STROBE_INLINE bool meets(Range rows, int64_t size) const {
     if (rows.empty()) return false;
     const int64_t place = rank(rows.begin / size);

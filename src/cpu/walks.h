@@ -51,10 +51,11 @@ STROBE_INLINE int64_t first_seen_key(const Context&, const Sequence& s, int64_t,
 struct BlockWalk {
   int64_t begin, end;  // places: the first one, and behind the last one
   IntervalWalk<int64_t> rule;
-  BlockLists lists;  // none: all blocks of the interval
-  Range tile;        // the lists of the tile
-  int64_t size;      // rows of a block of the walk
-  int64_t rows;      // in use on the other side: a list may have blocks behind them
+  BlockLists lists;          // none: all blocks of the interval
+  Range tile;                // the lists of the tile
+  int64_t size;              // rows of a block of the walk
+  int64_t rows;              // in use on the other side: a list may have blocks behind them
+  mutable int64_t near = 0;  // the entry that was found last, where there is one list
 
   STROBE_INLINE bool empty() const { return end <= begin; }
   STROBE_INLINE int64_t block(int64_t place) const { return place; }
@@ -85,17 +86,36 @@ struct BlockWalk {
   }
   /// Whether a row of the tile that lies between two others sees a key where these do.
   STROBE_INLINE bool is_convex() const { return !lists.lists; }
+  /// Whether some place is full, so that each row of the tile sees some of the other side's.
+  STROBE_INLINE bool has_full() const {
+    for (int64_t place = begin; place < end; place = after(place)) {
+      if (is_full(place)) return true;
+    }
+    return false;
+  }
 
   /// tile_rows: of the tile.
   STROBE_INLINE static BlockWalk of(const IntervalWalk<int64_t>& rule, const BlockLists& lists,
                                     Range tile_rows, int64_t size, int64_t rows) {
-    BlockWalk w{0, 0, rule, lists, {0, 0}, size, rows};
+    BlockWalk w{0, 0, rule, lists, {0, 0}, size, rows, 0};
     if (lists.lists) w.tile = {tile_rows.begin / lists.own, ceil_div(tile_rows.end, lists.own)};
     w.find_ends();
     return w;
   }
 
  private:
+  /// BlockLists::find. Who goes from place to place finds an entry where the last one was, or next
+  /// to it.
+  STROBE_INLINE int64_t find(int64_t list, int64_t block) const {
+    if (tile.size() != 1) return lists.find(list, block);
+    const int64_t count = lists.count(list);
+    for (int64_t n = near; n < near + 2 && n < count; ++n) {
+      if (lists.entry(list, n).block < block) continue;
+      if (n == 0 || lists.entry(list, n - 1).block < block) return near = n;
+      break;
+    }
+    return near = lists.find(list, block);
+  }
   /// Behind the last block of the lists that counts: the rule's interval and the rows end.
   STROBE_INLINE int64_t behind_last() const {
     return ceil_div(min64(rule.end * size, rows), lists.other);
@@ -107,7 +127,7 @@ struct BlockWalk {
     begin = end;
     int64_t behind = rule.begin;
     for (int64_t list = tile.begin; list < tile.end; ++list) {
-      const int64_t n = lists.find(list, behind_last());
+      const int64_t n = find(list, behind_last());
       if (n == 0) continue;
       const int64_t rows_end = (lists.entry(list, n - 1).block + 1) * lists.other;
       behind = max64(behind, min64(rule.end, ceil_div(rows_end, size)));
@@ -119,7 +139,7 @@ struct BlockWalk {
   STROBE_INLINE int64_t first_from(int64_t block) const {
     int64_t first = end;
     for (int64_t list = tile.begin; list < tile.end; ++list) {
-      const int64_t n = lists.find(list, block * size / lists.other);
+      const int64_t n = find(list, block * size / lists.other);
       if (n == lists.count(list)) continue;
       const int64_t found = lists.entry(list, n).block;
       if (found < behind_last()) first = min64(first, max64(found * lists.other / size, block));
@@ -130,7 +150,7 @@ struct BlockWalk {
     const int64_t first = place * size / lists.other,
                   last = ceil_div((place + 1) * size, lists.other);
     for (int64_t list = tile.begin; list < tile.end; ++list) {
-      int64_t n = lists.find(list, first);
+      int64_t n = find(list, first);
       for (int64_t block = first; block < last; ++block, ++n) {
         if (n == lists.count(list)) return false;
         const BlockLists::Entry e = lists.entry(list, n);
