@@ -5,8 +5,11 @@ their pictures.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import xml.dom.minidom
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -269,3 +272,9 @@ def test_memory_is_as_little_as_it_may_be() -> None:
     assert (mask.capacity, mask.partial_capacity) == (3, 3)
     assert mask.packed.nbytes < 2 * 3 * 128 * 2048 + 65536
     assert mask.packed.ctypes.data % 16 == 0
+
+
+def test_the_figures_of_the_page_are_what_draw_makes() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts/draw_masks.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False, text=True)
+    assert done.returncode == 0
