@@ -53,9 +53,12 @@ def draw(mask: Mask, sequence: int = 0, head: int = 0) -> Drawing:
         f", {together} x {together} drawn as one" if together > 1 else ""
     )
     box = f"-8 -24 {width + 16} {height + 56}"
-    lines = [
+    head_of_file = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{width + 16}" role="img" '
-         'font-family="sans-serif" font-size="12">',
+        'font-family="sans-serif" font-size="12">'
+    )
+    lines = [
+        head_of_file,
         f"<title>Mask {words}</title>",
         f'<text x="0" y="-8" fill="#444">{words}</text>',
         f'<rect width="{width}" height="{height}" fill="#fff" stroke="#999"/>',
