@@ -40,6 +40,12 @@ GOALS = {  # geometric mean and worst point, by widest instruction set, dtype an
         ("bf16", "fwd"): (1.35, 1.1),
         ("bf16", "bwd"): (6.0, 5.0),
     },
+    "avx512_bf16": {
+        ("fp32", "fwd"): (1.3, 1.1),
+        ("fp32", "bwd"): (1.3, 1.1),
+        ("bf16", "fwd"): (1.7, 1.2),
+        ("bf16", "bwd"): (1.5, 1.2),
+    },
     "amx": {
         ("fp32", "fwd"): (1.3, 1.1),
         ("fp32", "bwd"): (1.5, 1.2),

@@ -7,7 +7,7 @@
 
 Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN,
 memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
-be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches.
+be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches, gpu_random.py that of random shapes.
 Everybody is timed alike. "fwd" and "bwd" are GPU time alone: each call is captured in a CUDA graph, and replays are
 timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included. "both" is forward and
 backward one after the other, from the two GPU times; of "best", the best forward with the best backward.
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import gpu_decode
 import gpu_features as features
+import gpu_random
 from gpu_problems import HIDDEN, TOKENS, Problem
 from gpu_timing import Calls, captured, capturing_stream, interleaved
 
@@ -217,6 +218,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so long")
     parser.add_argument("--peers", type=Path, help="CSV with best_over_cudnn_fwd and _bwd")
     parser.add_argument("--decode-peers", type=Path, help="CSV with FlashAttention-3's times on KV caches: gpu_decode.py")
+    parser.add_argument("--seed", type=int, default=0, help="of the section random: which shapes")
+    parser.add_argument("--count", type=int, default=100, help="of the section random: how many shapes")
+    parser.add_argument("--kinds", default=",".join(gpu_random.KINDS), help="of the section random: some of them")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
     args = parser.parse_args()
@@ -261,6 +265,8 @@ def main() -> int:
         try:
             if section in ("decode", "prefill"):
                 result[section] = gpu_decode.run(section, args, flush, end, time.monotonic)
+            elif section == "random":
+                result[section] = gpu_random.run(args, flush, end)
             else:
                 result[section] = features.run(section, args, flush)
         except Exception as e:  # noqa: BLE001 - the other sections are to run too

@@ -4,6 +4,7 @@
                                      docs/figures/<result>_<direction>.{svg,png}
                                      docs/figures/<result>_paper_story.{svg,png}, where it was measured
                                      docs/figures/<result>_memory.{svg,png}, likewise
+                                     docs/figures/<result>_random.{svg,png}, likewise
                                      docs/figures/gpt_training.{svg,png}
 
 Speed against sequence length, one panel for each head dimension, mask and dtype, as the papers on
@@ -239,6 +240,36 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+# Kinds of random shapes (gpu_random.py).
+KIND_COLORS = {"train": "#4dabf7", "cross": "#74b816", "few": "#e8590c", "many": "#ae7cd9"}
+
+
+def draw_random(result: dict[str, Any], path: Path) -> None:
+    """A point for each random shape: Strobe's speed over the best peer's, against the work of its forward pass."""
+    points = result["random"]["points"]
+    directions = [d for d in ("fwd", "bwd") if any(p.get(f"{d}_ratio") for p in points)]
+    figure, panels = plt.subplots(
+        1, len(directions), figsize=(4.6 * len(directions), 3.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, direction in zip(panels[0], directions, strict=True):
+        for kind, color in KIND_COLORS.items():
+            chosen = [p for p in points if p["kind"] == kind and p.get(f"{direction}_ratio")]
+            label = kind if axes is panels[0][0] else None
+            ratios = [p[f"{direction}_ratio"] for p in chosen]
+            axes.scatter([p["flop"] * 1e-9 for p in chosen], ratios, s=12, color=color, label=label)
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_yticks([0.25, 0.5, 0.9, 1, 2, 4], ["0.25", "0.5", "0.9", "1", "2", "4"])
+        axes.minorticks_off()
+        axes.set_title(DIRECTIONS[direction], fontsize=9)
+        axes.set_xlabel("GFLOP of the forward pass")
+    panels[0][0].set_ylabel("best of cuDNN and FlashAttention-2 over Strobe, time")
+    figure.suptitle(f"Random shapes, {result['gpu']}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=len(KIND_COLORS), frameon=False)
+    save(figure, path)
+
+
 def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".svg"), transparent=True, metadata={"Date": None})
@@ -277,6 +308,8 @@ def main() -> None:
             draw_overview(result, args.output / "overview")
         if result.get("memory"):
             draw_memory(result, args.output / f"{path.stem}_memory")
+        if result.get("random", {}).get("points"):
+            draw_random(result, args.output / f"{path.stem}_random")
         if "attention" in result.get("rows", [{}])[0]:
             draw_training(result, args.output / path.stem)
         # A section of gpu_bench.py's result, or what paper_story --json wrote.

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/random_blocks.h"
-
 namespace strobe_test {
 namespace {
 
@@ -49,7 +47,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
   q = Place(case_.q, rows_q, c.heads, c.head_dim, c.dtype);
   k = Place(case_.k, rows_k, c.heads_kv, c.head_dim, c.dtype);
   v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v, c.dtype);
-  out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.dtype);
+  out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.out_dtype());
   dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v, c.dtype);
   dq = Place(case_.dq, rows_q, c.heads, c.head_dim, c.grad_dtype());
   dk = Place(case_.dk, rows_k, c.heads_kv, c.head_dim, c.grad_dtype());
@@ -255,6 +253,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   strobe::copy_options(c, p);
   p.mask = mask_shape_;
   if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = 0;
+  if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
   p.q = Given(c.q, q);
   p.k = Given(c.k, k);
@@ -467,10 +466,9 @@ oracle::Problem Fixture::OracleProblem() const {
     const int64_t first = c.alibi == STROBE_ALIBI_PER_HEAD ? 0 : b * c.heads;
     p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
   }
-  if (c.random_blocks) {
-    p.hides = [seed = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
-      return strobe::hides_random_block(seed, sequence, head, i / strobe::kRandomBlockQ,
-                                        j / strobe::kRandomBlockK);
+  if (c.random_blocks.seed) {
+    p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return blocks.hides(sequence, head, i, j);
     };
   }
   if (c.mask.there) {

@@ -26,23 +26,32 @@ struct Profile {
   int64_t low, high;  // of lengths
   double both;   // probability that q and k both go up to `high`; else one of them stays below 40
   int64_t work;  // limit of Case::Work()
+  bool few_queries = false;  // 1 to 64, and `low` to `high` keys
 };
+
+// More keys than a tile's thread block should read alone.
+constexpr Profile kFewQueries{500, 6000, 1, 6'000'000, true};
 
 const Profile& PickProfile(Rng& rng) {
   static constexpr Profile kTiny{0, 40, 1, 1'500'000}, kMedium{17, 300, 0.7, 3'500'000},
       kLong{300, 1100, 0, 4'000'000}, kLongest{500, 1100, 1, 24'000'000};
   const double u = rng.Uniform();
-  return u < 0.62 ? kTiny : u < 0.94 ? kMedium : u < 0.99 ? kLong : kLongest;
+  return u < 0.62   ? kTiny
+         : u < 0.94 ? kMedium
+         : u < 0.98 ? kLong
+         : u < 0.99 ? kFewQueries
+                    : kLongest;
 }
 
 void PickLengths(Rng& rng, const Profile& profile, Case& c) {
   c.varlen = rng.Chance(0.3);
   const int64_t batch = c.varlen ? rng.Integer(1, 6) : rng.Integer(1, 3);
-  const bool same = rng.Chance(0.4);
+  const bool same = rng.Chance(0.4) && !profile.few_queries;
   const bool both = rng.Chance(profile.both), long_q = rng.Chance(0.5);
   const auto draw = [&](bool is_q) {
     if (rng.Chance(c.varlen ? 0.12 : 0.02)) return int64_t{0};
     if (rng.Chance(0.06)) return int64_t{1};
+    if (profile.few_queries && is_q) return rng.Integer(1, 64);
     if (!both && is_q != long_q) return rng.Integer(1, 40);
     return rng.Integer(profile.low, profile.high);
   };
@@ -273,7 +282,7 @@ int64_t Case::Work() const {
 Case Case::WithPlainGradients() const {
   Case c = *this;
   c.has_dlse |= c.delta_has_dlse;
-  c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
+  c.out_float32 = c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
   return c;
 }
 
@@ -315,6 +324,7 @@ Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
   c.accumulate = rng.Chance(0.2);
   c.has_delta = rng.Chance(0.15);
   if (c.has_delta) c.delta_has_dlse = std::exchange(c.has_dlse, false);
+  c.out_float32 = c.dtype != oracle::DType::kFloat32 && rng.Chance(0.2);
   return c;
 }
 
@@ -325,12 +335,18 @@ Case GenerateCase(uint64_t seed) {
   return Generate(seed, rng, nullptr);
 }
 
-Case GenerateBlocksCase(uint64_t seed) {
-  static constexpr Profile kBlocks{100, 1000, 0.8, 3'000'000};
+Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks) {
+  const Profile profile{100, 1000, 0.8, 122 * blocks.queries * blocks.keys};
   Rng rng(seed);
-  Case c = Generate(seed, rng, &kBlocks);
-  c.random_blocks = rng.Next() | 4;  // not 0
+  Case c = Generate(seed, rng, &profile);
+  c.random_blocks = blocks;
+  c.random_blocks.seed = rng.Next() | 4;  // not 0
   return c;
+}
+
+Case GenerateFewQueriesCase(uint64_t seed) {
+  Rng rng(seed);
+  return Generate(seed, rng, &kFewQueries);
 }
 
 Case GenerateMaskedCase(uint64_t seed) {
@@ -358,7 +374,11 @@ std::string ToString(const Case& c) {
   strobe::for_each_array(c, c.arrays, [&](const auto& row, bool has, const auto& values) {
     if (has) text << ", " << row.name << " {" << Join(values) << "}";
   });
-  if (c.random_blocks) text << ", random blocks of " << c.random_blocks;
+  if (c.random_blocks.seed) {
+    text << ", random blocks of " << c.random_blocks.queries << " x " << c.random_blocks.keys
+         << ", seed " << c.random_blocks.seed;
+  }
+  if (c.out_float32) text << ", out fp32";
   text << ToString(c.mask);
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/options.h"
+#include "core/random_blocks.h"
 #include "mask_case.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
@@ -46,12 +47,13 @@ struct Case : strobe::Options {
 
   int64_t past_q = 0, past_k = 0;  // varlen: rows past the end of the last sequence
 
-  bool grad_float32 = false;    // dq, dk and dv are float32, whatever dtype is
+  bool out_float32 = false;     // out is float32, whatever dtype is
+  bool grad_float32 = false;    // dq, dk and dv are, likewise
   bool delta_has_dlse = false;  // with has_delta: a gradient of lse is in it
 
-  /// Of the random blocks that no query of them sees (core/random_blocks.h). The library must have
-  /// been built for it and know the same number. 0: none.
-  uint64_t random_blocks = 0;
+  /// Blocks of pairs that are hidden. The library must have been built for it, with
+  /// STROBE_RANDOM_WALKS, and have the same in strobe_random_blocks.
+  strobe::RandomBlocks random_blocks;
 
   MaskChoice mask;
 
@@ -69,8 +71,10 @@ struct Case : strobe::Options {
   bool constant_keys = false;                     // all keys alike: all weights of a row are equal
   Special special = Special::kNone;
 
+  oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
   oracle::DType grad_dtype() const { return grad_float32 ? oracle::DType::kFloat32 : dtype; }
-  /// Without what few kernels do: dq, dk and dv are float32 or added to, delta is given.
+  /// Without what few kernels do: out, dq, dk and dv are float32, gradients are added to what is
+  /// there, delta is given.
   Case WithPlainGradients() const;
   int64_t batch() const { return static_cast<int64_t>(seqlens_q.size()); }
   int64_t longest_q() const;
@@ -82,8 +86,10 @@ struct Case : strobe::Options {
 };
 
 Case GenerateCase(uint64_t seed);
-/// Problems of several blocks, some of which nobody sees.
-Case GenerateBlocksCase(uint64_t seed);
+/// Problems of several blocks, some of which nobody sees. blocks: their sizes.
+Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks = {});
+/// 1 to 64 queries, and mostly thousands of keys.
+Case GenerateFewQueriesCase(uint64_t seed);
 /// Problems with a mask as data, most of which are several blocks long.
 Case GenerateMaskedCase(uint64_t seed);
 std::string ToString(const Case& c);

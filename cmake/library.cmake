@@ -27,6 +27,10 @@ strobe_sources(sources
   src/cpu/mask_pack.cpp
   src/cpu/merge.cpp)
 add_library(strobe_objects OBJECT ${sources})
+if(STROBE_RANDOM_WALKS)
+  target_sources(strobe_objects PRIVATE src/core/random_blocks.cpp)
+  target_compile_definitions(strobe_objects PRIVATE STROBE_RANDOM_WALKS=1)
+endif()
 
 # Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.
 set(STROBE_CPU_ISAS ALL CACHE STRING
@@ -43,7 +47,7 @@ set(isas "${STROBE_CPU_ISAS}")
 if(isas STREQUAL NATIVE AND EXISTS /proc/cpuinfo)
   file(STRINGS /proc/cpuinfo cpu LIMIT_COUNT 1 REGEX "^(flags|Features)")
   set(isas portable neon)
-  foreach(pair avx2:avx2 avx512:avx512vl amx:amx_bf16)
+  foreach(pair avx2:avx2 avx512:avx512vl avx512_bf16:avx512_bf16 amx:amx_bf16)
     string(REPLACE ":" ";" pair ${pair})
     list(POP_FRONT pair isa feature)
     if("${cpu} " MATCHES " ${feature} ")
@@ -87,6 +91,7 @@ strobe_isa(portable src/cpu/kernels_portable.cpp ${kernel})
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   strobe_isa(avx2 src/cpu/kernels_avx2.cpp ${avx2} ${kernel})
   strobe_isa(avx512 src/cpu/kernels_avx512.cpp ${avx512} ${kernel})
+  strobe_isa(avx512_bf16 src/cpu/kernels_avx512_bf16.cpp ${avx512} -mavx512bf16 ${kernel})
   # Nothing there throws; without the flag GCC 12 refers to the shared handler of exceptions all the same.
   strobe_isa(amx src/cpu/amx_bf16.cpp ${avx512} ${kernel} -mavx512bf16 -mamx-tile -mamx-bf16 -fno-exceptions)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")

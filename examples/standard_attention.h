@@ -168,11 +168,12 @@ STROBE_DEMO_KERNELS(Avx512, __attribute__((target("avx512f"))), 64, 12)
 #endif
 #undef STROBE_DEMO_KERNELS
 
-// isa: the one that Strobe uses, "portable", "avx2", "avx512", "amx" or "neon".
+// isa: the one that Strobe uses, "portable", "avx2", "avx512", "avx512_bf16", "amx" or
+// "neon".
 template <typename T>
 [[nodiscard]] inline const Kernels<T>& KernelsFor(std::string_view isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512" || isa == "amx") return Avx512<T>::kKernels;
+  if (isa.starts_with("avx512") || isa == "amx") return Avx512<T>::kKernels;
   if (isa == "avx2") return Avx2<T>::kKernels;
 #endif
   (void)isa;

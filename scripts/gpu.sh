@@ -3,12 +3,17 @@
 # PyTorch, the tests' float64 reference and the bench's peer. Without a GPU all say so and end well.
 # STROBE_LIBRARY: a libstrobe.so built elsewhere, for a machine without nvcc; nothing is built then, and the extension
 # python/strobe/_core.abi3.so and a build/*/libstrobe_oracle.so must have come with it.
-# Usage: scripts/gpu.sh test|sanitize|bench|training [arguments of the script]
+# Usage: scripts/gpu.sh test|walks|sanitize|bench|training [arguments of the script]
+# walks: random problems for kernels whose walks are lists, a library of its own in build/walks (preset walks), by the kernels that
+# the GPU's plans choose and by those through mma.sync.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:?test, sanitize, bench or training}; shift
+what=${1:?test, walks, sanitize, bench or training}; shift
 built=
-if [ -z "${STROBE_LIBRARY:-}" ]; then
+if [ -z "${STROBE_LIBRARY:-}" ] && [ "$what" = walks ]; then
+  scripts/build.sh walks -- strobe
+  export STROBE_LIBRARY=$PWD/build/walks/libstrobe.so
+elif [ -z "${STROBE_LIBRARY:-}" ]; then
   built=yes
   scripts/build.sh cuda -DSTROBE_BUILD_TESTS=OFF -DSTROBE_BUILD_EXAMPLES=OFF -DSTROBE_BUILD_BENCH=ON -- strobe strobe_oracle_shared strobe_python strobe_cli strobe_host_cost strobe_paper_story
   export STROBE_LIBRARY=$PWD/build/cuda/libstrobe.so
@@ -28,10 +33,13 @@ case $what in
       fi
     fi
     exit $status ;;
+  walks)
+    "$python" tests/gpu/run_gpu_tests.py --only walks "$@"
+    STROBE_CUDA_ARCH=80 exec "$python" tests/gpu/run_gpu_tests.py --only walks "$@" ;;
   sanitize)
     [ -z "$built" ] || scripts/build.sh racecheck -- strobe_cli
     exec "$python" tests/gpu/sanitize.py "$@" ;;
   bench) exec "$python" bench/gpu_bench.py "$@" ;;
   training) exec "$python" bench/gpt_training.py "$@" ;;
-  *) echo "gpu.sh: got '$what', expected test, sanitize, bench or training" >&2; exit 2 ;;
+  *) echo "gpu.sh: got '$what', expected test, walks, sanitize, bench or training" >&2; exit 2 ;;
 esac

@@ -59,6 +59,9 @@ if [ -x build/cpu/tests/random_test_amx ]; then  # where the AMX kernels can be 
   stage "bf16 accuracy of AMX, emulated" env STROBE_CPU_ISA=amx STROBE_ACCURACY_CASES=2000 \
     ${accuracy}_amx --gtest_brief=1
 fi
+if [[ " $isas " == *" avx512_bf16 "* ]]; then
+  stage "bf16 accuracy of vdpbf16ps" env STROBE_CPU_ISA=avx512_bf16 STROBE_ACCURACY_CASES=2000 $accuracy --gtest_brief=1
+fi
 stage "bf16 accuracy of the widest kernel" env STROBE_ACCURACY_CASES=2000 $accuracy --gtest_brief=1
 python_tests() { STROBE_LIBRARY=$PWD/build/cpu/libstrobe.so build/venv/bin/python -m pytest -q "$@"; }
 export STROBE_FUZZ_SEED=${seed:0:8}

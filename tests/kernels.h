@@ -16,6 +16,8 @@ struct CpuKernel {
   int32_t index;  // of the kernel table
   std::string name;
 
+  /// In pairs, to which it rounds weights. It takes no other dtype.
+  bool MultipliesBf16() const { return name == "cpu_amx" || name == "cpu_avx512_bf16"; }
   bool Takes(const strobe_problem& problem) const {
     strobe_plan plan{};
     plan.struct_size = sizeof plan;

@@ -14,13 +14,6 @@
 #include "problem_gen.h"
 #include "runner.h"
 
-namespace strobe {
-// The kernels' lists are made of it.
-extern "C" {
-uint64_t strobe_random_walks_seed = 0;
-}
-}  // namespace strobe
-
 namespace strobe_test {
 namespace {
 
@@ -34,12 +27,12 @@ class RandomWalks : public ::testing::Test {
     }
     ASSERT_EQ(problem, "");
   }
-  void TearDown() override { strobe::strobe_random_walks_seed = 0; }
+  void TearDown() override { strobe::strobe_random_blocks = {}; }
 };
 
-// seed: as in RunCase's case, for the kernels.
-std::string RunWith(const Case& c, uint64_t seed) {
-  strobe::strobe_random_walks_seed = seed;
+// blocks: for the kernels, as those of the case are for the oracle.
+std::string RunWith(const Case& c, const strobe::RandomBlocks& blocks) {
+  strobe::strobe_random_blocks = blocks;
   return RunCase(c);
 }
 
@@ -62,7 +55,7 @@ TEST_F(RandomWalks, AgreeWithTheOracle) {
 
 // The bits of all outputs of a deterministic problem.
 std::string Bits(Case c, int32_t threads) {
-  strobe::strobe_random_walks_seed = c.random_blocks;
+  strobe::strobe_random_blocks = c.random_blocks;
   c.threads = threads;
   Fixture f(c);
   EXPECT_EQ(f.Forward(), "");
@@ -87,12 +80,13 @@ TEST_F(RandomWalks, ItemsMayHaveGaps) {
   int items = 0;
   for (uint64_t seed = 4; items < 12; ++seed) {
     const auto hides = [&](int64_t key_block) {
-      return strobe::hides_random_block(seed, 0, 0, 0, key_block);
+      const strobe::RandomBlocks blocks{seed};
+      return blocks.hides(0, 0, 0, key_block * blocks.keys);
     };
     if (hides(0) || !hides(1) || hides(2)) continue;
     ++items;
     Case c;
-    c.seed = c.random_blocks = seed;
+    c.seed = c.random_blocks.seed = seed;
     c.dtype = items % 3 ? oracle::DType::kBFloat16 : oracle::DType::kFloat32;
     c.seqlens_q = {150};
     c.seqlens_k = {500};
@@ -100,7 +94,7 @@ TEST_F(RandomWalks, ItemsMayHaveGaps) {
     c.causal = items % 2;
     c.arrays.q_position = {400};
     c.has_q_position = true;
-    EXPECT_EQ(RunWith(c, seed), "") << ToString(c);
+    EXPECT_EQ(RunWith(c, c.random_blocks), "") << ToString(c);
   }
 }
 
@@ -110,7 +104,9 @@ TEST_F(RandomWalks, OtherListsAreWrong) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     Case c = GenerateBlocksCase(seed);
     c.special = Special::kNone;
-    wrong += !RunWith(c, c.random_blocks + 4).empty();
+    strobe::RandomBlocks others = c.random_blocks;
+    others.seed += 4;
+    wrong += !RunWith(c, others).empty();
   }
   EXPECT_GT(wrong, 10);
 }

@@ -29,11 +29,11 @@ struct CudaDevice {
 // What the library found on this machine.
 struct Machine {
   std::string cpu_name;  // "" when unknown
-  std::string
-      cpu_isa;  // widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable"
-  std::string cpu_isas;     // all that this CPU and build have, separated by spaces, widest first:
-                            // STROBE_CPU_ISA limits the use to those from one of them on
-  int32_t cpu_threads = 0;  // OpenMP's number
+  std::string cpu_isa;   // widest instruction set in use: "amx", "avx512_bf16", "avx512", "avx2",
+                         // "neon", "portable"
+  std::string cpu_isas;  // all that this CPU and build have, separated by spaces, widest first:
+                         // STROBE_CPU_ISA limits the use to those from one of them on
+  int32_t cpu_threads = 0;               // OpenMP's number
   std::vector<CudaDevice> cuda_devices;  // at the index that device_index names
   std::string cuda_reason;               // why there are none; "" when there are
   std::string compiler;                  // that built the library

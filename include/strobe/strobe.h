@@ -201,7 +201,7 @@ typedef struct strobe_problem {
   int32_t kv_dtype;  /* strobe_dtype of k, v, k_new and v_new. STROBE_SAME_DTYPE (default): dtype.
                         Any other is answered with STROBE_UNSUPPORTED */
   int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
-                        Backward: dtype */
+                        A backward pass reads what a forward pass wrote so */
 
   /* Keys and values in a cache: forward only, without dropout. With a cache
    *  - a sequence's keys are rows of the cache from 0 (with has_leftpad from leftpad) up to its
@@ -484,8 +484,8 @@ STROBE_API size_t strobe_plan_text(const strobe_plan* plan, char* text,
 /* STROBE_OK when some kernel takes the problem. */
 STROBE_API strobe_status strobe_supports(const strobe_problem* problem) STROBE_NOEXCEPT;
 
-/* One line a kernel: takes it, or why it declines, and a hint; or what is invalid. Lengths as
- * strobe_plan_text. */
+/* One line a kernel: takes it, and the estimate that decided where there was one, or why it
+ * declines, and a hint; or what is invalid. Lengths as strobe_plan_text. */
 STROBE_API size_t strobe_why(const strobe_problem* problem, char* text,
                              size_t capacity) STROBE_NOEXCEPT;
 
@@ -577,9 +577,9 @@ STROBE_API size_t strobe_kernel_declines(int32_t index, const strobe_problem* pr
 
 /* What the library found on this machine. */
 typedef struct strobe_machine {
-  size_t struct_size; /* set before the call */
-  char cpu_name[64];  /* "" when unknown */
-  char cpu_isa[16]; /* widest instruction set in use: "amx", "avx512", "avx2", "neon", "portable" */
+  size_t struct_size;    /* set before the call */
+  char cpu_name[64];     /* "" when unknown */
+  char cpu_isa[16];      /* widest instruction set in use, one of cpu_isas: "avx512", "neon" */
   char cpu_isas[64];     /* all that this CPU and build have, separated by spaces, widest first:
                             STROBE_CPU_ISA limits the use to those from one of them on */
   int32_t cpu_threads;   /* OpenMP's number */

@@ -158,7 +158,7 @@ struct Problem {
   bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
   DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
-  DType out_dtype = DType::kSame;  // of out; or kFloat32, forward alone
+  DType out_dtype = DType::kSame;  // of out; or kFloat32
 
   // Keys and values in a cache, forward only: strobe.h has the rules, examples/paged_cache.cpp and
   // examples/generate.cpp show how an engine uses it.

@@ -54,7 +54,9 @@ class _Served(ServedCalls):
 
 _Served.__qualname__ = ServedCalls.__qualname__  # as it is shown
 _SERVED: Final = _Served()
-_FLASH: Final = "PyTorch's flash attention"  # as `strobe.why()` names it
+# As `strobe.why()` names them.
+_FLASH: Final = "PyTorch's flash attention"
+_GRADIENT: Final = f"the gradient of {_FLASH}"
 
 
 def register() -> ServedCalls:
@@ -180,7 +182,7 @@ _REFUSALS: Final = (_Declined, InvalidArgument, Unsupported, NoSequences)
 _at_pytorchs: Final = threading.local()
 
 
-def _refusal(error: Exception) -> Verdict:
+def _refusal(error: Exception, *, gradient: bool) -> Verdict:
     if isinstance(error, _Declined):
         kind, detail = str(error), ""
     elif isinstance(error, NoSequences):
@@ -189,14 +191,16 @@ def _refusal(error: Exception) -> Verdict:
         kind, detail = "no kernel of Strobe takes it", str(error)
     else:
         kind, detail = "Strobe refused it", str(error)
-    return Verdict(kind=kind, detail=detail, what=_FLASH)
+    if gradient:
+        kind = f"in a backward pass: {kind}"
+    return Verdict(kind=kind, detail=detail, what=_GRADIENT if gradient else _FLASH)
 
 
-def _by_pytorch(name: str, error: Exception | None, *args: Any, **options: Any) -> Any:
-    """The call by PyTorch's own kernel. error: why; None in a backward pass, which is not told."""
+def _by_pytorch(name: str, error: Exception, *args: Any, **options: Any) -> Any:
+    """The call by PyTorch's own kernel. error: why."""
     nested = getattr(_at_pytorchs, "now", False)
-    if error is not None and not nested:
-        verdict = _refusal(error)
+    if not nested:
+        verdict = _refusal(error, gradient=name.endswith("_backward"))
         _calls.record(verdict, counted=False)
         _SERVED.count(verdict)
     _at_pytorchs.now = True
@@ -344,10 +348,10 @@ def _sdpa_backward(
     tensors = (grad_out, query, key, value, out, logsumexp)
     try:
         return _differentiate(True, tensors, _DENSE, dropout_p, is_causal, philox_seed, scale)
-    except _REFUSALS:
+    except _REFUSALS as error:
         more = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
         name = "_scaled_dot_product_flash_attention_backward"
-        return _by_pytorch(name, None, *tensors, *more, philox_seed, philox_offset, scale=scale)
+        return _by_pytorch(name, error, *tensors, *more, philox_seed, philox_offset, scale=scale)
 
 
 def _flash(
@@ -454,10 +458,10 @@ def _flash_backward(
     plain = (dropout_p, is_causal)
     try:
         return _differentiate(False, tensors, lengths, *plain, rng_state, scale, window)
-    except _REFUSALS:
+    except _REFUSALS as error:
         options = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
         name = "_flash_attention_backward"
-        return _by_pytorch(name, None, *tensors, *lengths, *plain, rng_state, unused, **options)
+        return _by_pytorch(name, error, *tensors, *lengths, *plain, rng_state, unused, **options)
 
 
 _FOR_CUDA: Final[dict[str, Callable[..., Any]]] = {

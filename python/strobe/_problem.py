@@ -224,9 +224,16 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
                 "cu_seqlens_k"
             )
     problem.take_more(specs)
-    for name in ("dout", "out"):
-        if name in specs:
-            problem.take(name, specs[name], "q and v")
+    if "dout" in specs:
+        problem.take("dout", specs["dout"], "q and v")
+    if "out" in specs:
+        # The caller's own array says itself what it is.
+        wide = specs["out"].dtype == "float32"
+        if wide:
+            fields["out_dtype"] = DTYPE_CODES["float32"]
+        words = "that of q" if specs["q"].dtype == "float32" else "that of q, or float32"
+        dtype = "float32" if wide else ""
+        problem.take("out", specs["out"], "q and v", dtype=dtype, why=words)
     for name in ("lse", "dlse", "delta"):
         if name in specs:
             axes, words = axes_of(name, packed), "whatever the dtype of q"

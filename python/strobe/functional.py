@@ -175,7 +175,8 @@ def attention(
         mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
-            the write is counted, as by PyTorch's own operators. None: a new contiguous array.
+            the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and
+            gets the result unrounded. None: a new contiguous array of q's dtype.
         return_lse: also return lse.
 
     Returns:
@@ -320,8 +321,8 @@ def attention_backward(
     Args:
         dout: gradient of out, in out's shape, any strides with a contiguous last dimension.
         q, k, v: as in `attention`.
-        out, lse: what `attention` gave with return_lse=True. lse must be contiguous. out: None will
-            do where delta is given.
+        out, lse: what `attention` gave with return_lse=True, out in either dtype. lse must be
+            contiguous. out: None will do where delta is given.
         causal, window, scale, softcap, alibi_slopes: as in `attention`.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.

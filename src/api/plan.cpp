@@ -27,12 +27,6 @@ const char* refusal(const Kernel& kernel, Plan& plan, std::string& text) {
   return text.empty() ? nullptr : text.c_str();
 }
 
-// The same of a problem, where no plan is wanted.
-const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, std::string& text) {
-  Plan plan = empty_plan(resolved);
-  return refusal(kernel, plan, text);
-}
-
 // Why kernels decline the problem, of those before index `end`: an entry each, in which kernels
 // with the same reason stand together.
 std::vector<std::string> refusals(const AttentionProblem& resolved, int32_t end) {
@@ -41,7 +35,8 @@ std::vector<std::string> refusals(const AttentionProblem& resolved, int32_t end)
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
     if (i++ == end) break;
     if (kernel.device != resolved.device) continue;
-    const char* reason = refusal(kernel, resolved, text);
+    Plan plan = empty_plan(resolved);
+    const char* reason = refusal(kernel, plan, text);
     if (!reason) continue;
     if (!found.empty() && found.back().second == reason) {
       found.back().first += std::string(", ") + kernel.name;
@@ -107,12 +102,15 @@ std::string why(const AttentionProblem& problem) {
   bool taken = false;
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.device != resolved.device) continue;
-    const char* reason = refusal(kernel, resolved, text);
+    Plan plan = empty_plan(resolved);
+    const char* reason = refusal(kernel, plan, text);
     lines += format("%-14s ", kernel.name);
     if (reason) {
       lines += format("declines: %s", reason);
     } else {
       lines += taken ? "would take it" : "takes it";
+      const std::string remark = kernel.remark ? kernel.remark(plan) : std::string();
+      if (!remark.empty()) lines += ": " + remark;
       taken = true;
     }
     lines += "\n";

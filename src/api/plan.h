@@ -23,7 +23,8 @@ Status make_plan(const AttentionProblem& problem, Plan& plan);
 /// The plan in words.
 std::string describe(const Plan& plan);
 
-/// One line per kernel of the problem's device: takes it, or why not.
+/// One line per kernel of the problem's device: takes it, and what there is to say of that, or why
+/// not.
 std::string why(const AttentionProblem& problem);
 
 /// In one line: which kernel computes the plan's problem, and why those before it declined.

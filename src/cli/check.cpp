@@ -80,6 +80,7 @@ const std::vector<Feature>& Features() {
        }},
       {"scale", [](const Drawn& c) { return c.scale == c.scale; }},
       {"gradient of lse", [](const Drawn& c) { return c.has_dlse; }},
+      {"out in fp32", [](const Drawn& c) { return c.out_float32; }},
       {"gradients in fp32", [](const Drawn& c) { return c.grad_float32; }},
       {"accumulated gradients", [](const Drawn& c) { return c.accumulate; }},
       {"delta given", [](const Drawn& c) { return c.has_delta; }},

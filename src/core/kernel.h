@@ -22,6 +22,8 @@ struct Kernel {
   std::string (*plan)(Plan& plan);
   Status (*forward)(const Plan& plan, const ForwardArgs& args);
   Status (*backward)(const Plan& plan, const BackwardArgs& args);
+  /// What there is to say of a plan of this kernel besides its numbers, or ""; null: nothing.
+  std::string (*remark)(const Plan& plan) = nullptr;
 };
 
 }  // namespace strobe

@@ -48,16 +48,15 @@ Status check_dtypes(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
   STROBE_RETURN_IF_ERROR(
       check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_FLOAT8_E5M2));
-  // float32 is for what the direction writes.
-  const auto check_output = [&](const char* name, int32_t got, bool written) -> Status {
+  // A backward pass reads out as a forward pass wrote it; gradients are its alone.
+  const auto check_output = [&](const char* name, int32_t got, bool float32) -> Status {
     const bool same = got == STROBE_SAME_DTYPE || got == p.dtype;
-    if (same || (got == STROBE_FLOAT32 && written)) return {};
+    if (same || (got == STROBE_FLOAT32 && float32)) return {};
     return invalid(format("%s = %d (%s), expected -1 (that of q)%s", name, got, dtype_name(got),
-                          written ? " or 0 (fp32)" : ""));
+                          float32 ? " or 0 (fp32)" : ""));
   };
-  const bool forward = p.direction == STROBE_FORWARD;
-  STROBE_RETURN_IF_ERROR(check_output("out_dtype", p.out_dtype, forward));
-  return check_output("grad_dtype", p.grad_dtype, !forward);
+  STROBE_RETURN_IF_ERROR(check_output("out_dtype", p.out_dtype, true));
+  return check_output("grad_dtype", p.grad_dtype, p.direction == STROBE_BACKWARD);
 }
 
 // In words: a signed window's limit, or none.
@@ -357,7 +356,7 @@ std::string declines_without_cache(const AttentionProblem& p) {
     return format("cache = %d (%s), expected 0 (none): this kernel reads no KV cache", p.cache,
                   p.cache == STROBE_CACHE_PAGED ? "paged" : "contiguous");
   }
-  if (p.out_dtype != p.dtype) {
+  if (p.direction == STROBE_FORWARD && p.out_dtype != p.dtype) {
     return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
                   dtype_name(p.dtype));
   }

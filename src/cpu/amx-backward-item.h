@@ -68,17 +68,29 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const Sequence sequence = c.sequence(item.batch, item.head);
   const int64_t at = c.lse_index(sequence, item.head);
   const Range queries{item.q_begin, item.q_end};
-  const Rows out(c.query_rows(c.out, sequence, item.head), queries, p.head_dim_v);
+  const RowView out_rows = c.query_rows(c.out, sequence, item.head);
+  const Rows out(out_rows, queries, p.head_dim_v);
   const Rows dout(c.query_rows(c.dout, sequence, item.head), queries, p.head_dim_v);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
   for (int64_t r = 0; r < queries.size(); ++r) {
     __m512 sum = _mm512_setzero_ps();
-    for (int64_t e = 0; e < out.dim; e += kPair) {
-      const __m512i x = out.at(r, e), y = dout.at(r, e);
-      sum = _mm512_fmadd_ps(as_float(_mm512_slli_epi32(x, 16)), as_float(_mm512_slli_epi32(y, 16)),
-                            sum);
-      sum = _mm512_fmadd_ps(as_float(_mm512_and_si512(x, high)),
-                            as_float(_mm512_and_si512(y, high)), sum);
+    if (p.out_dtype == STROBE_FLOAT32) {
+      const auto* const x = reinterpret_cast<const float*>(out_rows.row(item.q_begin + r));
+      const Bf16* const y = dout.data(r);
+      for (int64_t e = 0; e < out.dim; e += kTile) {
+        const auto some = static_cast<__mmask16>(lanes(0, out.dim - e));
+        const __m512i pair = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, y + e));
+        sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, x + e),
+                              as_float(_mm512_slli_epi32(pair, 16)), sum);
+      }
+    } else {
+      for (int64_t e = 0; e < out.dim; e += kPair) {
+        const __m512i x = out.at(r, e), y = dout.at(r, e);
+        sum = _mm512_fmadd_ps(as_float(_mm512_slli_epi32(x, 16)),
+                              as_float(_mm512_slli_epi32(y, 16)), sum);
+        sum = _mm512_fmadd_ps(as_float(_mm512_and_si512(x, high)),
+                              as_float(_mm512_and_si512(y, high)), sum);
+      }
     }
     const int64_t row = at + item.q_begin + r;
     c.made_delta[row] = _mm512_reduce_add_ps(sum) - (c.dlse ? c.dlse[row] : 0);
@@ -257,7 +269,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       for (int64_t i = 0; i < t.sub_tiles(); ++i) {
         const Range rows = t.sub_tile(i);
         const BlockWalk walk = keys_of(c, b.sequence, head, rows, kLeastWalkBlock);
-        t.few |= static_cast<uint32_t>(sees_few_keys(c, b.sequence, head, rows, walk)) << i;
+        t.few |= static_cast<uint32_t>(splits_weights(c, b.sequence, head, rows, walk)) << i;
       }
       if (b.d_blocks + b.dv_blocks <= 3) {
         backward_tile<2>(b, t, addition, k_nonfinite);

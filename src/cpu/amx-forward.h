@@ -102,7 +102,7 @@ struct Forward {
   /// Finds out whose weights are split, before anybody asks.
   STROBE_INLINE void find_few(int64_t tiles) const {
     for (int64_t t = 0; t < tiles; ++t) {
-      s.few[t] = sees_few_keys(c, sequence, item.head, tile(t), groups(tile(t)));
+      s.few[t] = splits_weights(c, sequence, item.head, tile(t), groups(tile(t)));
     }
   }
   /// Whether the tile's weights are split (kFewKeys).

@@ -8,55 +8,12 @@
 
 namespace strobe::cpu::amx {
 
-/// Queries that see no more keys than these have their weights (and their gradients) split into two
-/// bf16 values for the products. Where a row has few weights they are large, and so are the
-/// results: weights rounded once would add as much to the results' errors as rounding the results
-/// does.
-constexpr int64_t kFewKeys = 48;
-/// The same for dK and dV of 32 keys that no more queries (of a head) than these see.
-constexpr int64_t kFewQueries = 8;
-/// Rows of a block of the walks by which that is found out.
-constexpr int64_t kLeastWalkBlock = 32;
-
-/// Whether a tile's weights are split. walk: the tile's, of the blocks of any size. By a rule its
-/// queries see few keys together, or many each, but for a few rows; with a mask as data any of them
-/// may see few.
-STROBE_AMX bool sees_few_keys(const Context& c, const Sequence& s, int64_t head, Range queries,
-                              const BlockWalk& walk) {
-  if (s.mask.kv_range(queries).size() <= kFewKeys) return true;
-  if (!c.mask) return false;
-  // Full blocks of more keys than that, one after the other: most masks have some.
-  int64_t full = 0;
-  for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
-    full += walk.is_full(place);
-    if (full * kLeastWalkBlock > kFewKeys) return false;
-  }
-  const HeadMask mask = c.mask_of(s, head);
-  for (int64_t query = queries.begin; query < queries.end; ++query) {
-    int64_t seen = 0;
-    const bool many = mask.any_keys(query, s.mask.row(query), [&](int64_t, uint32_t bits) {
-      seen += __builtin_popcount(bits);
-      return seen > kFewKeys;
-    });
-    if (!many && seen > 0) return true;
-  }
-  return false;
-}
-/// The same for keys: whether dK and dV of some of them are of few queries.
-STROBE_AMX bool seen_by_few(const Context& c, const Sequence& s, int64_t head, Range keys) {
-  if (s.mask.q_range(keys).size() <= kFewQueries) return true;
-  if (!c.mask || queries_of(c, s, head, keys, kLeastWalkBlock).has_full()) return false;
-  const HeadMask mask = c.mask_of(s, head);
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
-    int64_t seeing = 0;
-    const bool many =
-        mask.any_queries(key, s.mask.q_range({key, key + 1}), [&](int64_t, uint32_t bits) {
-          seeing += __builtin_popcount(bits);
-          return seeing > kFewQueries;
-        });
-    if (!many && seeing > 0) return true;
-  }
-  return false;
+/// Whether a tile's weights are split. walk: the tile's. By a rule its queries see few keys
+/// together, or many each, but for a few rows; with a mask as data any of them may see few.
+STROBE_AMX bool splits_weights(const Context& c, const Sequence& s, int64_t head, Range queries,
+                               const BlockWalk& walk) {
+  return s.mask.kv_range(queries).size() <= kFewKeys ||
+         (c.mask && data_leaves_few_keys(c, s, head, queries, walk));
 }
 
 struct Score {

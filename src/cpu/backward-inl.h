@@ -1,5 +1,5 @@
-// FlashAttention-2's backward pass in float32, for one instruction set (arXiv:2307.08691, algorithm
-// 2).
+// FlashAttention-2's backward pass for one instruction set (arXiv:2307.08691, algorithm 2), in
+// float32 or with products of bf16 pairs.
 //
 // Layout. An item owns a block of keys; keys lie along the vector lanes of the score tiles. For
 // each tile of queries and each group of 64 keys of the block
@@ -13,6 +13,10 @@
 // K^T and V^T are made once per item. Everything else is read as it lies in memory. That holds for
 // a transposed P or dS too, because the micro-kernel broadcasts single elements of its left
 // operand. Several items add to the dQ of a query tile: see turnstile.h.
+//
+// Pairs of bf16 (kPairs) are pairs of dimensions in S and dP, of queries in dV and dK, of keys in
+// dQ. So Q, dO, K, P and dS exist packed by rows, and Q, dO and dS as rows as well. Their float32
+// rows stay for what has few terms (score.h) and for infinities and NaN.
 #ifndef STROBE_CPU_BACKWARD_INL_H_
 #define STROBE_CPU_BACKWARD_INL_H_
 
@@ -46,6 +50,9 @@ struct BackwardScratch {
   float *k, *kt, *vt, *dk, *dv;  // of the block
   float *q, *dout, *dq;          // of the query tile
   float *p, *ds;                 // [tile_q][tile_k]
+  // Pairs along the columns, [rows][row_pairs], and along the rows, [rows / 2][columns].
+  Pair *q_rows, *dout_rows, *ds_rows;
+  Pair *k_pairs, *q_pairs, *dout_pairs, *p_pairs, *ds_pairs;
 };
 
 STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& c) {
@@ -63,6 +70,15 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
   s.dq = arena.take<float>(kBackwardTileQ * d);
   s.p = arena.take<float>(kBackwardTileQ * kBackwardTileK);
   s.ds = arena.take<float>(kBackwardTileQ * kBackwardTileK);
+  const int64_t tile_q = kPairs ? kBackwardTileQ : 0;
+  s.q_rows = arena.take<Pair>(tile_q * row_pairs(p.head_dim));
+  s.dout_rows = arena.take<Pair>(tile_q * row_pairs(p.head_dim_v));
+  s.ds_rows = arena.take<Pair>(tile_q * row_pairs(kBackwardTileK));
+  s.k_pairs = arena.take<Pair>(kPairs ? block / 2 * d : 0);
+  s.q_pairs = arena.take<Pair>(tile_q / 2 * d);
+  s.dout_pairs = arena.take<Pair>(tile_q / 2 * dv);
+  s.p_pairs = arena.take<Pair>(tile_q / 2 * kBackwardTileK);
+  s.ds_pairs = arena.take<Pair>(tile_q / 2 * kBackwardTileK);
   return s;
 }
 
@@ -87,41 +103,40 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const auto kHalf = static_cast<int64_t>(hn::Lanes(f64));
   const int64_t width = round_up(p.head_dim_v, kLanes);
   HWY_ALIGN float out[256 + kLanes], dout[256 + kLanes];
-  for_dtype(
-      p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-        for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-          row_to_float(reinterpret_cast<const T*>(out_rows.row(q)), p.head_dim_v, out);
-          row_to_float(reinterpret_cast<const T*>(dout_rows.row(q)), p.head_dim_v, dout);
-          // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ
-          // it is multiplied by the sum of the keys, which is far larger than their differences.
-          const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
-            return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
-                              hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
-          };
-          auto even = hn::Zero(f64), odd = hn::Zero(f64);
-          int64_t i = 0;
-          for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
-            even = product(i, even);
-            odd = product(i + kHalf, odd);
-          }
-          if (i < width) even = product(i, even);
-          const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
-          c.made_delta[at + q] =
-              static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
-        }
-      });
+  for (int64_t q = item.q_begin; q < item.q_end; ++q) {
+    load_rows(out_rows, p.out_dtype, {q, q + 1}, p.head_dim_v, out, 0);
+    load_rows(dout_rows, p.dtype, {q, q + 1}, p.head_dim_v, dout, 0);
+    // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ it is
+    // multiplied by the sum of the keys, which is far larger than their differences.
+    const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
+      return hn::MulAdd(hn::PromoteTo(f64, hn::Load(half, out + i)),
+                        hn::PromoteTo(f64, hn::Load(half, dout + i)), sum);
+    };
+    auto even = hn::Zero(f64), odd = hn::Zero(f64);
+    int64_t i = 0;
+    for (; i + 2 * kHalf <= width; i += 2 * kHalf) {
+      even = product(i, even);
+      odd = product(i + kHalf, odd);
+    }
+    if (i < width) even = product(i, even);
+    const double dlse = c.dlse ? static_cast<double>(c.dlse[at + q]) : 0;
+    c.made_delta[at + q] =
+        static_cast<float>(hn::GetLane(hn::SumOfLanes(f64, hn::Add(even, odd))) - dlse);
+  }
 }
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
-/// key_begin; bits: of the keys, one each, those that it sees besides; null: all.
-template <bool kLinear, bool kMasked>
+/// key_begin; bits: kBits: of the keys, one each.
+template <bool kLinear, Hides kHides>
 static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
                          int64_t key_begin, Range seen, const uint32_t* bits,
                          const RowSoftmax& softmax, float delta, int64_t width, float* s,
                          float* dp) {
+  constexpr bool kMasked = kHides != Hides::kNothing;
   const Scorer scorer{options};
-  const VF reference = set(softmax.reference), vdelta = set(delta * softmax.dout_factor);
+  const VF reference = set(softmax.reference), over_sum = set(softmax.over_sum),
+           vdelta = set(delta);
   for (int64_t j = 0; j < width; j += kLanes) {
     VF grad = load(dp + j);
     Score score{load(s + j), set(1)};
@@ -132,7 +147,7 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     } else {
       score = scorer(score.value, same(position), count_from(key_begin + j));
     }
-    const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
+    const VF p = hn::Mul(exp2(hn::Sub(score.value, reference), softmax.unit), over_sum);
     VF dropped = p;
     if constexpr (!kLinear) {
       if (options.dropout) {
@@ -147,7 +162,9 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
       auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
-      if (bits) lanes = hn::And(lanes, bit_lanes(bits[j / 32] >> (j % 32)));
+      if constexpr (kHides == Hides::kBits) {
+        lanes = hn::And(lanes, bit_lanes(bits[j / 32] >> (j % 32)));
+      }
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }
@@ -156,49 +173,64 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
   }
 }
 
-/// The products of a tile where an operand holds an infinity or a NaN and some pairs are masked. It
-/// touches only the pairs that the mask allows, so that 0 * NaN reaches no other row. Rounds as
-/// gemm does.
-static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, int64_t head,
-                                 Range queries, Range keys, const PairBits& pair,
-                                 const BackwardScratch& s, int64_t q_tile, int64_t key_offset,
-                                 float* dq) {
-  const AttentionProblem& p = c.problem;
-  const Mask& mask = sequence.mask;
-  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const auto place = [&](int64_t query, int64_t key) {
-    return (query - q_tile) * kBackwardTileK + key - keys.begin;
-  };
-  const HeadMask data = c.mask_of(sequence, head);
-  const auto is_hidden = [&](int64_t query, int64_t key) {
-    return pair.bits && !(*data.words(pair, query, key) >> (key % 32) & 1);
-  };
-  // row[e] += sum over n of weight(n) * others[n][e], where others' row 0 is `first`.
-  const auto add = [](float* row, int64_t width, Range range, const auto& weight,
-                      const float* others, int64_t first, const auto& hides) {
-    for (int64_t e = 0; e < width; e += kLanes) {
+/// C += A B where an operand holds an infinity or a NaN and the mask hides some of A's elements.
+/// seen(row): the part of the summed dimension that A has in a row, but for elements that
+/// hides(row, element) hides. It touches nothing else, so that 0 * NaN reaches no other row. Rounds
+/// as gemm does.
+template <typename T, typename Seen, typename HidesPair>
+STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, const Seen& seen,
+                               const HidesPair& hides) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const Range range = seen(r);
+    const auto has = [&](int64_t i) __attribute__((always_inline)) {
+      return hn::FirstN(f32, range.contains(i) && !hides(r, i) ? kLanes : 0);
+    };
+    for (int64_t e = 0; e < columns; e += kLanes) {
       VF sum = hn::Zero(f32);
-      for (int64_t n = range.begin; n < range.end; ++n) {
-        if (hides(n)) continue;
-        sum = hn::MulAdd(set(weight(n)), load(others + (n - first) * width + e), sum);
+      for (int64_t n = range.begin / kValues<T>; n * kValues<T> < range.end; ++n) {
+        const int64_t first = n * kValues<T>;
+        const VU keep = kept_values<T>(has(first), has(first + kValues<T> - 1));
+        sum = add_products(same_in_all(g.a[r * g.a_row + n * g.a_col]),
+                           part(elements(g.b + n * g.b_row + e), keep), sum);
       }
-      store(hn::Add(load(row + e), sum), row + e);
+      float* const c = g.c + r * g.c_row + e;
+      store(hn::Add(load(c), sum), c);
     }
-  };
-  const int64_t k_begin = keys.begin - key_offset;  // of the block
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const int64_t row = key - k_begin;
-    const Range seeing = intersect(mask.q_range({key, key + 1}), queries);
-    const auto p_of = [&](int64_t i) { return s.p[place(i, key)]; };
-    const auto ds_of = [&](int64_t i) { return s.ds[place(i, key)]; };
-    const auto hides = [&](int64_t i) { return is_hidden(i, key); };
-    add(s.dv + row * dv, dv, seeing, p_of, s.dout, q_tile, hides);
-    add(s.dk + row * d, d, seeing, ds_of, s.q, q_tile, hides);
   }
-  for (int64_t i = queries.begin; i < queries.end; ++i) {
-    const auto ds_of = [&](int64_t key) { return s.ds[place(i, key)]; };
-    const auto hides = [&](int64_t key) { return is_hidden(i, key); };
-    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), ds_of, s.k, k_begin, hides);
+}
+
+/// What the weights and their gradients of one tile and group add to dV, dK and dQ: each a product
+/// whose summed dimension are the queries, the queries and the keys. has_bit(query, key): whether a
+/// mask as data lets the query see the key.
+template <typename T, typename HasBit>
+STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool seen_only,
+                               const HasBit& has_bit, const AttentionProblem& p, const Gemm<T>& dv,
+                               const Gemm<T>& dk, const Gemm<T>& dq) {
+  const int64_t d = round_up(p.head_dim, kLanes), d_v = round_up(p.head_dim_v, kLanes);
+  const int64_t rows = queries.size(), columns = keys.size();
+  if (seen_only) {
+    const auto seeing = [&](int64_t row) __attribute__((always_inline)) {
+      const int64_t key = keys.begin + row;
+      const Range all = intersect(mask.q_range({key, key + 1}), queries);
+      return Range{all.begin - queries.begin, all.end - queries.begin};
+    };
+    const auto seen = [&](int64_t row) __attribute__((always_inline)) {
+      const Range all = intersect(mask.row(queries.begin + row), keys);
+      return Range{all.begin - keys.begin, all.end - keys.begin};
+    };
+    const auto hides_key = [&](int64_t row, int64_t key) __attribute__((always_inline)) {
+      return !has_bit(queries.begin + row, keys.begin + key);
+    };
+    const auto hides_query = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
+      return hides_key(row, key);
+    };
+    add_seen_only(dv, columns, d_v, seeing, hides_query);
+    add_seen_only(dk, columns, d, seeing, hides_query);
+    add_seen_only(dq, rows, d, seen, hides_key);
+  } else {
+    gemm<Old::kAdd>(dv, columns, d_v / kLanes, ceil_div(rows, kValues<T>));
+    gemm<Old::kAdd>(dk, columns, d / kLanes, ceil_div(rows, kValues<T>));
+    gemm<Old::kAdd>(dq, rows, d / kLanes, ceil_div(columns, kValues<T>));
   }
 }
 
@@ -223,34 +255,68 @@ static void decoded_scores(const float* q, const float* k, int64_t dim, int64_t 
   }
 }
 
-/// One tile of queries against one group of keys of the block: the step of the algorithm. full:
-/// there are as many keys as a group may have, and all of the tile's queries see them.
+/// Some queries of a tile and, in pairs, what makes the first and the last pair whole: the mask
+/// hides the keys from those that are added.
+STROBE_SIMD Range whole_pairs(Range queries, Range tile) {
+  if constexpr (!kPairs) return queries;
+  queries.begin -= (queries.begin - tile.begin) % 2;
+  queries.end += (queries.end - tile.begin) % 2;
+  return intersect(queries, tile);
+}
+
+/// A query tile as backward_step finds it.
+struct BackwardTile {
+  Range queries;
+  bool nonfinite;  // Q or dO of the tile or K of the block holds an infinity or a NaN
+  bool few_keys;   // its weights stay float32
+};
+
+/// A group of keys of the block.
+struct BackwardGroup {
+  Range keys;
+  bool full;         // as many as a group may have, and all of the tile's queries see them
+  bool few_queries;  // their weights stay float32
+};
+
+/// One tile of queries against one group of keys of the block: the step of the algorithm.
 static void backward_step(const BackwardContext& c, const ScoreOptions& options,
-                          const Sequence& sequence, int64_t head, Range tile, Range keys, bool full,
-                          int64_t k_begin, bool nonfinite, const BackwardScratch& s) {
+                          const Sequence& sequence, int64_t head, const BackwardTile& step_tile,
+                          const BackwardGroup& group, int64_t k_begin, const BackwardScratch& s) {
+  const Range tile = step_tile.queries, keys = group.keys;
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
-  const Range queries = full ? tile : intersect(mask.q_range(keys), tile);
-  if (queries.empty()) return;
+  const Range seeing = group.full ? tile : intersect(mask.q_range(keys), tile);
+  if (seeing.empty()) return;
+  const Range queries = whole_pairs(seeing, tile);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK);
   const int64_t n = queries.size(), r0 = queries.begin - tile.begin,
                 key_offset = keys.begin - k_begin;
   // Lanes past the last key count as masked.
-  const PairBits pair = full ? PairBits{true, nullptr, nullptr}
-                             : pair_bits(c, sequence, head, tile.begin, keys.begin);
-  const bool masked = !full && (pair.bits || !mask.full_range(queries).contains(keys) ||
-                                keys.size() < kBackwardTileK);
+  const PairBits pair = group.full ? PairBits{true, nullptr, nullptr}
+                                   : pair_bits(c, sequence, head, tile.begin, keys.begin);
+  const bool masked = !group.full && (pair.bits || !mask.full_range(queries).contains(keys) ||
+                                      keys.size() < kBackwardTileK);
 
   const float* const q = s.q + r0 * d;
   const float* const dout = s.dout + r0 * dv;
   float* const weights = s.p + r0 * kBackwardTileK;
   float* const ds = s.ds + r0 * kBackwardTileK;
   const int64_t vectors = ceil_div(keys.size(), kLanes);
-  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n, vectors,
-                   p.head_dim);
-  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
-                   p.head_dim_v);
+  if constexpr (kPairs) {
+    const int64_t dp = row_pairs(p.head_dim), dvp = row_pairs(p.head_dim_v);
+    gemm<Old::kDrop>(Gemm<Pair>{s.q_rows + r0 * dp, dp, 1, as_pairs(s.kt) + key_offset, block,
+                                weights, kBackwardTileK},
+                     n, vectors, ceil_div(p.head_dim, 2));
+    gemm<Old::kDrop>(Gemm<Pair>{s.dout_rows + r0 * dvp, dvp, 1, as_pairs(s.vt) + key_offset, block,
+                                ds, kBackwardTileK},
+                     n, vectors, ceil_div(p.head_dim_v, 2));
+  } else {
+    gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n, vectors,
+                     p.head_dim);
+    gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
+                     p.head_dim_v);
+  }
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
@@ -261,8 +327,12 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
   }
   const HeadMask data = c.mask_of(sequence, head);
   const bool linear = options.linear && !options.dropout;
-  const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
-                          : (masked ? backward_row<false, true> : backward_row<false, false>);
+  const auto row = [&]<bool kLinear>() __attribute__((always_inline)) {
+    return !masked      ? backward_row<kLinear, Hides::kNothing>
+           : !pair.bits ? backward_row<kLinear, Hides::kOutside>
+                        : backward_row<kLinear, Hides::kBits>;
+  };
+  const auto run = linear ? row.template operator()<true>() : row.template operator()<false>();
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
@@ -271,16 +341,28 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
     run(options, i, mask.position(i), keys.begin, seen, bits, row_softmax(c, options, lse_at + i),
         c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
-  if (masked && nonfinite) {
-    accumulate_seen_only(c, sequence, head, queries, keys, pair, s, tile.begin, key_offset, s.dq);
-    return;
+  const bool seen_only = masked && step_tile.nonfinite;
+  const auto has_bit = [&](int64_t query, int64_t key) __attribute__((always_inline)) {
+    return !pair.bits || (*data.words(pair, query, key) >> (key % 32) & 1) != 0;
+  };
+  constexpr int64_t kRow = kBackwardTileK;
+  float *const s_dv = s.dv + key_offset * dv, *const s_dk = s.dk + key_offset * d,
+               *const s_dq = s.dq + r0 * d;
+  if (kPairs && !step_tile.few_keys && !group.few_queries) {
+    pack_rows(weights, kRow, n, vectors, s.p_pairs, kRow);
+    pack_rows(ds, kRow, n, vectors, s.ds_pairs, kRow);
+    pack_columns(ds, kRow, n, kRow, s.ds_rows);
+    add_gradients(
+        mask, queries, keys, seen_only, has_bit, p,
+        Gemm<Pair>{s.p_pairs, 1, kRow, s.dout_pairs + r0 / 2 * dv, dv, s_dv, dv},
+        Gemm<Pair>{s.ds_pairs, 1, kRow, s.q_pairs + r0 / 2 * d, d, s_dk, d},
+        Gemm<Pair>{s.ds_rows, row_pairs(kRow), 1, s.k_pairs + key_offset / 2 * d, d, s_dq, d});
+  } else {
+    add_gradients(mask, queries, keys, seen_only, has_bit, p,
+                  Gemm<float>{weights, 1, kRow, dout, dv, s_dv, dv},
+                  Gemm<float>{ds, 1, kRow, q, d, s_dk, d},
+                  Gemm<float>{ds, kRow, 1, s.k + key_offset * d, d, s_dq, d});
   }
-  gemm<Old::kAdd>({weights, 1, kBackwardTileK, dout, dv, s.dv + key_offset * dv, dv}, keys.size(),
-                  dv / kLanes, n);
-  gemm<Old::kAdd>({ds, 1, kBackwardTileK, q, d, s.dk + key_offset * d, d}, keys.size(), d / kLanes,
-                  n);
-  gemm<Old::kAdd>({ds, kBackwardTileK, 1, s.k + key_offset * d, d, s.dq + r0 * d, d}, n, d / kLanes,
-                  keys.size());
 }
 
 /// Writes a row of a gradient: from[0, dim) * factor, added to what is there where the problem says
@@ -329,6 +411,10 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
   const Range item_keys{item.k_begin, item.k_end};
+  static_assert(kBackwardBlock / kBackwardTileK <= 32);
+  const auto group_keys = [&](int64_t g) __attribute__((always_inline)) {
+    return block_at(item_keys, item.k_begin + g * kBackwardTileK, kBackwardTileK);
+  };
 
   // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V as it is read
   // stands in dV's room for the moment.
@@ -340,6 +426,11 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   for (int64_t r = 0; r < padded; r += kTransposeRows) {
     transpose_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, block);
     transpose_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, block);
+  }
+  if constexpr (kPairs) {
+    pack_rows(s.kt, block, p.head_dim, padded / kLanes, as_pairs(s.kt), block);
+    pack_rows(s.vt, block, p.head_dim_v, padded / kLanes, as_pairs(s.vt), block);
+    pack_rows(s.k, d, padded, d / kLanes, s.k_pairs, d);
   }
   __builtin_memset(s.dk, 0, static_cast<size_t>(padded * d) * sizeof(float));
   __builtin_memset(s.dv, 0, static_cast<size_t>(padded * dv) * sizeof(float));
@@ -353,6 +444,10 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
     const ScoreOptions options = score_options(c, item.batch, head);
     const RowView q_rows = c.query_rows(c.q, sequence, head);
     const RowView dout_rows = c.query_rows(c.dout, sequence, head);
+    uint32_t few_queries = 0;  // groups
+    for (int64_t g = 0; kPairs && g * kBackwardTileK < keys; ++g) {
+      few_queries |= static_cast<uint32_t>(seen_by_few(c, sequence, head, group_keys(g))) << g;
+    }
     const BlockWalk tiles = queries_of(c, sequence, head, item_keys, kBackwardTileQ);
     for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       const Range tile =
@@ -362,21 +457,26 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       const int64_t rows = tile.size();
       load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
       load_rows(dout_rows, p.dtype, tile, p.head_dim_v, s.dout, dv);
-      const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
-      for (int64_t r = 0; r < rows; ++r) {
-        const float factor = row_softmax(c, options, lse_at + r).dout_factor;
-        if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
+      if constexpr (kPairs) {
+        pack_columns(s.q, d, rows, d, s.q_rows);
+        pack_columns(s.dout, dv, rows, dv, s.dout_rows);
+        pack_rows(s.q, d, rows, d / kLanes, s.q_pairs, d);
+        pack_rows(s.dout, dv, rows, dv / kLanes, s.dout_pairs, dv);
       }
-      const bool nonfinite =
-          k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv);
+      // Whether its weights stay float32 is not for the item to decide: all groups are asked.
+      const BlockWalk all_groups = keys_of(c, sequence, head, tile, kBackwardTileK);
+      const BackwardTile step_tile{
+          tile,
+          k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv),
+          kPairs && sees_few_keys(c, sequence, head, tile, all_groups)};
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
       const BlockWalk groups =
-          keys_of(c, sequence, head, tile, kBackwardTileK)
-              .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
+          all_groups.within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
       for (int64_t g = groups.begin; g < groups.end; g = groups.after(g)) {
-        const int64_t k = groups.block(g) * kBackwardTileK;
-        backward_step(c, options, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
-                      groups.is_full(g), item.k_begin, nonfinite, s);
+        const int64_t n_group = groups.block(g) - item.k_begin / kBackwardTileK;
+        backward_step(c, options, sequence, head, step_tile,
+                      {group_keys(n_group), groups.is_full(g), (few_queries >> n_group & 1) != 0},
+                      item.k_begin, s);
       }
       hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }

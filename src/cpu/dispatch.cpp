@@ -11,11 +11,13 @@
 #include <vector>
 
 #include "core/machine.h"
+#include "cpu/decode.h"
 #include "cpu/launch.h"
 
 namespace strobe::cpu {
 
-extern const InstructionSet kAmx, kAvx512, kAvx2, kNeon, kPortable;  // those that are built
+extern const InstructionSet kAmx, kAvx512Bf16, kAvx512, kAvx2, kNeon,
+    kPortable;  // those that are built
 
 namespace {
 
@@ -24,11 +26,19 @@ struct Row {
   const InstructionSet* isa;
   bool CpuFeatures::*needs;  // null: every CPU
   const char* missing;
+  const char* bf16_products = nullptr;  // what makes them, where the row takes bf16 alone
+  // Whether the row is faster than those after it. Where it is not, STROBE_CPU_ISA has to name it.
+  bool (*is_faster)() = nullptr;  // null: yes
 };
 
 constexpr Row kRows[] = {
 #if STROBE_HAVE_AMX
-    {"cpu_amx", &kAmx, &CpuFeatures::amx, "this CPU (or its operating system) has no AMX bf16"},
+    {"cpu_amx", &kAmx, &CpuFeatures::amx, "this CPU (or its operating system) has no AMX bf16",
+     "AMX"},
+#endif
+#if STROBE_HAVE_AVX512_BF16
+    {"cpu_avx512_bf16", &kAvx512Bf16, &CpuFeatures::avx512_bf16, "this CPU has no AVX-512 BF16",
+     "vdpbf16ps", has_fast_bf16_products},
 #endif
 #if STROBE_HAVE_AVX512
     {"cpu_avx512", &kAvx512, &CpuFeatures::avx512, "this CPU has no AVX-512 (F, BW, CD, DQ, VL)"},
@@ -48,7 +58,8 @@ bool has(const Row& row) { return !row.needs || cpu_features().*row.needs; }
 // STROBE_CPU_ISA limits the instruction sets: it names the widest to use. It is read once, so that
 // no launch looks at the environment.
 struct IsaLimit {
-  size_t row = 0;  // first row that may be used
+  size_t row = 0;      // first row that may be used
+  bool named = false;  // by the variable
   const char* error = nullptr;
   char text[160] = {};
 
@@ -56,6 +67,7 @@ struct IsaLimit {
     const char* const name = std::getenv("STROBE_CPU_ISA");
     if (!name || !*name) return;
     for (row = 0; row < kRowCount && std::strcmp(kRows[row].isa->name, name) != 0;) ++row;
+    named = true;
     if (row < kRowCount && has(kRows[row])) return;
     std::string known;
     for (const InstructionSet* isa : instruction_sets()) {
@@ -73,11 +85,15 @@ const IsaLimit& isa_limit() {
   return limit;
 }
 
-template <size_t kRow>
-const char* unavailable() {
+// Why plans may not use a row; null: they may.
+const char* unavailable(size_t row) {
   if (isa_limit().error) return isa_limit().error;
-  if (!has(kRows[kRow])) return kRows[kRow].missing;
-  if (kRow < isa_limit().row) return "STROBE_CPU_ISA limits it to a narrower instruction set";
+  if (!has(kRows[row])) return kRows[row].missing;
+  if (row < isa_limit().row) return "STROBE_CPU_ISA limits it to a narrower instruction set";
+  const bool named = isa_limit().named && row == isa_limit().row;
+  if (kRows[row].is_faster && !kRows[row].is_faster() && !named) {
+    return "this CPU is faster without it; STROBE_CPU_ISA can name it";
+  }
   return nullptr;
 }
 
@@ -87,13 +103,17 @@ std::string declines(const AttentionProblem& problem) {
   if (problem.dtype < STROBE_FLOAT32 || problem.dtype > STROBE_FLOAT16) {
     return format("dtype = %d, expected fp32, bf16 or fp16", problem.dtype);
   }
-#if STROBE_HAVE_AMX
-  if (kRows[kRow].isa == &kAmx && problem.dtype != STROBE_BFLOAT16) {
-    return format("dtype = %s, expected bf16 (AMX multiplies bf16)", dtype_name(problem.dtype));
+  const char* const bf16_products = kRows[kRow].bf16_products;
+  if (bf16_products && problem.dtype != STROBE_BFLOAT16) {
+    return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),
+                  bf16_products);
   }
-#endif
   if (!kRows[kRow].isa->append) {
     if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
+  }
+  if (bf16_products && problem.rotary_dim != 0) {
+    return format("rotary_dim = %lld, expected 0 (rotated queries are not bf16)",
+                  static_cast<long long>(problem.rotary_dim));
   }
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
@@ -107,7 +127,7 @@ constexpr Kernel kernel() {
   return {
       row.kernel,
       STROBE_CPU,
-      unavailable<kRow>,
+      [] { return unavailable(kRow); },
       [](Plan& plan) {
         std::string reason = declines<kRow>(plan.problem);
         if (reason.empty()) fill_plan(*row.isa, plan);
@@ -140,9 +160,8 @@ std::span<const InstructionSet* const> instruction_sets() {
 }
 
 const char* widest_in_use() {
-  if (isa_limit().error) return "none";
-  for (size_t row = isa_limit().row; row < kRowCount; ++row) {
-    if (has(kRows[row])) return kRows[row].isa->name;
+  for (size_t row = 0; row < kRowCount; ++row) {
+    if (!unavailable(row)) return kRows[row].isa->name;
   }
   return "none";
 }

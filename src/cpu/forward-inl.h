@@ -1,5 +1,5 @@
-// FlashAttention-2's forward pass in float32, for one instruction set (arXiv:2307.08691, algorithm
-// 1).
+// FlashAttention-2's forward pass for one instruction set (arXiv:2307.08691, algorithm 1), in
+// float32 or with products of bf16 pairs.
 //
 // Layout. Everything is transposed: queries lie along the vector lanes. For a tile of 64 queries
 // and a block of keys
@@ -10,6 +10,11 @@
 // so that the maximum, the sum and the rescaling of a row of the softmax are vertical vector
 // operations with one query in a lane. K and V are read as they lie in memory, an element at a
 // time. Only Q and O are transposed, once per item.
+//
+// Pairs of bf16 (kPairs) are pairs of dimensions in S and of keys in O: of K two neighbours of a
+// row are an element, Q^T, V and P^T are packed by rows. Pairs of keys begin at even positions of
+// the sequence, so that what is added together does not depend on the item. A tile with a query
+// that sees few keys has its product with V in float32.
 //
 // An item owns block_q queries of one head. It cuts them into several tiles, which share the
 // conversion of each block of K and V.
@@ -51,6 +56,7 @@ struct ForwardTile {
   int64_t size;     // keys of a block
   BlockWalk walk;   // blocks of so many keys
   int64_t vectors;  // that hold queries
+  bool few_keys;    // its weights stay float32
 };
 
 /// What is hidden from a tile of some keys: nothing; what lies outside the queries' intervals
@@ -71,6 +77,7 @@ struct Hidden {
 struct ForwardScratch {
   ForwardTile* tiles;
   float *k, *v, *pt, *alpha, *rows;
+  Pair* v_pairs;
 };
 
 STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -84,6 +91,7 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
   s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
+  s.v_pairs = arena.take<Pair>(kPairs ? kForwardTileK / 2 * dv : 0);
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
     tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
@@ -124,6 +132,10 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
     load_query_rows(c, sequence, item.head, {q_begin + r, q_begin + r + some}, rows, d_padded);
     transpose_rows(rows, d_padded, p.head_dim, factor, tile.qt + r, kForwardTileQ);
   }
+  if constexpr (kPairs) {
+    pack_rows(tile.qt, kForwardTileQ, p.head_dim, tile.vectors, as_pairs(tile.qt), kForwardTileQ);
+  }
+  tile.few_keys = kPairs && sees_few_keys(c, sequence, item.head, tile.queries, tile.walk);
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
     const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
     tile.before[r] = static_cast<int32_t>(seen.begin - 1);
@@ -232,23 +244,27 @@ static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const 
 
 /// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
 /// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
+template <typename T>
 static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Hidden& hidden,
-                                 int64_t dim_v, const float* v, int64_t v_stride, const float* pt,
-                                 const float* alpha) {
+                                 const Gemm<T>& product, int64_t dim_v) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
-    const VF a = load(alpha + at);
+    const auto sees_key = [&](int64_t j) __attribute__((always_inline)) {
+      const hn::Mask<F> seen = sees(before, end, same(j));
+      return hidden.what == Hides::kBits ? hn::And(seen, hidden.has_bit(j - keys.begin, at)) : seen;
+    };
+    const VF alpha = load(product.alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
-      float* const ot = tile.ot + e * kForwardTileQ + at;
+      float* const ot = product.c + e * product.c_row + at;
+      const T *v = product.a + e * product.a_row, *pt = product.b + at;
       VF sum = hn::Zero(f32);
-      for (int64_t j = 0; j < keys.size(); ++j) {
-        const VF more =
-            hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
-        hn::Mask<F> seen = sees(before, end, same(keys.begin + j));
-        if (hidden.what == Hides::kBits) seen = hn::And(seen, hidden.has_bit(j, at));
-        sum = hn::IfThenElse(seen, more, sum);
+      for (int64_t j = keys.begin; j < keys.end; j += kValues<T>) {
+        const VU seen = kept_values<T>(sees_key(j), sees_key(j + kValues<T> - 1));
+        sum = add_products(part(same_in_all(*v), seen), elements(pt), sum);
+        v += product.a_col;
+        pt += product.b_row;
       }
-      store(hn::MulAdd(load(ot), a, sum), ot);
+      store(hn::MulAdd(load(ot), alpha, sum), ot);
     }
   }
 }
@@ -256,7 +272,22 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Hidd
 /// The part that `keys` has of a block of `size` keys. Blocks begin at multiples of their size, so
 /// that what is summed together does not depend on the item.
 STROBE_SIMD Range forward_keys(int64_t block, int64_t size, Range keys) {
+  if (kPairs) keys.begin -= keys.begin % 2;
   return intersect({block * size, (block + 1) * size}, keys);
+}
+/// The part that a tile has of such a block: whole pairs, as far as the block has them. The mask
+/// hides what was added.
+STROBE_SIMD Range tile_keys(const ForwardTile& tile, Range block) {
+  Range keys = tile.keys;
+  if (kPairs) keys = {keys.begin - keys.begin % 2, keys.end + keys.end % 2};
+  return intersect(block, keys);
+}
+
+/// A block's rows of K, as the product with Q^T reads them.
+STROBE_SIMD void load_keys(const RowView& k, const AttentionProblem& p, Range block, float* to) {
+  const int64_t d = round_up(p.head_dim, kLanes);
+  load_rows(k, p.dtype, block, p.head_dim, to, d);
+  if constexpr (kPairs) pack_columns(to, d, block.size(), d, as_pairs(to));
 }
 
 /// What is hidden of the keys, which are a block's at a place of the tile's walk, from some of the
@@ -280,10 +311,17 @@ STROBE_SIMD Hidden hidden_from(const Context& c, const Sequence& sequence, int64
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
                             const ForwardTile& tile, Range block, Range keys, const Hidden& hidden,
                             const ForwardScratch& s) {
-  const int64_t d = round_up(c.problem.head_dim, kLanes);
-  gemm<Old::kDrop>(
-      {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
-      keys.size(), tile.vectors, c.problem.head_dim);
+  const int64_t dim = c.problem.head_dim, first = keys.begin - block.begin;
+  if constexpr (kPairs) {
+    const int64_t d = row_pairs(dim);
+    gemm<Old::kDrop>(Gemm<Pair>{as_pairs(s.k) + first * d, d, 1, as_pairs(tile.qt), kForwardTileQ,
+                                s.pt, kForwardTileQ},
+                     keys.size(), tile.vectors, ceil_div(dim, 2));
+  } else {
+    const int64_t d = round_up(dim, kLanes);
+    gemm<Old::kDrop>({s.k + first * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
+                     keys.size(), tile.vectors, dim);
+  }
   const auto run = [&]<bool kLinear>() __attribute__((always_inline)) {
     return hidden.what == Hides::kNothing   ? softmax<kLinear, Hides::kNothing>
            : hidden.what == Hides::kOutside ? softmax<kLinear, Hides::kOutside>
@@ -294,6 +332,26 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
   return softmax_of_tile(options, tile, sequence, keys, hidden, s.pt, s.alpha);
 }
 
+/// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere.
+template <typename T>
+STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, bool rescale,
+                            bool v_nonfinite, const Hidden& hidden, const Gemm<T>& product,
+                            int64_t dim_v) {
+  const int64_t depth = ceil_div(keys.size(), kValues<T>);
+#if STROBE_BREAK_KERNEL_SCALE
+  rescale = false;
+#endif
+  if (v_nonfinite && hidden.what != Hides::kNothing) {
+    accumulate_seen_only(tile, keys, hidden, product, dim_v);
+  } else if (place == tile.walk.begin) {
+    gemm<Old::kDrop>(product, dim_v, tile.vectors, depth);
+  } else if (rescale) {
+    gemm<Old::kScale>(product, dim_v, tile.vectors, depth);
+  } else {
+    gemm<Old::kAdd>(product, dim_v, tile.vectors, depth);
+  }
+}
+
 /// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
 /// block: its keys whose rows are in s.k and s.v.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
@@ -301,27 +359,20 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& optio
                               int64_t place, Range block, bool v_nonfinite,
                               const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
-  const Range keys = intersect(block, tile.keys);
-  const int64_t dv = round_up(p.head_dim_v, kLanes);
-  const float* const v = s.v + (keys.begin - block.begin) * dv;
+  const Range keys = tile_keys(tile, block);
+  const int64_t dv = round_up(p.head_dim_v, kLanes), first = keys.begin - block.begin;
   const Hidden hidden = hidden_from(c, sequence, head, tile, place, keys);
   const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, hidden, s);
-  if (v_nonfinite && hidden.what != Hides::kNothing) {
-    accumulate_seen_only(tile, keys, hidden, p.head_dim_v, v, dv, s.pt, s.alpha);
-    return;
-  }
-  const Gemm product{v, 1, dv, s.pt, kForwardTileQ, tile.ot, kForwardTileQ, s.alpha};
-#if STROBE_BREAK_KERNEL_SCALE
-  constexpr bool kRescale = false;
-#else
-  constexpr bool kRescale = true;
-#endif
-  if (place == tile.walk.begin) {
-    gemm<Old::kDrop>(product, p.head_dim_v, tile.vectors, keys.size());
-  } else if (kRescale && rescale) {
-    gemm<Old::kScale>(product, p.head_dim_v, tile.vectors, keys.size());
+  constexpr int64_t kRow = kForwardTileQ;
+  if (kPairs && !tile.few_keys) {
+    pack_rows(s.pt, kRow, keys.size(), tile.vectors, as_pairs(s.pt), kRow);
+    const Pair* const v = s.v_pairs + first / 2 * dv;
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
+               Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   } else {
-    gemm<Old::kAdd>(product, p.head_dim_v, tile.vectors, keys.size());
+    const float* const v = s.v + first * dv;
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
+               Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   }
 }
 
@@ -332,14 +383,15 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
                                const ForwardTile* tiles, int64_t count, const BlockWalk& walk,
                                Range keys, float v_factor, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
-  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t dv = round_up(p.head_dim_v, kLanes);
   const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
   const RowView v = c.key_rows(c.v, sequence, c.head_kv(item.head));
   for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
     const Range block = forward_keys(walk.block(place), tiles[0].size, keys);
-    load_rows(k, p.dtype, block, p.head_dim, s.k, d);
+    load_keys(k, p, block, s.k);
     load_rows(v, p.dtype, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
+    if constexpr (kPairs) pack_rows(s.v, dv, block.size(), dv / kLanes, s.v_pairs, dv);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;

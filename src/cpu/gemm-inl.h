@@ -1,13 +1,14 @@
-// The one matrix product that the float32 kernels are made of: C (+)= A B on small tiles in cache.
+// The one matrix product that these kernels are made of: C (+)= A B on small tiles in cache.
 //
 // A is read one element at a time and broadcast, so it may lie row-major or transposed; B and C are
-// rows of whole vectors. A micro-kernel holds kRows x kVectors accumulators: 6 x 4 fills 24 of
-// AVX-512's 32 registers, 6 x 2 fills 12 of AVX2's 16, and both do more arithmetic than loads (24
-// FMA for 10 loads; 12 for 8).
+// rows of whole vectors. The elements of A and B are float32, or pairs of bf16 along the dimension
+// that is summed (pairs-inl.h). A micro-kernel holds kRows x kVectors accumulators: 6 x 4 fills 24
+// of AVX-512's 32 registers, 6 x 2 fills 12 of AVX2's 16, and both do more arithmetic than loads
+// (24 FMA for 10 loads; 12 for 8).
 #ifndef STROBE_CPU_GEMM_INL_H_
 #define STROBE_CPU_GEMM_INL_H_
 
-#include "cpu/simd-inl.h"
+#include "cpu/pairs-inl.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
@@ -23,32 +24,60 @@ constexpr int kMicroVectors = 4;
 /// is added to it. kScale: as kAdd, after C's columns were multiplied by alpha.
 enum class Old { kDrop, kAdd, kScale };
 
+template <typename T>  // float or Pair
 struct Gemm {
-  const float* a;
+  const T* a;
   int64_t a_row, a_col;  // strides of A in elements
-  const float* b;        // aligned rows
+  const T* b;            // aligned rows
   int64_t b_row;
   float* c;  // aligned rows
   int64_t c_row;
   const float* alpha = nullptr;  // kScale: one factor per column of C
 };
 
-template <int kRows, int kVectors, Old kOld>
-STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_t depth) {
+/// What a step of the sum does with elements of A and B.
+STROBE_SIMD VF same_in_all(float x) { return set(x); }
+STROBE_SIMD VU same_in_all(Pair x) { return hn::Set(u32, x); }
+STROBE_SIMD VF elements(const float* p) { return load(p); }
+STROBE_SIMD VU elements(const Pair* p) { return hn::Load(u32, p); }
+STROBE_SIMD VF add_products(VF a, VF b, VF sum) { return hn::MulAdd(a, b, sum); }
+/// How many of the summed dimension an element holds.
+template <typename T>
+constexpr int64_t kValues = 1;
+template <>
+inline constexpr int64_t kValues<Pair> = 2;
+
+/// x where `keep` has ones, and zeros elsewhere, for products that leave out some values of
+/// elements: they round as those of gemm do, where what is left out has zeros on the other side.
+STROBE_SIMD VF part(VF x, VU keep) { return hn::BitCast(f32, hn::And(hn::BitCast(u32, x), keep)); }
+STROBE_SIMD VU part(VU x, VU keep) { return hn::And(x, keep); }
+/// Ones where `first` holds and, in the second value of a pair, `second`.
+template <typename T>
+STROBE_SIMD VU kept_values(hn::Mask<F> first, hn::Mask<F> second) {
+  const VU a = hn::VecFromMask(u32, hn::RebindMask(u32, first));
+  if constexpr (kValues<T> == 1) return a;
+  const VU b = hn::VecFromMask(u32, hn::RebindMask(u32, second));
+  return hn::Or(hn::ShiftRight<16>(a), hn::ShiftLeft<16>(b));
+}
+
+template <int kRows, int kVectors, Old kOld, typename T>
+STROBE_SIMD void micro_kernel(const Gemm<T>& g, int64_t row, int64_t column, int64_t depth) {
   VF sum[kRows][kVectors];
   float* const c = g.c + row * g.c_row + column;
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::Zero(f32);
   }
-  const float* a = g.a + row * g.a_row;
-  const float* b = g.b + column;
+  const T* a = g.a + row * g.a_row;
+  const T* b = g.b + column;
   const int64_t a_row = g.a_row, a_col = g.a_col, b_row = g.b_row;
   for (int64_t k = 0; k < depth; ++k) {
-    VF vb[kVectors];
-    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) vb[v] = load(b + v * kLanes);
+    decltype(elements(b)) vb[kVectors];
+    STROBE_UNROLL for (int v = 0; v < kVectors; ++v) vb[v] = elements(b + v * kLanes);
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
-      const VF va = set(a[r * a_row]);
-      STROBE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(va, vb[v], sum[r][v]);
+      const auto va = same_in_all(a[r * a_row]);
+      STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = add_products(va, vb[v], sum[r][v]);
+      }
     }
     a += a_col;
     b += b_row;
@@ -65,8 +94,8 @@ STROBE_SIMD void micro_kernel(const Gemm& g, int64_t row, int64_t column, int64_
 }
 
 /// All rows of kVectors columns of C.
-template <int kVectors, Old kOld>
-static void gemm_panel(const Gemm& g, int64_t rows, int64_t column, int64_t depth) {
+template <int kVectors, Old kOld, typename T>
+static void gemm_panel(const Gemm<T>& g, int64_t rows, int64_t column, int64_t depth) {
   int64_t r = 0;
   for (; r + kMicroRows <= rows; r += kMicroRows)
     micro_kernel<kMicroRows, kVectors, kOld>(g, r, column, depth);
@@ -82,8 +111,8 @@ static void gemm_panel(const Gemm& g, int64_t rows, int64_t column, int64_t dept
 }
 
 /// C[rows][vectors * kLanes] (+)= A[rows][depth] B[depth][vectors * kLanes].
-template <Old kOld>
-static void gemm(const Gemm& g, int64_t rows, int64_t vectors, int64_t depth) {
+template <Old kOld, typename T = float>
+static void gemm(const Gemm<T>& g, int64_t rows, int64_t vectors, int64_t depth) {
   int64_t v = 0;
   for (; v + kMicroVectors <= vectors; v += kMicroVectors)
     gemm_panel<kMicroVectors, kOld>(g, rows, v * kLanes, depth);

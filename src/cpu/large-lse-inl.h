@@ -2,8 +2,7 @@
 // float32: at 1000 it may be off by 3e-5, which all weights of the row then are, at 1e7 by 1/2, at
 // 1e11 by thousands. From kLargeLse on, the row's maximum and sum are therefore computed again as
 // forward computes them, and a weight is exp(score - maximum) / sum, which is at most 1 as in
-// standard attention. The division costs nothing: all that backward computes is linear in dO, so
-// that the row of dO (and of delta) is divided instead.
+// standard attention.
 #ifndef STROBE_CPU_LARGE_LSE_INL_H_
 #define STROBE_CPU_LARGE_LSE_INL_H_
 
@@ -16,12 +15,12 @@ STROBE_SIMD bool is_large(float lse) {
   return size >= kLargeLse && size < kInfinity;  // infinity: the row sees nothing
 }
 
-/// How the weights of one row come from its scores: exp2((score - reference) * unit). The score is
-/// q.k * factor where the score is linear, and the Scorer's otherwise.
+/// How the weights of one row come from its scores: exp2((score - reference) * unit) * over_sum.
+/// The score is q.k * factor where the score is linear, and the Scorer's otherwise.
 struct RowSoftmax {
   float factor, reference;
   float unit;
-  float dout_factor;  // what dO and delta are multiplied by
+  float over_sum;  // what a weight is multiplied by
 };
 
 /// lse_at: the row's place in lse.
@@ -55,7 +54,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     options.dropout = false;  // it comes after the softmax
     for (int64_t place = tile.walk.begin; place < tile.walk.end; place = tile.walk.after(place)) {
       const Range block = forward_keys(tile.walk.block(place), tile.size, tile.keys);
-      load_rows(k, p.dtype, block, p.head_dim, s.k, round_up(p.head_dim, kLanes));
+      load_keys(k, p, block, s.k);
       weigh_keys(c, options, sequence, tile, block, block,
                  hidden_from(c, sequence, item.head, tile, place, block), s);
     }

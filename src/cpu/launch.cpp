@@ -165,7 +165,7 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   const AttentionProblem& p = plan.problem;
   BackwardContext c{};
   fill_context(plan, args, c);
-  c.out = tensor(args.out, p.out, p.varlen, p.dtype);
+  c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
   c.dout = tensor(args.dout, p.dout, p.varlen, p.dtype);
   c.dq = tensor(args.dq, p.dq, p.varlen, p.grad_dtype);
   c.dk = tensor(args.dk, p.dk, p.varlen, p.grad_dtype);

@@ -19,6 +19,23 @@ inline constexpr float kInfinity = __builtin_inff();
 /// 3e-5, which all weights of the row then are. From here on kernels do without it.
 inline constexpr float kLargeLse = 1024;
 
+// Kernels that multiply bf16 round the weights (and their gradients) to bf16, but for these:
+/// of queries that see no more keys. Where a row has few weights they are large, and so are the
+/// results: weights rounded once would add as much to the results' errors as rounding the results
+/// does.
+inline constexpr int64_t kFewKeys = 48;
+/// And of keys that no more queries (of a head) see, for their dK and dV.
+inline constexpr int64_t kFewQueries = 8;
+
+/// Whether one of the queries is such a query.
+STROBE_INLINE bool sees_few_keys(const Mask& mask, Range queries) {
+  for (int64_t i = queries.begin; i < queries.end; ++i) {
+    const Range seen = mask.row(i);
+    if (!seen.empty() && seen.size() <= kFewKeys) return true;
+  }
+  return false;
+}
+
 /// What the problem says about the scores of one (batch, head).
 struct ScoreOptions {
   bool linear;    // score = scale * q.k: neither softcap nor ALiBi

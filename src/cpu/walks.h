@@ -13,6 +13,7 @@
 #include "core/sequence.h"
 #include "core/walk.h"
 #include "cpu/kernels.h"
+#include "cpu/score.h"
 #if STROBE_RANDOM_WALKS
 #include "cpu/random_walks.h"
 #endif
@@ -21,7 +22,7 @@ namespace strobe::cpu {
 
 #if STROBE_RANDOM_WALKS
 
-using BlockWalk = ListWalk;
+using BlockWalk = RandomWalk;
 
 STROBE_INLINE BlockWalk keys_of(const Context&, const Sequence& s, int64_t head, Range queries,
                                 int64_t size) {
@@ -32,7 +33,8 @@ STROBE_INLINE BlockWalk queries_of(const Context&, const Sequence& s, int64_t he
   return random_query_walk(s, head, keys, size);
 }
 STROBE_INLINE bool leaves_out(const Sequence& s, int64_t head, int64_t query, Range keys) {
-  return hides_all(s, head, {query, query + 1}, keys);
+  bool some = false;
+  return strobe_random_blocks.hides_all(s.batch, head, {query, query + 1}, keys, some);
 }
 /// The first key that a query sees, or -1. walk: of a tile that has the query, in blocks of `size`
 /// keys.
@@ -184,10 +186,11 @@ STROBE_INLINE int64_t first_seen_key(const Context& c, const Sequence& s, int64_
   const Range seen = s.mask.row(query);
   if (walk.is_convex()) return seen.empty() ? -1 : seen.begin;
   int64_t first = -1;
-  c.mask_of(s, head).any_keys(query, seen, [&](int64_t key, uint32_t bits) {
-    first = key + __builtin_ctz(bits);
-    return true;
-  });
+  c.mask_of(s, head).any_keys(
+      query, seen, [&](int64_t key, uint32_t bits) __attribute__((always_inline)) {
+        first = key + __builtin_ctz(bits);
+        return true;
+      });
   return first;
 }
 
@@ -210,6 +213,50 @@ STROBE_INLINE PairBits pair_bits(const Context& c, const Sequence& s, int64_t he
                                  int64_t key) {
   const HeadMask mask = c.mask_of(s, head);
   return mask.there() ? mask.pair(query, key) : PairBits{true, nullptr, nullptr};
+}
+
+/// Rows of a block, at least, of the walks by which the following is found out.
+inline constexpr int64_t kLeastWalkBlock = 32;
+
+/// Whether a mask as data leaves few keys to one of the queries (score.h). walk: the queries'.
+STROBE_INLINE bool data_leaves_few_keys(const Context& c, const Sequence& s, int64_t head,
+                                        Range queries, const BlockWalk& walk) {
+  // Full blocks of more keys than that, one after the other: most masks have some.
+  int64_t full = 0;
+  for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
+    full += walk.is_full(place);
+    if (full * kLeastWalkBlock > kFewKeys) return false;
+  }
+  const HeadMask mask = c.mask_of(s, head);
+  for (int64_t query = queries.begin; query < queries.end; ++query) {
+    int64_t seen = 0;
+    const auto count = [&](int64_t, uint32_t bits) __attribute__((always_inline)) {
+      seen += __builtin_popcount(bits);
+      return seen > kFewKeys;
+    };
+    if (!mask.any_keys(query, s.mask.row(query), count) && seen > 0) return true;
+  }
+  return false;
+}
+/// Whether one of the queries sees few keys. walk: the queries'.
+STROBE_INLINE bool sees_few_keys(const Context& c, const Sequence& s, int64_t head, Range queries,
+                                 const BlockWalk& walk) {
+  return c.mask ? data_leaves_few_keys(c, s, head, queries, walk) : sees_few_keys(s.mask, queries);
+}
+/// Whether few queries see the keys, or, with a mask as data, one of them.
+STROBE_INLINE bool seen_by_few(const Context& c, const Sequence& s, int64_t head, Range keys) {
+  if (s.mask.q_range(keys).size() <= kFewQueries) return true;
+  if (!c.mask || queries_of(c, s, head, keys, kLeastWalkBlock).has_full()) return false;
+  const HeadMask mask = c.mask_of(s, head);
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    int64_t seeing = 0;
+    const auto count = [&](int64_t, uint32_t bits) __attribute__((always_inline)) {
+      seeing += __builtin_popcount(bits);
+      return seeing > kFewQueries;
+    };
+    if (!mask.any_queries(key, s.mask.q_range({key, key + 1}), count) && seeing > 0) return true;
+  }
+  return false;
 }
 
 }  // namespace strobe::cpu

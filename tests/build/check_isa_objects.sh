@@ -8,11 +8,11 @@ status=0
 seen=0
 for object in "$@"; do
   case $object in
-    */kernels_avx2.cpp.o | */kernels_avx512.cpp.o | */kernels_neon.cpp.o | */amx_*.cpp.o) ;;
+    */kernels_avx2.cpp.o | */kernels_avx512.cpp.o | */kernels_avx512_bf16.cpp.o | */kernels_neon.cpp.o | */amx_*.cpp.o) ;;
     *) continue ;;
   esac
   seen=$((seen + 1))
-  isa=$(sed -E 's#.*/(kernels_)?([a-z0-9]+).*#\2#' <<<"$object")
+  isa=$(sed -E 's#.*/(kernels_([a-z0-9_]+)|(amx)_[a-z0-9_]+)\..*#\2\3#' <<<"$object")
   # Of a template's instance the namespace comes after the return type, and typeinfo and the like have a prefix.
   if strangers=$(nm -C --defined-only "$object" | awk '$2 ~ /^[WwVvu]$/ {$1 = ""; print}' |
       grep -vE "^ [^(]*\b(strobe::cpu::$isa|hwy::N_[A-Z0-9_]+)::"); then

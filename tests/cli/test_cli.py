@@ -134,7 +134,7 @@ def test_no_colour_without_a_terminal() -> None:
 # run: results.
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx", "neon"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16", "amx", "neon"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("F32", 1e-5), ("F16", 4e-3), ("BF16", 4e-2)])
 def test_forward(tmp_path: Path, dtype: str, tolerance: float, isa: str) -> None:
     if isa not in json.loads(strobe("info", "--json").stdout)["cpu_isas"].split():

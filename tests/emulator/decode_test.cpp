@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "cache_fixture.h"
 #include "cuda/host/instance_table.h"
@@ -148,23 +149,97 @@ TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
   }
 }
 
-// Few queries on whole tensors, dense and packed, go the same way: the planner takes their keys for
-// a cache.
+/// Whether decode kernels take the case, which has no cache.
+bool DividesKeysOf(const Case& c) {
+  if (!IsEmulated(c.dtype) || c.dropout_p > 0) return false;
+  return !c.varlen || (!c.batch_invariant && c.arrays.seqused_k.empty());
+}
+
+/// "" or what is wrong with a case without a cache, by any of the decode kernels that take it.
+std::string RunWithoutCache(const Case& c, uint64_t seed) {
+  DrawMachine(seed, {});
+  Rng rng(seed ^ 0xD17u);
+  const auto instances = strobe::cuda::instance_table<strobe::cuda::CachedInstance>();
+  std::string& forced = strobe::emulator::machine().forced_instance;
+  // One that cannot take it leaves the choice to the planner.
+  do {
+    forced =
+        instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]
+            .name;
+  } while (forced.find("cached_sm80_") == std::string::npos);
+  Fixture f(c);
+  strobe_forward_args args = f.ForwardArgs();
+  const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(
+      f.MakeProblem(STROBE_FORWARD), args);
+  if (launched != STROBE_OK) return "not launched";
+  return CompareForward(f);
+}
+
+// Whole tensors, dense and packed, go the same way: the planner takes their keys for a cache.
 TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
   int tried = 0;
   for (uint64_t seed = 40000; tried < static_cast<int>(kCases) / 4; ++seed) {
     const Case c = GenerateCase(seed);
-    if (!IsEmulated(c.dtype) || c.dropout_p > 0 || c.longest_q() > 40) continue;
-    if (c.batch_invariant || (c.varlen && !c.arrays.seqused_k.empty())) continue;
+    if (!DividesKeysOf(c) || c.longest_q() > 100) continue;
     ++tried;
-    DrawMachine(seed, {});
-    strobe::emulator::machine().forced_instance = "cached_sm80_";
-    Fixture f(c);
-    strobe_forward_args args = f.ForwardArgs();
-    const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(
-        f.MakeProblem(STROBE_FORWARD), args);
-    ASSERT_EQ(launched, STROBE_OK) << "seed " << seed << "\n" << ToString(c);
-    ASSERT_EQ(CompareForward(f), "") << "seed " << seed << "\n" << ToString(c);
+    ASSERT_EQ(RunWithoutCache(c, seed), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+TEST(EmulatedDecode, FewQueriesOnManyKeysAgreeWithTheOracle) {
+  int tried = 0;
+  for (uint64_t seed = 80000; tried < static_cast<int>(kCases) / 16; ++seed) {
+    const Case c = GenerateFewQueriesCase(seed);
+    if (!DividesKeysOf(c)) continue;
+    ++tried;
+    ASSERT_EQ(RunWithoutCache(c, seed), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+
+// With batch_invariant a sequence has the same bits alone and in a batch, whichever tile it gets.
+TEST(EmulatedDecode, TheBatchChangesNoBitOfWholeTensors) {
+  constexpr int64_t kBatch = 3, kQueries = 11, kKeys = 1500, kHeads = 6, kHeadsKv = 2, kDim = 64;
+  Rng rng(1);
+  const auto random = [&](int64_t rows) {
+    std::vector<uint16_t> values(static_cast<size_t>(kBatch * rows * kDim));
+    for (uint16_t& x : values) {
+      const auto value = static_cast<float>(rng.Uniform(-2, 2));
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      x = static_cast<uint16_t>(bits >> 16);  // bfloat16
+    }
+    return values;
+  };
+  const auto q = random(kQueries * kHeads), k = random(kKeys * kHeadsKv),
+             v = random(kKeys * kHeadsKv);
+  const auto run = [&](int64_t first, int64_t batch) {
+    std::vector<uint16_t> out(static_cast<size_t>(batch * kQueries * kHeads * kDim));
+    strobe_problem p;
+    EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+    p.direction = STROBE_FORWARD, p.dtype = STROBE_BFLOAT16, p.batch_invariant = 1;
+    p.batch = batch, p.seqlen_q = kQueries, p.seqlen_k = kKeys;
+    p.heads = kHeads, p.heads_kv = kHeadsKv, p.head_dim = kDim;
+    strobe_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = q.data() + first * kQueries * kHeads * kDim;
+    args.k = k.data() + first * kKeys * kHeadsKv * kDim;
+    args.v = v.data() + first * kKeys * kHeadsKv * kDim;
+    args.out = out.data();
+    EXPECT_EQ(ThroughTheEmulator()(p, args), STROBE_OK);
+    return out;
+  };
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  machine.devices[0].multiprocessors = 20;
+  machine.devices[0].shared_bytes = 227 << 10;
+  for (const char* const row : {"cached_sm80_bf16_64_16x32x3x8", "cached_sm80_bf16_64_32x32x4x8",
+                                "cached_sm80_bf16_64_64x64x4x8"}) {
+    machine.forced_instance = row;
+    const std::vector<uint16_t> all = run(0, kBatch);
+    const auto own = static_cast<int64_t>(all.size()) / kBatch;
+    for (int64_t b = 0; b < kBatch; ++b) {
+      EXPECT_TRUE(std::equal(all.begin() + b * own, all.begin() + (b + 1) * own, run(b, 1).begin()))
+          << row << ", sequence " << b;
+    }
   }
 }
 

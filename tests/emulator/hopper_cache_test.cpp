@@ -40,7 +40,6 @@ CacheCase DrawPromptCase(uint64_t seed) {
     Rng rng(seed ^ again << 40 ^ 0xCAC4E90u);
     if (c.dtype != DType::kBFloat16 || std::max(c.head_dim, c.head_dim_v) > kWidth) continue;
     if (c.layout == CacheLayout::kDescending) c.layout = CacheLayout::kHeadsFirst;
-    c.out_dtype = c.dtype;
     c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
     if (c.layout == CacheLayout::kInterleaved && c.head_dim != c.head_dim_v) continue;
     if (c.paged && (c.rows % 8 != 0 || c.with_leftpad)) continue;

@@ -61,12 +61,12 @@ inline bool MakeHopperCase(Case& c) {
 }
 
 /// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
-/// change(case, rng) leaves out what the kernels decline.
-template <typename Instance, typename Change>
+/// change(case, rng) leaves out what the kernels decline. generate(seed): the case.
+template <typename Instance, typename Change, typename Generate = Case (*)(uint64_t)>
 Case DrawHopperCase(std::span<const strobe::cuda::Entry<Instance>> instances, uint64_t seed,
-                    const Change& change) {
+                    const Change& change, const Generate& generate = GenerateCase) {
   for (uint64_t again = 0;; ++again) {
-    Case c = GenerateCase(seed + (again << 32));
+    Case c = generate(seed + (again << 32));
     oracle::Rng rng(seed ^ again << 40 ^ 0xB4C5u);
     const auto& config =
         instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/host/features_of.h"
+#include "cuda/host/fill_plan.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_device.h"
 
@@ -80,6 +81,24 @@ TEST(CachedInstanceChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   p = Problem(16, 4, 128);
   p.batch = 1, p.batch_invariant = 1;
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+}
+
+// Without a cache the estimate of launch_time.cpp decides, for any number of rows.
+TEST(CachedInstanceChoice, RowsOfWholeTensorsAreDividedByTheTimeThatTheyTake) {
+  AttentionProblem p = Problem(126, 1, 64);
+  p.cache = STROBE_CACHE_NONE;
+  p.batch = 1;  // merging counts
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  p.batch = 64;  // reading counts
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+  p.batch_invariant = 1;
+  const int rows = Chosen(p, kHopper).tile_q;
+  p.batch = 1;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, rows);
+  p = Problem(8, 4, 128);
+  p.cache = STROBE_CACHE_NONE;
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  EXPECT_EQ(Chosen(p, kAda).tile_q, 16);
 }
 
 TEST(CachedInstanceChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
@@ -164,6 +183,16 @@ TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
       EXPECT_EQ(Variant(p, CachedFeatures::of(p).unaligned(), head_dim),
                 head_dim > 128 ? "elements" : "elements_new");
     }
+  }
+}
+
+TEST(CudaPlan, MasksAsDataAreDeclinedByName) {
+  Plan plan{};
+  plan.problem = Problem(1, 1, 64);
+  plan.problem.mask.kind = STROBE_MASK_PACKED;
+  for (const int arch : {80, 90}) {
+    EXPECT_EQ(plan_on(arch, plan, {}),
+              "mask.kind = 1 (packed), expected 0 (none): masks as data are for the CPU as yet");
   }
 }
 

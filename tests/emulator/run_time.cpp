@@ -32,6 +32,7 @@ namespace strobe::cuda {
 alignas(4096) char shared[(emulator::kMostShared + 4095) / 4096 * 4096];
 }
 namespace strobe::cuda::sm80 {
+extern char shared[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 }
 namespace strobe::cuda::sm90 {

@@ -190,8 +190,8 @@ TEST(HeadStep, GoesThroughAllPlacesOfOneHeadAfterTheOther) {
 
 TEST(ItemWalk, HasNoFullTileWhereKeysArePastTheEnd) {
   const Mask mask = Mask::make(MaskRule{}, 256, 200);
-  const auto whole = item_walk(mask, {0, 128}, 64, 128),
-             part = item_walk(mask, {128, 200}, 64, 128);
+  const auto whole = item_walk({}, mask, {0, 128}, 64, 128),
+             part = item_walk({}, mask, {128, 200}, 64, 128);
   for (int32_t place = 0; place < 4; ++place) {
     EXPECT_TRUE(whole.visits(place) && whole.is_full(place));
     EXPECT_TRUE(part.visits(place) && !part.is_full(place));
@@ -388,7 +388,7 @@ OrderedBlock ordered_block(const OrderedProblem& problem, const CommonParams& p,
   const Range keys{int64_t{block.number} * problem.tile_k,
                    min64(int64_t{block.number + 1} * problem.tile_k, problem.keys(block.batch))};
   if (keys.begin < problem.keys(block.batch))
-    block.walk = item_walk(mask, keys, problem.tile_q, problem.tile_k);
+    block.walk = item_walk({}, mask, keys, problem.tile_q, problem.tile_k);
   return block;
 }
 

@@ -108,7 +108,7 @@ TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
           const Mask mask = Mask::make({left, -1, 0, causal}, seqlen_q, seqlen_k);
           for (const int32_t span : {1, 4, 8}) {
             const KeyCut cut{span, 4, 6, 0};
-            const SequenceUnits s = cut.of(mask, 3);
+            const SequenceUnits s = cut.of({}, mask, 3);
             ASSERT_EQ(s.tiles, (seqlen_q * span + 15) / 16);
             ASSERT_EQ(s.spans, 3 * s.tiles);
             ASSERT_GE(s.units(), 1);

@@ -232,13 +232,15 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
     updates.append = STROBE_APPEND_DENSE, updates.seqlen_new = 512;
     updates.rotary_dim = 32, updates.rotary_rows = 2048;
     EXPECT_EQ(kernel_of(updates, 90), "cuda_sm90") << dim;
+    AttentionProblem partial = prompt(dim);
+    partial.out_dtype = STROBE_FLOAT32;
+    EXPECT_EQ(kernel_of(partial, 90), "cuda_sm90") << dim;
   }
   const std::pair<const char*, void (*)(AttentionProblem&)> others[] = {
       {"few queries", [](AttentionProblem& p) { p.seqlen_q = 8; }},
       {"page_size = 12, expected a multiple of 8",
        [](AttentionProblem& p) { p.page_size = 12, p.pages_per_sequence = 90; }},
       {"leftpad with pages", [](AttentionProblem& p) { p.has_leftpad = 1; }},
-      {"out_dtype = fp32", [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"head_dim_v = 60", [](AttentionProblem& p) { p.head_dim_v = 60; }},
       // A prompt of so few tiles leaves most multiprocessors idle.
       {"few queries", [](AttentionProblem& p) {
@@ -333,21 +335,146 @@ TEST(CudaPlan, FewQueriesOnManyKeysDivideThem) {
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
   EXPECT_EQ(plan.tile_q, 16);
   for (const auto change :
-       {+[](AttentionProblem& q) { q.seqlen_q = 5; },
-        +[](AttentionProblem& q) { q.seqlen_k = 512; },
-        +[](AttentionProblem& q) { q.batch = 4, q.seqlen_k = 1024; },
+       {+[](AttentionProblem& q) { q.seqlen_k = 512; },
+        +[](AttentionProblem& q) { q.batch = 4, q.seqlen_k = 768; },
         +[](AttentionProblem& q) { q.batch = 64, q.heads_kv = q.heads; },
-        +[](AttentionProblem& q) { q.window_left = 1000, q.window_right = 0, q.batch = 4; },
-        +[](AttentionProblem& q) { q.batch_invariant = 1; }}) {
+        +[](AttentionProblem& q) { q.window_left = 700, q.window_right = 0, q.batch = 4; }}) {
     AttentionProblem other = p;
     change(other);
     ASSERT_TRUE(plan_for(other, device(90), plan).ok());
     EXPECT_STREQ(plan.kernel, "cuda_sm90");
   }
+  p.batch_invariant = 1;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_STREQ(plan.kernel, "cuda_sm80");
   // Many heads wait for a multiprocessor, and each would read the keys of its group again.
+  p.batch_invariant = 0;
   p.batch = 64, p.seqlen_k = 512;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
+}
+
+/// The plan's tile where keys are divided, and 0 where tiles are whole.
+int64_t DividedRows(const AttentionProblem& p, const DeviceProperties& device) {
+  Plan plan;
+  const Status s = plan_for(p, device, plan);
+  EXPECT_TRUE(s.ok()) << s.text();
+  return entry_of<CachedInstance>(plan.instance) ? plan.tile_q : 0;
+}
+
+// Wherever whole tiles would be few, up to any number of queries, or would read the keys of a group
+// again and again.
+TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
+  struct Shape {
+    int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim;
+    int64_t hopper, ampere;  // rows of a tile; 0: whole tiles
+  };
+  constexpr Shape kShapes[] = {
+      {1, 27, 40719, 6, 3, 64, 32, 32},     // 6 tiles of 128 queries, 132 or 108 multiprocessors
+      {6, 54, 32691, 1, 1, 80, 32, 64},     //
+      {1, 19, 5259, 16, 16, 112, 32, 64},   // at 163 KB there is no tile of 32 rows of this width
+      {1, 63, 6282, 6, 3, 64, 32, 32},      // four tiles of 32 rows
+      {1, 512, 8192, 1, 1, 128, 32, 64},    // a chunk of a prompt
+      {27, 1, 223, 24, 3, 192, 16, 16},     // 648 tiles of one query each, of few keys
+      {26, 5, 15369, 40, 5, 64, 64, 64},    // 40 rows share a key head
+      {27, 11, 24045, 16, 2, 80, 64, 64},   // 88 rows do
+      {5, 45, 6925, 32, 4, 256, 0, 0},      // 23 tiles of 16 rows would read the keys
+      {6, 39, 5455, 20, 20, 128, 0, 64},    // 120 tiles
+      {9, 3, 2902, 32, 32, 64, 0, 16},      // more tiles than multiprocessors, no group
+      {4, 23, 255, 4, 2, 256, 0, 0},        // merging takes longer
+      {1, 8000, 8000, 1, 1, 128, 0, 0},     // 63 tiles: mma.sync has half of wgmma's rate
+      {2, 4096, 4096, 16, 16, 128, 0, 0}};  //
+  for (const Shape& s : kShapes) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, s.head_dim);
+    p.batch = s.batch, p.seqlen_q = s.seqlen_q, p.seqlen_k = s.seqlen_k;
+    p.heads = s.heads, p.heads_kv = s.heads_kv;
+    EXPECT_EQ(DividedRows(p, device(90)), s.hopper) << s.seqlen_q << " x " << s.seqlen_k;
+    EXPECT_EQ(DividedRows(p, device(80)), s.ampere) << s.seqlen_q << " x " << s.seqlen_k;
+  }
+}
+
+TEST(CudaPlan, WhatIsFewTilesDependsOnTheDevice) {
+  AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+  p.batch = 1, p.seqlen_q = 64, p.seqlen_k = 8192, p.heads = p.heads_kv = 16;
+  DeviceProperties small = device(89);
+  small.multiprocessors = 20;
+  EXPECT_GT(DividedRows(p, device(90)), 0);
+  EXPECT_EQ(DividedRows(p, small), 0);
+  p.heads = p.heads_kv = 2;
+  EXPECT_EQ(DividedRows(p, small), 16);  // its shared memory has room for no more
+}
+
+// Every option that the kernels compute goes the same way, and the others where they always went.
+TEST(CudaPlan, OptionsOfDividedKeys) {
+  AttentionProblem p = problem(STROBE_FLOAT16, 128);
+  p.batch = 1, p.seqlen_q = 20, p.seqlen_k = 16384, p.heads = p.heads_kv = 4;
+  void (*const taken[])(AttentionProblem&) = {
+      [](AttentionProblem&) {},
+      [](AttentionProblem& x) { x.causal = 1; },
+      [](AttentionProblem& x) { x.window_left = 8000; },
+      [](AttentionProblem& x) { x.softcap = 20.f; },
+      [](AttentionProblem& x) { x.alibi = STROBE_ALIBI_PER_HEAD; },
+      [](AttentionProblem& x) { x.has_prefix = 1, x.causal = 1; },
+      [](AttentionProblem& x) { x.attention_chunk = 8192; },
+      [](AttentionProblem& x) { x.has_seqused_q = x.has_seqused_k = 1; },
+      [](AttentionProblem& x) { x.head_dim_v = 64; },
+      [](AttentionProblem& x) { x.varlen = 1, x.total_q = 20, x.total_k = 16384; }};
+  for (const auto& change : taken) {
+    AttentionProblem other = p;
+    change(other);
+    for (const int cc : {80, 90}) EXPECT_GT(DividedRows(other, device(cc)), 0) << to_string(other);
+  }
+  void (*const others[])(AttentionProblem&) = {
+      [](AttentionProblem& x) { x.dropout_p = 0.1f; },
+      [](AttentionProblem& x) { x.window_left = 100, x.window_right = 0; },
+      [](AttentionProblem& x) { x.attention_chunk = 128; },
+      [](AttentionProblem& x) {
+        x.varlen = x.has_seqused_k = 1, x.total_q = 20, x.total_k = 16384;
+      }};
+  for (const auto& change : others) {
+    AttentionProblem other = p;
+    change(other);
+    for (const int cc : {80, 90}) EXPECT_EQ(DividedRows(other, device(cc)), 0) << to_string(other);
+  }
+}
+
+TEST(CudaPlan, TheBatchDoesNotDecideWhetherKeysAreDivided) {
+  bool divided = false, whole = false;
+  for (const int64_t dim : {64, 128, 256}) {
+    for (const int64_t queries : {1, 8, 40, 100, 300}) {
+      for (const int64_t keys : {100, 600, 3000, 20000}) {
+        AttentionProblem p = problem(STROBE_BFLOAT16, dim);
+        p.batch_invariant = 1;
+        p.seqlen_q = queries, p.seqlen_k = keys;
+        p.batch = 1;
+        const int64_t alone = DividedRows(p, device(90));
+        p.batch = 100;
+        EXPECT_EQ(DividedRows(p, device(90)), alone) << to_string(p);
+        (alone > 0 ? divided : whole) = true;
+        // Of packed sequences the longest would.
+        p.varlen = 1, p.total_q = 100 * queries, p.total_k = 100 * keys;
+        EXPECT_EQ(DividedRows(p, device(90)), 0) << to_string(p);
+      }
+    }
+  }
+  EXPECT_TRUE(divided && whole);
+}
+
+TEST(CudaPlan, APlanSaysWhyItDividesKeys) {
+  AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+  p.batch = 1, p.seqlen_q = 27, p.seqlen_k = 40719, p.heads = 6, p.heads_kv = 3;
+  Plan plan;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  const std::string remark = remark_on(plan, device(90));
+  EXPECT_EQ(remark.find("6 tiles, about 23 thread blocks for the keys of each: "), 0u) << remark;
+  EXPECT_NE(remark.find(", where 6 tiles of one head and thread block each would take "),
+            std::string::npos)
+      << remark;
+  p.seqlen_q = 40719;
+  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+  EXPECT_EQ(remark_on(plan, device(90)), "");
+  ASSERT_TRUE(plan_for(paged_problem(STROBE_BFLOAT16, 64), device(90), plan).ok());
+  EXPECT_EQ(remark_on(plan, device(90)), "");
 }
 
 TEST(CudaPlan, DropoutGoesToTheKernelsThatHaveIt) {
@@ -371,6 +498,14 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
   EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
+  AttentionProblem masked = problem(STROBE_BFLOAT16, 64);
+  masked.mask.kind = STROBE_MASK_PACKED;
+  masked.mask.block_q = masked.mask.block_k = 64;
+  masked.mask.batch = masked.mask.heads = 1;
+  s = plan_for(masked, device(90), plan);
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("mask.kind = 1 (packed), expected 0 (none)"), std::string::npos)
+      << s.text();
 }
 
 TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
@@ -590,6 +725,14 @@ TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
       {"x2x8_plain", kF, 90, 128, [](AttentionProblem& p) { p.has_prefix = 1, p.causal = 1; }},
       {"x2x8_plain", kF, 90, 128,
        [](AttentionProblem& p) { p.attention_chunk = 64, p.causal = 1; }},
+      // The shortest kernel rounds always.
+      {"forward_sm90_bf16_128_128x128x2x8_plain", kF, 90, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
+      {"x2x8_general", kF, 90, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32, p.softcap = 20.f; }},
+      {"forward_sm80_bf16_128_128x64x2x4_plain", kF, 80, 128,
+       [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
+      {"x2x4_general", kF, 80, 125, [](AttentionProblem& p) { p.out_dtype = STROBE_FLOAT32; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.softcap = 20.f; }},
       {"x2x8_general", kF, 90, 128, [](AttentionProblem& p) { p.scale = 0.f; }},
       {"sm80_bf16_128_128x64x2x4_general", kF, 90, 128,

@@ -28,7 +28,8 @@ from strobe_torch import Backward, Case, Forward, lib
 
 def test_shapes(_: argparse.Namespace) -> str:
     """Grid limits, and more than 2^31 elements by sampled rows, forward and backward."""
-    run_case(Case(batch=700, seqlen_q=3, seqlen_k=5, heads=100, heads_kv=1, head_dim=64), 1, backward=True)  # 70,000
+    for heads_kv in (1, 100):  # 70,000 heads: of a group in few tiles, and one tile each
+        run_case(Case(batch=700, seqlen_q=3, seqlen_k=5, heads=100, heads_kv=heads_kv, head_dim=64), 1, backward=True)
     n, heads, dim = 140_000, 128, 128  # 2.3e9 values: batch 1, one long sequence with broadcast heads
     case = Case(batch=1, seqlen_q=n, seqlen_k=128, heads=heads, heads_kv=1, head_dim=dim)
     q = torch.empty(case.shape("q"), dtype=torch.bfloat16, device=DEV).normal_()

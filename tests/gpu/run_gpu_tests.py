@@ -6,6 +6,7 @@
     make gpu-test ARGS="--only special,errors,graph"               some tests
     make gpu-test ARGS="--only rows"                               every row of kernels.def, forced in turn
     make gpu-test ARGS="--only persistent,cache"                   many work items; keys in a cache
+    scripts/gpu.sh walks --walks 5000                              walks that are lists (a library built with STROBE_RANDOM_WALKS)
     STROBE_CUDA_ARCH=80 make gpu-test                              the mma.sync kernels on any GPU
     python tests/gpu/run_gpu_tests.py --device cpu --only random   the tests themselves, on the CPU library
 
@@ -19,6 +20,7 @@ tests/gpu/sanitize.py has compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import itertools
@@ -58,16 +60,20 @@ def random_case(r: random.Random) -> Case:
         "dtype": r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
     }
 
-    def length() -> int:
+    many_keys = r.random() < 0.15  # and few queries: keys are divided among thread blocks
+
+    def length(of_keys: bool = False) -> int:
+        if many_keys:
+            return r.randint(500, 6000) if of_keys else r.randint(1, 64)
         return r.choice([0, 1, 2, 63, 64, 65, 127, 128, 129, r.randint(1, 300), r.randint(1, 300), r.randint(300, 900)])
 
     if r.random() < 0.3:
         batch = r.randint(1, 5)
         case["lengths_q"] = [length() for _ in range(batch)]
-        case["lengths_k"] = [length() for _ in range(batch)]
+        case["lengths_k"] = [length(of_keys=True) for _ in range(batch)]
         case["past"] = (r.choice([0, 0, 0, r.randint(1, 300)]), r.choice([0, 0, 0, r.randint(1, 300)]))
     else:
-        case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length()}
+        case |= {"batch": r.randint(1, 3), "seqlen_q": max(length(), r.random() < 0.9), "seqlen_k": length(of_keys=True)}
     if r.random() < 0.3:
         case["window"] = (r.choice([-1, 0, 1, 17, 64, 200]), r.choice([-1, 0, 5, 64, 130]))
     if r.random() < 0.12:
@@ -125,6 +131,65 @@ def test_random(options: argparse.Namespace) -> str:
     assert failures == 0, f"{failures} of {done} random problems failed"
     left = f"; go on with --first {options.first + done}" if done < options.random else ""
     return f"{done} problems in {time.monotonic() - start:.0f} s{left}"
+
+
+def with_lists(case: Case, r: random.Random) -> Case:
+    """The case with lengths of several blocks, some of which are hidden: blocks are whole tiles of all kernels that it takes."""
+
+    def length(few: float) -> int:
+        return r.randint(1, 4) if r.random() < few else r.choice([0, 1, r.randint(100, 600), r.randint(300, 1500), r.randint(300, 1500)])
+
+    few = 0.9 if r.random() < 0.15 else 0.05  # few queries are decoding's
+    if case.varlen:
+        lengths = {"lengths_q": [length(few) for _ in case.lengths_q], "lengths_k": [length(0.05) for _ in case.lengths_k]}
+    else:
+        lengths = {"seqlen_q": max(length(few), 1), "seqlen_k": length(0.05)}
+    case = dataclasses.replace(case, **lengths, deterministic=r.random() < 0.4)
+    queries, keys = (128, 192) if DEV == "cpu" else (128, 128)
+    tensors = {n: torch.empty(case.shape(n), dtype=case.dtype, device=DEV) for n in ("q", "k", "v", "out")}
+    for backward in (False, True):
+        plan = lib.make_plan(st.problem_of(case, backward, **tensors))
+        if lib.text(plan.instance_name).startswith("cached"):
+            # A tile is all queries of a sequence times heads, and a unit of its keys is up to 256.
+            queries, keys = math.lcm(queries, 128 * math.ceil(case.seqlen_q / 128)), math.lcm(keys, 256)
+        else:
+            queries, keys = math.lcm(queries, plan.tile_q or 1), math.lcm(keys, plan.tile_k or 1)
+    return dataclasses.replace(case, random_blocks=st.RandomBlocks(r.getrandbits(64) | 4, queries, keys, 0))
+
+
+def test_walks(options: argparse.Namespace) -> str:
+    """Kernels whose walks are lists: forward, backward and deterministic, with random blocks left out."""
+    if not hasattr(lib.LIBRARY, "strobe_random_blocks"):
+        return "skipped: the library was built without STROBE_RANDOM_WALKS (scripts/gpu.sh walks)"
+    failures = done = backwards = 0
+    kernels = collections.Counter[str]()
+    start = time.monotonic()
+    try:
+        for seed in range(options.first, options.first + options.walks):
+            if out_of_time():
+                break
+            r = random.Random(f"walks {seed}")
+            case = with_lists(random_case(r), r)
+            backward = r.random() < 0.7 and has_backward_yardstick(case)
+            assert case.random_blocks is not None
+            case.random_blocks.install()
+            done, backwards = done + 1, backwards + backward
+            shapes = {n: torch.empty(case.shape(n), dtype=case.dtype, device=DEV) for n in ("q", "k", "v", "out")}
+            kernels[lib.text(lib.make_plan(st.problem_of(case, backward, **shapes)).kernel)] += 1
+            try:
+                run_case(case, seed, backward=backward)
+            except Exception as e:  # noqa: BLE001 - every failure is to be reported
+                failures += 1
+                blocks = case.random_blocks
+                print(f"  seed {seed} backward {backward} blocks {blocks.seed} {blocks.queries} x {blocks.keys}: {case}\n    {e}", flush=True)
+                if failures >= 12 or not isinstance(e, AssertionError):
+                    break
+    finally:
+        st.RandomBlocks().install()
+    assert failures == 0, f"{failures} of {done} random problems failed"
+    left = f"; go on with --first {options.first + done}" if done < options.walks else ""
+    by = ", ".join(f"{kernel} {count}" for kernel, count in sorted(kernels.items()))
+    return f"{done} problems, {backwards} of them backward ({by}) in {time.monotonic() - start:.0f} s{left}"
 
 
 def many_items(row: Row) -> list[Case]:
@@ -392,6 +457,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Strobe on the GPU against float64.")
     parser.add_argument("--random", type=int, default=5000, help="random problems")
     parser.add_argument("--first", type=int, default=0, help="seed of the first random problem")
+    parser.add_argument("--walks", type=int, default=5000, help="random problems of --only walks")
     parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--first-row", type=int, default=0, help="of --only rows")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long, and say how to go on")

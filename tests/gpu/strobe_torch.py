@@ -25,6 +25,32 @@ NO_LIMIT = 2**63 - 1  # STROBE_NO_LIMIT
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+class RandomBlocks(ctypes.Structure):
+    """core/random_blocks.h's: blocks of pairs that are hidden, of a library built with STROBE_RANDOM_WALKS."""
+
+    _fields_ = [("seed", ctypes.c_uint64), ("queries", ctypes.c_int64), ("keys", ctypes.c_int64), ("by_head", ctypes.c_int64)]
+
+    def install(self) -> None:
+        """For the launches that follow."""
+        ctypes.memmove(ctypes.addressof(RandomBlocks.in_dll(lib.LIBRARY, "strobe_random_blocks")), ctypes.addressof(self), ctypes.sizeof(self))
+
+    def hides_block(self, sequence: int, query_block: int, key_block: int) -> bool:
+        word = 2**64 - 1
+        x = int(self.seed)
+        for number in (sequence, 0, query_block, key_block):
+            x = ((x ^ number) * 0x9E3779B97F4A7C15) & word
+            x ^= x >> 29
+        x = (x * 0xBF58476D1CE4E5B9) & word
+        return self.seed != 0 and (x >> 60) < (4, 8, 12, 15)[self.seed & 3]
+
+    def hides(self, sequence: int, nq: int, nk: int, device: torch.device) -> torch.Tensor:
+        """bool [nq, nk]: whether a query of a sequence does not see a key, for all heads alike."""
+        blocks_q, blocks_k = -(-nq // self.queries), -(-nk // self.keys)
+        found = [[self.hides_block(sequence, q, k) for k in range(blocks_k)] for q in range(blocks_q)]
+        blocks = torch.tensor(found, dtype=torch.bool, device=device).reshape(blocks_q, blocks_k)
+        return blocks.repeat_interleave(self.queries, 0)[:nq].repeat_interleave(self.keys, 1)[:, :nk]
+
+
 @dataclass
 class Case:
     """A problem, as strobe_problem has it."""
@@ -50,6 +76,7 @@ class Case:
     lengths_q: list[int] = field(default_factory=list)  # varlen when not empty
     lengths_k: list[int] = field(default_factory=list)
     past: tuple[int, int] = (0, 0)  # varlen: rows of queries and of keys past the end of the last sequence
+    random_blocks: RandomBlocks | None = None
 
     def __post_init__(self) -> None:
         self.heads_kv = self.heads_kv or self.heads
@@ -241,10 +268,13 @@ class Rule:
     chunk: int = 0
     prefix: int = 0
     q_position: int | None = None  # of the first query; None: the last query stands at the last key
+    random_blocks: RandomBlocks | None = None
+    sequence: int = 0  # its number, which random_blocks ask for
 
     @staticmethod
-    def of(case: Case, **more: Any) -> Rule:
-        return Rule(case.real_scale, case.softcap, case.causal, case.window, case.window_signed, **more)
+    def of(case: Case, sequence: int = 0, **more: Any) -> Rule:
+        of_case = (case.real_scale, case.softcap, case.causal, case.window, case.window_signed)
+        return Rule(*of_case, random_blocks=case.random_blocks, sequence=sequence, **more)
 
     def positions(self, nq: int, nk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Of queries [nq, 1] and keys [1, nk]."""
@@ -259,7 +289,8 @@ class Rule:
             see &= j <= i
         if self.chunk:
             see &= i.div(self.chunk, rounding_mode="floor") == j.div(self.chunk, rounding_mode="floor")
-        return (see | (j < self.prefix)) & (j >= HIDDEN_KEYS)
+        see = (see | (j < self.prefix)) & (j >= HIDDEN_KEYS)
+        return see if self.random_blocks is None else see & ~self.random_blocks.hides(self.sequence, nq, nk, device)
 
 
 def scores(
@@ -312,11 +343,12 @@ def softmax(s: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return p, torch.where(some, most + torch.log(total), -math.inf)
 
 
-def answers(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> bool:
+def answers(rule: Rule, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the oracle does: in float64, where it takes a fraction of a second. It is one thread of the CPU: for thousands
-    of queries and keys it would take minutes, and PyTorch's float64 on the GPU answers. Nor does it know of hidden keys."""
+    of queries and keys it would take minutes, and PyTorch's float64 on the GPU answers. Nor does it know of hidden keys and
+    blocks."""
     products = q.shape[0] * q.shape[1] * k.shape[0] * q.shape[2]
-    return dtype == torch.float64 and products <= 1 << 22 and HIDDEN_KEYS == 0
+    return dtype == torch.float64 and products <= 1 << 22 and HIDDEN_KEYS == 0 and rule.random_blocks is None
 
 
 def ask_oracle(
@@ -354,7 +386,7 @@ def attend(
     comparator. A key that a row does not see contributes nothing, whatever K and V hold there. With `stored_weights` the
     weights are `with_rounded_weights`.
     """
-    if stored_weights is None and answers(q, k, dtype):
+    if stored_weights is None and answers(rule, q, k, dtype):
         found = ask_oracle(rule, q, k, v, slopes, keep, dropout_p)
         return torch.from_numpy(found.out).to(q.device), torch.from_numpy(found.lse.T.copy()).to(q.device)
     group = q.shape[1] // k.shape[1]
@@ -392,10 +424,11 @@ def reference(
     keep: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     stored_weights: torch.Generator | None = None,
+    sequence: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` of one sequence of a case."""
     stored = None if stored_weights is None else (case.dtype, stored_weights)
-    return attend(Rule.of(case), q, k, v, slopes, keep, case.dropout_p, dtype, stored)
+    return attend(Rule.of(case, sequence), q, k, v, slopes, keep, case.dropout_p, dtype, stored)
 
 
 def reference_backward(
@@ -410,6 +443,7 @@ def reference_backward(
     dtype: torch.dtype = torch.float64,
     stored: tuple[torch.Tensor, torch.Tensor] | None = None,  # out and lse of the sequence
     rounding: torch.Generator | None = None,
+    sequence: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv by the definition, in plain tensor operations of `dtype`, of finite tensors.
 
@@ -417,8 +451,8 @@ def reference_backward(
     mean of their gradient as dout . out with out rounded, against gradients of the weights with the errors of float32
     sums. With `rounding`, what is multiplied as the case's dtype, weights and dS, is rounded to it, up or down.
     """
-    rule = Rule.of(case)
-    if stored is None and rounding is None and answers(q, k, dtype):
+    rule = Rule.of(case, sequence)
+    if stored is None and rounding is None and answers(rule, q, k, dtype):
         found = ask_oracle(rule, q, k, v, slopes, keep, case.dropout_p, dout, dlse)
         dq, dk, dv = (torch.from_numpy(x).to(q.device) for x in (found.dq, found.dk, found.dv))
         return dq, dk, dv
@@ -483,7 +517,7 @@ def full_reference(
         out, lse = reference(
             case, at(q, rows_q), at(k, rows_k), at(v, rows_k),
             None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
-            sequence_keep, dtype, stored_weights,
+            sequence_keep, dtype, stored_weights, b,
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
@@ -520,7 +554,7 @@ def full_reference_backward(
             None if slopes is None else slopes if slopes.dim() == 1 else slopes[b],
             None if keep is None else keep[b, :, :nq, :nk].to(q.device), dtype,
             None if stored is None else (at(stored[0], rows_q), stored[1][:, rows_q] if case.varlen else stored[1][b]),
-            rounding,
+            rounding, b,
         )  # fmt: skip
         for all_of_it, one in zip(grads, found, strict=True):
             all_of_it.append(one)

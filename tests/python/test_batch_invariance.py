@@ -49,6 +49,20 @@ def test_dense(causal: bool, head_dim: int, device: str) -> None:
                     assert torch.equal(x[b], y[0]), f"{name} of sequence {b}, {dtype}, {seqlen}"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_few_queries_on_many_keys(queries: int, head_dim: int, device: str) -> None:
+    """Keys that a GPU divides among its thread blocks."""
+    for dtype in dtypes_of(device):
+        q, _, _, dout = tensors((6, queries), head_dim, dtype, device)
+        _, k, v, _ = tensors((6, 3001), head_dim, dtype, device)
+        together = both(q, k, v, dout)
+        for few in (slice(0, 1), slice(2, 5)):
+            fewer = both(q[few], k[few], v[few], dout[few])
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), together, fewer, strict=True):
+                assert torch.equal(x[few], y), f"{name} of sequences {few}, {dtype}"
+
+
 def test_a_window_and_many_threads(device: str) -> None:
     """Tiles of one row, whose reference must not depend on how the batch's work is cut."""
     dtype = torch.bfloat16

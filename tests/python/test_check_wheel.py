@@ -94,7 +94,7 @@ def test_libraries_that_systems_may_not_have(script: ModuleType, tmp_path: Path)
 def test_kernels(script: ModuleType, tmp_path: Path) -> None:
     names = script.kernel_names()
     cpu = script.cpu_kernels()
-    assert cpu == ["cpu_portable", "cpu_avx2", "cpu_avx512", "cpu_amx"]
+    assert cpu == ["cpu_portable", "cpu_avx2", "cpu_avx512", "cpu_avx512_bf16", "cpu_amx"]
     assert "forward_sm80_bf16_64_128x128x2x4_general" in names
     assert "backward_sm90_fp16_192_64x128x2x12_v128_plain" in names
     assert len(set(names)) == len(names) > 300

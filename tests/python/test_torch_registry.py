@@ -584,8 +584,10 @@ def test_what_is_declined_goes_to_pytorchs_kernel(stub: list[Any]) -> None:
 
 def test_the_backward_pass_follows_the_forward_pass(stub: list[Any]) -> None:
     """What PyTorch's kernel dropped, whose seed lies on the device, PyTorch's kernel must drop
-    again; without dropout either may compute it.
+    again, and that is told; without dropout either may compute it.
     """
+    counts = strobe.torch.register()
+    counts.calls, counts.fallbacks = 0, {}
     q, k, v = (random("cpu", 2, 4, 9, 16) for _ in range(3))
     out, lse, *_, seed, unused, _ = _flash_impl._sdpa_forward(q, k, v)
     numbers = torch.zeros(2, dtype=torch.int64)  # which could be read, after a wait
@@ -597,6 +599,11 @@ def test_the_backward_pass_follows_the_forward_pass(stub: list[Any]) -> None:
     assert stub.pop()[1] == dropped
     assert _flash_impl._flash_backward(*dropped) == "PyTorch's"
     assert stub.pop()[0] == "_flash_attention_backward"
+    reason = "in a backward pass: the dropout of its forward pass is PyTorch's"
+    assert counts.fallbacks == {reason: 2}
+    assert strobe.why() == (
+        f"declined: the gradient of PyTorch's flash attention was left to PyTorch, because {reason}"
+    )
     found = _flash_impl._sdpa_backward(*tensors, *lengths, 0.0, False, elsewhere, unused)
     again = _flash_impl._sdpa_backward(*tensors, *lengths, 0.0, False, seed, unused)
     assert_all_close(found, again, "cpu")
@@ -1194,5 +1201,6 @@ def test_a_call_on_its_way_to_pytorch_outlives_the_activation() -> None:
     gc.collect()
     q, k, v = (random("cpu", 1, 2, 5, 8) for _ in range(3))
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    out = _flash_impl._by_pytorch(name, None, q, k, v, 0.0, True)[0]
+    declined = _flash_impl._Declined("a test's reason")
+    out = _flash_impl._by_pytorch(name, declined, q, k, v, 0.0, True)[0]
     assert_all_close([out], [scaled_dot_product_attention(q, k, v, is_causal=True)], "cpu")

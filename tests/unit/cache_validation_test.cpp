@@ -80,13 +80,6 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
       {none, [](P& p) { p.v_new.dim = 1; }, "v_new has strides with append = 0 (none)"},
       {none, [](P& p) { p.kv_dtype = 5; }, "kv_dtype = 5, expected -1 to 4"},
       {none, [](P& p) { p.out_dtype = STROBE_FLOAT16; }, "out_dtype = 2 (fp16), expected -1"},
-      {none,
-       [](P& p) {
-         p.direction = STROBE_BACKWARD;
-         p.dtype = STROBE_BFLOAT16;
-         p.out_dtype = STROBE_FLOAT32;
-       },
-       "out_dtype = 0 (fp32), expected -1 (that of q)"},
       {none, [](P& p) { p.kv_dtype = STROBE_FLOAT16; },
        "kv_dtype = 2 (fp16): no kernel takes a dtype other than q's, which is fp32",
        STROBE_UNSUPPORTED},

@@ -67,7 +67,7 @@ Scenario RandomScenario(uint64_t seed) {
 std::vector<CpuKernel> Kernels(const Scenario& s) {
   std::vector<CpuKernel> found = CpuKernels();
   std::erase_if(found, [&](const CpuKernel& kernel) {
-    return kernel.name == "cpu_amx" && s.dtype != DType::kBFloat16;
+    return kernel.MultipliesBf16() && s.dtype != DType::kBFloat16;
   });
   return found;
 }

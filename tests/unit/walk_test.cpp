@@ -8,63 +8,20 @@
 #include <set>
 #include <vector>
 
+#include "core/list_walk.h"
 #include "cuda/hopper/part_walk.h"
 #include "gtest/gtest.h"
 
 namespace strobe {
 namespace {
 
-// The blocks of a list: places are its entries, from some first number on.
-class ListWalk {
- public:
-  struct Entry {
-    int64_t block;
-    bool full;
-  };
-
-  explicit ListWalk(std::vector<Entry> entries, int64_t first = 0)
-      : begin(first), end(first + static_cast<int64_t>(entries.size())), entries_(entries) {}
-
-  int64_t begin, end;
-
-  bool empty() const { return entries_.empty(); }
-  int64_t count() const { return static_cast<int64_t>(entries_.size()); }
-  bool has(int64_t place) const { return begin <= place && place < end; }
-  int64_t block(int64_t place) const { return at(place).block; }
-  bool is_full(int64_t place) const { return has(place) && at(place).full; }
-  bool all_full() const {
-    for (const Entry& e : entries_) {
-      if (!e.full) return false;
-    }
-    return true;
-  }
-  int64_t full_run_begin(int64_t place) const {
-    while (is_full(place - 1)) --place;
-    return place;
-  }
-  bool visits(int64_t block) const { return find(block) < end; }
-  int64_t rank(int64_t block) const { return find(block); }
-  ListWalk all_partial() const { return partial_before(end); }
-  ListWalk partial_before(int64_t place) const {
-    ListWalk w = *this;
-    for (int64_t i = begin; i < end && i < place; ++i) w.at(i).full = false;
-    return w;
-  }
-
- private:
-  const Entry& at(int64_t place) const { return entries_.at(static_cast<size_t>(place - begin)); }
-  Entry& at(int64_t place) { return entries_.at(static_cast<size_t>(place - begin)); }
-  int64_t find(int64_t block) const {
-    int64_t place = begin;
-    while (place < end && at(place).block != block) ++place;
-    return place;
-  }
-
-  std::vector<Entry> entries_;
+struct Entry {
+  int64_t block;
+  bool full;
 };
 
 // What a walk is told to be: every block once, and whether it is full.
-using Blocks = std::vector<ListWalk::Entry>;
+using Blocks = std::vector<Entry>;
 
 IntervalWalk<int64_t> interval_of(const Blocks& blocks) {
   if (blocks.empty()) return {};
@@ -76,6 +33,13 @@ IntervalWalk<int64_t> interval_of(const Blocks& blocks) {
     full_end = b.block + 1;
   }
   return IntervalWalk<int64_t>::make(begin, end, full_begin, full_end);
+}
+
+template <int kWords>
+ListWalk<int64_t, kWords> list_of(const Blocks& blocks) {
+  auto walk = ListWalk<int64_t, kWords>::none();
+  for (const Entry& e : blocks) walk.add(e.block, e.full);
+  return walk;
 }
 
 // Up, as mma.sync's kernels go: every block once, ascending, at consecutive places.
@@ -197,24 +161,55 @@ TEST(Walk, IntervalsAndListsOfTheSameBlocksGoTheSameWay) {
           for (int64_t n = begin; n < end; ++n)
             blocks.push_back({n, full_begin <= n && n < full_end});
           ASSERT_NO_FATAL_FAILURE(expect_walks(interval_of(blocks), blocks, kBlocks));
-          ASSERT_NO_FATAL_FAILURE(expect_walks(ListWalk(blocks), blocks, kBlocks));
+          ASSERT_NO_FATAL_FAILURE(expect_walks(list_of<1>(blocks), blocks, kBlocks));
         }
       }
     }
   }
 }
 
-// Lists with gaps, and with runs of full blocks wherever they fall; places begin anywhere.
+// Lists with gaps, and with runs of full blocks wherever they fall; of one word and of three.
 TEST(Walk, MadeUpListsGoEveryPlaceOnce) {
   std::mt19937 random(3);
-  for (int round = 0; round < 3000; ++round) {
+  for (int round = 0; round < 1000; ++round) {
     Blocks blocks;
+    const bool is_long = round % 100 == 0;
     const uint32_t density = 1 + random() % 4, full = random() % 4;
-    for (int64_t n = 0; n < 3 * kBlocks; ++n) {
+    const int64_t count = is_long ? 150 : 40;
+    for (int64_t n = 0; n < count; ++n) {
       if (random() % 4 < density) blocks.push_back({n, random() % 4 < full});
     }
-    const auto first = static_cast<int64_t>(random() % 100);
-    ASSERT_NO_FATAL_FAILURE(expect_walks(ListWalk(blocks, first), blocks, 3 * kBlocks));
+    if (is_long) {
+      ASSERT_NO_FATAL_FAILURE(expect_walks(list_of<3>(blocks), blocks, count));
+    } else {
+      ASSERT_NO_FATAL_FAILURE(expect_walks(list_of<1>(blocks), blocks, count));
+    }
+  }
+}
+
+// What lies within some blocks, and which rows meet a list.
+TEST(Walk, PartsOfLists) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 300; ++round) {
+    Blocks blocks;
+    for (int64_t n = 0; n < 20; ++n) {
+      if (random() % 3 == 0) blocks.push_back({n, random() % 2 == 0});
+    }
+    const auto walk = list_of<1>(blocks);
+    const auto first = static_cast<int64_t>(random() % 20);
+    const auto last = first + static_cast<int64_t>(random() % 20);
+    Blocks inside;
+    for (const Entry& e : blocks) {
+      if (first <= e.block && e.block < last) inside.push_back(e);
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_goes_up(walk.within(first, last), inside));
+    const Range rows{7 * first - 3, 7 * last - 4};
+    bool meets = false;
+    for (const Entry& e : blocks) meets |= !intersect(rows, {7 * e.block, 7 * e.block + 7}).empty();
+    if (rows.begin >= 0) {
+      ASSERT_EQ(walk.meets(rows, 7), meets);
+      ASSERT_EQ(walk.within(0, 0).blocks().whole_meets(rows, 7), meets);
+    }
   }
 }
 

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-#include "core/walk.h"
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
@@ -17,6 +16,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
@@ -31,16 +31,19 @@ struct SeenPairs {
   int32_t batch, head;
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ __forceinline__ T* row(const Tensor& t, int64_t row, int32_t head_of) const {
-    return static_cast<T*>(t.data) + t.element(batch, row, head_of);
+  template <typename Value = T>
+  __device__ __forceinline__ Value* row(const Tensor& t, int64_t row, int32_t head_of) const {
+    return static_cast<Value*>(t.data) + t.element(batch, row, head_of);
   }
-  __device__ __forceinline__ T* query_row(const Tensor& t, int64_t query) const {
-    return row(t, sequence.q_row + query, head);
+  template <typename Value = T>
+  __device__ __forceinline__ Value* query_row(const Tensor& t, int64_t query) const {
+    return row<Value>(t, sequence.q_row + query, head);
   }
   __device__ __forceinline__ T* key_row(const Tensor& t, int64_t key) const {
     return row(t, sequence.k_row + key, head / p.group);
   }
-  __device__ __forceinline__ static float dot(const T* x, const T* y, int32_t dim) {
+  template <typename Value>
+  __device__ __forceinline__ static float dot(const T* x, const Value* y, int32_t dim) {
     float sum = 0.f;
 #pragma unroll 1
     for (int d = lane(); d < dim; d += 32)
@@ -61,7 +64,9 @@ struct SeenPairs {
     if (p.delta) {
       delta = p.delta[lse_at];
     } else {
-      delta = dot(query_row(p.dout, query), query_row(p.out, query), p.head_dim_v);
+      const T* const dout = query_row(p.dout, query);
+      delta = p.float_out ? dot(dout, query_row<float>(p.out, query), p.head_dim_v)
+                          : dot(dout, query_row(p.out, query), p.head_dim_v);
       if (p.dlse) delta -= p.dlse[lse_at];
     }
     const auto distance = static_cast<float>(sequence.mask.position(query) - key);
@@ -105,7 +110,7 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
                                             int32_t query) {
   const Sequence sequence = p.sequence(batch, head);
   const SeenPairs<T> pairs{p, sequence, batch, head};
-  const IntervalWalk<int64_t> keys = single_keys(sequence.mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch), sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
 #pragma unroll 1
   for (int64_t place = keys.begin; place < keys.end; ++place) {
@@ -128,7 +133,7 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
   const Sequence sequence = p.sequence_of_all_heads(item.batch);
-  const IntervalWalk<int64_t> queries = single_queries(sequence.mask, key);
+  const RowWalk queries = single_queries(WalkLists::of(p, item.batch), sequence.mask, key);
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
   float dk[SeenPairs<T>::kShare] = {}, dv[SeenPairs<T>::kShare] = {};

@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kPostThreads)
   const float* const sum = scratch.dq + tile.scratch * (kTileQ * kWidth);
   // A tile that sees no key was visited by no key block, and its sum need not hold anything. (There
   // is no block of keys past the problem's bound.)
-  const Range keys = sequence.mask.kv_range({tile.begin, min64(tile.begin + kTileQ, seqlen)});
-  const bool visited = !keys.empty() && keys.begin < p.seqlen_k;
+  const bool visited =
+      visits_before(WalkLists::of(p, tile.batch), sequence.mask,
+                    {tile.begin, min64(tile.begin + kTileQ, seqlen)}, p.seqlen_k, scratch.tile_k);
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -10,12 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/walk.h"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
@@ -50,6 +50,34 @@ __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
   for (int i = 0; i < 4; ++i) {
     const float2 u = unpack<T>(a[i]), v = unpack<T>(b[i]);
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+  }
+  return sum;
+}
+/// The same where the first of each pair is float32, at `x`, as far as there are columns. aligned:
+/// of x, to 16 bytes; then there are eight columns or none.
+template <typename T>
+__device__ __forceinline__ float dot_eight(const float* x, int columns, bool aligned,
+                                           const uint4& y) {
+  float u[8] = {};
+  if (aligned) {
+    if (columns > 0) {
+      const auto* const from = reinterpret_cast<const float4*>(x);
+      const float4 low = __ldcs(from), high = __ldcs(from + 1);
+      u[0] = low.x, u[1] = low.y, u[2] = low.z, u[3] = low.w;
+      u[4] = high.x, u[5] = high.y, u[6] = high.z, u[7] = high.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < columns) u[i] = x[i];
+    }
+  }
+  const uint32_t b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack<T>(b[i]);
+    sum = fmaf(u[2 * i], v.x, fmaf(u[2 * i + 1], v.y, sum));
   }
   return sum;
 }
@@ -119,7 +147,8 @@ __global__ void __launch_bounds__(kPreThreads)
     // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
     // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
-    if (!query_walk(sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
+    const auto lists = WalkLists::of(p, tile.batch);
+    if (!query_walk(lists, sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
       return;
@@ -130,8 +159,9 @@ __global__ void __launch_bounds__(kPreThreads)
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
-      first = first_rank(p, scratch, tile.batch, tile.head,
-                         key_walk(sequence.mask, queries, scratch.tile_k));
+      first = first_rank(
+          p, scratch, tile.batch, tile.head,
+          key_walk(WalkLists::of(p, tile.batch), sequence.mask, queries, scratch.tile_k));
     }
     scratch.additions[at * counters + thread] = first;
   }
@@ -153,8 +183,8 @@ __global__ void __launch_bounds__(kPreThreads)
   constexpr int kLanes = kWidth <= 64 ? 8 : kWidth <= 128 ? 16 : 32;
   constexpr int kRows = kPreThreads / kLanes, kPasses = kTileQ / kRows;
   constexpr int kAtOnce = kPasses < 4 ? kPasses : 4;  // so many loads of each tensor under way
-  const RowsView out =
-      rows_view(p.out, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v);
+  const RowsView out = rows_view(p.out, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v,
+                                 p.float_out ? 4 : 2);
   const RowsView dout =
       rows_view(p.dout, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim_v);
   const RowsView q = rows_view(p.q, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim);
@@ -180,7 +210,7 @@ __global__ void __launch_bounds__(kPreThreads)
       x[i] = y[i] = zeros;
       natural[i] = there ? p.lse[lse_at + r] : 0.f;
       if (aligned && there && column < p.head_dim_v) {
-        if (!given) x[i] = __ldcs(reinterpret_cast<const uint4*>(values(out, r)));
+        if (!given && !p.float_out) x[i] = __ldcs(reinterpret_cast<const uint4*>(values(out, r)));
         if (reads_dout) y[i] = __ldg(reinterpret_cast<const uint4*>(values(dout, r)));
       }
     }
@@ -189,7 +219,7 @@ __global__ void __launch_bounds__(kPreThreads)
       for (int i = 0; i < kAtOnce; ++i) {
         const int r = begin + i * kRows;
         if (tile.begin + r < seqlen) {
-          if (!given) x[i] = load_slowly(values(out, r), p.head_dim_v - column);
+          if (!given && !p.float_out) x[i] = load_slowly(values(out, r), p.head_dim_v - column);
           if (reads_dout) y[i] = load_slowly(values(dout, r), p.head_dim_v - column);
         }
       }
@@ -198,7 +228,13 @@ __global__ void __launch_bounds__(kPreThreads)
     for (int i = 0; i < kAtOnce; ++i) {
       const int r = begin + i * kRows;
       const bool there = tile.begin + r < seqlen;
-      float sum = dot_eight<T>(x[i], y[i]);
+      float sum = 0.f;
+      if (given || !p.float_out) {
+        sum = dot_eight<T>(x[i], y[i]);
+      } else if (there) {
+        sum = dot_eight<T>(reinterpret_cast<const float*>(out.row(tile.begin + r)) + column,
+                           p.head_dim_v - column, aligned, y[i]);
+      }
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);

@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "core/arithmetic.h"
-#include "core/walk.h"
 #include "core/workspace.h"
 #include "cuda/common/params.h"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
@@ -120,23 +120,24 @@ struct BackwardScratch {
   uint32_t key_tiles;  // of the longest sequence
 };
 
-/// The rank of a key tile among those that add to the same dq. Where additions have an order it is
-/// that of the ranks, hence that in which the work items are drawn: key tiles ascend, or, in heads
-/// that descend, the last one is the first. key_tiles: BackwardScratch's.
-STROBE_INLINE constexpr uint32_t addition_rank(uint32_t key_tile, uint32_t key_tiles,
-                                               bool descends) {
-  return descends ? key_tiles - 1 - key_tile : key_tile;
+/// When a key tile adds to a tile of dq, as the tile's counter counts: from its place in the walk
+/// of the tile of queries. Where additions have an order it is that of these numbers, hence that in
+/// which the work items are drawn: key tiles ascend, or, in heads that descend, the last one is the
+/// first. key_tiles: BackwardScratch's. (They may pass 0, which nobody minds who asks whether two
+/// are the same.)
+STROBE_INLINE constexpr uint32_t addition_rank(uint32_t place, uint32_t key_tiles, bool descends) {
+  return descends ? key_tiles - 1 - place : place;
 }
 
 /// The lowest rank of the key tiles that add to a tile of dq, which are those of its walk. A packed
 /// sequence may have more keys than the problem's bound: no item is there for these.
 STROBE_INLINE constexpr uint32_t first_rank(const CommonParams& p, const BackwardScratch& s,
                                             int32_t batch, int32_t head,
-                                            const IntervalWalk<int64_t>& walk) {
+                                            const WalkOf<int64_t>& walk) {
   const auto of_heads = static_cast<uint32_t>((p.cu_k ? 0 : batch) * p.heads_kv + head / p.group);
   const bool descends = of_heads < s.descending;
   const int64_t first =
-      descends ? min64(walk.end, int64_t{s.key_tiles}) - 1 : walk.rank(walk.begin);
+      descends ? min64(walk.end, walk.rank(int64_t{s.key_tiles})) - 1 : walk.begin;
   return addition_rank(static_cast<uint32_t>(first), s.key_tiles, descends);
 }
 

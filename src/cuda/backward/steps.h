@@ -6,18 +6,66 @@
 #include <cstdint>
 
 #include "core/macros.h"
-#include "core/walk.h"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
-/// Walk of a work item: tiles of tile_q queries that see some of its keys. Keys past the end of the
-/// sequence would count as seen in a full tile: where an item has some, no tile is full.
-template <typename Int>
-STROBE_INLINE constexpr IntervalWalk<int32_t> item_walk(const BasicMask<Int>& mask, Range keys,
-                                                        int64_t tile_q, int64_t tile_k) {
-  const IntervalWalk<Int> walk = query_walk(mask, keys, tile_q);
-  return static_cast<IntervalWalk<int32_t>>(keys.size() < tile_k ? walk.all_partial() : walk);
+#if STROBE_RANDOM_WALKS
+
+struct ItemWalk {
+  WalkOf<int32_t> list;
+  int32_t begin, end;
+  uint8_t places[64];  // of the item's keys in the walks of the tiles of queries
+
+  STROBE_INLINE constexpr int32_t count() const { return list.count(); }
+  STROBE_INLINE constexpr int32_t block(int32_t place) const { return list.block(place); }
+  STROBE_INLINE constexpr bool is_full(int32_t place) const { return list.is_full(place); }
+  STROBE_INLINE constexpr bool all_full() const { return list.all_full(); }
+};
+STROBE_INLINE constexpr uint32_t place_in(const ItemWalk& walk, int32_t tile,
+                                          uint32_t /*key_tile*/) {
+  return walk.places[tile];
 }
+
+template <typename Int>
+STROBE_INLINE constexpr ItemWalk item_walk(const WalkLists& lists, const BasicMask<Int>& mask,
+                                           Range keys, int64_t tile_q, int64_t tile_k) {
+  const WalkOf<Int> walk = query_walk(lists, mask, keys, tile_q);
+  ItemWalk item{};
+  item.list = static_cast<WalkOf<int32_t>>(keys.size() < tile_k ? walk.all_partial() : walk);
+  item.begin = item.list.begin;
+  item.end = item.list.end;
+  for (int32_t place = item.begin; place < item.end; ++place) {
+    const int32_t tile = item.block(place);
+    const Range queries{tile * tile_q,
+                        min64((tile + 1) * tile_q, static_cast<int64_t>(mask.seqlen_q))};
+    item.places[tile] = static_cast<uint8_t>(
+        key_walk(lists, mask, queries, tile_k).rank(static_cast<Int>(keys.begin / tile_k)));
+  }
+  return item;
+}
+
+#else
+
+/// Walk of a work item: tiles of tile_q queries that see some of its keys.
+using ItemWalk = IntervalWalk<int32_t>;
+
+/// The place of an item's keys, which are the block key_tile, in the walk of one of its tiles: the
+/// same for all tiles where walks are intervals.
+STROBE_INLINE constexpr uint32_t place_in(const ItemWalk&, int32_t /*tile*/, uint32_t key_tile) {
+  return key_tile;
+}
+
+/// Keys past the end of the sequence would count as seen in a full tile: where an item has some, no
+/// tile is full.
+template <typename Int>
+STROBE_INLINE constexpr ItemWalk item_walk(WalkLists lists, const BasicMask<Int>& mask, Range keys,
+                                           int64_t tile_q, int64_t tile_k) {
+  const IntervalWalk<Int> walk = query_walk(lists, mask, keys, tile_q);
+  return static_cast<ItemWalk>(keys.size() < tile_k ? walk.all_partial() : walk);
+}
+
+#endif
 
 /// A step: a place in the item's walk, for one query head. The steps of a head go through all
 /// places, upwards or downwards, and then come those of the next head. The walk may be of any kind

@@ -10,13 +10,6 @@
 
 namespace strobe::cuda {
 
-/// Where a query's row of out begins.
-__device__ __forceinline__ char* out_row(const CachedParams& p, const SequenceRows& sequence,
-                                         int32_t head, int32_t query) {
-  return static_cast<char*>(p.out.data) +
-         (p.float_out ? 4 : 2) * p.out.element(sequence.batch, sequence.q_row + query, head);
-}
-
 /// A row key by key. Not inlined: it is rare, and long.
 template <typename T, typename Params>
 __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch, int32_t head,
@@ -29,14 +22,8 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
   };
   const T* const q =
       static_cast<const T*>(p.q.data) + p.q.element(sequence.batch, sequence.q_row + query, head);
-  char* const to = out_row(p, sequence, head, query);
-  const auto write = [&](int d, float x) {
-    if (p.float_out) {
-      reinterpret_cast<float*>(to)[d] = x;
-    } else {
-      reinterpret_cast<T*>(to)[d] = static_cast<T>(x);
-    }
-  };
+  const OutRow<T> to = out_row<T>(p, sequence, head, query);
+  const auto write = [&](int d, float x) { to.put(d, x); };
   if constexpr (kUpdates<Params>) {
     const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
@@ -63,18 +50,17 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
   }
 }
 
-/// pairwise_rows for keys in a cache; out is of type T.
+/// pairwise_rows for keys in a cache.
 template <typename T>
 __device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& tile, int warp,
                                      int warps, int rows) {
   const CachedRows sequence = p.cache.sequence_rows(tile.batch);
   const int64_t left = (sequence.seqlen_q - tile.first) << p.pack;
   if (left < rows) rows = static_cast<int>(left);
-  for_each_not_finite<T>(
+  for_each_not_finite(
       p, warp, warps, rows,
       [&](int row) {
-        return reinterpret_cast<const T*>(
-            out_row(p, sequence, tile.head + p.head(row), tile.first + p.query(row)));
+        return out_row<T>(p, sequence, tile.head + p.head(row), tile.first + p.query(row));
       },
       [&](int row) {
         pairwise_cached_row<T>(static_cast<const CachedParams&>(p), tile.batch,

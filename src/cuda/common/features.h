@@ -47,6 +47,9 @@ inline constexpr Features kUsedRows{1u << 4}, kChunks{1u << 5}, kSequences = kUs
 // is not asked: they have rules of their own (host/instance_choice.cpp).
 inline constexpr Features kAnyRows{1u << 6};
 
+// out is float32, though q is not.
+inline constexpr Features kFloatOut{1u << 10};
+
 // New keys are appended to a cache, or rows rotated, by the main kernel itself.
 inline constexpr Features kUpdates{1u << 7};
 

@@ -10,12 +10,12 @@
 
 #include <cstdint>
 
-#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/arithmetic.h"
 
 namespace strobe::cuda {
@@ -33,6 +33,35 @@ struct SuspectTile {
   int32_t batch, head, first;
 };
 
+/// A row of out, element by element: of type T, or float32.
+template <typename T>
+struct OutRow {
+  char* data;
+  bool is_float;
+
+  __device__ __forceinline__ float operator[](int column) const {
+    if (is_float) return reinterpret_cast<const float*>(data)[column];
+    return static_cast<float>(reinterpret_cast<const T*>(data)[column]);
+  }
+  __device__ __forceinline__ void put(int column, float x) const {
+    if (is_float) {
+      reinterpret_cast<float*>(data)[column] = x;
+    } else {
+      reinterpret_cast<T*>(data)[column] = static_cast<T>(x);
+    }
+  }
+};
+
+/// That of a query. kMayBeFloat: as in ForwardParams::writes_float.
+template <typename T, bool kMayBeFloat = true>
+__device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const SequenceRows& sequence,
+                                             int32_t head, int64_t query) {
+  return {static_cast<char*>(p.out.data) +
+              2 * p.out_words<kMayBeFloat>() *
+                  p.out.element(sequence.batch, sequence.q_row + query, head),
+          p.writes_float<kMayBeFloat>()};
+}
+
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
@@ -47,7 +76,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
-  const IntervalWalk<int64_t> keys = single_keys(mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch), mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
 #pragma unroll 1
@@ -94,7 +123,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   }
 }
 
-/// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it.
+/// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it; out is then of type T.
 template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch, head);
@@ -108,26 +137,25 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
     return reinterpret_cast<T*>(view.row(row));
   };
   const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
-  T* const to = row_of(queries_of(p.out, p.head_dim_v), query);
+  const OutRow<T> to = out_row<T, !kAllRowsUsed>(p, sequence, head, query);
   pairwise_row_of<T, kDropout>(
       p, sequence, sequence.mask, head, query, row_of(queries_of(p.q, p.head_dim), query),
       [&](int64_t key) { return row_of(all_k, key); },
-      [&](int64_t key) { return row_of(all_v, key); },
-      [&](int d, float x) { to[d] = static_cast<T>(x); });
+      [&](int64_t key) { return row_of(all_v, key); }, [&](int d, float x) { to.put(d, x); });
 }
 
 /// Calls again(row) for those rows of a tile of `rows` rows that are not finite; for this warp's
-/// share of them. row_of: where a row of O begins.
-template <typename T, typename RowOf, typename Again>
+/// share of them. row_of: a row's OutRow.
+template <typename RowOf, typename Again>
 __device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int warp, int warps,
                                                     int rows, const RowOf& row_of,
                                                     const Again& again) {
 #pragma unroll 1
   for (int row = warp; row < rows; row += warps) {
-    const T* const out = row_of(row);
+    const auto out = row_of(row);
     float zero = 0.f;  // 0 * x is NaN where x is not finite
     for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
-      zero = __fmaf_rn(static_cast<float>(out[d]), 0.f, zero);
+      zero = __fmaf_rn(out[d], 0.f, zero);
     if (__any_sync(0xffffffffu, zero != 0.f)) again(row);
   }
 }
@@ -137,13 +165,11 @@ template <typename T, bool kDropout, bool kAllRowsUsed>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows) {
   const SequenceRows sequence = p.assuming<kAllRowsUsed>().sequence_rows(tile.batch);
-  const RowsView view =
-      rows_view(p.out, tile.batch, sequence.q_row, tile.head, sequence.seqlen_q, p.head_dim_v);
   const int64_t left = sequence.seqlen_q - tile.first;
   if (left < rows) rows = static_cast<int>(left);
-  for_each_not_finite<T>(
+  for_each_not_finite(
       p, warp, warps, rows,
-      [&](int row) { return reinterpret_cast<const T*>(view.row(tile.first + row)); },
+      [&](int row) { return out_row<T, !kAllRowsUsed>(p, sequence, tile.head, tile.first + row); },
       [&](int row) {
         pairwise_row<T, kDropout, kAllRowsUsed>(p, tile.batch, tile.head, tile.first + row);
       });

@@ -111,6 +111,19 @@ __device__ __forceinline__ void store_words(char* row, int column, int32_t dim, 
   }
 }
 
+/// Writes two float32 values to `row` from `column` on, an even one, as far as there are columns.
+/// aligned: as above.
+__device__ __forceinline__ void store_floats(char* row, int column, int32_t dim, bool aligned,
+                                             float x, float y) {
+  auto* const to = reinterpret_cast<float*>(row) + column;
+  if (aligned) {
+    if (column < dim) *reinterpret_cast<float2*>(to) = make_float2(x, y);
+    return;
+  }
+  if (column < dim) to[0] = x;
+  if (column + 1 < dim) to[1] = y;
+}
+
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_COMMON_LOAD_CUH_

@@ -8,6 +8,9 @@
 #include "core/cache.h"
 #include "core/philox.h"
 #include "core/sequence.h"
+#if STROBE_RANDOM_WALKS
+#include "core/random_blocks.h"
+#endif
 
 namespace strobe::cuda {
 
@@ -37,6 +40,9 @@ struct CommonParams : Sequences {
   int32_t head_dim, head_dim_v;
   float scale, softcap;
   float cap_log2, cap_power;  // of Score (score.cuh), from softcap: 0 without
+#if STROBE_RANDOM_WALKS
+  RandomBlocks random_blocks;  // that walks leave out (walks.h)
+#endif
 };
 
 struct ForwardParams : CommonParams {
@@ -44,14 +50,25 @@ struct ForwardParams : CommonParams {
   float* lse;  // null: not wanted
   void* workspace;
   int32_t batch_invariant;
+  int32_t float_out;  // out is float32
+
+  /// Whether out is float32, and the 16-bit words of an element of out. kMay: false in kernels that
+  /// never write float32 (features::kFloatOut): `float_out` is then not read.
+  template <bool kMay = true>
+  STROBE_INLINE constexpr bool writes_float() const {
+    return kMay && float_out;
+  }
+  template <bool kMay = true>
+  STROBE_INLINE constexpr int32_t out_words() const {
+    return writes_float<kMay>() ? 2 : 1;
+  }
 };
 
 /// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
 /// said of queries holds.
 struct CachedParams : ForwardParams {
   CachedSequences cache;
-  bool float_out;  // out is float32
-  bool packed_q;   // also while a plan is made, which knows no arrays
+  bool packed_q;  // also while a plan is made, which knows no arrays
 
   STROBE_INLINE constexpr CachedSequence cached(int64_t b, int64_t head) const {
     return cache.sequence(b, head);
@@ -99,6 +116,7 @@ struct BackwardParams : CommonParams {
   int32_t deterministic, batch_invariant;
   const float* delta;  // rowsum(dout * out) - dlse, laid out as lse; null: made from out
   int32_t float_grads, accumulates;  // dq, dk and dv are float32; are added to
+  int32_t float_out;                 // out is float32
 
   /// Whether the gradients come from float32 sums, which the kernels after the main one turn into
   /// what the caller wants; else the main kernel may write them.

@@ -40,10 +40,10 @@ __device__ __forceinline__ void clear_rows(const Tensor& t, int32_t heads, int32
   }
 }
 
-/// Clears those of out and lse, where queries are packed. words: 16-bit values in an element of
-/// out. Not inlined, since it is rare that there are such rows.
-inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, int32_t words,
-                                                   WarpOfLaunch warp) {
+/// Clears those of out and lse, where queries are packed. Not inlined, since it is rare that there
+/// are such rows.
+inline __device__ __noinline__ void clear_past_end(const ForwardParams& p, WarpOfLaunch warp) {
+  const int32_t words = p.out_words();
   clear_rows(p.out.divided(words), p.heads, words * p.head_dim_v, p.lse, p.lse_head_stride,
              end_of_last(p.cu_q, p.batch, p.total_q), p.total_q, warp);
 }

@@ -80,11 +80,13 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   constexpr int64_t kMost = int64_t{1} << 30;
   const int64_t blocks = d.blocks.value;
   // Numbers of units, pieces and counters are of 32 bits.
-  if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return {d.tracks, blocks, -1};
+  CachedGrid grid{d.tracks, blocks, -1, DecodeShapeOf<kConfig>::kUnit, d.cut.most_chunks};
+  if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return grid;
   Arena arena;
   carve<kConfig>(arena, p, d);
   if (kUpdatesBefore && p.cache.rotary_dim > 0) carve_queries(arena, p);
-  return {d.tracks, blocks, static_cast<int64_t>(arena.used())};
+  grid.workspace_bytes = static_cast<int64_t>(arena.used());
+  return grid;
 }
 
 /// The kernel of an instance, and its parameters: those that only read, or also what is done to the

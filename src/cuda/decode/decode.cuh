@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   if constexpr (kUpdates<Params>) append<Shape, kElements>(p);
   if (p.cu_q && has_rows_past_end(p)) {
     const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-    clear_past_end(p, p.float_out ? 2 : 1,
+    clear_past_end(p,
                    {block * Shape::kWarps + warp, int64_t{gridDim.x} * gridDim.y * Shape::kWarps});
   }
   if (!some) return;

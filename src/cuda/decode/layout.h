@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/common/element.h"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
@@ -28,7 +29,8 @@ struct DecodeShape {
   static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in a stage that is free
   static_assert(kTileRows * kOPitch * 4 <= kStage);
 
-  static constexpr int kPieceBytes = 232;  // of a Piece and a ShareWalk (pieces.cuh)
+  // Of a Piece and a ShareWalk (pieces.cuh).
+  static constexpr int kPieceBytes = 224 + static_cast<int>(sizeof(BlocksOf<int32_t>));
 
   static constexpr int kRingBytes = kTeams * kStages * kStage;
   static constexpr int kQOffset = kRingBytes;

@@ -25,16 +25,16 @@ struct Piece {
   KeyRows rows;       // where the keys are
   BasicMask<int32_t> mask;  // of the tile's queries, the first of which is `first_query`
   int32_t first_query;
-  int32_t q_row;                // the sequence's first row in q and out
-  int32_t rotary_start;         // of the sequence
-  int32_t in_range;             // whether the sequence's numbers are; else its rows are NaN
-  BlockInterval<int32_t> walk;  // the span's, as far as this piece goes: a unit is a block
-  int32_t begin, end;           // keys that some row of the tile sees
-  int32_t counter;              // of the span
-  int32_t slot;                 // of this piece in the workspace
-  SpanPieces pieces;            // of the span, with slots of the workspace
-  int32_t more;                 // whether the share goes on
-  NewKeys fresh;                // where there are any
+  int32_t q_row;           // the sequence's first row in q and out
+  int32_t rotary_start;    // of the sequence
+  int32_t in_range;        // whether the sequence's numbers are; else its rows are NaN
+  BlocksOf<int32_t> walk;  // the span's, as far as this piece goes: a unit is a block
+  int32_t begin, end;      // keys that some row of the tile sees
+  int32_t counter;         // of the span
+  int32_t slot;            // of this piece in the workspace
+  SpanPieces pieces;       // of the span, with slots of the workspace
+  int32_t more;            // whether the share goes on
+  NewKeys fresh;           // where there are any
 };
 
 /// The most pieces that are known ahead of the one that is computed: copies may run so far ahead.
@@ -123,7 +123,11 @@ class ShareWalk {
     const bool chunked = d.cut.most_chunks > 0;
     const int32_t rest = chunked ? min(s.units() - place_.unit, s.chunk) : s.units() - place_.unit;
     const int32_t units = min(rest, left_), from = s.walk.begin + place_.unit;
-    x.walk = {from, from + units};
+#if STROBE_RANDOM_WALKS
+    x.walk = s.walk.places(from, from + units);
+#else
+    x.walk = {from, from + units};  // `places` says the same, and ptxas makes other code of it
+#endif
     const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
     const int32_t tile = place_.span - head * s.tiles;
     const int32_t head_kv = track_ * d.heads_per_track + head;
@@ -160,7 +164,7 @@ class ShareWalk {
   __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
                                            Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
-            (p.float_out ? 4 : 2) * p.out.element(x.tile.batch, x.q_row, x.tile.head);
+            2 * p.out_words() * p.out.element(x.tile.batch, x.q_row, x.tile.head);
     const int32_t batch_size = p.cache.batch;
     const SequenceUnits& s = place_.s;
     const int32_t units = x.walk.end - x.walk.begin, unit = place_.unit - units;

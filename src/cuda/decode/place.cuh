@@ -51,7 +51,7 @@ struct Look {
     int32_t all = 0;
     if (batch < p.cache.batch) {
       sequence = p.cached_of_all_heads(batch);
-      s = d.cut.of(sequence.mask, heads);
+      s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
       all = s.all();
     }
     end = all;
@@ -107,10 +107,10 @@ struct Place {
     if (other) span = 0, ++batch;
     CachedSequence sequence = p.cached_of_all_heads(batch);
     if (!other) return sequence;
-    s = d.cut.of(sequence.mask, heads);
+    s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
     while (s.spans == 0 && batch + 1 < p.cache.batch) {  // sequences without queries have no spans
       sequence = p.cached_of_all_heads(++batch);
-      s = d.cut.of(sequence.mask, heads);
+      s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
     }
     return sequence;
   }

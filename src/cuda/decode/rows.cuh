@@ -80,13 +80,14 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  const bool some_key = !piece.mask.row(query - piece.first_query).empty();
+  const bool some_key =
+      piece.walk.whole_meets(piece.mask.row(query - piece.first_query), Shape::kUnit);
   RowResult result = finish_row(some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {
     p.lse[piece.lse_row + (piece.tile.head + head) * p.lse_head_stride + query] = result.lse;
   }
-  char* const out = piece.out + (p.float_out ? 4 : 2) * p.out.element(0, query, head);
+  char* const out = piece.out + 2 * p.out_words() * p.out.element(0, query, head);
   const int column = kColumns * lane;
   const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
   float x[kColumns], zero = 0.f;

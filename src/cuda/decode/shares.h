@@ -27,8 +27,8 @@
 #include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/sequence.h"
-#include "core/walk.h"
 #include "cuda/common/static_order.cuh"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda {
 
@@ -39,7 +39,7 @@ struct SequenceUnits {
   int32_t spans;  // tiles * heads of the track
   // A span's walk through blocks of a unit's keys, from the first place on: those that some query
   // sees. Where no key is seen, it is one place, for there still are rows to write.
-  BlockInterval<int32_t> walk;
+  BlocksOf<int32_t> walk;
   int32_t chunk;  // units of a chunk: all, where spans are not cut
 
   /// Units of a span, at least 1.
@@ -60,13 +60,15 @@ struct KeyCut {
   int32_t unit_shift;   // a unit has 2^unit_shift keys
   int32_t most_chunks;  // of a span; 0: equal shares, no chunks
 
-  STROBE_INLINE constexpr SequenceUnits of(const Mask& mask, int32_t heads) const {
+  STROBE_INLINE constexpr SequenceUnits of(const WalkLists& lists, const Mask& mask,
+                                           int32_t heads) const {
     SequenceUnits s{};
     s.tiles = static_cast<int32_t>(ceil_shift(mask.seqlen_q * group, tile_shift));
     s.spans = s.tiles * heads;
-    const auto walk = static_cast<IntervalWalk<int32_t>>(
-        key_walk(mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
-    s.walk = {walk.begin, walk.empty() ? walk.begin + 1 : walk.end};
+    const auto walk = static_cast<WalkOf<int32_t>>(
+        key_walk(lists, mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
+    s.walk = walk.blocks();
+    if (walk.empty()) s.walk.end = walk.begin + 1;
     s.chunk = most_chunks > 0 ? (s.units() + most_chunks - 1) / most_chunks : s.units();
     return s;
   }

@@ -26,7 +26,7 @@ namespace strobe::cuda::sm90 {
 /// it. (The kernel for wide heads works out its KeyBlock for each item, which is of one key head.)
 template <int kTileK>
 struct alignas(16) KeyRecord {
-  IntervalWalk<int32_t> walk;  // tiles of queries that see some of the keys
+  ItemWalk walk;               // tiles of queries that see some of the keys
   int64_t k_row;               // of the sequence's first key
   int32_t seqlen_q, seqlen_k;  // of the sequence; seqlen_k 0: there is no such block
   int32_t key_begin;           // in the sequence
@@ -49,7 +49,7 @@ struct alignas(16) KeyRecord {
     if (thread != 0) return;
     const Range keys{first, min64(first + kTileK, seqlen)};
     walk = {};
-    if (first < seqlen) walk = item_walk(sequence.mask, keys, tile_q, kTileK);
+    if (first < seqlen) walk = item_walk(WalkLists::of(p, b), sequence.mask, keys, tile_q, kTileK);
     k_row = sequence.k_row;
     seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     seqlen_k = first < seqlen ? seqlen : 0;
@@ -82,10 +82,11 @@ struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
   int32_t head_begin, head_end;
   int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
 
-  /// What the counter of a tile's additions says when this block may add; it then goes on by one.
-  /// key_tiles: BackwardScratch's.
-  __device__ __forceinline__ uint32_t rank(uint32_t key_tiles) const {
-    return addition_rank(static_cast<uint32_t>(this->key_begin) / kTileK, key_tiles, direction > 0);
+  /// What the counter of the additions to a tile says when this block may add; it then goes on by
+  /// one. tile: of the block's walk. key_tiles: BackwardScratch's.
+  __device__ __forceinline__ uint32_t rank(int32_t tile, uint32_t key_tiles) const {
+    const uint32_t key_tile = static_cast<uint32_t>(this->key_begin) / kTileK;
+    return addition_rank(place_in(this->walk, tile, key_tile), key_tiles, direction > 0);
   }
 };
 

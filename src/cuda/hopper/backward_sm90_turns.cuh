@@ -73,6 +73,11 @@ class AdditionOrder {
                                  static_cast<uint32_t>(block.walk.block(of.place)));
   }
 
+  /// What that counter says when it is this block's turn.
+  __device__ __forceinline__ uint32_t rank(const Block& block, const HeadStep& of) const {
+    return block.rank(block.walk.block(of.place), scratch_.key_tiles);
+  }
+
   typename Tr::Shared& shared_;
   const BackwardScratch& scratch_;
   RingPosition<Tr::kItemStages> item_;
@@ -90,7 +95,7 @@ class KeepTurns : AdditionOrder<Tr> {
     this->for_each_step([&](const Block& block, const HeadStep& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
-      const uint32_t rank = block.rank(this->scratch_.key_tiles);
+      const uint32_t rank = this->rank(block, now);
       const uint32_t* const counter = this->counter(block, now);
       while (ptx::load_acquire(counter) != rank) {
       }
@@ -116,7 +121,7 @@ class ReportAdditions : AdditionOrder<Tr> {
       this->shared_.q_ring.empty[stage].arrive();
       report();
       counter_ = this->counter(block, now);
-      next_rank_ = block.rank(this->scratch_.key_tiles) + 1;
+      next_rank_ = this->rank(block, now) + 1;
     });
   }
   /// Raises the counter of the step before, whose additions are made. After run(): of the thread

@@ -31,7 +31,7 @@ __device__ __forceinline__ void for_each_step(const Block& block, const NextHead
                                               const Run& run) {
   const int32_t direction = block.direction;
   const int32_t end = HeadStep::last_place(block.walk, direction);
-  const IntervalWalk<int32_t> walk = block.walk;
+  const ItemWalk walk = block.walk;
 #pragma unroll 1
   for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
     next_head(head);
@@ -472,7 +472,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
   }
   /// The same where additions have an order: this block's panels are added when it is its turn.
   __device__ __forceinline__ void ordered_steps(const OrderedKeyBlock& block, uint32_t rank) {
-    const uint32_t turn = block.rank;
+    uint32_t turn = block.rank;  // kept where it is the same for all tiles
     int32_t head = 0;
     for_each_step(
         block, [&](int32_t next) { head = next; },
@@ -483,6 +483,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
           // from one item to the next, nor with the batch.
           const DqShare share =
               dq_share<Tr::KTile::kPanels>(rank, static_cast<uint32_t>(head + tile));
+          if constexpr (kWalksAreLists) turn = block.turn(tile, Base::scratch.key_tiles);
           shared.ds_ring.full[at_.stage()].wait(at_.phase());
           if (Tr::kEvenShares || share.count == 2) {
             add_in_turn<2>(at, share.first, turn, rank);

@@ -23,7 +23,7 @@ using sm90::OrderedItems;
 /// A block's half of a work item: 64 keys of a key head, with all query heads that read them, or a
 /// part of these.
 struct alignas(16) KeyBlock {
-  IntervalWalk<int32_t> walk;  // of both halves: they go through the same steps
+  ItemWalk walk;  // of both halves: they go through the same steps
   BackwardItem item;
   int64_t number;  // of the item in BackwardOrder; negative: none, and the thread block ends
   int64_t k_row;   // of the sequence's first key
@@ -37,7 +37,18 @@ struct alignas(16) KeyBlock {
 /// The same where additions to dQ have an order (OrderedItems).
 struct alignas(16) OrderedKeyBlock : KeyBlock {
   int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
-  uint32_t rank;      // addition_rank
+  uint32_t rank;      // addition_rank, where it is the same for all tiles
+
+  /// What the counter of the additions to a tile says when this item may add. tile: of its walk.
+  /// key_tiles: BackwardScratch's.
+  __device__ __forceinline__ uint32_t turn([[maybe_unused]] int32_t tile,
+                                           [[maybe_unused]] uint32_t key_tiles) const {
+    if constexpr (kWalksAreLists) {
+      const auto key_tile = static_cast<uint32_t>(item.block);
+      return addition_rank(place_in(walk, tile, key_tile), key_tiles, direction > 0);
+    }
+    return rank;
+  }
 };
 /// The work items of a launch whose additions to dQ have an order: which item is drawn when.
 struct OrderedBackwardOrder : BackwardOrder {

@@ -171,7 +171,7 @@ class Scheduler {
       // The walk of all 128 keys: both blocks of a pair go through the same steps.
       const int32_t begin = item.block * kItemKeys;
       const Range keys{begin, min(begin + kItemKeys, mask.seqlen_k)};
-      block.walk = item_walk(mask, keys, kQueries, kItemKeys);
+      block.walk = item_walk(WalkLists::of(p_, item.batch), mask, keys, kQueries, kItemKeys);
     }
     ptx::make_opaque(index);
     if (lane() == 0) {
@@ -280,9 +280,11 @@ __device__ __forceinline__ void report_additions(typename Tr::Shared& shared,
          !now.done(block.head_end); now.advance(block.walk, block.direction), ++at.count) {
       shared.added_ring.full[at.stage()].wait(at.phase());
       shared.added_ring.empty[at.stage()].arrive();
+      const int32_t of_head = block.walk.block(now.place);
       const uint32_t tile = static_cast<uint32_t>(now.head) * scratch.tiles + block.scratch +
-                            static_cast<uint32_t>(block.walk.block(now.place));
-      ptx::store_release(additions_of(scratch, tile, rank), block.rank + 1);
+                            static_cast<uint32_t>(of_head);
+      ptx::store_release(additions_of(scratch, tile, rank),
+                         block.turn(of_head, scratch.key_tiles) + 1);
     }
   });
 }

@@ -100,7 +100,7 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   };
   STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, p.k, p.head_dim));
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, p.v, p.head_dim_v));
-  if constexpr (Tr::kStagesO) {
+  if (Tr::kStagesO && !p.float_out) {
     STROBE_RETURN_IF_CUDA_ERROR(
         out.make(maps.out, p, p.out, Rows::kQueries, p.head_dim_v, kConfig.dtype, kRows, heads));
   }

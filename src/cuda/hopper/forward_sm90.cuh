@@ -32,7 +32,8 @@
 //   shared memory  panels of 64 columns, 128-byte swizzle  (layout: forward_sm90_layout.cuh)
 //   q              [q stages][W][panel][64][64]     two stages up to width 128, else one
 //   k, v           [stages][panel][tile_k][64]
-//   o              [W][panel][64][64]               up to width 128; else O goes out of registers
+//   o              [W][panel][64][64]               up to width 128; else O goes out of registers,
+//                                                   as float32 rows always do
 //   tiles, barriers
 //
 // One step of a warpgroup, for block j. All branches are between two steps, and no wgmma is in
@@ -93,7 +94,8 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
 }
 
 /// kGeneral: with softcap, ALiBi or a scale that is not positive. kAllRowsUsed:
-/// Sequences::all_rows_used(). Params: ForwardParams, or TileParams where the keys lie in a cache.
+/// Sequences::all_rows_used(), and out is of type Tr::T. Params: ForwardParams, or TileParams where
+/// the keys lie in a cache.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
@@ -133,15 +135,14 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
-    if (warp == 3 && Tr::kStagesO) store_o<Tr>(shared, p, maps.out);
+    if (warp == 3 && Tr::kStagesO) store_o<Tr, kAllRowsUsed>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr, Awaits::kConsumers>();
     if (p.cu_q && has_rows_past_end(p)) {  // while the first blocks are on their way
-      clear_past_end(p, 1,
-                     {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
+      clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
     }
     Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - 1).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);

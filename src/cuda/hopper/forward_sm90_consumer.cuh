@@ -141,7 +141,10 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
-      if (sum == 0.f) result = finish_row(!mask_of(tile).row(query(r)).empty(), 0.f, 0.f, 1.f);
+      if (sum == 0.f) {
+        const Range keys = mask_of(tile).row(query(r));
+        result = finish_row(tile.part[warpgroup_].meets(keys, kTileK), 0.f, 0.f, 1.f);
+      }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -415,11 +418,26 @@ class Consumer {
   /// tile with rows that are not finite goes onto the list of suspects.
   __device__ __forceinline__ void finish_tile() {
     Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
-    const float(&factor)[2] = done_factor_;
     // Where O leaves straight from registers there is none to spare. ptxas otherwise takes one that
     // the steps need for the thread's number, and spills that.
     const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
+    const bool suspect = p_.template writes_float<!kAllRowsUsed>()
+                             ? store_floats(tile, lane, valid)
+                             : store_rounded(tile, lane, valid);
+    if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
+      auto* const workspace = static_cast<Workspace*>(p_.workspace);
+      workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
+                                          tile.head, tile.first};
+    }
+    arrive(shared_.tile_ring.empty[done_slot_]);
+  }
+  /// O times the factors, rounded. Returns whether a value of a row is not finite, unless a score
+  /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
+  /// computed again.
+  __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
+                                                const bool (&valid)[2]) {
+    const float(&factor)[2] = done_factor_;
     uint32_t marks[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kWidth / 16; i += 2) {
@@ -451,17 +469,32 @@ class Consumer {
         }
       }
     }
-    // Where a score is NaN, so are the sum and the factor: O is rightly NaN, and the row is not
-    // computed again.
     bool suspect = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) suspect |= valid[r] && marked(marks[r]) && factor[r] == factor[r];
-    if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
-      auto* const workspace = static_cast<Workspace*>(p_.workspace);
-      workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
-                                          tile.head, tile.first};
+    return suspect;
+  }
+  /// The same in float32, straight from registers: a quad stores eight columns, a sector, at a
+  /// time.
+  __device__ __forceinline__ bool store_floats(const Tile<Tr::kWarpgroups>& tile, int lane,
+                                               const bool (&valid)[2]) {
+    bool suspect = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float zero = 0.f;  // 0 * x is NaN where x is not finite
+      const int column = 2 * (lane % 4);
+      float* const to = reinterpret_cast<float*>(out_row(tile, row(r))) + column;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float x = o_[4 * n + 2 * r] * done_factor_[r];
+        const float y = o_[4 * n + 2 * r + 1] * done_factor_[r];
+        zero = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero));
+        if (valid[r] && 8 * n + column < p_.head_dim_v)
+          *reinterpret_cast<float2*>(to + 8 * n) = make_float2(x, y);
+      }
+      suspect |= valid[r] && zero != 0.f && done_factor_[r] == done_factor_[r];
     }
-    arrive(shared_.tile_ring.empty[done_slot_]);
+    return suspect;
   }
   /// Columns 16i to 16i + 15 of the warp's rows.
   __device__ __forceinline__ void store_shared(int i, const uint32_t (&block)[4]) {
@@ -482,9 +515,14 @@ class Consumer {
       *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
           make_uint4(w[0], w[1], w[2], w[3]);
   }
-  __device__ __forceinline__ T* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
-    return static_cast<T*>(p_.out.data) +
-           p_.out.element(tile.batch, tile.map_q + query_of(p_, row), tile.head + head_of(p_, row));
+  /// Where the row begins, in 16-bit words.
+  __device__ __forceinline__ uint16_t* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
+    return static_cast<uint16_t*>(p_.out.data) +
+           out_words() * p_.out.element(tile.batch, tile.map_q + query_of(p_, row),
+                                        tile.head + head_of(p_, row));
+  }
+  __device__ __forceinline__ int32_t out_words() const {
+    return p_.template out_words<!kAllRowsUsed>();
   }
 
   __device__ __forceinline__ int64_t lse_row(const Tile<Tr::kWarpgroups>& tile, int r) const {
@@ -502,7 +540,7 @@ class Consumer {
       if (p_.lse && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = in_range ? -infinity() : __int_as_float(0x7fffffff);
 #pragma unroll 1
-      for (int column = 8 * (lane() % 4); column < p_.head_dim_v; column += 32)
+      for (int column = 8 * (lane() % 4); column < out_words() * p_.head_dim_v; column += 32)
         *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
             make_uint4(value, value, value, value);
     }

@@ -94,14 +94,15 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   const bool keys = p.total_k > 0;
   STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, keys ? p.k : p.q, Rows::kKeys, p.head_dim));
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, keys ? p.v : p.q, Rows::kKeys, p.head_dim_v));
-  if constexpr (TraitsOf<kConfig>::kStagesO) {
+  if (Tr::kStagesO && !p.float_out) {
     STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v));
   }
 
-  // Most launches have plain scores and all rows in use. The kernel for these is a sixth shorter
-  // than the one for sequences of any kind, which shows where sequences are short, since a launch
-  // reads its code from memory.
+  // Most launches have plain scores, all rows in use, and out in 16 bits. The kernel for these is a
+  // sixth shorter than the one for sequences of any kind, which shows where sequences are short,
+  // since a launch reads its code from memory.
   constexpr bool kAllRowsUsed = !kComputes.has(features::kSequences);
+  static_assert(kComputes.has(features::kFloatOut) == !kAllRowsUsed);
   static KernelHandle kernel(
       reinterpret_cast<const void*>(
           &forward_kernel<Tr, kIsGeneral<kComputes>, kAllRowsUsed, ForwardParams>),

@@ -30,7 +30,7 @@ struct Tile {
   // The walk of all warpgroups together: blocks that some of them need. Where there are none, and
   // in the tile that says that there are no more, it is one place whose block is not loaded
   // (`loaded` is 0): consumers finish the tile before in its turn.
-  BlockInterval<int32_t> walk;
+  BlocksOf<int32_t> walk;
   int32_t loaded;
   int32_t batch;  // negative: there are no more tiles
   int32_t head, head_kv;

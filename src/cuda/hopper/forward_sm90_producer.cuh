@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "core/walk.h"
+#include "cuda/common/walks.h"
 #include "cuda/hopper/cached_keys.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
@@ -93,12 +93,14 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
     const PartWalk walk = part_walk(
-        key_walk(mask, {begin, end}, kTileK), Tr::kQStages == 1,
+        part_of_key_walk(WalkLists::of(p, place.batch, place.begin), mask, {0, queries},
+                         {begin, end}, kTileK),
+        Tr::kQStages == 1,
         p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0);
     if (lane < kWarpgroups) tile.part[lane] = walk;
     if (lane == kWarpgroups) {
       tile.loaded = !walk.empty();
-      tile.walk = {walk.begin, walk.empty() ? 1 : walk.end};
+      tile.walk = walk.blocks().places(walk.begin, walk.empty() ? 1 : walk.end);
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
@@ -113,7 +115,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     for (PartWalk& part : tile.part) part = {};
     tile.batch = -1;
-    tile.walk = {0, 1};
+    tile.walk = BlocksOf<int32_t>{}.places(0, 1);
     tile.loaded = 0;
   }
   if constexpr (ptx::kWarpArrivals > 1) __syncwarp();
@@ -137,7 +139,7 @@ __device__ __forceinline__ void for_each_tile(typename Tr::Shared& shared, Run r
 /// The place of a tile's walk at which the warp that loads asks for the next tile: four steps
 /// before the end. This warp is up to two steps ahead of the consumers; the other two are the time
 /// that the scheduler has to find the tile.
-__device__ __forceinline__ int request_place(const BlockInterval<int32_t>& walk) {
+__device__ __forceinline__ int request_place(const BlocksOf<int32_t>& walk) {
   return max(walk.begin, min(walk.begin + 3, walk.end - 1));
 }
 /// Consumer warps that do not need the block at this place of the tile's walk.
@@ -283,14 +285,16 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
   });
 }
 
-/// Stores O, which consumers have left in shared memory, to global memory. One warp.
-template <typename Tr, typename Params>
+/// Stores O, which consumers have left in shared memory, to global memory. One warp. (Float32 rows
+/// they store themselves: there would be room for half as many columns.)
+template <typename Tr, bool kAllRowsUsed, typename Params>
 __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
   using T = typename Tr::T;
   constexpr int kRounds = (Tr::kPanels + Tr::kOPanels - 1) / Tr::kOPanels;
   uint32_t phases = 0;  // parity of each warpgroup's o.full, one bit each: the rings have one stage
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    if (p.template writes_float<!kAllRowsUsed>()) return;
     const int lane = ptx::thread_again() % 32;
     // Stores what warpgroup w has left in shared memory: columns from panel `begin` on.
     const auto store = [&](int w, int begin) {

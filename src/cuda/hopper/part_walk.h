@@ -6,14 +6,14 @@
 #include <cstdint>
 
 #include "core/macros.h"
-#include "core/walk.h"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda::sm90 {
 
 /// The walk of a warpgroup's queries through the keys, from the last place to the first. A full
 /// block needs no mask and keeps the softmax's reference; the others take their maximum (Kind). A
 /// block may be full and count as partial here: the mask then changes nothing.
-struct alignas(16) PartWalk : IntervalWalk<int32_t> {};
+struct alignas(16) PartWalk : WalkOf<int32_t> {};
 
 /// That of a warpgroup whose queries have this walk: which blocks keep the reference, of those
 /// that are full.
@@ -24,7 +24,7 @@ struct alignas(16) PartWalk : IntervalWalk<int32_t> {};
 /// block that keeps its reference they can send their warp to `redo`, which changes the bits of the
 /// rows beside them. Where no bit may depend on them, no block of such a warpgroup keeps its
 /// reference.
-STROBE_INLINE constexpr PartWalk part_walk(const IntervalWalk<int32_t>& walk, bool frees_q,
+STROBE_INLINE constexpr PartWalk part_walk(const WalkOf<int32_t>& walk, bool frees_q,
                                            bool rows_past_end) {
   if (walk.empty()) return {};
   if (rows_past_end) return {walk.all_partial()};

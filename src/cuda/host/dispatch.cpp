@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/host/fill_plan.h"
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/machine.h"
 
@@ -35,7 +36,11 @@ constexpr Kernel kernel(const char* name) {
           unavailable<kArch>,
           plan<kArch>,
           [](const Plan& plan, const ForwardArgs& args) { return launch(kArch, plan, args); },
-          [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); }};
+          [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); },
+          [](const Plan& plan) {
+            return remark_on(plan,
+                             machine().devices[static_cast<size_t>(plan.problem.device_index)]);
+          }};
 }
 
 constexpr Kernel kKernels[] = {kernel<90>("cuda_sm90"), kernel<80>("cuda_sm80")};

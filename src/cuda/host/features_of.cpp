@@ -42,6 +42,7 @@ Features features_of(const AttentionProblem& p, int64_t tile_k) {
     ask(p.deterministic != 0, kOrder);
   } else {
     ask(!rows_in_units(p), kAnyRows);
+    ask(p.out_dtype != p.dtype, kFloatOut);
     ask((p.append && p.seqlen_new > 0) || p.rotary_dim > 0, kUpdates);
   }
   return asked;

@@ -32,6 +32,9 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   const SoftcapConstants cap = SoftcapConstants::make(p.scale, p.softcap);
   c.cap_log2 = cap.cap_log2;
   c.cap_power = cap.cap_power;
+#if STROBE_RANDOM_WALKS
+  c.random_blocks = strobe_random_blocks;
+#endif
 }
 
 }  // namespace
@@ -41,6 +44,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams&
   f.out = tensor(a.out, p.out, p.varlen);
   f.lse = a.lse;
   f.batch_invariant = p.batch_invariant;
+  f.float_out = p.out_dtype == STROBE_FLOAT32;
 }
 
 namespace {
@@ -73,7 +77,6 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
   fill_params(p, a, static_cast<ForwardParams&>(d));
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;
-  d.float_out = p.out_dtype == STROBE_FLOAT32;
   d.packed_q = p.varlen;
   if (p.append) {
     const bool packed = p.append == STROBE_APPEND_PACKED;  // which queries need not be
@@ -100,6 +103,7 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.delta = p.has_delta ? a.delta : nullptr;
   b.float_grads = p.grad_dtype == STROBE_FLOAT32;
   b.accumulates = p.accumulate;
+  b.float_out = p.out_dtype == STROBE_FLOAT32;
 }
 
 }  // namespace strobe::cuda

@@ -35,6 +35,9 @@ using BackwardInstance = TensorInstance<BackwardConfig, BackwardParams, Backward
 struct CachedGrid {
   int64_t x, y;             // thread blocks
   int64_t workspace_bytes;  // negative: the problem has too many parts
+  // Of kernels that divide keys: keys of a unit; parts of a tile's keys, where the batch may not
+  // decide, else 0 (decode/shares.h).
+  int64_t unit = 0, most_chunks = 0;
 };
 
 /// For keys in a cache.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
+#include "cuda/host/launch_time.h"
 
 namespace strobe::cuda {
 
@@ -63,6 +65,7 @@ constexpr struct {
               {features::kAnyScale, "scale <= 0, expected more"},
               {features::kChunks, "attention_chunk > 0, expected 0"},
               {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
+              {features::kFloatOut, "out_dtype = fp32, expected that of q"},
               {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
@@ -141,47 +144,44 @@ template const Entry<ForwardInstance>* find_instance(int, const AttentionProblem
 template const Entry<BackwardInstance>* find_instance(int, const AttentionProblem&, Features,
                                                       const DeviceProperties&, std::string*);
 
-const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& p,
-                                                  const CachedFeatures& features,
-                                                  const DeviceProperties& device,
-                                                  std::string* reason) {
-  const auto asked = [&](const CachedInstance& instance) {
-    return asked_of(arch, instance.updates_before ? features.after_update : features.whole);
-  };
-  const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  // With batch_invariant the longest of packed sequences does not count, since instances differ in
-  // their bits: whatever its length, they get the tile that 32 rows of this device get.
-  // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
-  // 0.82; for hundreds of queries at 0.67 of the speed of 64, and 16 at 0.43.
-  constexpr int64_t kRowsOfAnyLength = 32;
-  const bool any_length = p.batch_invariant && p.varlen;
-  const double keys_of_heads = static_cast<double>(p.batch) * static_cast<double>(p.heads_kv) *
-                               static_cast<double>(p.seqlen_k);
-  // Of few keys two tiles of 32 rows are read faster than one of 64, since L2 has them for the
-  // second: on an H100 by 15 to 20 % at 2^16 keys of 128 dimensions of all heads, in pages of 16 by
-  // 13 %; at 2^18 one of 64 is 5 % faster.
-  constexpr double kFewKeys = 1 << 17;
-  constexpr int64_t kTwoTiles = 64, kHalf = 32;
-  const bool few_keys = !p.batch_invariant && keys_of_heads <= kFewKeys;
-  int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
-  if (few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
+namespace {
+
+// What a problem asks of this instance's main kernel.
+Features asked_of(int arch, const CachedFeatures& features, const CachedInstance& instance) {
+  return asked_of(arch, instance.updates_before ? features.after_update : features.whole);
+}
+
+bool is_for(const Entry<CachedInstance>& entry, int arch, const AttentionProblem& p,
+            const DeviceProperties& device) {
+  const CachedConfig& c = entry.instance->config;
+  return c.arch == arch && c.dtype == p.dtype &&
+         entry.instance->shape.shared_bytes <= device.shared_bytes;
+}
+
+double keys_of_heads(const AttentionProblem& p) {
+  return static_cast<double>(p.batch) * static_cast<double>(p.heads_kv) *
+         static_cast<double>(p.seqlen_k);
+}
+
+// find_cached_instance, where a tile has to hold `packed` rows: the largest does, if none is large
+// enough.
+const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
+                                           const CachedFeatures& features,
+                                           const DeviceProperties& device, int64_t packed) {
   const auto holds = [&](const CachedConfig& c) { return min64(c.tile_q, packed); };
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
   // fifths at 1 x 8192 keys, by 9 % at 16 x 4096.
   constexpr double kShortLaunch = 1 << 20;
-  const bool is_short = !p.batch_invariant && keys_of_heads <= kShortLaunch;
+  const bool is_short = !p.batch_invariant && keys_of_heads(p) <= kShortLaunch;
+  const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
   const Entry<CachedInstance>* found = nullptr;
-  int64_t widest = 0;
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>()) {
     const CachedConfig& c = entry.instance->config;
-    if (c.arch != arch || c.dtype != p.dtype) continue;
-    if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
-    widest = max64(widest, c.width);
-    if (c.width < p.head_dim || c.width_v < p.head_dim_v) continue;
-    if (!entry.instance->computes.contains(asked(*entry.instance))) continue;
+    if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
+      continue;
+    if (!entry.instance->computes.contains(asked_of(arch, features, *entry.instance))) continue;
     if (is_forced(entry.name)) return &entry;
-    const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
       const CachedConfig& best = found->instance->config;
@@ -190,11 +190,50 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
     }
     found = &entry;
   }
+  return found;
+}
+
+}  // namespace
+
+const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& p,
+                                                  const CachedFeatures& features,
+                                                  const DeviceProperties& device,
+                                                  std::string* reason) {
+  // With batch_invariant the longest of packed sequences does not count, since instances differ in
+  // their bits: whatever its length, they get the tile that 32 rows of this device get.
+  // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
+  // 0.82; for hundreds of queries at 0.67 of the speed of 64, and 16 at 0.43.
+  constexpr int64_t kRowsOfAnyLength = 32;
+  const bool any_length = p.batch_invariant && p.varlen;
+  // Of few keys two tiles of 32 rows are read faster than one of 64, since L2 has them for the
+  // second: on an H100 by 15 to 20 % at 2^16 keys of 128 dimensions of all heads, in pages of 16 by
+  // 13 %; at 2^18 one of 64 is 5 % faster.
+  constexpr double kFewKeys = 1 << 17;
+  constexpr int64_t kTwoTiles = 64, kHalf = 32;
+  const bool few_keys = !p.batch_invariant && keys_of_heads(p) <= kFewKeys;
+  int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
+  if (p.cache && few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
+  const Entry<CachedInstance>* found = find_for_rows(arch, p, features, device, packed);
+  // Without a cache an estimate decides, for any number of tiles.
+  if (found && !p.cache && packed > kHalf) {
+    const AttentionProblem of_batch = of_some_batch(p);
+    const auto time = [&](const Entry<CachedInstance>& entry) {
+      return divided_keys(of_batch, *entry.instance, device).microseconds;
+    };
+    const Entry<CachedInstance>* const halves = find_for_rows(arch, p, features, device, kHalf);
+    if (halves != found && time(*halves) < time(*found)) found = halves;
+  }
   if (found || !reason) return found;
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  int64_t widest = 0;
+  for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>())
+    if (is_for(entry, arch, p, device)) widest = max64(widest, entry.instance->config.width);
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
   } else if (widest >= dim) {
-    *reason = lacks_feature<CachedInstance>(arch, p, asked);
+    *reason = lacks_feature<CachedInstance>(arch, p, [&](const CachedInstance& instance) {
+      return asked_of(arch, features, instance);
+    });
   } else {
     *reason = format("max(head_dim, head_dim_v) = %" PRId64 ", expected at most %" PRId64
                      " for keys in a cache",
@@ -213,26 +252,6 @@ CachedFeatures CachedFeatures::unaligned() const {
 }
 
 namespace {
-
-// Whether keys are worth dividing: a tile holds all queries that share a key head, and dividing is
-// the faster way by what an H200 took for 1 to 64 sequences of 512 to 16k keys. A thread block of
-// the other kernels takes a query head of a sequence and reads 128 keys of head_dim 128 in a
-// microsecond; kernels that divide keys read them once for a group, 4 bytes a picosecond, and take
-// 6 microseconds more.
-bool has_few_queries(const AttentionProblem& p, const DeviceProperties& device) {
-  constexpr int64_t kMostRows = 16, kFewestKeys = 512;
-  constexpr double kKeysOfBlock = 128, kBytes = 4e6, kMore = 6;  // in a microsecond; microseconds
-  const int64_t visible = MaskRule::of(p).most_seen(1, p.seqlen_k);
-  if (p.seqlen_q * (p.heads / p.heads_kv) > kMostRows || visible < kFewestKeys) return false;
-  const auto keys = static_cast<double>(visible);
-  const auto values = static_cast<double>(p.head_dim + p.head_dim_v);
-  const auto batch = static_cast<double>(p.batch);
-  const double blocks = batch * static_cast<double>(p.heads) / device.multiprocessors;
-  const double whole = keys / kKeysOfBlock * (values / 256) * (blocks > 1 ? blocks : 1);
-  const double divided =
-      kMore + keys * batch * static_cast<double>(p.heads_kv) * values * 2 / kBytes;
-  return divided < whole;
-}
 
 // Whether tiles of 128 rows, queries times heads that share a key head, are faster for a cache than
 // dividing its keys, by what an H200 took for heads of 128 dimensions. The kernels that divide keys
@@ -348,10 +367,6 @@ std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const Att
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (std::string reason = tma_declines(p); !reason.empty()) return reason;
-  if (p.out_dtype != p.dtype) {
-    return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
-                  dtype_name(p.dtype));
-  }
   if (p.cache != STROBE_CACHE_PAGED) return {};
   if (p.has_leftpad) return "leftpad with pages: TMA reads no box across the end of a page";
   if (KeyBoxes::make(entry.instance->config.tile_k, p.page_size).rows == 0) {
@@ -439,15 +454,50 @@ InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DevicePr
   return choice;
 }
 
-// Whether a (resolved) problem without a cache is better off among the kernels that divide keys:
-// with few queries it is the faster for it.
-bool would_run_as_cached(const AttentionProblem& p, const DeviceProperties& device) {
+// The instance that takes a problem without a cache by whole tiles: on this device, not of this
+// architecture alone, so that all architectures divide the same problems' keys.
+const ForwardInstance* find_for_whole_tiles(const AttentionProblem& p,
+                                            const DeviceProperties& device) {
+  const auto find = [&](int arch) {
+    const Entry<ForwardInstance>* const entry =
+        find_instance<ForwardInstance>(arch, p, {}, device, nullptr);
+    return entry ? entry->instance : nullptr;
+  };
+  const bool is_hopper = device.compute_capability / 10 == 9 && machine().forced_arch != 80;
+  const ForwardInstance* const found = is_hopper && tma_declines(p).empty() ? find(90) : nullptr;
+  return found ? found : find(80);
+}
+
+// Both ways of a (resolved) problem without a cache; empty where there is but one.
+struct TwoWays {
+  WholeTiles whole;
+  DividedKeys divided;
+};
+std::optional<TwoWays> estimate(const AttentionProblem& problem, const DeviceProperties& device) {
+  const AttentionProblem p = of_some_batch(problem);
+  const Entry<CachedInstance>* const divides =
+      find_cached_instance(80, p, CachedFeatures::of(p), device, nullptr);
+  const ForwardInstance* const whole = find_for_whole_tiles(p, device);
+  if (!divides || !whole) return {};
+  return TwoWays{whole_tiles(p, whole->config, device),
+                 divided_keys(p, *divides->instance, device)};
+}
+
+// Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
+// it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
+// share a key head, whole tiles are of one query head each, and read its keys once for each.
+bool divides_keys(const AttentionProblem& p, const DeviceProperties& device) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
-  // The batch decides; and lengths in use count from the begin of a packed sequence.
-  if (p.batch_invariant || (p.varlen && p.has_seqused_k)) return false;
+  // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
+  // packed sequence.
+  if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
   const std::string& forced = machine().forced_instance;
   if (forced.find("cached_sm80_") != std::string::npos) return true;
-  return forced.empty() && has_few_queries(p, device);
+  if (!forced.empty()) return false;
+  // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
+  constexpr double kClear = 1.05;
+  const std::optional<TwoWays> ways = estimate(p, device);
+  return ways && kClear * ways->divided.microseconds < ways->whole.microseconds;
 }
 
 InstanceChoice declined(std::string reason) {
@@ -499,19 +549,29 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
   if (p.cache) {
     return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device);
   }
-  if (std::string reason = declines_without_cache(p); !reason.empty()) {
-    return declined(std::move(reason));
-  }
-  if (would_run_as_cached(p, device)) {
+  if (divides_keys(p, device)) {
     InstanceChoice choice = choose_cached(80, p, device);
     if (choice.reason.empty()) {
-      return arch == 90 ? declined("few queries: cuda_sm80 has the kernels that divide their keys")
+      return arch == 90 ? declined("whole tiles would take longer: cuda_sm80 divides their keys")
                         : choice;
     }
   }
   if (other_instance) return declined(asks_for_another);
   return p.direction == STROBE_FORWARD ? choose_tensor<ForwardInstance>(arch, p, device)
                                        : choose_tensor<BackwardInstance>(arch, p, device);
+}
+
+std::string remark_on(const Plan& plan, const DeviceProperties& device) {
+  const AttentionProblem& p = plan.problem;
+  if (p.cache || !entry_of<CachedInstance>(plan.instance)) return {};
+  const std::optional<TwoWays> ways = estimate(p, device);
+  if (!ways) return {};
+  const auto& [whole, divided] = *ways;
+  return format("%" PRId64 " tiles, about %" PRId64
+                " thread blocks for the keys of each: some %.0f us, where %" PRId64
+                " tiles of one head and thread block each would take %.0f",
+                divided.tiles, divided.pieces, divided.microseconds, whole.tiles,
+                whole.microseconds);
 }
 
 }  // namespace strobe::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/kernel.h"
 #include "core/problem.h"
 #include "cuda/common/features.h"
 #include "cuda/host/instance_table.h"
@@ -31,6 +32,10 @@ struct InstanceChoice {
 /// The instances of this architecture for the (resolved) problem on such a device.
 InstanceChoice choose_instance(int arch, const AttentionProblem& problem,
                                const DeviceProperties& device);
+
+/// What there is to say of a plan of these instances besides its numbers, or "": why keys are
+/// divided that are in no cache.
+std::string remark_on(const Plan& plan, const DeviceProperties& device);
 
 /// The entry of instance_table<Instance>() whose instance of this architecture takes the (resolved)
 /// problem on such a device, and computes `more` besides what that asks for; null: none, and

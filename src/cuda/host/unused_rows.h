@@ -24,12 +24,8 @@ struct UnusedRows {
 };
 
 inline UnusedRows unused_rows_of(const ForwardParams& p) {
-  return {p, {p.out, p.heads, p.head_dim_v}, {}, p.lse};
-}
-inline UnusedRows unused_rows_of(const CachedParams& p) {
-  UnusedRows rows = unused_rows_of(static_cast<const ForwardParams&>(p));
-  if (p.float_out) rows.queries = {p.out.divided(2), p.heads, 2 * p.head_dim_v};
-  return rows;
+  const int32_t words = p.out_words();
+  return {p, {p.out.divided(words), p.heads, words * p.head_dim_v}, {}, p.lse};
 }
 inline UnusedRows unused_rows_of(const BackwardParams& p) {
   const int32_t words = p.grad_words();

@@ -158,7 +158,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
         }
         // Everything else that has to be read from memory is read now: after the additions it would
         // wait behind them in the queue to memory.
-        const uint32_t own = t.deterministic() ? rank(t) : 0;
+        const uint32_t own = t.deterministic() ? rank(t, step) : 0;
         const bool last_pass = pass + Shape::kPass == Shape::kDqColumns;
         if (last_pass) {
           more = !t.is_last(step);

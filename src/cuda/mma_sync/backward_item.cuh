@@ -6,11 +6,11 @@
 
 #include <cstdint>
 
-#include "core/walk.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/steps.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
+#include "cuda/common/walks.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -29,10 +29,10 @@ enum RowCopies : int32_t {
 /// What the threads have to know of an item. It is kept in shared memory, since it is the same for
 /// all threads and the kernel is short of registers.
 struct alignas(16) ItemRecord {
-  IntervalWalk<int32_t> walk;  // first, so that it is aligned and read in one piece
-  const char *q, *dout;        // row 0 of the sequence, head 0
-  Mask mask;                   // of the sequence
-  int64_t k_row;               // of its first key
+  ItemWalk walk;         // first, so that it is aligned and read in one piece
+  const char *q, *dout;  // row 0 of the sequence, head 0
+  Mask mask;             // of the sequence
+  int64_t k_row;         // of its first key
   int32_t batch, head_kv, part, key_begin;
   int32_t position;              // of query 0 among the keys
   int32_t head_begin, head_end;  // of the query heads
@@ -54,7 +54,7 @@ struct alignas(16) ItemRecord {
     position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    walk = item_walk(mask, keys, tile_q, tile_k);
+    walk = item_walk(WalkLists::of(p, batch), mask, keys, tile_q, tile_k);
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
     steps = (head_end - head_begin) * walk.count();
     scratch = scratch_begin(p, tile_q, batch);

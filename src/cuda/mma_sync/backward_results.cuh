@@ -28,13 +28,15 @@
 
 namespace strobe::cuda::sm80 {
 
-/// The item's rank among those that add to a tile of dQ, the same for all tiles that it visits:
-/// the counter has it when it is the item's turn, and one more when the item has added.
+/// The item's rank among those that add to dQ of a step's tile: the counter has it when it is the
+/// item's turn, and one more when the item has added.
 template <typename Thread>
-__device__ __forceinline__ uint32_t rank(const Thread& t) {
-  // IntervalWalk::rank of the block of keys.
-  return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
-                               Thread::kConfig.tile_k);
+__device__ __forceinline__ uint32_t rank(const Thread& t, [[maybe_unused]] const HeadStep& step) {
+  const auto key_tile =
+      static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) / Thread::kConfig.tile_k);
+  // (Intervals' place_in is that too; but the walk would be read.)
+  if constexpr (kWalksAreLists) return place_in(t.walk(), t.walk().block(step.place), key_tile);
+  return key_tile;
 }
 /// The counter of a warp's part of a scratch tile.
 template <typename Thread>

@@ -162,15 +162,18 @@ struct BackwardThread {
     if constexpr (!kAddFour || (Shape::kFresh && !Shape::kSplit)) ptx::make_opaque(count);
   }
 
-  using Walk = IntervalWalk<int32_t>;
   /// Of item i; what nobody asks of it is not read.
-  __device__ __forceinline__ Walk walk(int i) const {
-    uint32_t x[4];
-    ptx::load_shared_words(record_at(i, offsetof(ItemRecord, walk)), x);
-    return {static_cast<int32_t>(x[0]), static_cast<int32_t>(x[1]), static_cast<int32_t>(x[2]),
-            static_cast<int32_t>(x[3])};
+  __device__ __forceinline__ decltype(auto) walk(int i) const {
+    if constexpr (kWalksAreLists) {
+      return static_cast<const ItemWalk&>(record(i).walk);
+    } else {
+      uint32_t x[4];
+      ptx::load_shared_words(record_at(i, offsetof(ItemRecord, walk)), x);
+      return IntervalWalk<int32_t>{static_cast<int32_t>(x[0]), static_cast<int32_t>(x[1]),
+                                   static_cast<int32_t>(x[2]), static_cast<int32_t>(x[3])};
+    }
   }
-  __device__ __forceinline__ Walk walk() const { return walk(item()); }
+  __device__ __forceinline__ decltype(auto) walk() const { return walk(item()); }
   __device__ __forceinline__ HeadStep first_step(int i) const {
     return HeadStep::first(walk(i), record_int(i, offsetof(ItemRecord, head_begin)), kDirection);
   }

@@ -37,7 +37,6 @@
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
-#include "core/walk.h"
 #include "cuda/common/config.h"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -45,6 +44,7 @@
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/tile_mask.h"
+#include "cuda/common/walks.h"
 #include "cuda/mma_sync/forward_warp.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/opaque.h"
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const Mask mask = p.sequence(tile.batch, tile.head).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
-  const IntervalWalk<int64_t> keys = key_walk(mask, queries, 1);
+  const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch), mask, queries);
   const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
@@ -99,11 +99,10 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
           row = done.end - 1;
           continue;
         }
-        T* const out = reinterpret_cast<T*>(tile.out.row(row) + 2 * column);
+        const OutRow<T> out{tile.out.row(row), p.writes_float()};
         // A dropped weight is 0, and 0 * inf is NaN.
         const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
-        *out = static_cast<T>(static_cast<float>(*out) +
-                              static_cast<float>(value) * (kept ? 1.f : 0.f));
+        out.put(column, out[column] + static_cast<float>(value) * (kept ? 1.f : 0.f));
       }
       if (isnan(static_cast<float>(value)) && !rows.empty()) {
         const bool joined = rows.begin <= done.end && done.begin <= rows.end;
@@ -140,7 +139,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                    const Stagger stagger) {
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
-  using QTile = typename Shape::QTile;
   constexpr int kTileQ = Shape::kTileQ, kTileK = Shape::kTileK, kThreads = Shape::kThreads;
 
   extern __shared__ __align__(1024) char shared[];
@@ -200,7 +198,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     if (p.cu_q && item.batch == p.batch - 1) {  // the last sequence's thread blocks
       constexpr int kWarps = kThreads / 32;
       const int64_t block = int64_t{item.tile} * p.heads + item.head;
-      clear_past_end(p, 1, {block * kWarps + thread / 32, int64_t{order.tiles} * p.heads * kWarps});
+      clear_past_end(p, {block * kWarps + thread / 32, int64_t{order.tiles} * p.heads * kWarps});
     }
     if (begin >= seqlen_q) return;  // a shorter sequence than the longest
     const TileMask mask = sequence.mask.tile(begin, kTileQ);
@@ -223,13 +221,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (limited) return key_walk(mask, rows, size);
       return rows.empty() ? Walk{} : Walk::of(all, all, size);
     };
-    const IntervalWalk<int32_t> blocks = walk(0, kTileQ, kTileK);
+    WalkOf<int32_t> blocks;
+    if constexpr (kWalksAreLists) {
+      blocks = key_walk(WalkLists::of(p, item.batch, begin), mask,
+                        Range{0, min(kTileQ, mask.seqlen_q)}, int64_t{kTileK});
+    } else {
+      blocks = walk(0, kTileQ, kTileK);
+    }
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
       *info = {k,
                v,
-               rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v),
+               rows_view(p.out, item.batch, sequence.q_row, item.head, seqlen_q, p.head_dim_v,
+                         2 * p.out_words()),
                p.lse ? p.lse + sequence.lse_row + item.head * p.lse_head_stride + begin : nullptr,
                item.batch,
                item.head,
@@ -248,7 +253,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // Rows past the end take the limits of the last row, so that no block is masked because of
     // them. Nothing of them is written.
     for (int i = thread; i < kTileQ; i += kThreads) {
-      const Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
+      Range keys = limited ? mask.row(min(i, mask.seqlen_q - 1)) : all;
+      if constexpr (kWalksAreLists) {
+        if (!blocks.meets(keys, kTileK)) keys = Range{0, 0};
+      }
       limits[i] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
     }
     if constexpr (Shape::kKept > 0) {
@@ -332,8 +340,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   // --- O / sum and lse ---
   w.stand_at(ptx::thread_again());  // anew: ptxas would spill it around the loop
   const int rows_from = w.team * Shape::kRows;
-  const bool suspect =
-      w.finish(info->out, info->begin + rows_from, info->lse ? info->lse + rows_from : nullptr);
+  float* const lse = info->lse ? info->lse + rows_from : nullptr;
+  const bool suspect = p.writes_float()
+                           ? w.template finish<float>(info->out, info->begin + rows_from, lse)
+                           : w.template finish<T>(info->out, info->begin + rows_from, lse);
   if (__syncthreads_or(suspect)) {
     pairwise_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
                                       static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);

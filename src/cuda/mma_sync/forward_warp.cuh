@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/walk.h"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
@@ -17,12 +16,16 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/common/walks.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::sm80 {
+
+/// Of TileInfo, which has to be known before.
+inline constexpr int kTileInfoBytes = (104 + sizeof(BlocksOf<int32_t>) + 15) / 16 * 16;
 
 /// The kernel's template argument: a configuration and its tuning.
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
@@ -47,27 +50,28 @@ struct ForwardShape {
   static constexpr int kLimitsOffset = kWeightsOffset + 2 * kWarps * kWeightsBytes;
   static constexpr int kTeamWalksOffset = kLimitsOffset + kTileQ * 8;
   static constexpr int kInfoOffset = kTeamWalksOffset + kTeams * 16;
-  static constexpr int kSharedBytes = kInfoOffset + 112;
+  static constexpr int kSharedBytes = kInfoOffset + kTileInfoBytes;
   static_assert(kRows % 16 == 0 && kTileK % kStep == 0 && kWarpStep % 16 == 0);
   static_assert(kStages == 2 && (kSplit == 1 || kSplit == 2));
   static_assert(!kKeepAll || QTile::kBytes <= kRing - kStageBytes);
   static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
 };
 
-/// The walk of a team's queries through steps of keys, in rows (IntervalWalk::in_rows). What a team
-/// adds to it, that its first steps have no reference yet, only the team knows (StepKind).
+/// Where a team's queries have steps of keys in the blocks that the tile visits, in rows
+/// (IntervalWalk::in_rows): what the mask alone says, whichever blocks these are. What a team adds
+/// to it, that its first steps have no reference yet, only the team knows (StepKind).
 struct alignas(16) TeamWalk : IntervalWalk<int32_t> {};
 /// Where a tile's keys, values and results are.
 struct alignas(16) TileInfo {
   RowsView k, v, out;
   float* lse;  // of the tile's first row; null: not wanted
   int32_t batch, head, begin;
-  BlockInterval<int32_t> walk;  // the tile's, through blocks of kTileK keys
-  int32_t position;             // of row `begin` among the keys
-  float slope_log2;             // ALiBi
-  int32_t v_nonfinite;          // V has infs or NaNs, which the second attempt has left out
+  BlocksOf<int32_t> walk;  // the tile's, through blocks of kTileK keys
+  int32_t position;        // of row `begin` among the keys
+  float slope_log2;        // ALiBi
+  int32_t v_nonfinite;     // V has infs or NaNs, which the second attempt has left out
 };
-static_assert(sizeof(TileInfo) == 112);
+static_assert(sizeof(TileInfo) == kTileInfoBytes);
 
 enum class StepKind { kFull, kMasked, kOnline };
 
@@ -421,10 +425,12 @@ struct Warp {
     }
   }
 
-  /// O / sum, rounded, to the rows of `out` from `first` on, and lse to `lse` on, where wanted.
-  /// After transposes within each quad a lane has eight columns in a row. Returns whether something
-  /// of O is not finite, but for rows with a NaN among their scores, or must not be used: what
-  /// pairwise_rows then does again.
+  /// O / sum to the rows of `out` from `first` on, and lse to `lse` on, where wanted. Out: T, in
+  /// which case a lane has eight columns in a row after transposes within each quad; or float, of
+  /// which a quad has eight columns, a sector, as they are. Returns whether something of O is not
+  /// finite, but for rows with a NaN among their scores, or must not be used: what pairwise_rows
+  /// then does again.
+  template <typename Out>
   __device__ __forceinline__ bool finish(const RowsView& out, int32_t first, float* lse) const {
     const bool aligned = !kGeneral || out.aligned();
     const int column = lane / 2 % 2 * 16 * kSplit + lane % 2 * 8 + 16 * part;
@@ -441,21 +447,37 @@ struct Warp {
         RowResult result =
             finish_row(limit.x < limit.y, reference[m][h], total, p.dropout.keep_scale);
         if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
-        uint32_t marks = 0;
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
+        bool is_finite = true;
+        if constexpr (std::is_same_v<Out, float>) {
+          const int32_t dim = out.dim;
+          float zero = 0.f;  // 0 * x is NaN where x is not finite
 #pragma unroll
-        for (int n = 0; n < kN; n += 4) {
-          uint32_t w[4];
-#pragma unroll
-          for (int d = 0; d < 4; ++d) {
-            w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
-                                o[m][n + d][2 * h + 1] * result.factor);
-            marks = mark_not_finite<T>(marks, w[d]);
+          for (int n = 0; n < kN; ++n) {
+            const float x = o[m][n][2 * h] * result.factor;
+            const float y = o[m][n][2 * h + 1] * result.factor;
+            zero = fmaf(x, 0.f, fmaf(y, 0.f, zero));
+            const int begin = n / 2 * 16 * kSplit + 16 * part + n % 2 * 8;
+            if (there) store_floats(to, begin + lane % 4 * 2, dim, aligned, x, y);
           }
-          quad_transpose(w, lane);
-          if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
+          is_finite = zero == 0.f;
+        } else {
+          uint32_t marks = 0;
+#pragma unroll
+          for (int n = 0; n < kN; n += 4) {
+            uint32_t w[4];
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+              w[d] = ptx::pack<T>(o[m][n + d][2 * h] * result.factor,
+                                  o[m][n + d][2 * h + 1] * result.factor);
+              marks = mark_not_finite<T>(marks, w[d]);
+            }
+            quad_transpose(w, lane);
+            if (there) store_words(to, column + 8 * kSplit * n, out.dim, aligned, w);
+          }
+          is_finite = !marked(marks);
         }
-        suspect |= there && marked(marks) && result.factor == result.factor;
+        suspect |= there && !is_finite && result.factor == result.factor;
       }
     }
     return suspect;

@@ -1,0 +1,7 @@
+#include "core/random_blocks.h"
+
+namespace strobe {
+
+RandomBlocks strobe_random_blocks;
+
+}  // namespace strobe

@@ -1,0 +1,40 @@
+// Estimates of what a forward launch takes, from shapes and the device alone: by them
+// instance_choice.cpp decides between whole tiles and divided keys.
+#ifndef STROBE_CUDA_HOST_LAUNCH_TIME_H_
+#define STROBE_CUDA_HOST_LAUNCH_TIME_H_
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "cuda/host/instance.h"
+#include "cuda/host/machine.h"
+
+namespace strobe::cuda {
+
+/// The problem that decides in place of this one: where the batch may not, one of a few sequences.
+AttentionProblem of_some_batch(const AttentionProblem& problem);
+
+struct WholeTiles {
+  int64_t tiles;  // of all heads
+  double microseconds;
+};
+
+/// The forward kernels for whole tensors: a thread block takes a tile of one query head, and reads
+/// all keys that the tile sees.
+WholeTiles whole_tiles(const AttentionProblem& problem, const ForwardConfig& config,
+                       const DeviceProperties& device);
+
+struct DividedKeys {
+  int64_t tiles;   // of all key heads
+  int64_t pieces;  // thread blocks that share the keys of a tile, about
+  double microseconds;
+};
+
+/// The kernels that divide keys (docs/decode-kernels.md), for a problem without a cache: a tile has
+/// rows of all query heads that share a key head, and its keys are shared by some thread blocks.
+DividedKeys divided_keys(const AttentionProblem& problem, const CachedInstance& instance,
+                         const DeviceProperties& device);
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_LAUNCH_TIME_H_

@@ -1,0 +1,106 @@
+// The forward kernels through mma.sync on the CPU (run_time.h), planned by the CUDA back end for
+// devices that are not there, against float64.
+//
+//   STROBE_EMULATOR_CASES  how many random problems (default 60; 12 under a sanitizer)
+//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/host/instance_table.h"
+#include "emulated_launch.h"
+#include "environment.h"
+#include "fixture.h"
+#include "float_out.h"
+#include "hopper_case.h"
+#include "runner.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+using oracle::Rng;
+
+std::span<const strobe::cuda::Entry<strobe::cuda::ForwardInstance>> Instances() {
+  return strobe::cuda::instance_table<strobe::cuda::ForwardInstance>();
+}
+
+const strobe::cuda::Entry<strobe::cuda::ForwardInstance>& Pick(Rng& rng) {
+  return Instances()[static_cast<size_t>(
+      rng.Integer(0, static_cast<int64_t>(Instances().size()) - 1))];
+}
+
+/// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
+Case DrawCase(uint64_t seed) {
+  for (uint64_t again = 0;; ++again) {
+    Case c = GenerateCase(seed + (again << 32));
+    Rng rng(seed ^ again << 40 ^ 0x80F4u);
+    const auto& config = Pick(rng).instance->config;
+    c.dtype = config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+    // A dimension of an instance's own more often than the generator draws one, and rows of whole
+    // 16-byte units, which the plain kernel takes.
+    if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);
+    if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
+    if (rng.Chance(0.6)) {
+      c.head_dim = (c.head_dim + 7) / 8 * 8, c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;
+      MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
+      if (!MakeHopperCase(c)) continue;
+      c.dropout_p = c.softcap = 0, c.alibi = STROBE_ALIBI_NONE;
+    }
+    const int64_t widest = Instances().back().instance->config.width;
+    if (std::max(c.head_dim, c.head_dim_v) <= widest && Steps(c) <= 100) return c;
+  }
+}
+
+/// Draws a device, an order of threads, and an instance now and then. (Where no instance is forced,
+/// few queries would go to the kernels that divide keys.)
+void DrawMachine(uint64_t seed) {
+  DrawHopper(seed);
+  Rng rng(seed ^ 0x80F111u);
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  machine.devices[0].shared_bytes = 163 << 10;
+  machine.forced_instance = rng.Chance(0.4) ? Pick(rng).name : "forward_sm80_";
+}
+
+Fixture::ForwardLaunch InTheEmulator(WorkspaceHolds holds) {
+  return [holds](const strobe_problem& p, const strobe_forward_args& args) {
+    return LaunchInTheEmulator(80, p, args, holds);
+  };
+}
+
+TEST(EmulatedMmaSyncForward, RandomProblemsAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+    const Case c = DrawCase(seed);
+    DrawMachine(seed);
+    Fixture f(c);
+    std::string wrong = f.Forward(InTheEmulator(HoldsOf(seed)), true);
+    if (wrong.empty()) wrong = CompareForward(f);
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+TEST(EmulatedMmaSyncForward, Float32OutIsWhatIsRounded) {
+  int64_t unrounded = 0;
+  for (uint64_t seed = 1; seed <= kHopperCases / 4; ++seed) {
+    const Case c = DrawCase(seed);
+    DrawMachine(seed);
+    const std::string wrong =
+        CompareFloatOut(c, InTheEmulator(WorkspaceHolds::kNumbers), &unrounded);
+    EXPECT_EQ(wrong, "") << ToString(c);
+  }
+  EXPECT_GT(unrounded, 1000);
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+}  // namespace
+}  // namespace strobe_test
