@@ -405,10 +405,11 @@ typedef struct strobe_backward_args {
  * of 1 stands for all), packed sequences' of [heads, total_q]. */
 typedef struct strobe_mask_args {
   size_t struct_size; /* sizeof(strobe_mask_args) of the caller's header */
-  /* [rows, seqlen_k] bytes; other than 0: the query attends to the key. Strides in bytes: `dim` is
-   * from a key to the next, any will do. Packed: the batch stride is not used, and a row has the
-   * keys of its sequence, the longest of which has seqlen_k. All zero: contiguous. */
+  /* [rows, seqlen_k] bytes; other than 0: the query attends to the key. Packed: a row has the keys
+   * of its sequence, the longest of which has seqlen_k. */
   const uint8_t* keep;
+  /* In bytes: `dim` is from a key to the next, any will do. Packed: the batch stride is not used.
+   * All zero: contiguous. */
   strobe_strides keep_strides;
   /* [rows, 4], contiguous: the query sees the keys [begin, end) of two intervals: begin, end,
    * begin, end. They may overlap, and either may be empty. */
