@@ -41,6 +41,10 @@ oracle::Problem Convert(const oracle_problem& p) {
   o.scale = p.scale;
   o.softcap = p.softcap;
   if (p.slopes) o.slopes.assign(p.slopes, p.slopes + p.sequence_count * p.heads);
+  if (p.bias) {
+    o.bias = Read(p.bias, p.bias_rows, p.bias_heads, p.bias_keys);
+    o.bias_queries = p.bias_queries;
+  }
   o.dropout_p = p.dropout_p;
   o.keep_rows = p.keep_rows;
   o.keep_columns = p.keep_columns;
@@ -93,6 +97,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
     Write(plain.dq, p.dq);
     Write(plain.dk, p.dk);
     Write(plain.dv, p.dv);
+    Write(plain.dbias, p.dbias);
     return 0;
   }
   const oracle::ForwardResult forward = oracle::Forward(o, q, k, v);
@@ -104,6 +109,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
   Write(backward.dq, p.dq);
   Write(backward.dk, p.dk);
   Write(backward.dv, p.dv);
+  Write(backward.dbias, p.dbias);
   return 0;
 }
 

@@ -183,6 +183,16 @@ struct Problem {
   bool accumulate = false;          // backward: gradients are added to what dq, dk and dv hold
   bool has_delta = false;  // backward: the arguments carry delta, out is not read; no has_dlse
 
+  // Additive bias [bias_batch, bias_heads, bias_seqlen_q, seqlen_k]: added to the scores after
+  // softcap; -inf hides a pair. Each of the first three extents is 1 (shared) or the full one; 0:
+  // the full one.
+  bool has_bias = false;             // the arguments carry bias
+  bool has_dbias = false;            // backward: the arguments carry dbias, its gradient
+  DType bias_dtype = DType::kSame;   // of bias; kSame: dtype
+  DType dbias_dtype = DType::kSame;  // of dbias; kSame: that of bias; or kFloat32
+  int64_t bias_batch = 0, bias_heads = 0, bias_seqlen_q = 0;
+  Strides bias = {}, dbias = {};  // dim: from a key to the next; any; all zero: contiguous
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -194,12 +204,12 @@ struct Problem {
   }
 
   // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
-  // grad_dtype, accumulate and has_delta.
+  // grad_dtype, accumulate, has_delta, has_dbias and dbias_dtype.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = problem.accumulate = problem.has_delta = false;
-    problem.grad_dtype = DType::kSame;
+    problem.has_dlse = problem.accumulate = problem.has_delta = problem.has_dbias = false;
+    problem.grad_dtype = problem.dbias_dtype = DType::kSame;
     return problem;
   }
 
@@ -268,6 +278,15 @@ struct Problem {
     p.grad_dtype = static_cast<int32_t>(grad_dtype);
     p.accumulate = accumulate;
     p.has_delta = has_delta;
+    p.has_bias = has_bias;
+    p.has_dbias = has_dbias;
+    p.bias_dtype = static_cast<int32_t>(bias_dtype);
+    p.dbias_dtype = static_cast<int32_t>(dbias_dtype);
+    p.bias_batch = bias_batch;
+    p.bias_heads = bias_heads;
+    p.bias_seqlen_q = bias_seqlen_q;
+    p.bias = bias;
+    p.dbias = dbias;
     return p;
   }
 };
@@ -298,6 +317,7 @@ template <typename C, typename Args>
   a.seqused_k = args.seqused_k;
   a.q_position = args.q_position;
   a.prefix = args.prefix;
+  a.bias = args.bias;
   return a;
 }
 
@@ -339,6 +359,9 @@ struct ForwardArgs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
 
+  const void* bias =
+      nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
+
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
     auto a = internal::c_args<strobe_forward_args>(*this);
@@ -375,6 +398,8 @@ struct BackwardArgs {
   const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
   const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
+  const void* bias = nullptr;    // as in forward
+  void* dbias = nullptr;         // gradient of bias, its shape, when the problem has_dbias
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -385,6 +410,7 @@ struct BackwardArgs {
     a.dk = dk;
     a.dv = dv;
     a.delta = delta;
+    a.dbias = dbias;
     return a;
   }
 };

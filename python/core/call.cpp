@@ -176,7 +176,7 @@ void Call::write_key(Key& key) const {
   }
   key.add(given_slots);
   key.add(uint64_t{deterministic} | uint64_t{cached} << 1 | uint64_t{float_out} << 2 |
-          uint64_t{accumulate} << 3 | uint64_t{float_grads} << 4);
+          uint64_t{accumulate} << 3 | uint64_t{float_grads} << 4 | uint64_t{wants_dbias} << 5);
   static_assert(kScalars <= 64);
   key.add(bits);
   for (int scalar = 0; scalar <= kScalars; ++scalar)
@@ -276,7 +276,8 @@ Ref Call::described_options() const {
   if (!add("deterministic", truth(deterministic))) return Ref();
   if (cached && !add("float_out", truth(float_out))) return Ref();
   if (backward &&
-      (!add("accumulate", truth(accumulate)) || !add("float_grads", truth(float_grads))))
+      (!add("accumulate", truth(accumulate)) || !add("float_grads", truth(float_grads)) ||
+       !add("wants_dbias", truth(wants_dbias))))
     return Ref();
   return options;
 }
@@ -349,9 +350,9 @@ bool Call::was_captured() const {
 }
 
 bool Call::allocate() {
-  constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv};
+  constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv, kDbias};
   const Slot* slots = backward ? kBackward : kForward;
-  for (int i = 0; i < (backward ? 3 : 1 + wants_lse); ++i) {
+  for (int i = 0; i < (backward ? 3 + wants_dbias : 1 + wants_lse); ++i) {
     if (given(slots[i])) {
       results[i] = Ref::borrowed(tensors[slots[i]].object);
       continue;
@@ -434,6 +435,7 @@ bool Call::launch_it() {
     gradients.dq = data(kDq);
     gradients.dk = data(kDk);
     gradients.dv = data(kDv);
+    gradients.dbias = data(kDbias);
   }
   PyThreadState* thread = launch_->is_short ? nullptr : PyEval_SaveThread();
   without_gil_ = thread != nullptr;
@@ -473,7 +475,7 @@ bool Call::run() {
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
   const bool allowed = backward
-                           ? writes(kDq) && writes(kDk) && writes(kDv)
+                           ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDbias)
                            : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
   if (!allowed) return false;
   Key key;

@@ -55,6 +55,7 @@ struct Call {
   bool cached = false;                           // attention_with_kvcache
   bool float_out = false;                        // with a cache
   bool accumulate = false, float_grads = false;  // backward: see attention_backward
+  bool wants_dbias = false;                      // likewise
   bool deterministic = false, wants_lse = false;
   bool without_limit = false;  // None in the window
   uint64_t bits = 0;           // by Scalar: see is_set
@@ -77,10 +78,10 @@ struct Call {
   template <typename Arguments>
   void fill(Arguments& arguments);
 
-  Slot written_[3];  // of the arrays that the caller gave
+  Slot written_[4];  // of the arrays that the caller gave
   int writes_ = 0;
   std::shared_ptr<Launch> launch_;
-  Ref results[3];
+  Ref results[4];
   Ref workspace_;
   Tensor workspace_tensor_;
   void* workspace_address_ = nullptr;

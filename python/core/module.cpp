@@ -131,10 +131,20 @@ bool give_gradients(Call& call, PyObject* grads) {
   return true;
 }
 
+// dbias: an array to write to, or whether to make one.
+bool give_dbias(Call& call, PyObject* dbias) {
+  if (PyBool_Check(dbias)) {
+    call.wants_dbias = dbias == Py_True;
+    return true;
+  }
+  call.wants_dbias = dbias != Py_None;
+  return call.give(kDbias, dbias);
+}
+
 // dout, q, k, v, out, lse, dlse, delta, grads, deterministic, accumulate, whether new gradients are
-// float32, options
+// float32, dbias, options
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 13) || !all_there({"dout", "q", "k", "v"}, a) ||
+  if (!takes(count, 14) || !all_there({"dout", "q", "k", "v"}, a) ||
       (a[kDelta] == Py_None && !all_there({"out"}, a + kOut)) || !all_there({"lse"}, a + kLse))
     return nullptr;
   Call call(true);
@@ -143,14 +153,14 @@ PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!call.give(static_cast<Slot>(slot), a[slot])) return nullptr;
   if (!give_gradients(call, a[8]) || !to_flag("deterministic", a[9], &call.deterministic) ||
       !to_flag("accumulate", a[10], &call.accumulate) ||
-      !to_flag("float_grads", a[11], &call.float_grads))
+      !to_flag("float_grads", a[11], &call.float_grads) || !give_dbias(call, a[12]))
     return nullptr;
   // The caller's own arrays say themselves what they are.
   const Tensor& dq = call.tensors[kDq];
   if (call.given(kDq) && dq.dtype == kFloat32 && call.tensors[kQ].dtype != kFloat32)
     call.float_grads = true;
-  if (!call.give_options("attention_backward", a[12]) || !call.run()) return nullptr;
-  return results(call, 3);
+  if (!call.give_options("attention_backward", a[13]) || !call.run()) return nullptr;
+  return results(call, 3 + call.wants_dbias);
 }
 
 // ------------------------------------------------------------------------------------- operators
@@ -196,10 +206,11 @@ PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return results(call, 2);
 }
 
-PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+PyObject* gradients(bool wants_dbias, PyObject* const* a, Py_ssize_t count) {
   if (count < 20) return takes(count, 20), nullptr;
   constexpr Slot kSlotsInOrder[] = {kDout, kDlse, kQ, kK, kV, kOut, kLse};
   Call call(true);
+  call.wants_dbias = wants_dbias;
   call.door = "the backward pass";
   for (int i = 0; i < 7; ++i) {
     const Slot slot = kSlotsInOrder[i];
@@ -215,7 +226,14 @@ PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
       !to_flag("deterministic", a[7 + 12], &call.deterministic) || !call.find_threads() ||
       !call.run())
     return nullptr;
-  return results(call, 3);
+  return results(call, 3 + wants_dbias);
+}
+
+PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  return gradients(false, a, count);
+}
+PyObject* operator_backward_bias(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  return gradients(true, a, count);
 }
 
 // ------------------------------------------------------------------------ flash_attn's functions
@@ -392,6 +410,7 @@ PyMethodDef call_methods[] = {
     method<backward>("backward", METH_FASTCALL, "strobe.attention_backward, likewise."),
     method<operator_forward>("operator_forward", METH_FASTCALL, "(out, lse) of an operator."),
     method<operator_backward>("operator_backward", METH_FASTCALL, "(dq, dk, dv) of an operator."),
+    method<operator_backward_bias>("operator_backward_bias", METH_FASTCALL, "Likewise, and dbias."),
     method<flash>("flash", METH_FASTCALL, "A call of flash_attn's functions, if it is plain."),
     method<set_watchers>("set_watchers", METH_VARARGS, "Who may have to see each operator."),
     method<is_unwatched>("unwatched", METH_FASTCALL, "Whether nobody has to, of q, k, v."),

@@ -46,6 +46,7 @@ enum Slot : int {
   kDq,
   kDk,
   kDv,
+  kDbias,
 #define STROBE_CALL_ARRAY(name, calls) kSlot_##name,
 #include "call_options.def"
   kSlots

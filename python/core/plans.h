@@ -61,7 +61,7 @@ struct Allocator {
 // A plan and all that a call needs besides the addresses of its tensors.
 struct Launch {
   SharedPlan plan;
-  Allocator results[3];   // out and lse, or dq, dk and dv
+  Allocator results[4];   // out and lse, or dq, dk, dv and dbias
   Allocator workspace;    // CUDA: the framework's memory; without: the library makes its own
   bool small = false;     // so small a workspace that the library keeps it, but not in a graph
   bool is_long = false;   // enough for a user to lose patience: Ctrl-C is heard

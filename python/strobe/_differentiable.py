@@ -50,6 +50,7 @@ class Options(TypedDict, total=False):
     q_position: Tensor | None
     prefix: Tensor | None
     window_signed: bool
+    bias: Tensor | None
     deterministic: bool
 
 
@@ -97,6 +98,7 @@ def attention(
     q_position: Tensor | None = None,
     prefix: Tensor | None = None,
     window_signed: bool = False,
+    bias: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -122,13 +124,15 @@ def attention(
             found from cu_seqlens, if those are in the CPU's memory.
         attention_chunk, window_signed: as in `strobe.attention`.
         seqused_q, seqused_k, q_position, prefix: int32, (batch,): as in `strobe.attention`.
+        bias: as in `strobe.attention`. It may require a gradient, which has its shape and dtype; of
+            an expanded one PyTorch sums what each pair gives.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v), or (out, lse):
         lse is float32, (batch, heads, seqlen_q) or (heads, total_q). Both are new tensors on q's
-        device, differentiable once by q, k and v.
+        device, differentiable once by q, k, v and bias.
 
     Raises:
         InvalidArgument: arguments that contradict each other or break a rule of `strobe.attention`.
@@ -165,8 +169,11 @@ def attention(
             check_tensor(name, x, ("batch",))
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, None)
+    if bias is not None:
+        check_tensor("bias", bias, ("batch", "heads", "seqlen_q", "seqlen_k"))
+        plain = plain and type(bias) is Tensor and not (bias.requires_grad or bias.is_neg())
     if not tracing and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v, alibi_slopes)
+        _autograd.refuse_tangents(q, k, v, alibi_slopes, bias)
     longest_q = None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q)
     longest_k = None if max_seqlen_k is None else as_integer("max_seqlen_k", max_seqlen_k)
     left, right = pair("window", window, _side, "-1 or None")
@@ -176,6 +183,7 @@ def attention(
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,
+        bias=bias,
         **numbers,
     )
     dropout_p = as_number("dropout_p", dropout_p)
@@ -204,7 +212,7 @@ def attention(
         except Error:
             raise
         except (AssertionError, NotImplementedError, TypeError) as error:
-            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes) from None
+            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes, bias=bias) from None
     return (out, lse) if return_lse else out
 
 

@@ -4,7 +4,7 @@ compiler see it.
     dropout_state             seed and offset from PyTorch's generator; the only one with a side
                               effect
     attention_forward         (out, lse), a pure function of its arguments
-    attention_backward        (dq, dk, dv), likewise
+    attention_backward        (dq, dk, dv), likewise; its overload `bias`: (dq, dk, dv, dbias)
     attention_dropout_weights the attention matrix and what dropout drops, to test dropout with
 
 All randomness goes through `rng_state`, an argument of the others, so that a compiler may reorder
@@ -39,6 +39,10 @@ if not hasattr(torch.library, "register_autograd"):
     )
 
 Tensor: TypeAlias = torch.Tensor
+
+# Options before the tail, and the place of the bias among the arguments of attention_forward.
+_PLAIN: Final = 13
+_BIAS: Final = 3 + _PLAIN + _options.BIAS
 
 _LIBRARY: Final = torch.library.Library("strobe", "DEF")
 
@@ -183,6 +187,11 @@ def backward(*arguments: Any) -> Any:
     return _computed(_core.operator_backward, arguments, 7)
 
 
+def backward_bias(*arguments: Any) -> Any:
+    """(dq, dk, dv, dbias)."""
+    return _computed(_core.operator_backward_bias, arguments, 7)
+
+
 def _computed(kernel: Any, arguments: tuple[Any, ...], tensors: int) -> Any:
     """tensors: how many come before the options."""
     try:
@@ -221,6 +230,11 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _fake_backward_bias(dout: Tensor | None, dlse: Tensor | None, *others: Any) -> Any:
+    bias = others[_BIAS + 2]  # after q, k, v, out and lse
+    return (*_fake_backward(dout, dlse, *others), bias.new_empty(bias.shape))
+
+
 # ----------------------------------------------------------------------------------------- autograd
 
 _SAVED: Final = object()  # in place of an option that was saved as a tensor
@@ -237,13 +251,15 @@ def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any)
         arrays = [x for x in options if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(q, k, v, *results, *arrays)
         options = tuple(_SAVED if isinstance(x, torch.Tensor) else x for x in options)
-    ctx.options = options
+    ctx.options, ctx.wants_dbias = options, False
 
 
 def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    """(dq, dk, dv). compute: attention_backward or its kernel."""
+    """(dq, dk, dv), and dbias where it is wanted. compute: attention_backward, its overload, or a
+    kernel of theirs.
+    """
     if dout is None and dlse is None:
-        return None, None, None
+        return (None,) * (3 + ctx.wants_dbias)
     options, saved = ctx.options, ctx.saved_tensors
     if len(saved) > 5:
         arrays = iter(saved[5:])
@@ -258,14 +274,22 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     if ctx.needs_input_grad[_SLOPES]:
         raise no_gradient_by("alibi_slopes")
     _save(ctx, q, k, v, output, options)
+    wanted = ctx.needs_input_grad[_BIAS + 1 :]  # after the keys; nothing where the call ends before
+    ctx.wants_dbias = bool(wanted and wanted[0])
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def derivative_by(compute: Any) -> Any:
-    """The derivative of an operator with `setup`. compute: as for `gradients`."""
+def derivative_by(compute: Any, with_bias: Any = None) -> Any:
+    """The derivative of an operator with `setup`. compute: as for `gradients`; with_bias: where the
+    bias has one too.
+    """
 
     def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        return (*gradients(compute, ctx, dout, dlse), *(None for _ in ctx.options))
+        found = gradients(with_bias if ctx.wants_dbias else compute, ctx, dout, dlse)
+        of_options: list[Any] = [None for _ in ctx.options]
+        if ctx.wants_dbias:
+            of_options[_BIAS - 3] = found[3]
+        return (*found[:3], *of_options)
 
     return derivative
 
@@ -316,7 +340,7 @@ is_transformed: Final = _autograd.is_transformed
 
 
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
-    """attention_forward. plain: nobody but autograd watches."""
+    """attention_forward. plain: nobody but autograd watches, and that q, k and v alone."""
     if plain:
         return record(q, k, v, (forward(q, k, v, *options), options, True))
     return attention_forward(q, k, v, *options)
@@ -378,12 +402,21 @@ attention_backward: Final = define(
     refuse_double_backward,
     query=2,
 )
+attention_backward_bias: Final = define(
+    "attention_backward.bias",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    backward_bias,
+    _fake_backward_bias,
+    refuse_double_backward,
+    query=2,
+)
 attention_forward: Final = define(
     "attention_forward",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
     forward,
     _fake_forward,
-    derivative_by(attention_backward),
+    derivative_by(attention_backward, attention_backward_bias),
     setup,
     query=0,
 )

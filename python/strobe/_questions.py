@@ -62,8 +62,9 @@ def _described(
     found = {name: flag(name, value) for name, value in flags.items()}
     backward, dlse = found.pop("backward"), found.pop("dlse")
     delta, accumulate = found.pop("delta", False), found.pop("accumulate", False)
+    dbias = found.pop("dbias", False)
     of_backward = {"float_grads": float_grads and specs["q"].dtype != "float32" and backward}
-    of_backward["accumulate"] = accumulate and backward
+    of_backward |= {"accumulate": accumulate and backward, "wants_dbias": dbias and backward}
     problem = make_problem(backward, specs, given | found | of_backward)
     problem.fields["has_dlse"] = int(dlse and backward)
     problem.fields["has_delta"] = int(delta and backward)
@@ -82,6 +83,7 @@ def plan(
     delta: bool = False,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    dbias: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
@@ -89,9 +91,9 @@ def plan(
     Kernel, tile, threads or grid, workspace bytes, and why the kernels before it declined. Computes
     nothing and reads no tensor.
 
-    Args: as `attention_backward`, except that dlse and delta say whether there will be one. Instead
-        of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine
-        lacks.
+    Args: as `attention_backward`, except that dlse, delta and dbias say whether there will be one.
+        Instead of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this
+        machine lacks.
 
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
@@ -104,6 +106,7 @@ def plan(
     """
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
+    flags["dbias"] = dbias
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
@@ -128,6 +131,7 @@ def why(
     delta: bool = False,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    dbias: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
@@ -156,6 +160,7 @@ def why(
         return _calls.latest()
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
+    flags["dbias"] = dbias
     try:
         return why_text(_described("why", (q, k, v), flags, options))
     except Error as error:

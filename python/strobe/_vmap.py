@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from . import _options
 from ._errors import Unsupported
 
 Tensor: TypeAlias = torch.Tensor
@@ -19,10 +20,26 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
+def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int, whole: bool) -> Tensor:
+    """A bias whose batch may be 1. whole: with one for each sequence, even where all share it, so
+    that its gradient has a part for each entry of the vmapped dimension.
+    """
+    if dim is None and bias.shape[0] == 1 and not whole:
+        return bias
+    bias = bias.unsqueeze(0) if dim is None else bias.movedim(dim, 0)
+    bias = bias.expand(size, batch, *bias.shape[2:])
+    return bias.reshape(size * batch, *bias.shape[2:])
+
+
 def _fold_options(
-    options: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, randomness: str
+    options: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    size: int,
+    batch: int,
+    randomness: str,
+    whole_bias: bool,
 ) -> tuple[Any, ...]:
-    """Options of a dense problem whose batch is `size` times larger."""
+    """Options of a dense problem whose batch is `size` times larger. whole_bias: `_fold_bias`."""
     cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *rest = options
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise Unsupported("vmap over packed sequences (cu_seqlens): pack them into one call")
@@ -45,6 +62,9 @@ def _fold_options(
         _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
         for x, dim in zip(tail, dims[plain:], strict=True)
     ]
+    at = _options.BIAS
+    if len(tail) > at and tail[at] is not None:
+        folded[at] = _fold_bias(tail[at], dims[plain + at], size, batch, whole_bias)
     return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
 
 
@@ -64,10 +84,17 @@ def vmap_over(operator: Any, query: int) -> Any:
             _fold(x, dim, size)
             for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)
         ]
-        options = _fold_options(
-            arguments[tensors:], in_dims[tensors:], size, batch, info.randomness
-        )
-        found = operator(*folded, *options)
-        return tuple(x.unflatten(0, (size, batch)) for x in found), (0,) * len(found)
+        given, dims = arguments[tensors:], in_dims[tensors:]
+        with_dbias = operator._overloadname == "bias"
+        options = _fold_options(given, dims, size, batch, info.randomness, with_dbias)
+        found = [x.unflatten(0, (size, batch)) for x in operator(*folded, *options)]
+        if with_dbias:
+            place = 13 + _options.BIAS
+            bias, dim = given[place], dims[place]
+            if bias.ndim > 4:
+                bias = bias.select(dim, 0)
+            if bias.shape[0] < batch:  # one for the batch of an entry
+                found[3] = found[3].sum(1, keepdim=True)
+        return tuple(found), (0,) * len(found)
 
     return rule

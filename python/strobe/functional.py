@@ -145,6 +145,10 @@ def attention(
         alibi_slopes: float32, (heads,) or (batch, heads): adds
             -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. As a tensor
             that requires a gradient it is refused, unless no gradients are recorded.
+        bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
+            three 1 where all share it; any strides, 0 too. Added to the scores after softcap; -inf
+            hides a pair as a mask does. Packed sequences count queries and keys from 0 each; the
+            last two are then at least the longest lengths.
         dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by
             1 / (1 - dropout_p).
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
@@ -231,6 +235,7 @@ def attention_backward(
     grads: tuple[NDArray, NDArray, NDArray] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -250,6 +255,7 @@ def attention_backward(
     grads: tuple[Tensor, Tensor, Tensor] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -269,6 +275,7 @@ def attention_backward(  # type: ignore[overload-cannot-match] # where Tensor is
     grads: None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -288,8 +295,29 @@ def attention_backward(
     grads: tuple[AnyArray, AnyArray, AnyArray] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]: ...
+
+
+@overload
+def attention_backward(
+    dout: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray | None,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = ...,
+    delta: AnyArray | None = ...,
+    deterministic: bool = ...,
+    grads: tuple[AnyArray, AnyArray, AnyArray] | None = ...,
+    grad_dtype: DType = ...,
+    accumulate: bool = ...,
+    dbias: AnyArray | bool | None = ...,
+    **options: Unpack[CallOptions],
+) -> tuple[Any, ...]: ...
 
 
 @documented
@@ -307,9 +335,11 @@ def attention_backward(
     grads: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     grad_dtype: DType = None,
     accumulate: bool = False,
+    dbias: AnyArray | bool | None = False,
     **options: Unpack[CallOptions],
-) -> tuple[Any, Any, Any]:
-    """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
+) -> tuple[Any, ...]:
+    """Gradients of `attention` with respect to q, k, v and, if asked for, bias, recomputing the
+    scores tile by tile.
 
     Algorithm 2 of T. Dao, "FlashAttention-2", arXiv:2307.08691. Every option must have the value
     that it had in the forward call.
@@ -319,7 +349,7 @@ def attention_backward(
         q, k, v: as in `attention`.
         out, lse: what `attention` gave with return_lse=True. lse must be contiguous. out: None will
             do where delta is given.
-        causal, window, scale, softcap, alibi_slopes: as in `attention`.
+        causal, window, scale, softcap, alibi_slopes, bias: as in `attention`.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
         batch_invariant: as in `attention`, with deterministic set too.
@@ -339,11 +369,16 @@ def attention_backward(
             None for q's.
         accumulate: the gradients are added to what grads hold: in float32, and rounded once where
             grads are narrower.
+        dbias: True, or where to write it: the gradient of bias is wanted too. An array has bias's
+            shape, its dtype or float32, and any strides; every element is written, whatever
+            accumulate says. A new one is float32 where the other gradients are, of a narrower q.
 
     Returns:
         (dq, dk, dv), of the shapes of q, k and v, and of q's dtype unless grads or grad_dtype say
-        otherwise; dk and dv are summed over the query heads that share a key head. Kinds of array
-        as in `attention`.
+        otherwise; dk and dv are summed over the query heads that share a key head. With dbias
+        (dq, dk, dv, dbias), which has bias's shape: along an axis of one element it is the sum, in
+        float32 and in the order of the indices, with the same bits for every number of threads.
+        Kinds of array as in `attention`.
 
     Raises:
         As `attention`.
@@ -362,11 +397,13 @@ def attention_backward(
     float_grads = is_float("grad_dtype", grad_dtype)
     if flag("accumulate", accumulate) and grads is None:
         raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
-    more = (grads, deterministic, accumulate, float_grads)
+    more = (grads, deterministic, accumulate, float_grads, dbias)
     arrays = (dout, q, k, v, out, lse, dlse, delta, *more)
     try:
         return _core.backward(*arrays, options)
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
-        return found if grads is None else (grads[0], grads[1], grads[2])
+        given: tuple[Any, ...] = (None, None, None) if grads is None else tuple(grads)
+        given = (*given, None if isinstance(dbias, bool) else dbias)
+        return tuple(x if y is None else y for x, y in zip(found, given, strict=False))

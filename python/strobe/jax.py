@@ -56,7 +56,7 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_MORE: Final = ("alibi_slopes", *ARRAYS, "dropout_seed")
+_MORE: Final = ("alibi_slopes", *ARRAYS, "bias", "dropout_seed")
 
 
 class _Call(NamedTuple):
@@ -121,8 +121,14 @@ def _structs(like: Any, results: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
     return jax.eval_shape(spread, like)
 
 
-def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any]) -> Any:
-    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv.
+def _launch(
+    call: _Call,
+    backward: bool,
+    own: Sequence[Any],
+    more: dict[str, Any],
+    wants_dbias: bool = False,
+) -> Any:
+    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk, dv and, if wanted, dbias.
 
     own: (q, k, v), or (dout, q, k, v, out, lse) and dlse if there is one. more: of _MORE, by name.
     """
@@ -134,9 +140,15 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
         options = dict(call.options) | {f"has_{name}": 1 for name in names if name in ARRAYS}
         if "alibi_slopes" in names:
             options["alibi"] = arrays[len(own)].ndim
+        if "bias" in names:
+            bias = arrays[len(own) + names.index("bias")]
+            options |= {"has_bias": 1, "bias_dtype": DTYPE_CODES[bias.dtype.name]}
+            extents = ("bias_batch", "bias_heads", "bias_seqlen_q")
+            options |= dict(zip(extents, bias.shape[:3], strict=True))
         if backward:
             options |= {"deterministic": int(call.deterministic), "has_dlse": len(own) - 6}
-            results = [(x.shape, x.dtype) for x in (q, k, v)]
+            options |= {"has_dbias": 1} if wants_dbias else {}
+            results = [(x.shape, x.dtype) for x in (q, k, v, *((bias,) if wants_dbias else ()))]
         else:
             results = [((*q.shape[:3], v.shape[3]), q.dtype)]
             if call.return_lse:
@@ -161,12 +173,26 @@ def _launch(call: _Call, backward: bool, own: Sequence[Any], more: dict[str, Any
             if name == "alibi_slopes" and x.ndim == 1:  # (heads,): of every sequence
                 whole.append(x)
                 continue
+            if name == "bias":
+                # Of every sequence it stays one, unless each example's gradient is wanted.
+                if not many and x.shape[0] == 1 and not wants_dbias:
+                    whole.append(x)
+                    continue
+                x = x if many else x[None]
+                x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+                whole.append(x.reshape(size * batch, *x.shape[2:]))
+                continue
             if name == "alibi_slopes" and many and x.ndim == 2:
                 x = jnp.broadcast_to(x[:, None], (size, batch, x.shape[1]))
             if not many:
                 x = jnp.broadcast_to(x, (size, *x.shape))
             whole.append(x.reshape(size * batch, *x.shape[2:]))
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in run(*whole))
+        results = [x.reshape(size, batch, *x.shape[1:]) for x in run(*whole)]
+        if wants_dbias:
+            at = len(own) + names.index("bias")
+            if arrays[at].shape[int(batched[at])] < batch:  # one for the batch of an example
+                results[3] = results[3].sum(1, keepdims=True)
+        return tuple(results)
 
     def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
         """Each example by itself, as dropout draws by a sequence's place in its batch."""
@@ -194,7 +220,7 @@ def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any
 
 def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
     for name, given in more.items():
-        if given.perturbed:
+        if given.perturbed and name != "bias":
             raise Unsupported(
                 f"{name} has no gradient, and one is asked for: pass "
                 f"jax.lax.stop_gradient({name}) if it is a constant"
@@ -202,16 +228,20 @@ def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) ->
     own = (q.value, k.value, v.value)
     values = {name: given.value for name, given in more.items()}
     out, lse = _launch(call._replace(return_lse=True), False, own, values)
-    return (out, lse) if call.return_lse else (out,), (*own, out, lse, values)
+    # What is not an array has to be said by the tree's shape.
+    wanted = (None,) if "bias" in more and more["bias"].perturbed else ()
+    return (out, lse) if call.return_lse else (out,), (*own, out, lse, values, wanted)
 
 
 def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
-    *tensors, more = kept
+    *tensors, more, wanted = kept
     dout, *dlse = gradients
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros_like(tensors[3])
     dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
-    return (*_launch(call, True, (dout, *tensors, *dlse), more), None)
+    dq, dk, dv, *dbias = _launch(call, True, (dout, *tensors, *dlse), more, bool(wanted))
+    of_more = dict.fromkeys(more) | dict(zip(("bias",), dbias, strict=False))
+    return dq, dk, dv, of_more
 
 
 _attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -308,6 +338,7 @@ def attention(
     return_residual: Literal[False] = ...,
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -334,6 +365,7 @@ def attention(
     return_residual: Literal[True],
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -360,6 +392,7 @@ def attention(
     return_residual: bool = ...,
     softcap: float = ...,
     alibi_slopes: Array | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -385,6 +418,7 @@ def attention(
     return_residual: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
+    bias: Array | None = None,
     q_position: int | Array = 0,
     prefix: Array | None = None,
     attention_chunk: int = 0,
@@ -394,7 +428,7 @@ def attention(
     batch_invariant: bool = False,
     threads: int = 0,
 ) -> Any:
-    """Exact attention, differentiable by q, k and v in reverse mode, in O(seqlen) memory.
+    """Exact attention, differentiable by q, k, v and bias in reverse mode, in O(seqlen) memory.
 
     Arrays may be traced; other arguments are Python's. The defaults compute what
     jax.nn.dot_product_attention does. Query i is at the key position q_position + i: masks and
@@ -420,6 +454,9 @@ def attention(
         softcap: c > 0: the scaled score s becomes c * tanh(s / c); 0: off.
         alibi_slopes: float32, (heads,) or (batch, heads): adds -slope * |distance of positions|.
             Constants: a gradient with respect to them is refused.
+        bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
+            three 1 where all share it; without batch (heads, seqlen_q, seqlen_k). Added to the
+            scores after softcap; -inf hides a pair.
         q_position: an integer, or int32 (batch,): seqlen_k - seqlen_q aligns the last query with
             the last key, as strobe.attention does.
         prefix: int32, (batch,): so many first keys are seen by all queries, whatever is_causal
@@ -490,6 +527,9 @@ def attention(
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
         more["alibi_slopes"] = _array("alibi_slopes", alibi_slopes)
+    if bias is not None:
+        array = _array("bias", bias)
+        more["bias"] = array if ndim == 4 or array.ndim == 4 else array[None]
     lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
     for field, length in lengths.items():
         if length is not None:

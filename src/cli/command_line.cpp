@@ -125,6 +125,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  cu_seqlens_q   I32 [batch + 1]: sequences lie end to end, [total, ...] in place\n"
       "  cu_seqlens_k   of [batch, seqlen, ...]; cu_seqlens stands for both\n"
       "  alibi_slopes   F32 [heads] or [batch, heads]\n"
+      "  bias           [batch, heads, seqlen_q, seqlen_k], each of the first three or 1, of any\n"
+      "                 of the dtypes: added to the scores; its gradient is dbias\n"
       "  dlse           F32 [batch, heads, seqlen_q], a gradient of lse\n"
       "  seqused_q      I32 [batch]: so many rows of each sequence are in use, the first ones\n"
       "  seqused_k      likewise of k and v\n"

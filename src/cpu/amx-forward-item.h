@@ -171,8 +171,9 @@ static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lo
   for (int64_t r = 0; r < tile.size(); ++r) {
     if (!(rows >> r & 1)) continue;
     const int64_t at = (t * kForwardTileQ + r) * kTile;
-    const bool empty = f.sees_none(walk, tile.begin + r);
     const float sum = f.s.sum[at];
+    const bool empty =
+        f.sees_none(walk, tile.begin + r) || (sum == 0 && f.bias_hides_all(walk, tile.begin + r));
     // Seen scores that are all -inf leave a sum of 0, and give NaN as standard attention does.
     const float nan = __builtin_nanf("");
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;

@@ -46,13 +46,17 @@ struct BackwardScratch {
   float *k, *kt, *vt, *dk, *dv;  // of the block
   float *q, *dout, *dq;          // of the query tile
   float *p, *ds;                 // [tile_q][tile_k]
+  float* bias;                   // likewise
+  int64_t block;                 // keys of the block, whole groups: from a row of kt to the next
 };
 
-STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& c) {
+/// keys: of a block.
+STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& c, int64_t keys) {
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t block = round_up(c.block_k, kBackwardTileK);
+  const int64_t block = round_up(keys, kBackwardTileK);
   BackwardScratch s;
+  s.block = block;
   s.k = arena.take<float>(block * d);
   s.kt = arena.take<float>(p.head_dim * block);
   s.vt = arena.take<float>(p.head_dim_v * block);
@@ -63,12 +67,19 @@ STROBE_SIMD BackwardScratch carve_backward(Arena& arena, const BackwardContext& 
   s.dq = arena.take<float>(kBackwardTileQ * d);
   s.p = arena.take<float>(kBackwardTileQ * kBackwardTileK);
   s.ds = arena.take<float>(kBackwardTileQ * kBackwardTileK);
+  s.bias = arena.take<float>(p.has_bias ? kBackwardTileQ * kBackwardTileK : 0);
   return s;
+}
+
+/// What dbias_block needs besides: its piece.
+STROBE_SIMD float* carve_dbias(Arena& arena, const AttentionProblem& p) {
+  return arena.take<float>(p.has_dbias ? kDbiasTile * kDbiasTile : 0);
 }
 
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena;
-  carve_backward(arena, context);
+  carve_backward(arena, context, context.block_k);
+  carve_dbias(arena, context.problem);  // whose own block is one group of keys
   const size_t own = arena.used();
   const size_t row_sums = forward_scratch(context.forward(kForwardTileQ));  // find_row_sums
   return own > row_sums ? own : row_sums;
@@ -112,13 +123,19 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
       });
 }
 
+/// What dS is the derivative by.
+enum class DsOf {
+  kProduct,  // scale * q.k
+  kScore,    // the score, which the bias is a term of
+};
+
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
-/// key_begin.
-template <bool kLinear, bool kMasked>
+/// key_begin. bias: of these keys; null: none.
+template <bool kLinear, bool kMasked, DsOf kOf>
 static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
                          int64_t key_begin, Range seen, const RowSoftmax& softmax, float delta,
-                         int64_t width, float* s, float* dp) {
+                         const float* bias, int64_t width, float* s, float* dp) {
   const Scorer scorer{options};
   const VF reference = set(softmax.reference), vdelta = set(delta * softmax.dout_factor);
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -130,6 +147,7 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
       score.value = hn::Mul(score.value, set(softmax.factor));
     } else {
       score = scorer(score.value, same(position), count_from(key_begin + j));
+      if (bias) score.value = add_bias(score.value, load(bias + j));
     }
     const VF p = exp2(hn::Sub(score.value, reference), softmax.unit);
     VF dropped = p;
@@ -143,9 +161,14 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
       }
     }
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
-    if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
+    if constexpr (!kLinear && kOf == DsOf::kProduct) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
       const auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      dropped = hn::IfThenElseZero(lanes, dropped);
+      ds = hn::IfThenElseZero(lanes, ds);
+    }
+    if (!kLinear && bias) {
+      const auto lanes = shown(load(bias + j));
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }
@@ -154,8 +177,8 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
   }
 }
 
-/// The products of a tile where an operand holds an infinity or a NaN and some pairs are masked. It
-/// touches only the pairs that the mask allows, so that 0 * NaN reaches no other row. Rounds as
+/// The products of a tile where an operand holds an infinity or a NaN and some pairs are hidden. It
+/// touches only the pairs that mask and bias allow, so that 0 * NaN reaches no other row. Rounds as
 /// gemm does.
 static void accumulate_seen_only(const BackwardContext& c, const Sequence& sequence, Range queries,
                                  Range keys, const BackwardScratch& s, int64_t q_tile,
@@ -166,13 +189,15 @@ static void accumulate_seen_only(const BackwardContext& c, const Sequence& seque
   const auto pair = [&](int64_t query, int64_t key) {
     return (query - q_tile) * kBackwardTileK + key - keys.begin;
   };
-  // row[e] += sum over n of weight(n) * others[n][e], where others' row 0 is `first`.
-  const auto add = [](float* row, int64_t width, Range range, const auto& weight,
-                      const float* others, int64_t first) {
+  const auto is_hidden = [&](int64_t at) { return c.bias.data && s.bias[at] == -kInfinity; };
+  // row[e] += sum over n of weights[place(n)] * others[n][e], where others' row 0 is `first`.
+  const auto add = [&](float* row, int64_t width, Range range, const float* weights,
+                       const auto& place, const float* others, int64_t first) {
     for (int64_t e = 0; e < width; e += kLanes) {
       VF sum = hn::Zero(f32);
       for (int64_t n = range.begin; n < range.end; ++n) {
-        sum = hn::MulAdd(set(weight(n)), load(others + (n - first) * width + e), sum);
+        if (is_hidden(place(n))) continue;
+        sum = hn::MulAdd(set(weights[place(n)]), load(others + (n - first) * width + e), sum);
       }
       store(hn::Add(load(row + e), sum), row + e);
     }
@@ -181,14 +206,13 @@ static void accumulate_seen_only(const BackwardContext& c, const Sequence& seque
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     const int64_t row = key - k_begin;
     const Range seeing = intersect(mask.q_range({key, key + 1}), queries);
-    const auto p_of = [&](int64_t i) { return s.p[pair(i, key)]; };
-    const auto ds_of = [&](int64_t i) { return s.ds[pair(i, key)]; };
-    add(s.dv + row * dv, dv, seeing, p_of, s.dout, q_tile);
-    add(s.dk + row * d, d, seeing, ds_of, s.q, q_tile);
+    const auto place = [&](int64_t i) { return pair(i, key); };
+    add(s.dv + row * dv, dv, seeing, s.p, place, s.dout, q_tile);
+    add(s.dk + row * d, d, seeing, s.ds, place, s.q, q_tile);
   }
   for (int64_t i = queries.begin; i < queries.end; ++i) {
-    const auto ds_of = [&](int64_t key) { return s.ds[pair(i, key)]; };
-    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), ds_of, s.k, k_begin);
+    const auto place = [&](int64_t key) { return pair(i, key); };
+    add(dq + (i - q_tile) * d, d, intersect(mask.row(i), keys), s.ds, place, s.k, k_begin);
   }
 }
 
@@ -213,55 +237,88 @@ static void decoded_scores(const float* q, const float* k, int64_t dim, int64_t 
   }
 }
 
-/// One tile of queries against one group of keys of the block: the step of the algorithm. full:
-/// there are as many keys as a group may have, and all of the tile's queries see them.
-static void backward_step(const BackwardContext& c, const ScoreOptions& options,
-                          const Sequence& sequence, int64_t head, Range tile, Range keys, bool full,
-                          int64_t k_begin, bool nonfinite, const BackwardScratch& s) {
+/// The pairs of a tile of queries and a group of keys.
+struct BackwardPairs {
+  Range tile, queries;  // queries: of the tile, those that see some of the keys
+  Range keys;
+  int64_t key_offset;  // of the group in the block
+  bool masked;         // some of the queries do not see some of the keys, or there are fewer keys
+                       // than a group may have: lanes past the last key count as masked
+
+  /// full: there are as many keys as a group may have, and all of the tile's queries see them.
+  STROBE_INLINE BackwardPairs(const Mask& mask, Range tile_, Range keys_, int64_t block, bool full)
+      : tile(tile_),
+        queries(full ? tile_ : intersect(mask.q_range(keys_), tile_)),
+        keys(keys_),
+        key_offset(keys_.begin - block),
+        masked(!full &&
+               (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK)) {}
+};
+
+/// P and dS of the pairs, which are some, to s.p and s.ds.
+template <DsOf kOf>
+STROBE_SIMD void backward_scores(const BackwardContext& c, const ScoreOptions& options,
+                                 const Sequence& sequence, int64_t head, const BackwardPairs& pairs,
+                                 const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
-  const Range queries = full ? tile : intersect(mask.q_range(keys), tile);
-  if (queries.empty()) return;
+  const Range queries = pairs.queries, keys = pairs.keys;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t block = round_up(c.block_k, kBackwardTileK);
-  const int64_t n = queries.size(), r0 = queries.begin - tile.begin,
-                key_offset = keys.begin - k_begin;
-  // Lanes past the last key count as masked.
-  const bool masked =
-      !full && (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK);
-
+  const int64_t n = queries.size(), r0 = queries.begin - pairs.tile.begin;
   const float* const q = s.q + r0 * d;
-  const float* const dout = s.dout + r0 * dv;
   float* const weights = s.p + r0 * kBackwardTileK;
-  float* const ds = s.ds + r0 * kBackwardTileK;
   const int64_t vectors = ceil_div(keys.size(), kLanes);
-  gemm<Old::kDrop>({q, d, 1, s.kt + key_offset, block, weights, kBackwardTileK}, n, vectors,
+  gemm<Old::kDrop>({q, d, 1, s.kt + pairs.key_offset, s.block, weights, kBackwardTileK}, n, vectors,
                    p.head_dim);
-  gemm<Old::kDrop>({dout, dv, 1, s.vt + key_offset, block, ds, kBackwardTileK}, n, vectors,
-                   p.head_dim_v);
+  gemm<Old::kDrop>({s.dout + r0 * dv, dv, 1, s.vt + pairs.key_offset, s.block,
+                    s.ds + r0 * kBackwardTileK, kBackwardTileK},
+                   n, vectors, p.head_dim_v);
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && p.dtype == STROBE_FLOAT32) {
-    decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
+  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && !c.bias.data &&
+      p.dtype == STROBE_FLOAT32) {
+    decoded_scores(q, s.k + pairs.key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }
   const bool linear = options.linear && !options.dropout;
-  const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
-                          : (masked ? backward_row<false, true> : backward_row<false, false>);
+  const auto run =
+      linear ? (pairs.masked ? backward_row<true, true, kOf> : backward_row<true, false, kOf>)
+             : (pairs.masked ? backward_row<false, true, kOf> : backward_row<false, false, kOf>);
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
-    const int64_t r = i - tile.begin;
+    const int64_t at = (i - pairs.tile.begin) * kBackwardTileK;
+    const float* bias = nullptr;
+    if (c.bias.data) {
+      load_bias(c.bias.row(sequence.batch, head, i), keys, s.bias + at);
+      bias = s.bias + at;
+    }
     run(options, i, mask.position(i), keys.begin, seen, row_softmax(c, options, lse_at + i),
-        c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
+        c.delta[lse_at + i], bias, vectors * kLanes, s.p + at, s.ds + at);
   }
-  if (masked && nonfinite) {
-    accumulate_seen_only(c, sequence, queries, keys, s, tile.begin, key_offset, s.dq);
+}
+
+/// One tile of queries against one group of keys of the block: the step of the algorithm.
+static void backward_step(const BackwardContext& c, const ScoreOptions& options,
+                          const Sequence& sequence, int64_t head, const BackwardPairs& pairs,
+                          bool nonfinite, const BackwardScratch& s) {
+  if (pairs.queries.empty()) return;
+  backward_scores<DsOf::kProduct>(c, options, sequence, head, pairs, s);
+  const AttentionProblem& p = c.problem;
+  const Range keys = pairs.keys;
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t n = pairs.queries.size(), r0 = pairs.queries.begin - pairs.tile.begin,
+                key_offset = pairs.key_offset;
+  if ((pairs.masked || c.bias.data) && nonfinite) {
+    accumulate_seen_only(c, sequence, pairs.queries, keys, s, pairs.tile.begin, key_offset, s.dq);
     return;
   }
-  gemm<Old::kAdd>({weights, 1, kBackwardTileK, dout, dv, s.dv + key_offset * dv, dv}, keys.size(),
-                  dv / kLanes, n);
+  const float* const q = s.q + r0 * d;
+  const float* const weights = s.p + r0 * kBackwardTileK;
+  const float* const ds = s.ds + r0 * kBackwardTileK;
+  gemm<Old::kAdd>({weights, 1, kBackwardTileK, s.dout + r0 * dv, dv, s.dv + key_offset * dv, dv},
+                  keys.size(), dv / kLanes, n);
   gemm<Old::kAdd>({ds, 1, kBackwardTileK, q, d, s.dk + key_offset * d, d}, keys.size(), d / kLanes,
                   n);
   gemm<Old::kAdd>({ds, kBackwardTileK, 1, s.k + key_offset * d, d, s.dq + r0 * d, d}, n, d / kLanes,
@@ -306,26 +363,49 @@ STROBE_SIMD void hand_over_dq(const BackwardContext& c, const Sequence& sequence
   pass_turn(turn, addition.order);
 }
 
-static void backward_block(const BackwardContext& c, const BackwardItem& item, std::byte* scratch) {
+/// K, K^T and V^T of a block, with zeros past the last key up to a whole group of lanes. V as it is
+/// read stands in dV's room for the moment.
+STROBE_SIMD void load_key_block(const BackwardContext& c, const Sequence& sequence, int64_t head_kv,
+                                Range block, const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
-  Arena arena(scratch);
-  const BackwardScratch s = carve_backward(arena, c);
-  const Sequence sequence = c.sequence_of_all_heads(item.batch);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
-  const Range item_keys{item.k_begin, item.k_end};
-
-  // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V as it is read
-  // stands in dV's room for the moment.
-  load_rows(c.key_rows(c.k, sequence, item.head_kv), p.dtype, item_keys, p.head_dim, s.k, d);
-  load_rows(c.key_rows(c.v, sequence, item.head_kv), p.dtype, item_keys, p.head_dim_v, s.dv, dv);
-  const int64_t padded = round_up(keys, kBackwardTileK);
+  const int64_t keys = block.size(), padded = round_up(keys, kBackwardTileK);
+  load_rows(c.key_rows(c.k, sequence, head_kv), p.dtype, block, p.head_dim, s.k, d);
+  load_rows(c.key_rows(c.v, sequence, head_kv), p.dtype, block, p.head_dim_v, s.dv, dv);
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
   __builtin_memset(s.dv + keys * dv, 0, static_cast<size_t>((padded - keys) * dv) * sizeof(float));
   for (int64_t r = 0; r < padded; r += kTransposeRows) {
-    transpose_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, block);
-    transpose_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, block);
+    transpose_rows(s.k + r * d, d, p.head_dim, 1, s.kt + r, s.block);
+    transpose_rows(s.dv + r * dv, dv, p.head_dim_v, 1, s.vt + r, s.block);
   }
+}
+
+/// Q and dO of a tile.
+STROBE_SIMD void load_query_tile(const BackwardContext& c, const ScoreOptions& options,
+                                 const Sequence& sequence, int64_t head, Range tile,
+                                 const BackwardScratch& s) {
+  const AttentionProblem& p = c.problem;
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  load_rows(c.query_rows(c.q, sequence, head), p.dtype, tile, p.head_dim, s.q, d);
+  load_rows(c.query_rows(c.dout, sequence, head), p.dtype, tile, p.head_dim_v, s.dout, dv);
+  const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
+  for (int64_t r = 0; r < tile.size(); ++r) {
+    const float factor = row_softmax(c, options, lse_at + r).dout_factor;
+    if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
+  }
+}
+
+static void backward_block(const BackwardContext& c, const BackwardItem& item, std::byte* scratch) {
+  const AttentionProblem& p = c.problem;
+  Arena arena(scratch);
+  const BackwardScratch s = carve_backward(arena, c, c.block_k);
+  const Sequence sequence = c.sequence_of_all_heads(item.batch);
+  const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t keys = item.k_end - item.k_begin;
+  const Range item_keys{item.k_begin, item.k_end};
+
+  load_key_block(c, sequence, item.head_kv, item_keys, s);
+  const int64_t padded = round_up(keys, kBackwardTileK);
   __builtin_memset(s.dk, 0, static_cast<size_t>(padded * d) * sizeof(float));
   __builtin_memset(s.dv, 0, static_cast<size_t>(padded * dv) * sizeof(float));
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
@@ -336,8 +416,6 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     const ScoreOptions options = score_options(c, item.batch, head);
-    const RowView q_rows = c.query_rows(c.q, sequence, head);
-    const RowView dout_rows = c.query_rows(c.dout, sequence, head);
     const BlockWalk tiles = queries_of(sequence, head, item_keys, kBackwardTileQ);
     for (int64_t n = tiles.begin; n < tiles.end; ++n) {
       const Range tile =
@@ -345,13 +423,7 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       const BlockWalk blocks = keys_of(sequence, head, tile, c.block_k);
       if (!blocks.visits(item_block)) continue;
       const int64_t rows = tile.size();
-      load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
-      load_rows(dout_rows, p.dtype, tile, p.head_dim_v, s.dout, dv);
-      const int64_t lse_at = c.lse_index(sequence, head) + tile.begin;
-      for (int64_t r = 0; r < rows; ++r) {
-        const float factor = row_softmax(c, options, lse_at + r).dout_factor;
-        if (factor != 1) scale_row(s.dout + r * dv, dv, factor);
-      }
+      load_query_tile(c, options, sequence, head, tile, s);
       const bool nonfinite =
           k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv);
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
@@ -360,8 +432,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
               .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
       for (int64_t g = groups.begin; g < groups.end; ++g) {
         const int64_t k = groups.block(g) * kBackwardTileK;
-        backward_step(c, options, sequence, head, tile, {k, min64(k + kBackwardTileK, item.k_end)},
-                      groups.is_full(g), item.k_begin, nonfinite, s);
+        const Range group{k, min64(k + kBackwardTileK, item.k_end)};
+        const BackwardPairs pairs(mask, tile, group, item.k_begin, groups.is_full(g));
+        backward_step(c, options, sequence, head, pairs, nonfinite, s);
       }
       hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }
@@ -371,6 +444,79 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   for (int64_t r = 0; r < keys; ++r) {
     write_gradient(p, dk_rows, item.k_begin + r, p.head_dim, s.dk + r * d, p.scale);
     write_gradient(p, dv_rows, item.k_begin + r, p.head_dim_v, s.dv + r * dv, 1);
+  }
+}
+
+/// dS of one tile's pairs, added to a piece of dbias: to its rows, or to its one row, where all
+/// queries share that. There the tile's rows are summed first: one long chain of additions rounds
+/// more.
+STROBE_SIMD void add_to_dbias(const BackwardPairs& pairs, bool one_row, const float* ds,
+                              float* piece) {
+  const int64_t begin = pairs.queries.begin - pairs.tile.begin;
+  const int64_t end = pairs.queries.end - pairs.tile.begin;
+  for (int64_t j = 0; j < pairs.keys.size(); j += kLanes) {
+    VF sum = hn::Zero(f32);
+    for (int64_t r = begin; r < end; ++r) {
+      const VF x = load(ds + r * kBackwardTileK + j);
+      float* const at = piece + r * kDbiasTile + j;
+      if (one_row) {
+        sum = hn::Add(sum, x);
+      } else {
+        store(hn::Add(load(at), x), at);
+      }
+    }
+    if (one_row) store(hn::Add(load(piece + j), sum), piece + j);
+  }
+}
+
+static void dbias_block(const BackwardContext& c, const DbiasItem& item, std::byte* scratch) {
+  static_assert(kDbiasTile == kBackwardTileQ && kDbiasTile == kBackwardTileK);
+  const AttentionProblem& p = c.problem;
+  Arena arena(scratch);
+  const BackwardScratch s = carve_backward(arena, c, kDbiasTile);
+  float* const piece = carve_dbias(arena, p);
+  __builtin_memset(piece, 0, sizeof(float) * kDbiasTile * kDbiasTile);
+  // Row 0 of a bias that has one row is that of all queries.
+  const bool one_row = p.bias_seqlen_q == 1;
+  const auto shared = [](int64_t extent, int64_t index, int64_t all) {
+    return extent == 1 ? Range{0, all} : Range{index, index + 1};
+  };
+  const Range batches = shared(p.bias_batch, item.batch, p.batch);
+  for (int64_t batch = batches.begin; batch < batches.end; ++batch) {
+    const Sequence sequence = c.sequence_of_all_heads(batch);
+    const Range keys = intersect(item.keys, {0, sequence.mask.seqlen_k});
+    const Range queries =
+        intersect(one_row ? Range{0, INT64_MAX} : item.rows, {0, sequence.mask.seqlen_q});
+    if (keys.empty() || queries.empty()) continue;
+    const Range heads = shared(p.bias_heads, item.head, p.heads);
+    int64_t loaded = -1;  // the key head
+    for (int64_t head = heads.begin; head < heads.end; ++head) {
+      const ScoreOptions options = score_options(c, batch, head);
+      for (int64_t q = queries.begin; q < queries.end; q += kBackwardTileQ) {
+        const Range tile{q, min64(q + kBackwardTileQ, queries.end)};
+        const BlockWalk groups = keys_of(sequence, head, tile, kBackwardTileK);
+        const int64_t group = keys.begin / kBackwardTileK;
+        if (!groups.visits(group)) continue;
+        const BackwardPairs pairs(sequence.mask, tile, keys, keys.begin,
+                                  groups.is_full(groups.rank(group)));
+        if (pairs.queries.empty()) continue;
+        if (loaded != c.head_kv(head)) {
+          loaded = c.head_kv(head);
+          load_key_block(c, sequence, loaded, keys, s);
+        }
+        load_query_tile(c, options, sequence, head, tile, s);
+        backward_scores<DsOf::kScore>(c, options, sequence, head, pairs, s);
+        add_to_dbias(pairs, one_row, s.ds, piece);
+      }
+    }
+  }
+  for (int64_t row = item.rows.begin; row < item.rows.end; ++row) {
+    const BiasRow to = c.dbias.row(item.batch, item.head, row);
+    for_dtype(
+        to.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+          spread_from_float(piece + (row - item.rows.begin) * kDbiasTile, to.step, item.keys.size(),
+                            reinterpret_cast<T*>(const_cast<std::byte*>(to.at(item.keys.begin))));
+        });
   }
 }
 

@@ -49,6 +49,7 @@ struct ForwardTile {
 struct ForwardScratch {
   ForwardTile* tiles;
   float *k, *v, *pt, *alpha, *rows;
+  float *bias, *bias_rows;  // of a tile and a block of keys: as pt lies; some rows of it
 };
 
 STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -62,6 +63,8 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
   s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
+  s.bias = arena.take<float>(p.has_bias ? kForwardTileK * kForwardTileQ : 0);
+  s.bias_rows = arena.take<float>(p.has_bias ? kTransposeRows * kForwardTileK : 0);
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
     tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
@@ -111,13 +114,27 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
 }
 
+/// The bias of a tile's queries and of `keys`, which are a block's, to s.bias.
+STROBE_SIMD void load_bias_tile(const Context& c, const Sequence& sequence, int64_t head,
+                                const ForwardTile& tile, Range keys, const ForwardScratch& s) {
+  for (int64_t r = 0; r < tile.queries.size(); r += kTransposeRows) {
+    for (int64_t i = 0; i < kTransposeRows; ++i) {
+      // Lanes past the last query take its bias: no result depends on them.
+      const int64_t query = min64(tile.queries.begin + r + i, tile.queries.end - 1);
+      load_bias(c.bias.row(sequence.batch, head, query), keys, s.bias_rows + i * kForwardTileK);
+    }
+    transpose_rows(s.bias_rows, kForwardTileK, keys.size(), 1, s.bias + r, kForwardTileQ);
+  }
+}
+
 /// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
-/// and O have to be multiplied by. Returns whether any alpha differs from 1.
+/// and O have to be multiplied by. bias: as pt lies; null: none. Returns whether any alpha differs
+/// from 1.
 template <int kVectors, bool kLinear, bool kMasked>
 static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
-                          const Sequence& sequence, Range keys, int64_t first, float* pt,
-                          float* alpha) {
+                          const Sequence& sequence, Range keys, int64_t first, const float* bias,
+                          float* pt, float* alpha) {
   const Scorer score{options};
   VF max[kVectors], old[kVectors];
   VI before[kVectors], end[kVectors], position[kVectors];
@@ -138,7 +155,10 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
     [[maybe_unused]] const VI key = same(keys.begin + j);
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       VF s = load(row + v * kLanes);
-      if constexpr (!kLinear) s = score(s, position[v], key).value;
+      if constexpr (!kLinear) {
+        s = score(s, position[v], key).value;
+        if (bias) s = add_bias(s, load(bias + j * kForwardTileQ + first + v * kLanes));
+      }
       if constexpr (kMasked) s = hn::IfThenElse(sees(before[v], end[v], key), s, set(-kInfinity));
       if constexpr (!kLinear || kMasked) store(s, row + v * kLanes);
       // Max gives its second operand where s is NaN: a NaN score shows in the sum.
@@ -189,24 +209,25 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
 
 template <bool kLinear, bool kMasked>
 static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const Sequence& sequence,
-                    Range keys, float* pt, float* alpha) {
+                    Range keys, const float* bias, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
     changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(options, tile, sequence, keys,
-                                                              v * kLanes, pt, alpha);
+                                                              v * kLanes, bias, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
-    changed |=
-        softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, pt, alpha);
+    changed |= softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, bias,
+                                                  pt, alpha);
   }
   return changed;
 }
 
-/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
+/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some pairs are hidden: the
 /// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
 static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t dim_v, const float* v,
-                                 int64_t v_stride, const float* pt, const float* alpha) {
+                                 int64_t v_stride, const float* bias, const float* pt,
+                                 const float* alpha) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
     const VF a = load(alpha + at);
@@ -216,7 +237,9 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, int64_t di
       for (int64_t j = 0; j < keys.size(); ++j) {
         const VF more =
             hn::MulAdd(set(v[j * v_stride + e]), load(pt + j * kForwardTileQ + at), sum);
-        sum = hn::IfThenElse(sees(before, end, same(keys.begin + j)), more, sum);
+        auto seen = sees(before, end, same(keys.begin + j));
+        if (bias) seen = hn::And(seen, shown(load(bias + j * kForwardTileQ + at)));
+        sum = hn::IfThenElse(seen, more, sum);
       }
       store(hn::MulAdd(load(ot), a, sum), ot);
     }
@@ -240,30 +263,33 @@ STROBE_SIMD bool is_masked(const ForwardTile& tile, int64_t place, Range keys) {
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
-                            const ForwardTile& tile, Range block, Range keys, bool masked,
-                            const ForwardScratch& s) {
+                            int64_t head, const ForwardTile& tile, Range block, Range keys,
+                            bool masked, const ForwardScratch& s) {
   const int64_t d = round_up(c.problem.head_dim, kLanes);
   gemm<Old::kDrop>(
       {s.k + (keys.begin - block.begin) * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
       keys.size(), tile.vectors, c.problem.head_dim);
   const auto run = options.linear ? (masked ? softmax<true, true> : softmax<true, false>)
                                   : (masked ? softmax<false, true> : softmax<false, false>);
-  return run(options, tile, sequence, keys, s.pt, s.alpha);
+  if (c.bias.data) load_bias_tile(c, sequence, head, tile, keys, s);
+  return run(options, tile, sequence, keys, c.bias.data ? s.bias : nullptr, s.pt, s.alpha);
 }
 
 /// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
 /// block: its keys whose rows are in s.k and s.v.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
-                              const Sequence& sequence, const ForwardTile& tile, int64_t place,
-                              Range block, bool v_nonfinite, const ForwardScratch& s) {
+                              const Sequence& sequence, int64_t head, const ForwardTile& tile,
+                              int64_t place, Range block, bool v_nonfinite,
+                              const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = intersect(block, tile.keys);
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const float* const v = s.v + (keys.begin - block.begin) * dv;
   const bool masked = is_masked(tile, place, keys);
-  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, masked, s);
-  if (v_nonfinite && masked) {
-    accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, s.pt, s.alpha);
+  const bool rescale = weigh_keys(c, options, sequence, head, tile, block, keys, masked, s);
+  const float* const bias = c.bias.data ? s.bias : nullptr;
+  if (v_nonfinite && (masked || bias)) {
+    accumulate_seen_only(tile, keys, p.head_dim_v, v, dv, bias, s.pt, s.alpha);
     return;
   }
   const Gemm product{v, 1, dv, s.pt, kForwardTileQ, tile.ot, kForwardTileQ, s.alpha};
@@ -300,15 +326,19 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;
       if (!own.visits(walk.block(place))) continue;
-      forward_step(c, options, sequence, tiles[t], own.rank(walk.block(place)), block, v_nonfinite,
-                   s);
+      forward_step(c, options, sequence, item.head, tiles[t], own.rank(walk.block(place)), block,
+                   v_nonfinite, s);
     }
   }
 }
 
-/// Whether row r of the tile sees no key.
-STROBE_SIMD bool sees_none(const ForwardTile& tile, int64_t r) {
-  return !tile.walk.meets({int64_t{tile.before[r]} + 1, tile.end[r]}, kForwardTileK);
+/// Whether row r of the tile, whose weights have been summed, sees no key.
+STROBE_SIMD bool sees_none(const ForwardContext& c, const ForwardItem& item,
+                           const ForwardTile& tile, int64_t r) {
+  const Range seen{int64_t{tile.before[r]} + 1, tile.end[r]};
+  if (!tile.walk.meets(seen, kForwardTileK)) return true;
+  return tile.sum[r] == 0 && c.bias.hides_all(item.batch, item.head, tile.queries.begin + r, seen,
+                                              tile.walk, kForwardTileK);
 }
 
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.
@@ -322,7 +352,7 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
-    const bool empty = sees_none(tile, r);
+    const bool empty = sees_none(c, item, tile, r);
     store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
               row_factor(tile.sum[r], empty));
     if (lse) lse[r] = row_lse(tile.sum[r], empty, static_cast<double>(tile.max[r]), unit);
@@ -349,7 +379,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
   forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.walk, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
-    if (sees_none(tile, r)) continue;
+    if (sees_none(c, item, tile, r)) continue;
     float* const row = s.rows + r % 4 * dv;
     scale_row(row, dv, power / tile.sum[r]);
     mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);

@@ -66,7 +66,7 @@ template <typename Instance, typename Change>
 Case DrawHopperCase(std::span<const strobe::cuda::Entry<Instance>> instances, uint64_t seed,
                     const Change& change) {
   for (uint64_t again = 0;; ++again) {
-    Case c = GenerateCase(seed + (again << 32));
+    Case c = GenerateCase(seed + (again << 32)).WithoutBias();
     oracle::Rng rng(seed ^ again << 40 ^ 0xB4C5u);
     const auto& config =
         instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]

@@ -98,6 +98,7 @@ class Inputs:
         "softcap",
         "dropout_p",
         "alibi_slopes",
+        "bias",
         "attention_chunk",
         "window_signed",
     )
@@ -157,12 +158,13 @@ class Inputs:
         oracle.check("out", out, wanted.out, self.draws(backward=False), oracle.OUT_FACTOR)
         oracle.check_lse("lse", lse, wanted.lse, wanted.size)
 
-    def check_backward(self, dq: Array, dk: Array, dv: Array) -> None:
+    def check_backward(self, dq: Array, dk: Array, dv: Array, dbias: Array | None = None) -> None:
         wanted = self.reference()
         plain = self.draws()
         alibi = "alibi_slopes" in self.options
         factor = oracle.ALIBI_GRADIENT_FACTOR if alibi else oracle.GRADIENT_FACTOR
-        for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
+        given = {"dq": dq, "dk": dk, "dv": dv} | ({} if dbias is None else {"dbias": dbias})
+        for name, got in given.items():
             oracle.check(name, got, getattr(wanted, name), plain, factor)
 
     def check(self, threads: int = 0) -> None:
@@ -174,6 +176,8 @@ class Inputs:
         assert result is out
         self.check_forward(out, lse)
         grads = tuple(poisoned(x.shape, x.dtype) for x in (self.q, self.k, self.v))
+        bias = self.options.get("bias")
+        dbias = () if bias is None else (poisoned(bias.shape, np.float32),)
         given = strobe.attention_backward(
             self.dout,
             self.q,
@@ -184,10 +188,11 @@ class Inputs:
             dlse=self.dlse,
             grads=(grads[0], grads[1], grads[2]),
             threads=threads,
+            dbias=dbias[0] if dbias else False,
             **self.options,
         )
-        assert all(a is b for a, b in zip(given, grads, strict=True))
-        self.check_backward(*grads)
+        assert all(a is b for a, b in zip(given, (*grads, *dbias), strict=True))
+        self.check_backward(*grads, *dbias)
 
 
 def arrays(**changes: Any) -> dict[str, Any]:

@@ -66,7 +66,16 @@ TEST(Wrapper, EveryFieldArrives) {
                                            .dv = s,
                                            .grad_dtype = strobe::DType::kFloat32,
                                            .accumulate = true,
-                                           .has_delta = true}
+                                           .has_delta = true,
+                                           .has_bias = true,
+                                           .has_dbias = true,
+                                           .bias_dtype = strobe::DType::kBFloat16,
+                                           .dbias_dtype = strobe::DType::kFloat32,
+                                           .bias_batch = 16,
+                                           .bias_heads = 17,
+                                           .bias_seqlen_q = 18,
+                                           .bias = s,
+                                           .dbias = s}
                                .c();
   EXPECT_EQ(p.direction, STROBE_BACKWARD);
   EXPECT_EQ(p.dtype, STROBE_FLOAT16);
@@ -82,8 +91,15 @@ TEST(Wrapper, EveryFieldArrives) {
   EXPECT_EQ(p.alibi, STROBE_ALIBI_PER_BATCH_HEAD);
   EXPECT_EQ(p.threads, 15);
   EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse + p.accumulate + p.has_delta, 6);
+  EXPECT_EQ(p.has_bias + p.has_dbias, 2);
+  EXPECT_EQ(p.bias_dtype, STROBE_BFLOAT16);
+  EXPECT_EQ(p.dbias_dtype, STROBE_FLOAT32);
+  EXPECT_EQ(p.bias_batch, 16);
+  EXPECT_EQ(p.bias_heads, 17);
+  EXPECT_EQ(p.bias_seqlen_q, 18);
   EXPECT_EQ(p.grad_dtype, STROBE_FLOAT32);
-  for (const strobe::Strides& t : {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv}) {
+  for (const strobe::Strides& t :
+       {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv, p.bias, p.dbias}) {
     EXPECT_EQ(std::memcmp(&t, &s, sizeof s), 0);
   }
 }
@@ -178,7 +194,8 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                     .v_new = x + 5,
                                                     .cu_seqlens_k_new = n + 3,
                                                     .rotary_cos = x + 6,
-                                                    .rotary_sin = x + 7}
+                                                    .rotary_sin = x + 7,
+                                                    .bias = x + 11}
                                     .c();
   const strobe_backward_args b = strobe::BackwardArgs{.q = x,
                                                       .k = x + 1,
@@ -199,12 +216,14 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                       .stream = y + 2,
                                                       .interrupt = interrupt,
                                                       .interrupt_data = y + 3,
-                                                      .delta = x + 10}
+                                                      .delta = x + 10,
+                                                      .bias = x + 11,
+                                                      .dbias = y + 7}
                                      .c();
   const auto shared = [&](const auto& a) {
     EXPECT_EQ(a.struct_size, sizeof a);
-    const void* const got[] = {a.q, a.k, a.v, a.out, a.lse, a.alibi_slopes, a.stream};
-    const void* const wanted[] = {x, x + 1, x + 2, y, y + 1, x + 3, y + 2};
+    const void* const got[] = {a.q, a.k, a.v, a.out, a.lse, a.alibi_slopes, a.stream, a.bias};
+    const void* const wanted[] = {x, x + 1, x + 2, y, y + 1, x + 3, y + 2, x + 11};
     for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
     EXPECT_EQ(a.cu_seqlens_q, n);
     EXPECT_EQ(a.cu_seqlens_k, n + 1);
@@ -219,9 +238,10 @@ TEST(Wrapper, EveryArgumentArrives) {
   shared(b);
   const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
                              f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
-                             b.dq,          b.dk,         b.dv,    b.delta};
-  const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3, x + 6, x + 7,
-                                x + 8, x + 9, y + 4, y + 5, y + 6, x + 10};
+                             b.dq,          b.dk,         b.dv,    b.delta,
+                             b.dbias};
+  const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3, x + 6,  x + 7, x + 8,
+                                x + 9, y + 4, y + 5, y + 6, x + 10, y + 7};
   for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
 }
 

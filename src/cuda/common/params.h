@@ -27,6 +27,19 @@ struct Tensor {
   }
 };
 
+/// Types of a bias, as strobe_dtype numbers them.
+inline constexpr int32_t kBiasFloat32 = 0, kBiasBfloat16 = 1, kBiasFloat16 = 2;
+
+/// An additive bias [batch, head, query, key]. Strides in elements, 0 along the axes that it has
+/// once.
+struct Bias {
+  const void* data;  // null: there is none
+  int64_t batch_stride, head_stride, row_stride, key_stride;
+  int32_t type;
+
+  STROBE_INLINE constexpr int32_t element_bytes() const { return type == kBiasFloat32 ? 4 : 2; }
+};
+
 struct CommonParams : Sequences {
   Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
@@ -37,6 +50,7 @@ struct CommonParams : Sequences {
   int32_t head_dim, head_dim_v;
   float scale, softcap;
   float cap_log2, cap_power;  // of Score (score.cuh), from softcap: 0 without
+  Bias bias;
 };
 
 struct ForwardParams : CommonParams {
