@@ -187,6 +187,16 @@ struct Problem {
   bool sinks_outside_lse = false;  // lse is that of the keys alone
   bool has_dsinks = false;         // backward: the arguments carry dsinks; with has_sinks
 
+  // Additive bias [bias_batch, bias_heads, bias_seqlen_q, seqlen_k]: added to the scores after
+  // softcap; -inf hides a pair. Each of the first three extents is 1 (shared) or the full one; 0:
+  // the full one.
+  bool has_bias = false;             // the arguments carry bias
+  bool has_dbias = false;            // backward: the arguments carry dbias, its gradient
+  DType bias_dtype = DType::kSame;   // of bias; kSame: dtype
+  DType dbias_dtype = DType::kSame;  // of dbias; kSame: that of bias; or kFloat32
+  int64_t bias_batch = 0, bias_heads = 0, bias_seqlen_q = 0;
+  Strides bias = {}, dbias = {};  // dim: from a key to the next; any; all zero: contiguous
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -198,12 +208,13 @@ struct Problem {
   }
 
   // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
-  // grad_dtype, accumulate, has_delta and has_dsinks.
+  // grad_dtype, accumulate, has_delta, has_dsinks, has_dbias and dbias_dtype.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = problem.accumulate = problem.has_delta = problem.has_dsinks = false;
-    problem.grad_dtype = DType::kSame;
+    problem.has_dlse = problem.accumulate = problem.has_delta = false;
+    problem.has_dsinks = problem.has_dbias = false;
+    problem.grad_dtype = problem.dbias_dtype = DType::kSame;
     return problem;
   }
 
@@ -275,6 +286,15 @@ struct Problem {
     p.has_sinks = has_sinks;
     p.sinks_outside_lse = sinks_outside_lse;
     p.has_dsinks = has_dsinks;
+    p.has_bias = has_bias;
+    p.has_dbias = has_dbias;
+    p.bias_dtype = static_cast<int32_t>(bias_dtype);
+    p.dbias_dtype = static_cast<int32_t>(dbias_dtype);
+    p.bias_batch = bias_batch;
+    p.bias_heads = bias_heads;
+    p.bias_seqlen_q = bias_seqlen_q;
+    p.bias = bias;
+    p.dbias = dbias;
     return p;
   }
 };
@@ -306,6 +326,7 @@ template <typename C, typename Args>
   a.q_position = args.q_position;
   a.prefix = args.prefix;
   a.sinks = args.sinks;
+  a.bias = args.bias;
   return a;
 }
 
@@ -348,6 +369,9 @@ struct ForwardArgs {
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
   const float* sinks = nullptr;              // with has_sinks: [heads]
 
+  const void* bias =
+      nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
+
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
     auto a = internal::c_args<strobe_forward_args>(*this);
@@ -386,6 +410,8 @@ struct BackwardArgs {
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
   const float* sinks = nullptr;  // as in forward
   float* dsinks = nullptr;       // [heads], when the problem has_dsinks
+  const void* bias = nullptr;    // as in forward
+  void* dbias = nullptr;         // gradient of bias, its shape, when the problem has_dbias
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -397,6 +423,7 @@ struct BackwardArgs {
     a.dv = dv;
     a.delta = delta;
     a.dsinks = dsinks;
+    a.dbias = dbias;
     return a;
   }
 };

@@ -120,7 +120,9 @@ constexpr Field kFields[] = {
                     FIELD(cache) FIELD(append) FIELD(cache_batch) FIELD(pages) FIELD(page_size)
                         FIELD(pages_per_sequence) FIELD(block_table_stride) FIELD(seqlen_new)
                             FIELD(total_new) FIELD(k_new) FIELD(v_new) FIELD(rotary_dim)
-                                FIELD(rotary_rows) FIELD(rotary_interleaved)
+                                FIELD(rotary_rows) FIELD(rotary_interleaved) FIELD(bias_dtype)
+                                    FIELD(dbias_dtype) FIELD(bias_batch) FIELD(bias_heads)
+                                        FIELD(bias_seqlen_q) FIELD(bias) FIELD(dbias)
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)
 #define STROBE_CHOICE(field, ...) FIELD(field)

@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     window_signed: bool
     sinks: Tensor | None
     sinks_outside_lse: bool
+    bias: Tensor | None
     deterministic: bool
 
 
@@ -101,6 +102,7 @@ def attention(
     window_signed: bool = False,
     sinks: Tensor | None = None,
     sinks_outside_lse: bool = False,
+    bias: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -129,13 +131,15 @@ def attention(
         sinks: (heads,): as in `strobe.attention`, of any floating-point dtype, computed in float32.
             They may require a gradient.
         sinks_outside_lse: as in `strobe.attention`.
+        bias: as in `strobe.attention`. It may require a gradient, which has its shape and dtype; of
+            an expanded one PyTorch sums what each pair gives.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v), or (out, lse):
         lse is float32, (batch, heads, seqlen_q) or (heads, total_q). Both are new tensors on q's
-        device, differentiable once by q, k, v and sinks.
+        device, differentiable once by q, k, v, sinks and bias.
 
     Raises:
         InvalidArgument: arguments that contradict each other or break a rule of `strobe.attention`.
@@ -176,8 +180,11 @@ def attention(
         check_tensor("sinks", sinks, ("heads",))
         if sinks.is_floating_point():
             sinks = sinks.float()
+    if bias is not None:
+        check_tensor("bias", bias, ("batch", "heads", "seqlen_q", "seqlen_k"))
+        plain = plain and type(bias) is Tensor and not bias.is_neg()
     if not tracing and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks)
+        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks, bias)
     longest_q = None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q)
     longest_k = None if max_seqlen_k is None else as_integer("max_seqlen_k", max_seqlen_k)
     left, right = pair("window", window, _side, "-1 or None")
@@ -189,6 +196,7 @@ def attention(
         window_signed=signed,
         sinks=sinks,
         sinks_outside_lse=as_flag("sinks_outside_lse", sinks_outside_lse),
+        bias=bias,
         **numbers,
     )
     dropout_p = as_number("dropout_p", dropout_p)
@@ -217,7 +225,7 @@ def attention(
         except Error:
             raise
         except (AssertionError, NotImplementedError, TypeError) as error:
-            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes) from None
+            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes, bias=bias) from None
     return (out, lse) if return_lse else out
 
 

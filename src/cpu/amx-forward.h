@@ -92,9 +92,13 @@ struct Forward {
   STROBE_INLINE BlockWalk groups(Range queries) const {
     return keys_of(sequence, item.head, queries, kGroup);
   }
-  /// Whether a row of a tile sees no key. walk: the tile's.
+  /// Whether the mask shows a row of a tile no key. walk: the tile's.
   STROBE_INLINE bool sees_none(const BlockWalk& walk, int64_t query) const {
     return !walk.meets(sequence.mask.row(query), kGroup);
+  }
+  /// Whether the bias hides all keys of the row.
+  STROBE_INLINE bool bias_hides_all(const BlockWalk& walk, int64_t query) const {
+    return c.bias.hides_all(item.batch, item.head, query, sequence.mask.row(query), walk, kGroup);
   }
   /// Whether the tile's weights are split (kFewKeys).
   STROBE_INLINE bool few_keys(int64_t t) const {
@@ -176,6 +180,7 @@ static void add_nonfinite(const Forward& f, const Unit& unit, const Bf16* p, flo
       const Rows v = f.v_rows({key, key + 1});
       for (int64_t r = 0; r < tile.size(); ++r) {
         if (!f.sequence.mask.allows(tile.begin + r, key)) continue;
+        if (f.c.bias.hides(f.item.batch, f.item.head, tile.begin + r, key)) continue;
         add_row_to_tiles(v, p[(group * 32 + r) * kPair + j % 16 * 2 + j / 16],
                          o + r / kTile * 2 * kTileFloat + r % kTile * kTile);
       }

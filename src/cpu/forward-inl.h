@@ -55,6 +55,7 @@ struct ForwardTile {
 struct ForwardScratch {
   ForwardTile* tiles;
   float *k, *v, *pt, *alpha, *rows;
+  float *bias, *bias_rows;  // of a tile and a block of keys: as pt lies; some rows of it
   Pair* v_pairs;
 };
 
@@ -69,6 +70,8 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
   s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
+  s.bias = arena.take<float>(p.has_bias ? kForwardTileK * kForwardTileQ : 0);
+  s.bias_rows = arena.take<float>(p.has_bias ? kTransposeRows * kForwardTileK : 0);
   s.v_pairs = arena.take<Pair>(kPairs ? kForwardTileK / 2 * dv : 0);
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
@@ -123,13 +126,27 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
 }
 
+/// The bias of a tile's queries and of `keys`, which are a block's, to s.bias.
+STROBE_SIMD void load_bias_tile(const Context& c, const Sequence& sequence, int64_t head,
+                                const ForwardTile& tile, Range keys, const ForwardScratch& s) {
+  for (int64_t r = 0; r < tile.queries.size(); r += kTransposeRows) {
+    for (int64_t i = 0; i < kTransposeRows; ++i) {
+      // Lanes past the last query take its bias: no result depends on them.
+      const int64_t query = min64(tile.queries.begin + r + i, tile.queries.end - 1);
+      load_bias(c.bias.row(sequence.batch, head, query), keys, s.bias_rows + i * kForwardTileK);
+    }
+    transpose_rows(s.bias_rows, kForwardTileK, keys.size(), 1, s.bias + r, kForwardTileQ);
+  }
+}
+
 /// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
-/// and O have to be multiplied by. Returns whether any alpha differs from 1.
+/// and O have to be multiplied by. bias: as pt lies; null: none. Returns whether any alpha differs
+/// from 1.
 template <int kVectors, bool kLinear, bool kMasked>
 static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
-                          const Sequence& sequence, Range keys, int64_t first, float* pt,
-                          float* alpha) {
+                          const Sequence& sequence, Range keys, int64_t first, const float* bias,
+                          float* pt, float* alpha) {
   const Scorer score{options};
   VF max[kVectors], old[kVectors];
   VI before[kVectors], end[kVectors], position[kVectors];
@@ -150,7 +167,10 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
     [[maybe_unused]] const VI key = same(keys.begin + j);
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       VF s = load(row + v * kLanes);
-      if constexpr (!kLinear) s = score(s, position[v], key).value;
+      if constexpr (!kLinear) {
+        s = score(s, position[v], key).value;
+        if (bias) s = add_bias(s, load(bias + j * kForwardTileQ + first + v * kLanes));
+      }
       if constexpr (kMasked) s = hn::IfThenElse(sees(before[v], end[v], key), s, set(-kInfinity));
       if constexpr (!kLinear || kMasked) store(s, row + v * kLanes);
       // Max gives its second operand where s is NaN: a NaN score shows in the sum.
@@ -201,34 +221,40 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
 
 template <bool kLinear, bool kMasked>
 static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const Sequence& sequence,
-                    Range keys, float* pt, float* alpha) {
+                    Range keys, const float* bias, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
     changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(options, tile, sequence, keys,
-                                                              v * kLanes, pt, alpha);
+                                                              v * kLanes, bias, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
-    changed |=
-        softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, pt, alpha);
+    changed |= softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, bias,
+                                                  pt, alpha);
   }
   return changed;
 }
 
-/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
+/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some pairs are hidden: the
 /// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
+/// bias: as pt lies; null: none.
 template <typename T>
-static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Gemm<T>& product,
-                                 int64_t dim_v) {
+static void accumulate_seen_only(const ForwardTile& tile, Range keys, const float* bias,
+                                 const Gemm<T>& product, int64_t dim_v) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
     const VF alpha = load(product.alpha + at);
+    const auto is_seen = [&](int64_t key) __attribute__((always_inline)) {
+      const auto by_mask = sees(before, end, same(key));
+      if (!bias) return by_mask;
+      return hn::And(by_mask, shown(load(bias + (key - keys.begin) * kForwardTileQ + at)));
+    };
     for (int64_t e = 0; e < dim_v; ++e) {
       float* const ot = product.c + e * product.c_row + at;
       const T *v = product.a + e * product.a_row, *pt = product.b + at;
       VF sum = hn::Zero(f32);
       for (int64_t j = keys.begin; j < keys.end; j += kValues<T>) {
-        const VU seen = kept_values<T>(sees(before, end, same(j)), sees(before, end, same(j + 1)));
+        const VU seen = kept_values<T>(is_seen(j), is_seen(j + 1));
         sum = add_products(part(same_in_all(*v), seen), elements(pt), sum);
         v += product.a_col;
         pt += product.b_row;
@@ -270,8 +296,8 @@ STROBE_SIMD bool is_masked(const ForwardTile& tile, int64_t place, Range keys) {
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
-                            const ForwardTile& tile, Range block, Range keys, bool masked,
-                            const ForwardScratch& s) {
+                            int64_t head, const ForwardTile& tile, Range block, Range keys,
+                            bool masked, const ForwardScratch& s) {
   const int64_t dim = c.problem.head_dim, first = keys.begin - block.begin;
   if constexpr (kPairs) {
     const int64_t d = row_pairs(dim);
@@ -285,19 +311,22 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
   }
   const auto run = options.linear ? (masked ? softmax<true, true> : softmax<true, false>)
                                   : (masked ? softmax<false, true> : softmax<false, false>);
-  return run(options, tile, sequence, keys, s.pt, s.alpha);
+  if (c.bias.data) load_bias_tile(c, sequence, head, tile, keys, s);
+  return run(options, tile, sequence, keys, c.bias.data ? s.bias : nullptr, s.pt, s.alpha);
 }
 
-/// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere.
+/// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere;
+/// bias: as for accumulate_seen_only.
 template <typename T>
 STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, bool rescale,
-                            bool seen_only, const Gemm<T>& product, int64_t dim_v) {
+                            bool seen_only, const float* bias, const Gemm<T>& product,
+                            int64_t dim_v) {
   const int64_t depth = ceil_div(keys.size(), kValues<T>);
 #if STROBE_BREAK_KERNEL_SCALE
   rescale = false;
 #endif
   if (seen_only) {
-    accumulate_seen_only(tile, keys, product, dim_v);
+    accumulate_seen_only(tile, keys, bias, product, dim_v);
   } else if (place == tile.walk.begin) {
     gemm<Old::kDrop>(product, dim_v, tile.vectors, depth);
   } else if (rescale) {
@@ -310,23 +339,25 @@ STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, 
 /// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
 /// block: its keys whose rows are in s.k and s.v.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
-                              const Sequence& sequence, const ForwardTile& tile, int64_t place,
-                              Range block, bool v_nonfinite, const ForwardScratch& s) {
+                              const Sequence& sequence, int64_t head, const ForwardTile& tile,
+                              int64_t place, Range block, bool v_nonfinite,
+                              const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = tile_keys(tile, block);
   const int64_t dv = round_up(p.head_dim_v, kLanes), first = keys.begin - block.begin;
   const bool masked = is_masked(tile, place, keys);
-  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, masked, s);
-  const bool seen_only = v_nonfinite && masked;
+  const bool rescale = weigh_keys(c, options, sequence, head, tile, block, keys, masked, s);
+  const float* const bias = c.bias.data ? s.bias : nullptr;
+  const bool seen_only = v_nonfinite && (masked || bias);
   constexpr int64_t kRow = kForwardTileQ;
   if (kPairs && !tile.few_keys) {
     pack_rows(s.pt, kRow, keys.size(), tile.vectors, as_pairs(s.pt), kRow);
     const Pair* const v = s.v_pairs + first / 2 * dv;
-    accumulate(tile, keys, place, rescale, seen_only,
+    accumulate(tile, keys, place, rescale, seen_only, bias,
                Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   } else {
     const float* const v = s.v + first * dv;
-    accumulate(tile, keys, place, rescale, seen_only,
+    accumulate(tile, keys, place, rescale, seen_only, bias,
                Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   }
 }
@@ -351,15 +382,19 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;
       if (!own.visits(walk.block(place))) continue;
-      forward_step(c, options, sequence, tiles[t], own.rank(walk.block(place)), block, v_nonfinite,
-                   s);
+      forward_step(c, options, sequence, item.head, tiles[t], own.rank(walk.block(place)), block,
+                   v_nonfinite, s);
     }
   }
 }
 
-/// Whether row r of the tile sees no key.
-STROBE_SIMD bool sees_none(const ForwardTile& tile, int64_t r) {
-  return !tile.walk.meets({int64_t{tile.before[r]} + 1, tile.end[r]}, kForwardTileK);
+/// Whether row r of the tile, whose weights have been summed, sees no key.
+STROBE_SIMD bool sees_none(const ForwardContext& c, const ForwardItem& item,
+                           const ForwardTile& tile, int64_t r) {
+  const Range seen{int64_t{tile.before[r]} + 1, tile.end[r]};
+  if (!tile.walk.meets(seen, kForwardTileK)) return true;
+  return tile.sum[r] == 0 && c.bias.hides_all(item.batch, item.head, tile.queries.begin + r, seen,
+                                              tile.walk, kForwardTileK);
 }
 
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.
@@ -373,7 +408,8 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
-    const RowEnd end = row_end(c, options, item.head, tile.max[r], sees_none(tile, r));
+    const bool empty = sees_none(c, item, tile, r);
+    const RowEnd end = row_end(c, options, item.head, tile.max[r], empty);
     store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
               end.factor(tile.sum[r]));
     if (lse) lse[r] = end.lse(tile.sum[r]);
@@ -400,7 +436,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
   forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.walk, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
-    if (sees_none(tile, r)) continue;
+    if (sees_none(c, item, tile, r)) continue;
     float* const row = s.rows + r % 4 * dv;
     const RowEnd end = row_end(c, options, item.head, tile.max[r], false);
     scale_row(row, dv, end.factor(tile.sum[r], power));

@@ -55,7 +55,8 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     for (int64_t place = tile.walk.begin; place < tile.walk.end; ++place) {
       const Range block = forward_keys(tile.walk.block(place), tile.keys);
       load_keys(k, p, block, s.k);
-      weigh_keys(c, options, sequence, tile, block, block, is_masked(tile, place, block), s);
+      weigh_keys(c, options, sequence, item.head, tile, block, block, is_masked(tile, place, block),
+                 s);
     }
     for (int64_t i = q; i < end; ++i) {
       c.row_max[at + i] = tile.max[i - q];
