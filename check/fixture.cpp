@@ -510,11 +510,21 @@ void Fixture::FillGradients() {
 
 std::string Fixture::CheckMemory(const char* call, bool every) {
   const auto name = [&](const Guarded* m) -> std::string {
-    const std::pair<const char*, const Strided*> all[] = {
-        {"q", &q},           {"k", &k},         {"v", &v},           {"out", &out},
-        {"dout", &dout},     {"dq", &dq},       {"dk", &dk},         {"dv", &dv},
-        {"lse", &lse_},      {"dlse", &dlse_},  {"delta", &delta_},  {"sinks", &sinks_},
-        {"dsinks", &dsinks_}, {"bias", &bias},  {"dbias", &dbias}};
+    const std::pair<const char*, const Strided*> all[] = {{"q", &q},
+                                                          {"k", &k},
+                                                          {"v", &v},
+                                                          {"out", &out},
+                                                          {"dout", &dout},
+                                                          {"dq", &dq},
+                                                          {"dk", &dk},
+                                                          {"dv", &dv},
+                                                          {"lse", &lse_},
+                                                          {"dlse", &dlse_},
+                                                          {"delta", &delta_},
+                                                          {"sinks", &sinks_},
+                                                          {"dsinks", &dsinks_},
+                                                          {"bias", &bias},
+                                                          {"dbias", &dbias}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;
     }

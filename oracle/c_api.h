@@ -40,9 +40,9 @@ typedef struct oracle_problem {
   double *out, *lse, *size, *dq, *dk, *dv; /* results; lse and size of the oracle alone */
   const double* sinks;                     /* [heads], or NULL */
   int64_t sinks_outside_lse;
-  double* dsinks; /* [heads], a result */
-  const double* bias;                      /* NULL: none */
-  double* dbias;                           /* a result too */
+  double* dsinks;     /* [heads], a result */
+  const double* bias; /* NULL: none */
+  double* dbias;      /* a result too */
   int64_t bias_rows, bias_queries, bias_heads, bias_keys;
 } oracle_problem;
 

@@ -403,8 +403,8 @@ typedef struct strobe_backward_args {
   const float* sinks; /* as in forward */
   float* dsinks;      /* [heads], when the problem has_dsinks: gradient of sinks, written; with
                          accumulate added to. The sums run in one order, on every thread count */
-  const void* bias; /* as in forward */
-  void* dbias;      /* bias's shape, when the problem has_dbias */
+  const void* bias;   /* as in forward */
+  void* dbias;        /* bias's shape, when the problem has_dbias */
 } strobe_backward_args;
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */

@@ -482,10 +482,9 @@ bool Call::run() {
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
-  const bool allowed = backward
-                           ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks) &&
-                                 writes(kDbias)
-                           : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
+  const bool allowed =
+      backward ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks) && writes(kDbias)
+               : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
   if (!allowed) return false;
   Key key;
   if (all_plain()) {

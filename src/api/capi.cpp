@@ -125,9 +125,8 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
   constexpr size_t later =
       forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
-  for (const size_t shorter :
-       {offsetof(Args, interrupt), offsetof(Args, seqused_q), later, offsetof(Args, sinks),
-        offsetof(Args, bias)}) {
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), later,
+                               offsetof(Args, sinks), offsetof(Args, bias)}) {
     if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);

@@ -244,9 +244,9 @@ TEST(Wrapper, EveryArgumentArrives) {
   };
   shared(f);
   shared(b);
-  const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
-                             f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
-                             b.dq,          b.dk,         b.dv,    b.delta,
+  const void* const got[] = {f.block_table, f.k_new,      f.v_new,  f.cu_seqlens_k_new,
+                             f.rotary_cos,  f.rotary_sin, b.dout,   b.dlse,
+                             b.dq,          b.dk,         b.dv,     b.delta,
                              f.sinks,       b.sinks,      b.dsinks, b.dbias};
   const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3,  x + 6,  x + 7,  x + 8, x + 9,
                                 y + 4, y + 5, y + 6, x + 10, x + 11, x + 11, y + 7, y + 8};
