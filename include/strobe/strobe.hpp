@@ -86,6 +86,8 @@ enum class Alibi : int32_t {
 // heads, head_dim]. [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim,
 // seqlen * head_dim, 1}.
 using Strides = strobe_strides;
+// What a mask as data is: strobe.h has the rules.
+using MaskShape = strobe_mask;
 
 // A status in words: "STROBE_UNSUPPORTED".
 [[nodiscard]] inline const char* name(Status status) noexcept {
@@ -183,6 +185,8 @@ struct Problem {
   bool accumulate = false;          // backward: gradients are added to what dq, dk and dv hold
   bool has_delta = false;  // backward: the arguments carry delta, out is not read; no has_dlse
 
+  MaskShape mask = {};  // a mask as data (pack_mask): blocks, for whom it is, capacities
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -268,6 +272,7 @@ struct Problem {
     p.grad_dtype = static_cast<int32_t>(grad_dtype);
     p.accumulate = accumulate;
     p.has_delta = has_delta;
+    p.mask = mask;
     return p;
   }
 };
@@ -298,6 +303,7 @@ template <typename C, typename Args>
   a.seqused_k = args.seqused_k;
   a.q_position = args.q_position;
   a.prefix = args.prefix;
+  a.mask = args.mask;
   return a;
 }
 
@@ -338,6 +344,7 @@ struct ForwardArgs {
   const int32_t* cu_seqlens_k_new = nullptr;  // append packed: [batch + 1]
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
+  const void* mask = nullptr;                // what pack_mask wrote, with a problem that has a mask
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -375,6 +382,7 @@ struct BackwardArgs {
   const int32_t *seqused_q = nullptr, *seqused_k = nullptr;        // as in forward
   const int32_t *q_position = nullptr, *prefix = nullptr;          // as in forward
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
+  const void* mask = nullptr;    // as in forward
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -496,6 +504,25 @@ class Workspace {
   const strobe_problem p = problem.c();
   return internal::all_text(
       [&p](char* text, size_t capacity) { return strobe_why(&p, text, capacity); });
+}
+
+// Bytes of the problem's mask as data, packed: memory for pack_mask. Throws Error.
+[[nodiscard]] inline size_t mask_bytes(const Problem& problem) {
+  const strobe_problem p = problem.c();
+  size_t bytes = 0;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_bytes(&p, &bytes)));
+  return bytes;
+}
+
+// What a mask is packed from, and where it goes; struct_size need not be set. strobe.h has its
+// rules.
+using MaskArgs = strobe_mask_args;
+
+// Packs a mask as data, for all problems with these lengths, batch, heads and mask. Throws Error.
+inline void pack_mask(const Problem& problem, MaskArgs args) {
+  const strobe_problem p = problem.c();
+  args.struct_size = sizeof args;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_pack(&p, &args)));
 }
 
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;

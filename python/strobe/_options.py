@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
-from ._arrays import AnyArray, ArraySpec
+from ._arrays import AnyArray, ArraySpec, SupportsMask
 from ._core import OPTIONS
 from ._values import NO_LIMIT, flag, integer, real, seed, window
 
@@ -30,6 +30,7 @@ class _SharedScalars(TypedDict, total=False):
     threads: int
     attention_chunk: int
     window_signed: bool
+    mask_layout: int
 
 
 class _CallScalars(_SharedScalars, total=False):
@@ -46,6 +47,7 @@ class _SharedArrays(TypedDict, total=False):
     seqused_k: AnyArray | None
     q_position: AnyArray | None
     prefix: AnyArray | None
+    mask: SupportsMask | AnyArray | None
 
 
 class CallOptions(_CallScalars, _SharedArrays, total=False):
@@ -64,6 +66,7 @@ class DescribedOptions(_CallScalars, total=False):
     seqused_k: AnyArray | ArraySpec | None
     q_position: AnyArray | ArraySpec | None
     prefix: AnyArray | ArraySpec | None
+    mask: SupportsMask | AnyArray | ArraySpec | None
 
 
 class CacheOptions(_SharedScalars, _SharedArrays, total=False):
@@ -129,7 +132,7 @@ class Option(NamedTuple):
 ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[3])
 CACHE_ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[2])
 TAIL: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[4])
-ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None)
+ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None and row.name != "mask")
 _BY_NAME: Final = {row.name: row for row in ROWS}
 _BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 

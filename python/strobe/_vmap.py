@@ -6,7 +6,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from . import _options
 from ._errors import Unsupported
+from ._problem import mask_fields
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -41,11 +43,22 @@ def _fold_options(
         alibi_slopes = alibi_slopes.contiguous()
     plain = 13  # options before the tail
     tail = options[plain:]
-    folded = [
-        _fold(x, dim, size) if isinstance(x, torch.Tensor) else x
-        for x, dim in zip(tail, dims[plain:], strict=True)
-    ]
+    folded = []
+    for row, x, dim in zip(_options.TAIL, tail, dims[plain:], strict=False):
+        if row.name == "mask" and x is not None:
+            _check_mask(dim, tail[[r.name for r in _options.TAIL].index("mask_layout")])
+        elif isinstance(x, torch.Tensor):
+            x = _fold(x, dim, size)
+        folded.append(x)
     return (None, None, alibi_slopes, rng_state, *rest[: plain - 4], *folded)
+
+
+def _check_mask(dim: int | None, layout: int) -> None:
+    """Lets by a mask that is one for all sequences."""
+    if dim is not None:
+        raise Unsupported("vmap over a mask: pass one mask for all entries, in_dims=None")
+    if mask_fields(layout, 2, 1, False)["mask_batch"] != 1:
+        raise Unsupported("vmap with a mask of each sequence: pass one mask for all sequences")
 
 
 def vmap_over(operator: Any, query: int) -> Any:

@@ -170,6 +170,9 @@ def attention(
         window_signed: -1 and other negative numbers of window are limits, on the other side of a
             query's own position: (8, -3) are the keys from 8 to 3 positions before it. Together
             they are at least 0. Not with attention_chunk.
+        mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
+            if it and all other options allow it. On the CPU alone, as yet.
+        mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
             the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and
@@ -326,7 +329,7 @@ def attention_backward(
         batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.
         attention_chunk, seqused_q, seqused_k, q_position, prefix,
-        window_signed: as in `attention`.
+        window_signed, mask, mask_layout: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         delta: the sum over head_dim_v of dout * out, minus dlse where there is one: float32,
             contiguous, in lse's shape. For callers that have it already; out is not read then, and
