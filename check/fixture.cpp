@@ -203,11 +203,13 @@ void Fixture::PlaceSinks(oracle::Rng& rng) {
   dsinks_ = of_heads();
   const bool tame = case_.special == Special::kInfinity;  // no weight may become 0
   const double none = case_.special == Special::kNan ? 0.91 : 1;
+  // How far a sink outside lse may be above the keys has a bound, of which semantics.md speaks.
+  const bool bounded = case_.sinks_outside_lse && case_.has_dlse;
   sinks_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
     const double u = tame ? 0 : rng.Uniform();
     sinks_.Set(e, u < 0.6    ? rng.Normal()
-                  : u < 0.75 ? 10 * rng.Normal()
-                  : u < 0.85 ? 100 * rng.Normal()
+                  : u < 0.75 ? (bounded ? 2 : 10) * rng.Normal()
+                  : u < 0.85 ? (bounded ? -100 * std::abs(rng.Normal()) : 100 * rng.Normal())
                   : u < none ? -HUGE_VAL
                   : u < 0.96 ? HUGE_VAL
                              : std::nan(""));
