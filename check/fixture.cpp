@@ -92,7 +92,42 @@ Fixture::Fixture(const Case& c) : case_(c) {
     cu_q_.push_back(static_cast<int32_t>(cu_q_.back() + c.seqlens_q[b]));
     cu_k_.push_back(static_cast<int32_t>(cu_k_.back() + c.seqlens_k[b]));
   }
+  if (c.mask.there) PackMask();
   if (c.has_bias) FillBias(rng);  // with the rest of the problem known
+}
+
+// Packs with room for everything, and again with as little as that has shown to be enough.
+void Fixture::PackMask() {
+  const MaskChoice& m = case_.mask;
+  mask_shape_.kind = STROBE_MASK_PACKED;
+  mask_shape_.block_q = m.block_q;
+  mask_shape_.block_k = m.block_k;
+  mask_shape_.batch = m.of_each_sequence ? case_.batch() : 1;
+  mask_shape_.heads = m.of_each_head ? case_.heads : 1;
+  mask_ = MaskData(m, MakeProblem(STROBE_FORWARD), cu_q_, cu_k_, case_.seed);
+  for (int pass = 0; pass < (m.exact ? 2 : 1); ++pass) {
+    if (pass == 1) {
+      const auto* const header = reinterpret_cast<const int32_t*>(packed_mask_->bytes());
+      mask_shape_.capacity = std::max(header[7], 1);
+      mask_shape_.partial_capacity = std::max(header[8], 1);
+    }
+    const strobe_problem problem = MakeProblem(STROBE_FORWARD);
+    size_t bytes = 0;
+    if (strobe_mask_bytes(&problem, &bytes) != STROBE_OK) {
+      mask_error_ = std::string("strobe_mask_bytes: ") + strobe_last_error();
+      return;
+    }
+    packed_mask_ = Allocate(static_cast<int64_t>(bytes / 4), 4, 0);
+    packed_mask_->Seal();
+    strobe_mask_args args = mask_.Args();
+    args.packed = packed_mask_->bytes();
+    args.packed_bytes = bytes;
+    if (strobe_mask_pack(&problem, &args) != STROBE_OK) {
+      mask_error_ = std::string("strobe_mask_pack: ") + strobe_last_error();
+      return;
+    }
+    mask_error_ = packed_mask_->CheckZones("strobe_mask_pack");
+  }
 }
 
 Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift) {
@@ -294,6 +329,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.total_k = c.rows_k();
   }
   strobe::copy_options(c, p);
+  p.mask = mask_shape_;
   if (direction == STROBE_FORWARD) {
     p.has_dlse = p.accumulate = 0;
     p.has_delta = p.has_dsinks = p.has_dbias = 0;
@@ -347,6 +383,7 @@ strobe_forward_args Fixture::ForwardArgs() const {
   strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
     return values.empty() ? nullptr : values.data();
   });
+  a.mask = packed_mask_ ? packed_mask_->bytes() : nullptr;
   return a;
 }
 
@@ -378,6 +415,7 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.dropout_seed = f.dropout_seed;
   a.dropout_offset = f.dropout_offset;
   strobe::map_arrays(f, a, [](const int32_t* values) { return values; });
+  a.mask = f.mask;
   return a;
 }
 
@@ -416,6 +454,7 @@ std::string Fixture::Forward(bool with_lse) {
 }
 
 std::string Fixture::Forward(const ForwardLaunch& launch, bool with_lse) {
+  if (!mask_error_.empty()) return mask_error_;
   Seal();
   out.AllowWrite();
   strobe_forward_args args = ForwardArgs();
@@ -563,6 +602,11 @@ oracle::Problem Fixture::OracleProblem() const {
   if (c.random_blocks.seed) {
     p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
       return blocks.hides(sequence, head, i, j);
+    };
+  }
+  if (c.mask.there) {
+    p.hides = [this](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return !mask_.Allows(sequence, head, i, j);
     };
   }
   if (c.dropout_p > 0) {

@@ -86,6 +86,8 @@ enum class Alibi : int32_t {
 // heads, head_dim]. [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim,
 // seqlen * head_dim, 1}.
 using Strides = strobe_strides;
+// What a mask as data is: strobe.h has the rules.
+using MaskShape = strobe_mask;
 
 // A status in words: "STROBE_UNSUPPORTED".
 [[nodiscard]] inline const char* name(Status status) noexcept {
@@ -187,6 +189,8 @@ struct Problem {
   bool sinks_outside_lse = false;  // lse is that of the keys alone
   bool has_dsinks = false;         // backward: the arguments carry dsinks; with has_sinks
 
+  MaskShape mask = {};  // a mask as data (pack_mask): blocks, for whom it is, capacities
+
   // Additive bias [bias_batch, bias_heads, bias_seqlen_q, seqlen_k]: added to the scores after
   // softcap; -inf hides a pair. Each of the first three extents is 1 (shared) or the full one; 0:
   // the full one.
@@ -286,6 +290,7 @@ struct Problem {
     p.has_sinks = has_sinks;
     p.sinks_outside_lse = sinks_outside_lse;
     p.has_dsinks = has_dsinks;
+    p.mask = mask;
     p.has_bias = has_bias;
     p.has_dbias = has_dbias;
     p.bias_dtype = static_cast<int32_t>(bias_dtype);
@@ -326,6 +331,7 @@ template <typename C, typename Args>
   a.q_position = args.q_position;
   a.prefix = args.prefix;
   a.sinks = args.sinks;
+  a.mask = args.mask;
   a.bias = args.bias;
   return a;
 }
@@ -368,6 +374,7 @@ struct ForwardArgs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
   const float* sinks = nullptr;              // with has_sinks: [heads]
+  const void* mask = nullptr;                // what pack_mask wrote, with a problem that has a mask
 
   const void* bias =
       nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
@@ -410,6 +417,7 @@ struct BackwardArgs {
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
   const float* sinks = nullptr;  // as in forward
   float* dsinks = nullptr;       // [heads], when the problem has_dsinks
+  const void* mask = nullptr;    // as in forward
   const void* bias = nullptr;    // as in forward
   void* dbias = nullptr;         // gradient of bias, its shape, when the problem has_dbias
 
@@ -535,6 +543,25 @@ class Workspace {
   const strobe_problem p = problem.c();
   return internal::all_text(
       [&p](char* text, size_t capacity) { return strobe_why(&p, text, capacity); });
+}
+
+// Bytes of the problem's mask as data, packed: memory for pack_mask. Throws Error.
+[[nodiscard]] inline size_t mask_bytes(const Problem& problem) {
+  const strobe_problem p = problem.c();
+  size_t bytes = 0;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_bytes(&p, &bytes)));
+  return bytes;
+}
+
+// What a mask is packed from, and where it goes; struct_size need not be set. strobe.h has its
+// rules.
+using MaskArgs = strobe_mask_args;
+
+// Packs a mask as data, for all problems with these lengths, batch, heads and mask. Throws Error.
+inline void pack_mask(const Problem& problem, MaskArgs args) {
+  const strobe_problem p = problem.c();
+  args.struct_size = sizeof args;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_pack(&p, &args)));
 }
 
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;

@@ -144,11 +144,13 @@ enum class DsOf {
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
-/// key_begin. bias: of these keys; null: none.
-template <bool kLinear, bool kMasked, DsOf kOf>
+/// key_begin; bits: kBits: of the keys, one each. bias: of these keys; null: none.
+template <bool kLinear, Hides kHides, DsOf kOf>
 static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
-                         int64_t key_begin, Range seen, const RowSoftmax& softmax, float delta,
-                         const float* bias, int64_t width, float* s, float* dp) {
+                         int64_t key_begin, Range seen, const uint32_t* bits,
+                         const RowSoftmax& softmax, float delta, const float* bias, int64_t width,
+                         float* s, float* dp) {
+  constexpr bool kMasked = kHides != Hides::kNothing;
   const Scorer scorer{options};
   const VF reference = set(softmax.reference), over_sum = set(softmax.over_sum),
            vdelta = set(delta);
@@ -177,7 +179,10 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
     if constexpr (!kLinear && kOf == DsOf::kProduct) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      if constexpr (kHides == Hides::kBits) {
+        lanes = hn::And(lanes, bit_lanes(bits[j / 32] >> (j % 32)));
+      }
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }
@@ -192,22 +197,22 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
 }
 
 /// C += A B where an operand holds an infinity or a NaN and some of A's elements are hidden.
-/// seen(row): the part of the summed dimension that the mask leaves of A in a row; hides(row, n):
-/// whether the bias hides an element of that. It touches nothing else, so that 0 * NaN reaches no
-/// other row. Rounds as gemm does.
-template <typename T, typename Seen, typename Hides>
+/// seen(row): the part of the summed dimension that A has in a row, but for elements that
+/// hides(row, element) hides. It touches nothing else, so that 0 * NaN reaches no other row. Rounds
+/// as gemm does.
+template <typename T, typename Seen, typename HidesPair>
 STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, const Seen& seen,
-                               const Hides& hides) {
+                               const HidesPair& hides) {
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(r);
-    const auto keeps = [&](int64_t n) __attribute__((always_inline)) {
-      return hn::FirstN(f32, range.contains(n) && !hides(r, n) ? kLanes : 0);
+    const auto has = [&](int64_t i) __attribute__((always_inline)) {
+      return hn::FirstN(f32, range.contains(i) && !hides(r, i) ? kLanes : 0);
     };
     for (int64_t e = 0; e < columns; e += kLanes) {
       VF sum = hn::Zero(f32);
       for (int64_t n = range.begin / kValues<T>; n * kValues<T> < range.end; ++n) {
         const int64_t first = n * kValues<T>;
-        const VU keep = kept_values<T>(keeps(first), keeps(first + 1));
+        const VU keep = kept_values<T>(has(first), has(first + kValues<T> - 1));
         sum = add_products(same_in_all(g.a[r * g.a_row + n * g.a_col]),
                            part(elements(g.b + n * g.b_row + e), keep), sum);
       }
@@ -218,21 +223,15 @@ STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, 
 }
 
 /// What the weights and their gradients of one tile and group add to dV, dK and dQ: each a product
-/// whose summed dimension are the queries, the queries and the keys. bias: of these queries, in
-/// rows of kBackwardTileK; null: none.
-template <typename T>
+/// whose summed dimension are the queries, the queries and the keys. shows(query, key): whether a
+/// mask as data and a bias let the query see the key.
+template <typename T, typename Shows>
 STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool seen_only,
-                               const float* bias, const AttentionProblem& p, const Gemm<T>& dv,
+                               const Shows& shows, const AttentionProblem& p, const Gemm<T>& dv,
                                const Gemm<T>& dk, const Gemm<T>& dq) {
   const int64_t d = round_up(p.head_dim, kLanes), d_v = round_up(p.head_dim_v, kLanes);
   const int64_t rows = queries.size(), columns = keys.size();
   if (seen_only) {
-    const auto hides = [&](int64_t query, int64_t key) __attribute__((always_inline)) {
-      return bias && bias[query * kBackwardTileK + key] == -kInfinity;
-    };
-    const auto hides_query = [&](int64_t key, int64_t query) __attribute__((always_inline)) {
-      return hides(query, key);
-    };
     const auto seeing = [&](int64_t row) __attribute__((always_inline)) {
       const int64_t key = keys.begin + row;
       const Range all = intersect(mask.q_range({key, key + 1}), queries);
@@ -242,9 +241,15 @@ STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool
       const Range all = intersect(mask.row(queries.begin + row), keys);
       return Range{all.begin - keys.begin, all.end - keys.begin};
     };
+    const auto hides_key = [&](int64_t row, int64_t key) __attribute__((always_inline)) {
+      return !shows(queries.begin + row, keys.begin + key);
+    };
+    const auto hides_query = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
+      return hides_key(row, key);
+    };
     add_seen_only(dv, columns, d_v, seeing, hides_query);
     add_seen_only(dk, columns, d, seeing, hides_query);
-    add_seen_only(dq, rows, d, seen, hides);
+    add_seen_only(dq, rows, d, seen, hides_key);
   } else {
     gemm<Old::kAdd>(dv, columns, d_v / kLanes, ceil_div(rows, kValues<T>));
     gemm<Old::kAdd>(dk, columns, d / kLanes, ceil_div(rows, kValues<T>));
@@ -289,15 +294,21 @@ struct BackwardPairs {
   int64_t key_offset;  // of the group in the block
   bool masked;         // some of the queries do not see some of the keys, or there are fewer keys
                        // than a group may have: lanes past the last key count as masked
+  PairBits data;       // what a mask as data says of them
 
   /// full: there are as many keys as a group may have, and all of the tile's queries see them.
-  STROBE_INLINE BackwardPairs(const Mask& mask, Range tile_, Range keys_, int64_t block, bool full)
+  STROBE_INLINE BackwardPairs(const Context& c, const Sequence& sequence, int64_t head, Range tile_,
+                              Range keys_, int64_t block, bool full)
       : tile(tile_),
-        queries(full ? tile_ : whole_pairs(intersect(mask.q_range(keys_), tile_), tile_)),
+        queries(full ? tile_ : whole_pairs(intersect(sequence.mask.q_range(keys_), tile_), tile_)),
         keys(keys_),
         key_offset(keys_.begin - block),
-        masked(!full &&
-               (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK)) {}
+        masked(false),
+        data(full ? PairBits{true, nullptr, nullptr}
+                  : pair_bits(c, sequence, head, tile_.begin, keys_.begin)) {
+    masked = !full && (data.bits || !sequence.mask.full_range(queries).contains(keys) ||
+                       keys.size() < kBackwardTileK);
+  }
 };
 
 /// P and dS of the pairs, which are some, to s.p and s.ds.
@@ -332,25 +343,30 @@ STROBE_SIMD void backward_scores(const BackwardContext& c, const ScoreOptions& o
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && !c.bias.data &&
-      p.dtype == STROBE_FLOAT32) {
+  const bool decoded = mask.seqlen_q <= kDecodeMostQueries && !c.mask && !c.bias.data;
+  if (decoded && !options.dropout && p.dtype == STROBE_FLOAT32) {
     decoded_scores(q, s.k + pairs.key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }
+  const HeadMask data = c.mask_of(sequence, head);
   const bool linear = options.linear && !options.dropout;
-  const auto run =
-      linear ? (pairs.masked ? backward_row<true, true, kOf> : backward_row<true, false, kOf>)
-             : (pairs.masked ? backward_row<false, true, kOf> : backward_row<false, false, kOf>);
+  const auto row = [&]<bool kLinear>() __attribute__((always_inline)) {
+    return !pairs.masked      ? backward_row<kLinear, Hides::kNothing, kOf>
+           : !pairs.data.bits ? backward_row<kLinear, Hides::kOutside, kOf>
+                              : backward_row<kLinear, Hides::kBits, kOf>;
+  };
+  const auto run = linear ? row.template operator()<true>() : row.template operator()<false>();
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t at = (i - pairs.tile.begin) * kBackwardTileK;
+    const uint32_t* const bits = pairs.data.bits ? data.words(pairs.data, i, keys.begin) : nullptr;
     const float* bias = nullptr;
     if (c.bias.data) {
       load_bias(c.bias.row(sequence.batch, head, i), keys, s.bias + at);
       bias = s.bias + at;
     }
-    run(options, i, mask.position(i), keys.begin, seen, row_softmax(c, options, lse_at + i),
+    run(options, i, mask.position(i), keys.begin, seen, bits, row_softmax(c, options, lse_at + i),
         c.delta[lse_at + i], bias, vectors * kLanes, s.p + at, s.ds + at);
   }
 }
@@ -363,9 +379,10 @@ struct BackwardTile {
 };
 
 /// One tile of queries against one group of keys of the block: the step of the algorithm.
+/// few_queries: the group's weights stay float32.
 static void backward_step(const BackwardContext& c, const ScoreOptions& options,
                           const Sequence& sequence, int64_t head, const BackwardTile& tile,
-                          const BackwardPairs& pairs, const BackwardScratch& s) {
+                          const BackwardPairs& pairs, bool few_queries, const BackwardScratch& s) {
   if (pairs.queries.empty()) return;
   backward_scores<DsOf::kProduct>(c, options, sequence, head, pairs, s);
   const AttentionProblem& p = c.problem;
@@ -374,23 +391,29 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t n = queries.size(), r0 = queries.begin - tile.queries.begin,
                 key_offset = pairs.key_offset;
+  const HeadMask data = c.mask_of(sequence, head);
   constexpr int64_t kRow = kBackwardTileK;
   const float *const weights = s.p + r0 * kRow, *const ds = s.ds + r0 * kRow;
   const float* const bias = c.bias.data ? s.bias + r0 * kRow : nullptr;
   const bool seen_only = (pairs.masked || bias) && tile.nonfinite;
+  const auto shows = [&](int64_t query, int64_t key) __attribute__((always_inline)) {
+    if (pairs.data.bits && (*data.words(pairs.data, query, key) >> (key % 32) & 1) == 0)
+      return false;
+    return !bias || bias[(query - queries.begin) * kRow + key - keys.begin] != -kInfinity;
+  };
   float *const s_dv = s.dv + key_offset * dv, *const s_dk = s.dk + key_offset * d,
                *const s_dq = s.dq + r0 * d;
-  if (kPairs && !tile.few_keys && mask.q_range(keys).size() > kFewQueries) {
+  if (kPairs && !tile.few_keys && !few_queries) {
     pack_rows(weights, kRow, n, ceil_div(keys.size(), kLanes), s.p_pairs, kRow);
     pack_rows(ds, kRow, n, ceil_div(keys.size(), kLanes), s.ds_pairs, kRow);
     pack_columns(ds, kRow, n, kRow, s.ds_rows);
     add_gradients(
-        mask, queries, keys, seen_only, bias, p,
+        mask, queries, keys, seen_only, shows, p,
         Gemm<Pair>{s.p_pairs, 1, kRow, s.dout_pairs + r0 / 2 * dv, dv, s_dv, dv},
         Gemm<Pair>{s.ds_pairs, 1, kRow, s.q_pairs + r0 / 2 * d, d, s_dk, d},
         Gemm<Pair>{s.ds_rows, row_pairs(kRow), 1, s.k_pairs + key_offset / 2 * d, d, s_dq, d});
   } else {
-    add_gradients(mask, queries, keys, seen_only, bias, p,
+    add_gradients(mask, queries, keys, seen_only, shows, p,
                   Gemm<float>{weights, 1, kRow, s.dout + r0 * dv, dv, s_dv, dv},
                   Gemm<float>{ds, 1, kRow, s.q + r0 * d, d, s_dk, d},
                   Gemm<float>{ds, kRow, 1, s.k + key_offset * d, d, s_dq, d});
@@ -478,6 +501,11 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t keys = item.k_end - item.k_begin;
   const Range item_keys{item.k_begin, item.k_end};
 
+  static_assert(kBackwardBlock / kBackwardTileK <= 32);
+  const auto group_keys = [&](int64_t g) __attribute__((always_inline)) {
+    return block_at(item_keys, item.k_begin + g * kBackwardTileK, kBackwardTileK);
+  };
+
   load_key_block(c, sequence, item.head_kv, item_keys, s);
   const int64_t padded = round_up(keys, kBackwardTileK);
   if constexpr (kPairs) pack_rows(s.k, d, padded, d / kLanes, s.k_pairs, d);
@@ -491,11 +519,15 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     const ScoreOptions options = score_options(c, item.batch, head);
-    const BlockWalk tiles = queries_of(sequence, head, item_keys, kBackwardTileQ);
-    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+    uint32_t few_queries = 0;  // groups
+    for (int64_t g = 0; kPairs && g * kBackwardTileK < keys; ++g) {
+      few_queries |= static_cast<uint32_t>(seen_by_few(c, sequence, head, group_keys(g))) << g;
+    }
+    const BlockWalk tiles = queries_of(c, sequence, head, item_keys, kBackwardTileQ);
+    for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       const Range tile =
           block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
-      const BlockWalk blocks = keys_of(sequence, head, tile, c.block_k);
+      const BlockWalk blocks = keys_of(c, sequence, head, tile, c.block_k);
       if (!blocks.visits(item_block)) continue;
       const int64_t rows = tile.size();
       load_query_tile(c, sequence, head, tile, s);
@@ -503,19 +535,21 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
         pack_rows(s.q, d, rows, d / kLanes, s.q_pairs, d);
         pack_rows(s.dout, dv, rows, dv / kLanes, s.dout_pairs, dv);
       }
+      // Whether its weights stay float32 is not for the item to decide: all groups are asked.
+      const BlockWalk all_groups = keys_of(c, sequence, head, tile, kBackwardTileK);
       const BackwardTile step_tile{
           tile,
           k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv),
-          kPairs && sees_few_keys(mask, tile)};
+          kPairs && sees_few_keys(c, sequence, head, tile, all_groups)};
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
       const BlockWalk groups =
-          keys_of(sequence, head, tile, kBackwardTileK)
-              .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
-      for (int64_t g = groups.begin; g < groups.end; ++g) {
-        const int64_t k = groups.block(g) * kBackwardTileK;
-        const Range group{k, min64(k + kBackwardTileK, item.k_end)};
-        const BackwardPairs pairs(mask, tile, group, item.k_begin, groups.is_full(g));
-        backward_step(c, options, sequence, head, step_tile, pairs, s);
+          all_groups.within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
+      for (int64_t g = groups.begin; g < groups.end; g = groups.after(g)) {
+        const int64_t n_group = groups.block(g) - item.k_begin / kBackwardTileK;
+        const BackwardPairs pairs(c, sequence, head, tile, group_keys(n_group), item.k_begin,
+                                  groups.is_full(g));
+        backward_step(c, options, sequence, head, step_tile, pairs,
+                      (few_queries >> n_group & 1) != 0, s);
       }
       hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }
@@ -575,10 +609,18 @@ static void dbias_block(const BackwardContext& c, const DbiasItem& item, std::by
       const ScoreOptions options = score_options(c, batch, head);
       for (int64_t q = queries.begin; q < queries.end; q += kBackwardTileQ) {
         const Range tile{q, min64(q + kBackwardTileQ, queries.end)};
-        const BlockWalk groups = keys_of(sequence, head, tile, kBackwardTileK);
+        if (c.mask && c.mask_of(sequence, head).queries.over_capacity(q / c.mask_layout.block_q)) {
+          // Its queries' blocks of keys are not known: all that is theirs is NaN.
+          const int64_t first = one_row ? 0 : q - item.rows.begin;
+          for (int64_t n = 0; n < (one_row ? 1 : tile.size()) * kDbiasTile; ++n) {
+            piece[first * kDbiasTile + n] = __builtin_nanf("");
+          }
+          continue;
+        }
+        const BlockWalk groups = keys_of(c, sequence, head, tile, kBackwardTileK);
         const int64_t group = keys.begin / kBackwardTileK;
         if (!groups.visits(group)) continue;
-        const BackwardPairs pairs(sequence.mask, tile, keys, keys.begin,
+        const BackwardPairs pairs(c, sequence, head, tile, keys, keys.begin,
                                   groups.is_full(groups.rank(group)));
         if (pairs.queries.empty()) continue;
         if (loaded != c.head_kv(head)) {

@@ -17,6 +17,7 @@ struct DecodeUse {
     // A hidden key may hold NaN in V, and its rows of V are read for all rows of the item at once.
     if (p.has_bias) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
+    if (p.mask.kind != STROBE_MASK_NONE) return;  // its heads differ
     all = p.seqlen_q <= isa.decode->most_queries;
     some = all || p.varlen || p.has_seqused_q;
   }

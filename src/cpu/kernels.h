@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/problem.h"
 #include "core/sink.h"
@@ -91,18 +92,6 @@ struct Bias {
   STROBE_INLINE bool hides(int64_t batch, int64_t head, int64_t query, int64_t key) const {
     return data && row(batch, head, query).hides(key);
   }
-  /// Whether it hides all of some keys in the blocks of a query's walk, which has blocks of `size`
-  /// keys. For rows whose weights sum to 0: those see no key then, and are no NaN.
-  template <typename Walk>
-  STROBE_INLINE bool hides_all(int64_t batch, int64_t head, int64_t query, Range keys,
-                               const Walk& walk, int64_t size) const {
-    if (!data) return false;
-    const BiasRow values = row(batch, head, query);
-    for (int64_t key = keys.begin; key < keys.end; ++key) {
-      if (!values.hides(key) && walk.meets({key, key + 1}, size)) return false;
-    }
-    return true;
-  }
 };
 
 /// What both directions share.
@@ -115,6 +104,8 @@ struct Context {
   bool sinks_in_lse;          // whether lse has them
   Bias bias;
   Dropout dropout;
+  const int32_t* mask;  // a mask as data, packed; null: none
+  MaskLayout mask_layout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
   STROBE_INLINE SequenceRows sequence_rows(int64_t batch) const {
@@ -129,6 +120,10 @@ struct Context {
   STROBE_INLINE Sequence sequence_of_all_heads(int64_t batch) const {
     static_assert(!masks_differ_by_head());
     return sequence(batch, 0);
+  }
+  /// What the mask as data says of a head.
+  STROBE_INLINE HeadMask mask_of(const SequenceRows& s, int64_t head) const {
+    return HeadMask::of(mask, mask_layout, s, head);
   }
   /// Query heads that share a key head, and the key head of a query head.
   STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }

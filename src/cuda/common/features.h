@@ -58,7 +58,7 @@ inline constexpr Features kUpdates{1u << 7};
 inline constexpr Features kSumsDq{1u << 8}, kOrder{1u << 9};
 
 // An additive bias, a value for each pair of query and key; and its gradient.
-inline constexpr Features kBias{1u << 10}, kDbias{1u << 11};
+inline constexpr Features kBias{1u << 11}, kDbias{1u << 12};
 
 }  // namespace features
 
