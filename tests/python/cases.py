@@ -208,7 +208,8 @@ class Inputs:
         )
         wanted = grads if dbias is None else (*grads, dbias)
         assert all(a is b for a, b in zip(given, wanted, strict=True))
-        self.check_backward(*grads[:3], dsinks=grads[3] if len(grads) > 3 else None, dbias=dbias)
+        dsinks = grads[3] if len(grads) > 3 else None
+        self.check_backward(grads[0], grads[1], grads[2], dsinks=dsinks, dbias=dbias)
 
 
 def arrays(**changes: Any) -> dict[str, Any]:

@@ -7,10 +7,13 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
+}  // namespace
+
 /// A head for each thread block. Its threads share the rows of a sequence, or its warps the
 /// sequences where there are as many, and are added up as a tree: the order is that of the rows and
-/// of the number of sequences alone.
-__global__ void __launch_bounds__(kThreads)
+/// of the number of sequences alone. (In the namespace with a name, in which the emulator has
+/// `shared`.)
+static __global__ void __launch_bounds__(kThreads)
     dsinks_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char shared[];
   auto* const of_warp = reinterpret_cast<double*>(shared);
@@ -34,8 +37,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int warp = 0; warp < kWarps; ++warp) sum += of_warp[warp];
   p.dsinks[head] = static_cast<float>(sum);
 }
-
-}  // namespace
 
 cudaError_t launch_dsinks(const BackwardParams& params, const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&dsinks_kernel),
