@@ -42,6 +42,11 @@ constexpr BackwardConfig kC{80, kFloat16, 64, 64, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true, true>;
 }
 """,
+    "mma_sync/backward_dbias.cuh": """
+namespace strobe::cuda::sm80 {
+__device__ auto* const kernel = &dbias_kernel<__nv_bfloat16>;
+}
+""",
     "decode/decode.cuh": """
 namespace strobe::cuda {
 __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, CachedUpdateParams>;

@@ -92,6 +92,34 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
   return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
 }
 
+// A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and what
+// to pass instead. Nothing where there is no such.
+std::string full_dbias(const AttentionProblem& p) {
+  if (!p.has_dbias) return {};
+  struct Axis {
+    const char* name;
+    int64_t size, stride;
+  };
+  const Axis axes[] = {{"batch", p.bias_batch, p.bias.batch},
+                       {"heads", p.bias_heads, p.bias.head},
+                       {"seqlen_q", p.bias_seqlen_q, p.bias.seqlen}};
+  std::string repeated;
+  int64_t bytes = p.seqlen_k * (p.dbias_dtype == STROBE_FLOAT32 ? 4 : 2), summed = bytes;
+  for (const Axis& axis : axes) {
+    bytes *= axis.size;
+    if (axis.size > 1 && axis.stride == 0) {
+      repeated += (repeated.empty() ? "" : ", ") + std::string(axis.name);
+    } else {
+      summed *= axis.size;
+    }
+  }
+  if (repeated.empty()) return {};
+  return format("dbias takes %" PRId64
+                " bytes, as bias repeats its entries along %s: with one "
+                "entry there, %" PRId64 " bytes, and the sum is made on the way\n",
+                bytes, repeated.c_str(), summed);
+}
+
 std::string why(const AttentionProblem& problem) {
   if (Status s = check_problem(problem); !s.ok()) {
     return (s.code() == STROBE_INVALID_ARGUMENT ? "invalid: " : "") + s.text() + "\n";
@@ -116,7 +144,7 @@ std::string why(const AttentionProblem& problem) {
     lines += "\n";
   }
   if (lines.empty()) lines = no_kernels();
-  return lines;
+  return lines + full_dbias(resolved);
 }
 
 std::string describe(const Plan& plan) {

@@ -18,6 +18,7 @@ void enlist() {
   if constexpr (Shape::kHasGeneral) {
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, false>);
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, true>);
+    emulator::enlist(&sm80::dbias_kernel<typename Shape::T>);
   }
 }
 

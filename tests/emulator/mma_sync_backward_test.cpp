@@ -38,7 +38,6 @@ std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances()
 Case DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
     Case c = GenerateCase(seed + (again << 32));
-    c.has_dbias = false;  // which these kernels decline
     Rng rng(seed ^ again << 40 ^ 0x80B4u);
     const auto& config = Instances()[static_cast<size_t>(rng.Integer(
                                          0, static_cast<int64_t>(Instances().size()) - 1))]

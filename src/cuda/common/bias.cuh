@@ -14,6 +14,7 @@
 
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/mma.h"
 
 namespace strobe::cuda {
 
@@ -57,6 +58,30 @@ struct BiasPlane {
       return static_cast<float>(*reinterpret_cast<const __nv_bfloat16*>(at));
     }
     return static_cast<float>(*reinterpret_cast<const __half*>(at));
+  }
+  /// Writes the values of two neighbouring keys of a row, the first an even one, as far as there
+  /// are keys. For a gradient, which is described as a bias is.
+  __device__ __forceinline__ void put_two(int32_t query, int32_t key, int32_t keys, float x,
+                                          float y) const {
+    char* const to = const_cast<char*>(row(query)) + key * key_bytes;
+    const bool first = key < keys, second = key + 1 < keys;
+    if (type == kBiasFloat32) {
+      if (pairs && second) {
+        *reinterpret_cast<float2*>(to) = make_float2(x, y);
+        return;
+      }
+      if (first) *reinterpret_cast<float*>(to) = x;
+      if (second) *reinterpret_cast<float*>(to + key_bytes) = y;
+      return;
+    }
+    const uint32_t bits =
+        type == kBiasBfloat16 ? ptx::pack<__nv_bfloat16>(x, y) : ptx::pack<__half>(x, y);
+    if (pairs && second) {
+      *reinterpret_cast<uint32_t*>(to) = bits;
+      return;
+    }
+    if (first) *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(bits);
+    if (second) *reinterpret_cast<uint16_t*>(to + key_bytes) = static_cast<uint16_t>(bits >> 16);
   }
   /// Whether it hides a pair.
   __device__ __forceinline__ bool hides(int32_t query, int32_t key) const {

@@ -43,6 +43,12 @@ struct Bias {
   STROBE_INLINE constexpr int32_t element_bytes() const { return type == kBiasFloat32 ? 4 : 2; }
 };
 
+/// The gradient of a bias, with strides as the bias has them, and its entries along the first three
+/// axes; it has seqlen_k keys.
+struct Dbias : Bias {
+  int32_t batch, heads, rows;  // 1: a sum over the axis
+};
+
 struct CommonParams : Sequences {
   Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
@@ -135,6 +141,7 @@ struct BackwardParams : CommonParams {
   float* sink_rows;    // what each row in use adds to dsinks, laid out as lse; null without dsinks
   int32_t float_grads, accumulates;  // dq, dk and dv are float32; are added to
   int32_t float_out;                 // out is float32
+  Dbias dbias;
 
   /// Whether the gradients come from float32 sums, which the kernels after the main one turn into
   /// what the caller wants; else the main kernel may write them.

@@ -11,6 +11,12 @@ Tensor tensor(const void* data, const Strides& s, bool packed) {
   return {const_cast<void*>(data), packed ? 0 : s.batch, s.seqlen, s.head};
 }
 
+Bias bias(const void* data, const Strides& s, int32_t dtype) {
+  static_assert(kBiasFloat32 == STROBE_FLOAT32 && kBiasBfloat16 == STROBE_BFLOAT16 &&
+                kBiasFloat16 == STROBE_FLOAT16);
+  return {data, s.batch, s.head, s.seqlen, s.dim, dtype};
+}
+
 template <typename Args>
 void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   static_cast<Sequences&>(c) = sequences_of(p, a);
@@ -37,13 +43,7 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
 #if STROBE_RANDOM_WALKS
   c.random_blocks = strobe_random_blocks;
 #endif
-  static_assert(kBiasFloat32 == STROBE_FLOAT32 && kBiasBfloat16 == STROBE_BFLOAT16 &&
-                kBiasFloat16 == STROBE_FLOAT16);
-  c.bias = {};
-  if (p.has_bias) {
-    const Strides& s = p.bias;
-    c.bias = {a.bias, s.batch, s.head, s.seqlen, s.dim, p.bias_dtype};
-  }
+  c.bias = p.has_bias ? bias(a.bias, p.bias, p.bias_dtype) : Bias{};
 }
 
 }  // namespace
@@ -114,6 +114,11 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.accumulates = p.accumulate;
   b.float_out = p.out_dtype == STROBE_FLOAT32;
   b.dsinks = p.has_dsinks ? a.dsinks : nullptr;
+  b.dbias = {};
+  if (p.has_dbias) {
+    b.dbias = {bias(a.dbias, p.dbias, p.dbias_dtype), static_cast<int32_t>(p.bias_batch),
+               static_cast<int32_t>(p.bias_heads), static_cast<int32_t>(p.bias_seqlen_q)};
+  }
 }
 
 void take_rows(Arena& arena, const AttentionProblem& p, BackwardParams& b) {

@@ -59,7 +59,8 @@ template <typename Instance, typename Params, typename Args>
 Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
-  const bool attends = rows_q(p) > 0 || reads_keys || p.append;
+  // (dbias has values where there are no rows: zeros.)
+  const bool attends = rows_q(p) > 0 || reads_keys || p.append || p.has_dbias;
   if (!attends && !p.has_dsinks) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Instance* instance = instance_of<Instance>(plan, arch);

@@ -1,0 +1,289 @@
+// The gradient of a bias, through mma.sync: a kernel of its own after the backward pass's, where it
+// is asked for.
+//
+//   thread block   owns a piece of 64 x 64 of dbias, in registers, and goes through the tiles of
+//                  queries and keys that share it, one after the other: the sequences where bias
+//                  has one for all, their heads where it has one for all, and the tiles of queries
+//                  where it has one row for all
+//   warps          four, of 16 queries each. For a tile S = Q K^T, dP = dO V^T and
+//                  dS = P * (dP - delta) by the score, which is what is added to the piece
+//   shared memory  two stages of 64 columns of Q and K, or of dO and V
+//
+// The sums are in float32, in one order: sequences, heads, tiles of queries; where all queries
+// share a row, the 16 lanes and warps that have its parts come last. No thread block adds to
+// another's piece, so there are no atomics, and no bits that depend on the launch.
+//
+// Each pair is a dot product of its own here: what a masked or hidden pair holds reaches no other
+// one, and nothing has to be computed again where something is infinite.
+#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
+#define STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/backward/math.cuh"
+#include "cuda/backward/scratch.cuh"
+#include "cuda/common/bias.cuh"
+#include "cuda/common/dropout.cuh"
+#include "cuda/common/load.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/score.cuh"
+#include "cuda/common/tile.cuh"
+#include "cuda/common/walks.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/ldmatrix.h"
+
+namespace strobe::cuda::sm80 {
+
+/// Queries and keys of a piece.
+inline constexpr int kDbiasTile = 64;
+inline constexpr int kDbiasThreads = 128;
+
+/// How many pieces a gradient has, and where one lies.
+struct DbiasPiece {
+  int32_t batch, head, row, key;  // of its first value
+
+  STROBE_INLINE static constexpr int64_t count(const BackwardParams& p) {
+    const Dbias& d = p.dbias;
+    return int64_t{d.batch} * d.heads * ceil_div(d.rows, kDbiasTile) *
+           ceil_div(p.seqlen_k, kDbiasTile);
+  }
+  STROBE_INLINE static constexpr DbiasPiece of(const BackwardParams& p, int64_t index) {
+    const Dbias& d = p.dbias;
+    const int64_t across = ceil_div(p.seqlen_k, kDbiasTile), down = ceil_div(d.rows, kDbiasTile);
+    const int64_t of_head = index / across, plane = of_head / down;
+    return {static_cast<int32_t>(plane / d.heads), static_cast<int32_t>(plane % d.heads),
+            static_cast<int32_t>(of_head % down * kDbiasTile),
+            static_cast<int32_t>(index % across * kDbiasTile)};
+  }
+};
+
+/// A tile of queries against the piece's keys, of one head of one sequence.
+struct DbiasStep {
+  int32_t batch, head, query, key;  // of its first pair
+};
+
+/// acc += the product of 64 columns at a time: Q K^T or dO V^T.
+template <typename T>
+struct DbiasProduct {
+  using Tile = SharedTile<kDbiasTile, 64>;
+  static constexpr int kStages = 2;
+  static constexpr int kSharedBytes = kStages * 2 * Tile::kBytes;
+
+  uint32_t shared;
+
+  __device__ __forceinline__ uint32_t tile(int stage, int which) const {
+    return shared + static_cast<uint32_t>((2 * stage + which) * Tile::kBytes);
+  }
+  /// The columns from 64 * chunk on.
+  __device__ __forceinline__ static RowsView columns(const RowsView& rows, int chunk) {
+    return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
+  }
+  __device__ __forceinline__ void load(const RowsView& a, int32_t row_a, const RowsView& b,
+                                       int32_t row_b, int chunk) const {
+    const int thread = static_cast<int>(threadIdx.x), stage = chunk % kStages;
+    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(a, chunk), row_a, a.aligned(),
+                                             thread);
+    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 1), columns(b, chunk), row_b, b.aligned(),
+                                             thread);
+    ptx::cp_async_commit();
+  }
+  /// acc: the warp's 16 rows of A times the 64 of B.
+  __device__ __forceinline__ void run(const RowsView& a, int32_t row_a, const RowsView& b,
+                                      int32_t row_b, float (&acc)[1][8][4]) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int chunks = (a.dim + 63) / 64;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.f;
+    load(a, row_a, b, row_b, 0);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      if (chunk + 1 < chunks) {
+        load(a, row_a, b, row_b, chunk + 1);
+        ptx::cp_async_wait<1>();
+      } else {
+        ptx::cp_async_wait<0>();
+      }
+      __syncthreads();
+      const uint32_t rows =
+          tile(chunk % kStages, 0) +
+          static_cast<uint32_t>(16 * warp * Tile::kRowBytes + Tile::fragment_offset(lane, 0));
+      const uint32_t columns =
+          tile(chunk % kStages, 1) + static_cast<uint32_t>(Tile::fragment_offset_b(lane, 0));
+      multiply<T, 4, 2>(
+          acc,
+          [&](int slice, uint32_t(&x)[1][4]) {
+            ptx::ldmatrix(x[0], block_address<Tile>(rows, 0, 16 * slice));
+          },
+          [&](int slice, int pair, uint32_t(&x)[4]) {
+            ptx::ldmatrix(x, block_address<Tile>(columns, 16 * pair, 16 * slice));
+          },
+          [] {});
+      __syncthreads();  // before the stage is loaded again
+    }
+  }
+};
+
+/// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
+/// delta: the scratch's, of the sequence's queries of this head. kPrecise: of
+/// any_value_and_derivative.
+template <bool kPrecise>
+__device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
+                                            const DbiasStep& step, const float* lse,
+                                            const float* delta, const float (&s)[1][8][4],
+                                            const float (&dp)[1][8][4], float (&piece)[8][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const Mask& mask = sequence.mask;
+  const auto last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
+  const auto last_key = static_cast<int32_t>(mask.seqlen_k) - 1;
+  const int32_t first = step.query + 16 * warp, key = step.key + 2 * (lane % 4);
+  const Score score = Score::of(p, step.batch, step.head);
+  const BiasPlane bias = BiasPlane::of(p.bias, step.batch, step.head);
+  const auto batch_head = static_cast<uint32_t>(step.batch * p.heads + step.head);
+  const float dp_scale = p.dropout.keep_scale / kWeightScale;
+  float reference[2], subtract[2], distance[2];
+  int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on
+  const char* row[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int32_t query = first + lane / 4 + 8 * h, known = min(query, last_query);
+    reference[h] = lse[known];
+    subtract[h] = delta[known];
+    distance[h] = static_cast<float>(mask.position(known) - key);
+    const Range seen = mask.row(known);
+    begin[h] = static_cast<int32_t>(seen.begin) - key;
+    end[h] = query > last_query ? begin[h] : static_cast<int32_t>(seen.end) - key;
+    row[h] = bias.row(known);
+  }
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t word[4];
+    if (p.dropout.enabled()) {
+      dropout_words(p.dropout, batch_head, static_cast<uint32_t>(first),
+                    static_cast<uint32_t>(step.key + 16 * pair) / 8, lane, word);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int n = 2 * pair + i / 4, h = i / 2 % 2, e = i % 2, at = 8 * n + e;
+      const float b = bias.value(row[h], min(key + at, last_key));
+      float w = Score::Row{score, distance[h]}
+                    .template any_value_and_derivative<kPrecise>(s[0][n][2 * h + e], at)
+                    .value;
+      w = add_bias(w, b) - reference[h];
+      w = exp2_fast(min_or_nan(w, kWeightShift));  // as weigh has it (backward_weights.cuh)
+      float gradient = dp[0][n][2 * h + e];
+      if (p.dropout.enabled()) {
+        const uint32_t bits = word[2 * h + n % 2];
+        if (!(e ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) gradient *= 0.f;
+      }
+      float ds = w * fmaf(gradient, dp_scale, -subtract[h]);
+      if (at < begin[h] || at >= end[h] || b == -infinity()) ds = 0.f;
+      piece[n][2 * h + e] += ds;
+    }
+  }
+}
+
+/// The sum of a row's parts, which the lanes of a column and the warps have, to the lanes of warp 0
+/// that have row 0. parts: shared memory, a float for each warp and key.
+__device__ __forceinline__ void sum_rows(float (&piece)[8][4], float* parts) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float x = piece[n][e] + piece[n][2 + e];
+#pragma unroll
+      for (int step = 16; step >= 4; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+      if (lane < 4) parts[warp * kDbiasTile + 8 * n + 2 * lane + e] = x;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float* const x = parts + 8 * n + 2 * (lane % 4) + e;
+      piece[n][e] = x[0] + x[kDbiasTile] + x[2 * kDbiasTile] + x[3 * kDbiasTile];
+    }
+  }
+}
+
+/// Writes the piece, zeros too: where no pair is seen the gradient is 0.
+__device__ __forceinline__ void store_dbias(const BackwardParams& p, const DbiasPiece& at,
+                                            const float (&piece)[8][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const Dbias& d = p.dbias;
+  const BiasPlane to = BiasPlane::of(d, at.batch, at.head);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int32_t row = at.row + 16 * warp + lane / 4 + 8 * h;
+    if (row >= d.rows) continue;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int32_t key = at.key + 8 * n + 2 * (lane % 4);
+      to.put_two(row, key, p.seqlen_k, piece[n][2 * h], piece[n][2 * h + 1]);
+    }
+  }
+}
+
+/// tile_q: of the scratch.
+template <typename T>
+__global__ void __launch_bounds__(kDbiasThreads, 2)
+    dbias_kernel(const __grid_constant__ BackwardParams p,
+                 const __grid_constant__ BackwardScratch scratch, int64_t pieces, int32_t tile_q) {
+  extern __shared__ __align__(1024) char shared_bytes[];
+  const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (index >= pieces) return;
+  const DbiasPiece at = DbiasPiece::of(p, index);
+  const Dbias& d = p.dbias;
+  const bool one_row = d.rows == 1;
+  const DbiasProduct<T> product{ptx::shared_address(shared_bytes)};
+  const bool precise = Score::of(p, 0.f).cap() == Cap::kAny;
+  const int32_t batches = d.batch == 1 ? p.batch : 1, heads = d.heads == 1 ? p.heads : 1;
+  float piece[8][4] = {};
+
+#pragma unroll 1
+  for (int32_t batch = at.batch; batch < at.batch + batches; ++batch) {
+#pragma unroll 1
+    for (int32_t head = at.head; head < at.head + heads; ++head) {
+      const Sequence sequence = p.sequence(batch, head);
+      const Mask& mask = sequence.mask;
+      const auto seqlen_q = static_cast<int32_t>(mask.seqlen_q);
+      if (at.key >= mask.seqlen_k) continue;
+      const auto queries_of = [&](const Tensor& t, int32_t dim) {
+        return rows_view(t, batch, sequence.q_row, head, mask.seqlen_q, dim);
+      };
+      const auto keys_of = [&](const Tensor& t, int32_t dim) {
+        return rows_view(t, batch, sequence.k_row, head / p.group, mask.seqlen_k, dim);
+      };
+      const int64_t first =
+          (int64_t{head} * scratch.tiles + scratch_begin(p, tile_q, batch)) * tile_q;
+      const int32_t end = one_row ? seqlen_q : min(seqlen_q, at.row + kDbiasTile);
+#pragma unroll 1
+      for (int32_t query = at.row; query < end; query += kDbiasTile) {
+        const Range tile{query, min(query + kDbiasTile, end)};
+        const auto walk = key_walk(WalkLists::of(p, batch), mask, tile, int64_t{kDbiasTile});
+        if (!walk.visits(at.key / kDbiasTile)) continue;
+        float s[1][8][4], dp[1][8][4];
+        product.run(queries_of(p.q, p.head_dim), query, keys_of(p.k, p.head_dim), at.key, s);
+        product.run(queries_of(p.dout, p.head_dim_v), query, keys_of(p.v, p.head_dim_v), at.key,
+                    dp);
+        const DbiasStep step{batch, head, query, at.key};
+        const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
+        if (precise) {
+          add_dscores<true>(p, sequence, step, lse, delta, s, dp, piece);
+        } else {
+          add_dscores<false>(p, sequence, step, lse, delta, s, dp, piece);
+        }
+      }
+    }
+  }
+  if (one_row) sum_rows(piece, reinterpret_cast<float*>(shared_bytes));
+  store_dbias(p, at, piece);
+}
+
+}  // namespace strobe::cuda::sm80
+
+#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
