@@ -37,6 +37,17 @@ struct Piece {
   NewKeys fresh;           // where there are any
 };
 
+/// A span of several pieces that are left for the kernel after this one to merge: any of its
+/// pieces; the launch's nonce, by which that kernel knows it from what lay in the workspace before;
+/// and how many thread blocks of that kernel have looked at it. All have when the launch ends, so
+/// that the same launch in a graph, which has the same nonce and maybe other lengths, finds none of
+/// the replay before.
+struct alignas(16) OpenSpan {
+  Piece piece;
+  uint64_t nonce;
+  uint32_t looks;
+};
+
 /// The most pieces that are known ahead of the one that is computed: copies may run so far ahead.
 inline constexpr int kPiecesKnown = 4;
 /// The number of pieces, from the first, that are known when piece n is computed. Two at first, for

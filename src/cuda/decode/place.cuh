@@ -10,6 +10,8 @@
 
 namespace strobe::cuda {
 
+struct OpenSpan;
+
 /// What a launch knows of its division, made on the host.
 struct Division {
   KeyCut cut;
@@ -22,6 +24,7 @@ struct Division {
   unsigned long long* counters;  // [tracks][batch][spans]: pieces that have arrived
   float2* piece_sums;            // [slot][piece_rows]: a row's maximum and sum
   float* piece_o;                // [slot][piece_rows][width]
+  OpenSpan* open_spans;          // as counters, for a kernel that merges; null: this one does
 
   STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_track; }
   STROBE_INLINE constexpr int32_t slots_of_track(int32_t batch) const {
